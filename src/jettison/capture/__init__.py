@@ -1,4 +1,4 @@
-"""Fills a ledger from a live module: its forward runs on fake tensors, and every op and saved tensor is written down.
+"""Traces of live modules: a forward runs on fake tensors, and every op and saved tensor is recorded.
 
-Start at `tracer`, which traces a model, and `recorder`, which writes down one region of it.
+Start at `tracer`, which traces a model, and `recorder`, which records one region of it.
 """

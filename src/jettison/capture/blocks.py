@@ -1,4 +1,4 @@
-"""Which modules of a model are its repeated blocks, and which of them are alike."""
+"""A model's repeated blocks, and the classes of equal ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ REGION_MARK = "__jettison_region__"
 def find_blocks(model: nn.Module, regions: Iterable[str] | None = None) -> list[str]:
     """Dotted names of the modules to plan as regions, in the order in which the model names them.
 
-    Explicit ``regions`` (names) win; then classes marked with `jettison.checkpointable`; then the members of the
-    outermost `ModuleList`, `Sequential`, or `ModuleDict` with numbers for keys, that hold at least two composite
+    Explicit ``regions`` (names) take precedence; then classes marked with `jettison.checkpointable`; then the members
+    of the outermost `ModuleList`, `Sequential`, or `ModuleDict` with numeric keys, that hold at least two composite
     modules of one class.
 
     Raises:
@@ -44,13 +44,13 @@ def find_blocks(model: nn.Module, regions: Iterable[str] | None = None) -> list[
 
 
 def _is_list(container: nn.Module) -> bool:
-    if isinstance(container, nn.ModuleDict):  # of a model that is cut into pipeline stages, so that names stay
+    if isinstance(container, nn.ModuleDict):  # of a model that was split into pipeline stages, which keeps names
         return all(key.isdigit() for key in container)
     return isinstance(container, nn.ModuleList | nn.Sequential)
 
 
 def only_blocks(model: nn.Module) -> list[str]:
-    """Names of the composite modules that are alone in a list: the block of a pipeline stage that has but one."""
+    """Names of composite modules that are alone in a list: the block of a pipeline stage with only one."""
     found = []
     for name, module in model.named_modules():
         members = [child for child, m in module.named_children() if _is_composite(m)]
@@ -60,7 +60,7 @@ def only_blocks(model: nn.Module) -> list[str]:
 
 
 def _is_stack(container: nn.Module) -> bool:
-    members = [child for child in container._modules.values() if child is not None]  # one that repeats counts each time
+    members = [child for child in container._modules.values() if child is not None]  # repeated ones count each time
     kinds = [type(child) for child in members if _is_composite(child)]
     return len(kinds) >= 2 and len(set(kinds)) < len(kinds)
 
@@ -87,9 +87,9 @@ def _disjoint(names: list[str]) -> list[str]:
 
 
 def structural_keys(modules: dict[str, nn.Module]) -> dict[str, tuple[Any, ...]]:
-    """For each module a key that is equal for modules built alike: classes, parameter shapes, flags and settings.
+    """Key of each module that is equal for modules built alike: classes, parameter shapes, flags and settings.
 
-    An integer that equals every sibling's position in its container is a number, not a setting, and is left out.
+    An integer that equals every sibling's position in its container is an index, not a setting, and is omitted.
     """
     families: dict[str, list[str]] = {}
     for name in modules:

@@ -1,4 +1,4 @@
-"""State that code can reach: the names in its bytecode, the globals behind them, and what needs no name."""
+"""State that code can reach: names in its bytecode, the globals they refer to, and state reached without a name."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from jettison.core.objects import Same
 
 
 class Wide(enum.Enum):
-    """A way to reach state that no name in the code leads to."""
+    """A way to reach state without naming it in the code."""
 
     GLOBALS = enum.auto()  # of the function's own module
-    MODULES = enum.auto()  # whichever module a text names
+    MODULES = enum.auto()  # any module that a string names
     FRAMES = enum.auto()  # variables of callers
-    OBJECTS = enum.auto()  # all that the garbage collector knows
+    OBJECTS = enum.auto()  # all objects of the garbage collector
     SUBCLASSES = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names in one code object, functions inside of it included.
+    """Names in one code object, including functions inside of it.
 
     Args:
-        mentioned: globals and attributes; texts as well where the code asks for `globals`.
-        read: names under which it may get at something, texts among them: not those that it only assigns to.
-        assigned: attributes that it sets or deletes, but for those of a method's own instance.
-        texts: constants.
+        mentioned: globals and attributes; strings as well if the code uses `globals`.
+        read: names that it may read, including strings: not those that it only assigns to.
+        assigned: attributes that it sets or deletes, except those of a method's own instance.
+        texts: string constants.
         wide: see `Wide`.
     """
 
@@ -97,7 +97,7 @@ _RUN = frozenset(("exec", "eval"))
 
 
 def _inner(code: types.CodeType) -> list[types.CodeType]:
-    """Functions inside, and texts that the code may execute."""
+    """Functions inside, and strings that the code may execute."""
     inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
     if not _RUN.isdisjoint(code.co_names):
         inner += [one for one in map(_compiled, _texts(code.co_consts)) if one is not None]
@@ -105,7 +105,7 @@ def _inner(code: types.CodeType) -> list[types.CodeType]:
 
 
 def _compiled(text: str) -> types.CodeType | None:
-    """The code that a text may be executed as."""
+    """The code that a string may be executed as."""
     try:
         return compile(text, "<text>", "exec")
     except (SyntaxError, ValueError):
@@ -155,12 +155,12 @@ _LIBRARIES = (
     *("tokenizers", "tqdm", "yaml"),
     *("pandas", "pyarrow", "polars", "scipy", "sklearn", "matplotlib", "PIL"),
 )
-"""A walk that went into these would take half a second for each block of a model with adapters: 20,000 values."""
+"""Packages whose globals are not walked: half a second for each block of a model with adapters (20,000 values)."""
 _FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(_LIBRARIES)
 
 
 def function_reach(function: types.FunctionType) -> Iterator[Any]:
-    """What a function's code can read without being given it: its closure, its defaults, the globals that it names."""
+    """Values that a function can read besides its arguments: its closure, its defaults, the globals that it names."""
     yield from _closed_over(function)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
@@ -203,12 +203,12 @@ def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Ite
 def _closed_over(function: types.FunctionType) -> list[Any]:
     found = []
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # nothing was assigned to it yet
+        with contextlib.suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
     return found
 
 
-# what code assigns to on libraries ------------------------------------------------------------------------------------
+# attributes that code sets on libraries -------------------------------------------------------------------------------
 
 
 def library_owners(function: types.FunctionType) -> Sequence[Any]:
@@ -236,15 +236,15 @@ def _may_be_assigned_to(owner: Any) -> bool:
     return isinstance(owner, type | types.FunctionType) and is_foreign(str(owner.__module__))
 
 
-# which modules are whose ----------------------------------------------------------------------------------------------
+# owners of modules ----------------------------------------------------------------------------------------------------
 
 
 def modules_by_name(function: types.FunctionType) -> list[types.ModuleType]:
-    """Modules in which a function may have state that it finds by a name that it makes up as it runs: those of the
-    user's program, those of the package that the function belongs to, and those that a text in its code names.
+    """Modules in which a function may look up state by a computed name: those of the user's program, those of the
+    function's own package, and those that a string in its code names.
     """
     package = str(function.__module__).partition(".")[0]
-    found: list[Any] = [*_of_the_program(len(sys.modules))]  # anything may be among modules
+    found: list[Any] = [*_of_the_program(len(sys.modules))]  # sys.modules may hold any object
     found += [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == package]
     found += [sys.modules[text] for text in names_in(function.__code__).texts if text in sys.modules]
     return [m for m in found if isinstance(m, types.ModuleType) and not is_foreign(m.__name__)]
@@ -256,12 +256,12 @@ def _of_the_program(_count: int) -> tuple[types.ModuleType, ...]:
 
 
 def is_of_the_program(module: str) -> bool:
-    """Whether a module's code lies in no folder of libraries."""
+    """Whether a module's code lies outside of all folders of libraries."""
     return not is_foreign(module) and _is_program(module, sys.modules.get(module))
 
 
 def _is_program(name: str, module: Any) -> bool:
-    if not isinstance(module, types.ModuleType):  # anything may be put there
+    if not isinstance(module, types.ModuleType):  # sys.modules may hold any object
         return False
     file = vars(module).get("__file__")
     if isinstance(file, str):
@@ -276,7 +276,7 @@ def is_installed(module: str | None) -> bool:
 
 
 def package_of(value: type | types.FunctionType) -> str:
-    """The package, of the outermost level, that a class or a function says that it belongs to."""
+    """The top-level package that a class or a function claims to belong to."""
     return str(value.__module__).partition(".")[0]
 
 
@@ -288,17 +288,17 @@ def _is_in_a_library(file: str) -> bool:
 def is_foreign(module: str | None) -> bool:
     """Whether a module belongs to Python or to a large library, whose globals no model sets.
 
-    A package of the user's own may have the name of one (``datasets``, ``token``): where its code lies decides.
+    A package of the user's own may share a library's name (``datasets``, ``token``): the location of its code decides.
     """
     name = str(module or "").partition(".")[0]  # a class may have a property for it
     return name in _FOREIGN and (name in _OURS or _is_installed(name))
 
 
-_OURS = ("torch", "numpy", "jettison")  # imported by now: nobody else's can have the name
+_OURS = ("torch", "numpy", "jettison")  # imported already: no other package can have the name
 
 
 def _is_installed(name: str) -> bool:
-    """Whether the package of that name which is imported is Python's or was installed."""
+    """Whether the imported package of that name is Python's or was installed."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
     return file is None or _lies_among_libraries(name, file)  # built in, frozen, or not imported
@@ -311,7 +311,7 @@ def _lies_among_libraries(name: str, file: str) -> bool:
         return True
     if any((folder / name).exists() for folder in folders):  # the installed one is another
         return False
-    try:  # installed for editing, its code lies where it is edited
+    try:  # an editable installation, whose code lies in its source folder
         importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return False
@@ -328,22 +328,22 @@ def _library_folders() -> tuple[Path, ...]:
 # state that code reaches without naming it ----------------------------------------------------------------------------
 #
 # NOTE [ What code need not name ]
-# Code may also reach state whose names it makes up as it runs: through `importlib.import_module`, `sys.modules`,
-# `exec`, `globals`, the frames of its callers, the garbage collector, the subclasses of a class (`Wide`). Where code
-# that the walk has come by does so, the walk takes in all data that can be reached that way: of the program's own
-# modules, of the function's package, of modules that a text in it names; of libraries, only what code assigns to on
-# what it names of them (`library_owners`), and on threads and loggers.
+# Code may also reach state by names that it computes: through `importlib.import_module`, `sys.modules`, `exec`,
+# `globals`, the frames of its callers, the garbage collector, the subclasses of a class (`Wide`). If any code on the
+# walk does so, the walk includes all data that can be reached that way: of the program's own modules, of the function's
+# package, of modules that a string in it names; of libraries, only attributes that code sets on objects that it names
+# (`library_owners`), and on threads and loggers.
 
 
 NEVER_INSIDE = (type, types.FrameType, types.CodeType, types.FunctionType, types.BuiltinFunctionType)
 WHEREVER = (Wide.FRAMES, Wide.OBJECTS, Wide.SUBCLASSES)
 """Ways that lead to the same state from any module."""
 NAMES_MODULES = cast(types.FunctionType, lambda: None)
-"""Stands for code that has got `sys.modules` under another name."""
+"""Stands for code that holds `sys.modules` under another name."""
 
 
 def is_code(value: Any) -> bool:
-    """Whether it is code, or a description of an attribute, rather than data."""
+    """Whether a value is code or a descriptor, rather than data."""
     return issubclass(type(value), (*NEVER_INSIDE, property, staticmethod, classmethod, *_OF_CLASSES))
 
 
@@ -351,7 +351,7 @@ _OF_CLASSES = (types.GetSetDescriptorType, types.MemberDescriptorType, types.Wra
 
 
 def variables_of_callers() -> Iterator[tuple[str, Any]]:
-    """(name, value) of the local variables of all callers, but for those in libraries."""
+    """(name, value) of the local variables of all callers outside of libraries."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if not is_foreign(str(frame.f_globals.get("__name__"))):

@@ -1,4 +1,4 @@
-"""Deep copies of a model's structure: shared arrays, functions that close over modules, what refuses a copy."""
+"""Deep copies of a model's structure: shared arrays, functions that close over modules, objects that refuse a copy."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from jettison.capture.kinds import (
 from jettison.capture.tensor_subclasses import is_in_memory, plain
 from jettison.core.errors import JettisonError, UnsupportedModule
 
-# what cannot be copied, or must not be --------------------------------------------------------------------------------
+# objects that cannot or must not be copied ----------------------------------------------------------------------------
 #
-# A copy of an object whose class has a finalizer gives back, when it dies, what the original still needs: a directory,
-# a handle, a file. Other objects refuse to be copied. A copy of a model shares all of these with the model.
+# A copy of an object with a finalizer releases, when it is freed, a resource that the original still needs: a
+# directory, a handle, a file. Other objects refuse to be copied. A copy of a model shares all of these with the model.
 #
-# NOTE [ What would be copied ]
-# The walk asks the garbage collector what an object refers to, and runs no code of the object's class: `__getattr__`
-# may hand each name on, `__class__` may be a property, `items()` may raise.
+# NOTE [ The walk runs no user code ]
+# The walk asks the garbage collector for the referents of an object, and runs no code of the object's class:
+# `__getattr__` may forward each name, `__class__` may be a property, `items()` may raise.
 
 
 _COPIED_AS_IS = frozenset((*PLAIN, range, type(Ellipsis), type(NotImplemented)))
 _NEVER_COPIED = (type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref)
-"""What `copy.deepcopy` takes for a constant."""
+"""Types that `copy.deepcopy` treats as constants."""
 _NEVER_ENTERED = (
     *(types.ModuleType, types.FrameType, types.TracebackType),
     *(types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
 )
-"""What it refuses, and much of the program lies behind."""
+"""Types that it refuses, and which refer to much of the program."""
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of a value. What has a finalizer or cannot be copied is in it itself, not as a copy.
+    """Deep copy of a value that shares objects with a finalizer, and those that cannot be copied.
 
     Args:
-        memo: by id of an original, its copy, as for `copy.deepcopy`; what is copied is noted there.
+        memo: by id of an original, its copy, as for `copy.deepcopy`; new copies are added.
 
     Raises:
-        UnsupportedModule: the value itself refuses, or a module inside of it.
+        UnsupportedModule: the value itself, or a module inside of it, refuses.
     """
     inside = share_finalized(value, memo)
     refused: Exception | None = None
@@ -70,18 +70,18 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
                 return _whole(value, memo)
             except JettisonError:
                 raise
-            except Exception as error:  # whatever a class's own code raises
+            except Exception as error:  # a class's own code may raise anything
                 refused = error
         raise UnsupportedModule(
             f"planning runs a copy of the {type(value).__name__}, and `copy.deepcopy` refuses it: "
             f"{type(refused).__name__}: {refused}. Let it be copied, and hold what refuses in an object of its own"
         ) from refused
     finally:
-        refused = None  # it has this frame, and the frames of a step around it: a cycle that keeps a forward's tensors
+        refused = None  # it references this frame, and the frames of a step around it: a cycle that keeps tensors alive
 
 
 def share_finalized(value: Any, memo: dict[int, Any]) -> list[Any]:
-    """Let a copy have what has a finalizer itself. All that the copy refers to, innermost first."""
+    """Make a copy share objects with a finalizer. Returns all that the copy refers to, innermost first."""
     inside = _inside(value, memo)
     finalized = _finalized()
     for one in inside:
@@ -105,17 +105,17 @@ def without_finalizers(model: nn.Module, memo: dict[int, Any]) -> list[tuple[nn.
 
 
 def _without_finalizer(cls: Any) -> Any:
-    """The same class of modules, but for the finalizer."""
+    """The same class of modules, without the finalizer."""
     told = {"__del__": _nothing, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls)(cls.__name__, (cls,), told)
 
 
 def _nothing(_self: Any) -> None:
-    """What a copy does when it dies."""
+    """Finalizer of a copy: does nothing."""
 
 
 def has_finalizer(cls: type) -> bool:
-    """Whether Python runs a method of the class where an instance dies. Kinds made in C have a copy of what they hold,
+    """Whether Python runs a method of the class when an instance is freed. Types made in C copy their contents,
     or refuse.
     """
     run = next((vars(c)["__del__"] for c in cls.__mro__ if "__del__" in vars(c)), _nothing)
@@ -130,13 +130,13 @@ def _has_finalizer(value: Any, finalized: Container[int]) -> bool:
 
 
 def _finalized() -> set[int]:
-    """Ids of objects that `weakref.finalize` has been told of."""
+    """Ids of objects that are registered with `weakref.finalize`."""
     told = dict(getattr(weakref.finalize, "_registry", {}))
     return {id(info.weakref()) for info in told.values()}
 
 
 def _inside(value: Any, memo: Mapping[int, Any]) -> list[Any]:
-    """What a deep copy of a value copies, innermost first and itself last. See NOTE [ What would be copied ]."""
+    """Objects that a deep copy copies, innermost first, itself last. See NOTE [ The walk runs no user code ]."""
     found: list[Any] = []
     seen: set[int] = set()
     left = [(value, False)]
@@ -169,21 +169,21 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _whole(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy, which leaves nothing in `memo` where it fails."""
+    """A deep copy that leaves nothing in `memo` if it fails."""
     known = dict(memo)
     made = copy.deepcopy(value, known)
     alive = known.pop(id(known), None)
     memo.update(known)
-    memo.setdefault(id(memo), []).append(alive)  # so that no id comes back
+    memo.setdefault(id(memo), []).append(alive)  # so that no id is reused
     return made
 
 
 def _no_more(_inside: Sequence[Any], _memo: dict[int, Any]) -> None:
-    """Most can be copied as it is."""
+    """Share nothing more: most values can be copied as they are."""
 
 
 def _what_refuses(inside: Sequence[Any], memo: dict[int, Any]) -> None:
-    """Share what cannot be copied even where all that it refers to can."""
+    """Share objects that cannot be copied even if all their referents can."""
     known = {**memo, **{id(one): one for one in inside}}
     for one in inside:
         if id(one) in memo or _is_structure(one):
@@ -205,7 +205,7 @@ _STRUCTURES = frozenset((list, dict, tuple, set, frozenset))
 
 
 def _what_is_too_deep(inside: Sequence[Any], memo: dict[int, Any]) -> None:
-    """Copy from within, so that no copy needs much of Python's stack, and share what still does."""
+    """Copy from within, so that no copy needs much of Python's stack, and share the rest."""
     for one in inside:
         if issubclass(type(one), nn.Module) or id(one) in memo:
             continue
@@ -213,7 +213,7 @@ def _what_is_too_deep(inside: Sequence[Any], memo: dict[int, Any]) -> None:
         try:
             copy.deepcopy(one, known)  # type: ignore[arg-type]
         except RecursionError:
-            if not any(issubclass(type(part), nn.Module) for part in _inside(one, memo)):  # which must not be the real
+            if not any(issubclass(type(part), nn.Module) for part in _inside(one, memo)):  # modules must not be shared
                 memo[id(one)] = one
         except Exception:  # because of a module inside of it
             continue
@@ -224,13 +224,13 @@ def _what_is_too_deep(inside: Sequence[Any], memo: dict[int, Any]) -> None:
 
 
 def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any]) -> None:
-    """Copy the arrays that a model holds into a memo of `copy.deepcopy`, where they lie in the memory of others.
+    """Copy a model's arrays that lie in other objects' memory into a memo of `copy.deepcopy`.
 
     Copies of arrays that share memory share it as well. Those in a tensor's memory are known by their owner,
     `OfTensor`: the fake tensor has no values.
 
     Args:
-        tensors: that the model holds.
+        tensors: the model's tensors.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -264,10 +264,10 @@ def _seen_in(array: Any, start: int, raw: Any, numpy: Any) -> Any:
 
 def held_in(value: Any, seen: set[int], *, ours: bool = True) -> Iterator[tuple[Any, bool]]:
     """Values in containers and in attributes of plain objects, each with whether an object holds it. Modules, tensors
-    and code are not looked into; what torch and we have for ourselves only with ``ours``.
+    and code are not walked; objects of torch and of ours only with ``ours``.
     """
     left: list[tuple[Any, bool]] = [(value, False)]
-    while left:  # what is nested deep would need much of Python's stack
+    while left:  # iterative: deep nesting would need much of Python's stack
         one, in_object = left.pop()
         if issubclass(type(one), CONTAINERS):
             if id(one) not in seen:
@@ -284,13 +284,12 @@ def held_in(value: Any, seen: set[int], *, ours: bool = True) -> Iterator[tuple[
 
 # closures -------------------------------------------------------------------------------------------------------------
 #
-# Modules may hold functions that close over modules: a forward that somebody has put around the class's own.
-# `copy.deepcopy` takes a function for a constant. On a copy of a model such a function would go on running the modules
-# that it was made for, with their parameters.
+# Modules may hold functions that close over modules: a wrapper around the class's own forward. `copy.deepcopy` treats a
+# function as a constant. On a copy of a model such a function would run the original modules, with their parameters.
 
 
 def close_over_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Functions among the attributes of a model's copied modules close over the copies from now on.
+    """Make functions among the attributes of a model's copied modules close over the copies.
 
     Args:
         copies: by id of the original, as `copy.deepcopy` leaves them in its memo.
@@ -305,10 +304,10 @@ def close_over_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 def _over_copies(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """The module's copy; the method, of the copy; the function, over copies. Anything else as it is.
+    """The module's copy; the method, of the copy; the function, over copies. Anything else unchanged.
 
     Args:
-        made: by id of a function, what became of it: functions may close over themselves.
+        made: by id of a function, its replacement: functions may close over themselves.
     """
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
@@ -340,7 +339,7 @@ def _partial(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any
 def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:
     try:
         content = cell.cell_contents
-    except ValueError:  # not assigned yet
+    except ValueError:  # an empty cell
         return cell
     own = _over_copies(content, copies, made)
     return cell if own is content else types.CellType(own)

@@ -1,4 +1,4 @@
-"""Feeds recorders: ATen calls, saved tensors, module boundaries, and values that Python takes past the dispatcher."""
+"""Event sources of recorders: ATen calls, saved tensors, module boundaries, and reads of values past the dispatcher."""
 
 from __future__ import annotations
 
@@ -25,30 +25,29 @@ from jettison.capture.tensor_subclasses import desugars, has_gradients, infers_s
 from jettison.capture.trees import op_leaves
 from jettison.core.errors import UnsupportedModule
 
-# fake tensors for what is large, real values for what a forward may look at -------------------------------------------
+# fake tensors for large ones, real values for those that a forward may read -------------------------------------------
 #
 # A model may read its inputs ("is any token masked?") and take another path. Fake tensors have no values to read, so a
 # purely fake trace can take a path that training never takes. `RealUntilFake` keeps ops whose arguments are all real on
-# real tensors (ids, masks, position tables), and lets everything that meets a fake tensor (weights, hidden states) be
-# fake.
+# real tensors (ids, masks, position tables); ops with any fake argument (weights, hidden states) are fake.
 
 
 WHICH_DEVICE = torch.ops.prim.device.default
-"""Every other call of a dry run is this question; it is worth answering first, without asking the modes below."""
+"""Every other call of a dry run; answered first, without dispatching to the modes below."""
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""A gradient scaler's: gradients that are made up are finite, so that the number it writes that to stays 0."""
+"""A gradient scaler's op: made-up gradients are finite, so the number that it writes stays 0."""
 
 
 def which_device(tensor: Tensor) -> torch.device:
-    """What `WHICH_DEVICE` answers, to a mode above a `FakeTensorMode`."""
+    """Answer of `WHICH_DEVICE`, for a mode above a `FakeTensorMode`."""
     if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
         return tensor.fake_device
     return WHICH_DEVICE(tensor)
 
 
 def outside_of_compiled(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
-    """The mode with a dispatch that goes through dynamo's guard only where dynamo is at work. Torch puts the guard
-    around each call of each mode, which takes as long as many a fake kernel.
+    """The mode with a dispatch that uses dynamo's guard only while dynamo is running. Torch wraps each call of each
+    mode in the guard, which takes as long as many a fake kernel.
     """
     guarded = mode.__torch_dispatch__
     plain: Any = getattr(guarded, "__wrapped__", guarded)
@@ -64,17 +63,17 @@ def outside_of_compiled(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode
 
 @outside_of_compiled
 class RealUntilFake(TorchDispatchMode):
-    """Runs an op on real tensors where every tensor argument is real; stands above a `FakeTensorMode`.
+    """Runs an op on real tensors if every tensor argument is real; stands above a `FakeTensorMode`.
 
     A real tensor that fake values are written into is fake from then on, in every view of it: it stays the same object,
-    and a fake one on a shadow of its storage goes in its place wherever it is computed with.
+    and ops get a fake tensor on a shadow of its storage instead.
     """
 
     def __init__(self, mode: FakeTensorMode, undo: Undo) -> None:
         super().__init__()
         self.mode = mode
         self.undo = undo
-        self.shadows: dict[int, tuple[Any, torch.UntypedStorage]] = {}  # storage -> weak reference, what stands for it
+        self.shadows: dict[int, tuple[Any, torch.UntypedStorage]] = {}  # storage -> weak reference, its shadow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,7 +103,7 @@ class RealUntilFake(TorchDispatchMode):
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if not has_real and seeded:
             return _drawn(func, args, kwargs)
-        # not yet written: no forward decides anything by such values, and they may be as large as activations
+        # uninitialized: no forward decides by such values, and they may be as large as activations
         if not has_real and _is_empty_float(func, kwargs):
             return func(*args, **kwargs)
         with unset_fake_temporarily(), _unmoved_stream() if seeded else contextlib.nullcontext():
@@ -136,7 +135,7 @@ class RealUntilFake(TorchDispatchMode):
 
 
 def fakes_below() -> QuickFakeMode | None:
-    """The mode that answers all calls of fake tensors alone, where no mode but `RealUntilFake` would see them first."""
+    """The mode that answers all calls of fake tensors alone, if no mode except `RealUntilFake` is above it."""
     above = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, RealUntilFake)]
     return above[0] if len(above) == 1 and isinstance(above[0], QuickFakeMode) else None
 
@@ -145,9 +144,9 @@ FEW = 16  # elements of a draw that a forward may decide by
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """Random numbers: fake where they are many; where a forward may decide by them, real, and as large as they get.
+    """Random numbers: fake if they are many; if a forward may decide by them, real, and as large as they get.
 
-    What is skipped with some probability is skipped where a draw is below it: so everything runs, which takes most.
+    A forward skips a part with some probability where a draw is below it: so everything runs, which takes most memory.
     """
     out = func(*args, **kwargs)
     if not isinstance(out, FakeTensor) or out.numel() > FEW or not out.is_floating_point():
@@ -158,7 +157,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _unmoved_stream() -> Iterator[None]:
-    """A recording draws nothing, also where its tensors are real. So a draw that is repeated gives the same numbers."""
+    """Leave the random stream unmoved, also for real tensors: so a repeated draw gives the same numbers."""
     with torch.random.fork_rng(devices=_cuda_devices()):
         yield
 
@@ -170,11 +169,11 @@ def _is_empty_float(func: Any, kwargs: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
-    """Everything inside allocates no model memory and leaves every random generator as it was.
+    """Allocate no model memory within the context, and restore every random generator.
 
     Args:
-        values_known: the batch is real, so that what depends on it alone is computed for real. Real tensors that
-            were there before come out as they went in.
+        values_known: the batch is real, so that values which depend on it alone are computed for real. Existing real
+            tensors are restored.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices()))
@@ -193,7 +192,7 @@ def _cuda_devices() -> list[int]:
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-# what recorders are told ----------------------------------------------------------------------------------------------
+# events for recorders -------------------------------------------------------------------------------------------------
 
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
@@ -202,7 +201,7 @@ HOOKS_OFF = "it switches saved-tensor hooks off for a part of its forward (torch
 
 
 class ReadingWatch(TorchFunctionMode):
-    """Tells a recorder of values that Python takes out of tensors past the dispatcher."""
+    """Reports values that Python reads from tensors past the dispatcher to a recorder."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
@@ -217,7 +216,7 @@ class ReadingWatch(TorchFunctionMode):
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """What torch runs on real tensors; on fake ones it compares with a range instead."""
+    """torch's implementation for real tensors; for fake ones torch compares with a range instead."""
     if num_classes < 1 or tensor.numel() == 0 or not isinstance(tensor, FakeTensor):
         return torch._C._nn.one_hot(tensor, num_classes)
     made = torch.ops.aten.zeros.default([*tensor.shape, num_classes], dtype=tensor.dtype, device=tensor.device)
@@ -226,7 +225,7 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 @outside_of_compiled
 class CaptureMode(TorchDispatchMode):
-    """Feeds every ATen call to the recorder on top of the stack; nested regions push their own."""
+    """Reports every ATen call to the recorder on top of the stack; nested regions push their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +238,7 @@ class CaptureMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if desugars(types):
             if self.recorders and draws(func, args, kwargs) and not _on_cpu(args):
-                # DTensor shifts the generator's state around the op, where no recorder sees it
+                # DTensor shifts the generator's state around the op, unseen by any recorder
                 self.recorders[-1].state_broken = True
             return NotImplemented
         if not self.recorders or self.paused or is_bookkeeping(func) or infers_shapes():
@@ -248,7 +247,7 @@ class CaptureMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recording(self, recorder: OpRecorder) -> Iterator[None]:
-        """Ops and saved tensors go to ``recorder`` until the block ends; inner saved-tensor hooks are refused."""
+        """Send ops and saved tensors to ``recorder`` within the context; inner saved-tensor hooks are refused."""
 
         listening = [recorder]  # emptied at the end: the graph outlives the recording and must not own the record
 
@@ -281,13 +280,13 @@ class CaptureMode(TorchDispatchMode):
                 hook.remove()
 
     def _calls_compiled(self) -> None:
-        if not self.paused and self in _get_current_dispatch_mode_stack():  # not where a block is observed
+        if not self.paused and self in _get_current_dispatch_mode_stack():  # not while a block is observed
             self.recorders[-1].refuse(CALLS_COMPILED)
 
     @contextlib.contextmanager
     def _hooks_may_be_off(self, recorder: OpRecorder) -> Iterator[None]:
-        """Code around blocks may switch saved-tensor hooks off for a part of it: torch refuses that under any hooks, so
-        that those of the recording are taken off there, and the recording is not used.
+        """Let code around blocks disable saved-tensor hooks: torch refuses that under any hooks, so the recording's are
+        removed for that time, and the recording is not used.
         """
         autograd: Any = torch._C._autograd
         disable, enable = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
@@ -311,12 +310,12 @@ class CaptureMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _states_watched(self) -> Iterator[None]:
-        """A state that is saved and put back: recording draws nothing, so that the generator itself shows no move."""
+        """Report states that are saved and restored: recording draws nothing, so the generator shows no change."""
         real = torch.set_rng_state
 
         def set_rng_state(state: Tensor) -> None:
             real(state)
-            listens = not self.paused and self in _get_current_dispatch_mode_stack()  # not where a block is observed
+            listens = not self.paused and self in _get_current_dispatch_mode_stack()  # not while a block is observed
             if listens and not sys._getframe(1).f_globals.get("__name__", "").startswith(
                 "jettison."
             ):  # loans are known
@@ -343,7 +342,7 @@ def _in_transform() -> bool:
 
 
 def refuse_scripted(name: str, module: nn.Module) -> None:
-    """What torch.jit has made of a module cannot be looked into. Raises `UnsupportedModule` where it is such a one."""
+    """Raise `UnsupportedModule` for a module that torch.jit has scripted: its forward cannot be traced."""
     if isinstance(module, torch.jit.ScriptModule):
         raise UnsupportedModule(
             f"{name} is scripted (torch.jit): it has no Python forward to plan. Pass the module as it was before"
@@ -377,7 +376,7 @@ def _watch_modules(recorder: OpRecorder) -> list[Any]:
     return hooks
 
 
-# functions that `torch.compile` has made ------------------------------------------------------------------------------
+# functions that `torch.compile` returned ------------------------------------------------------------------------------
 
 
 CALLS_COMPILED = "it calls a function that torch.compile has made, whose ops are others than those of its Python"
@@ -385,11 +384,11 @@ CALLS_COMPILED = "it calls a function that torch.compile has made, whose ops are
 
 @contextlib.contextmanager
 def eagerly(called: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Functions that `torch.compile` has made run op by op. Where anything watches the ops, torch runs them so by
-    itself: it never compiles them again then, and with ``fullgraph=True`` it fails.
+    """Run functions that `torch.compile` returned op by op. Under a dispatch mode torch does so by itself, but then
+    never compiles them afterwards, and fails with ``fullgraph=True``.
 
     Args:
-        called: is told when one is called.
+        called: called when one of them is.
     """
     if "torch._dynamo" not in sys.modules:  # which takes a second to import
         yield

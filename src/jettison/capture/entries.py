@@ -1,10 +1,10 @@
-"""From a trace to the ledger: every saved tensor of every block call, of the root, and of a loss outside the model.
+"""Ledger entries of a trace: every saved tensor of every block call, of the root, and of a loss outside the model.
 
 NOTE [ Whose bytes ]
-A storage has one name in the whole ledger, however many layers save views of it, and belongs to the first layer of the
-order that does; the root comes first. So what several blocks are given (rotary tables, masks, an encoder's output) is
-the root's, since no single block holds it, and a block's own figure is what its program says plain autograd holds.
-That block 3's argument is block 2's result is known from the buffers of the root's program that are behind both.
+A storage has one name in the whole ledger, however many layers save views of it, and belongs to the first layer that
+does; the root comes first. So arguments of several blocks (rotary tables, masks, an encoder's output) belong to the
+root, since no single block owns them, and a block's own figure is the bytes that plain autograd holds by its program.
+The root's program tells that block 3's argument is block 2's result: one buffer is both.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.ledger.record import Origin, SavedTensor
 
 ROOT_LAYER = "embedding, head and loss"
-"""Name of everything around the blocks."""
+"""Layer name of everything around the blocks."""
 OUTSIDE_LAYER = "loss after the forward"
-"""Name of what a loss saves that is computed outside of the model's forward. Nobody plans it."""
+"""Layer name of tensors saved by a loss outside of the model's forward. No plan covers them."""
 
 Kept = Callable[[str, Program], frozenset[int]]
 """(name of a block, or "" for the root; its program) -> buffers held between forward and backward."""
 
 
 def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
-    """The record of what one training forward leaves behind for its backward.
+    """Ledger of the tensors that one training forward saves for its backward.
 
     Args:
-        kept: what is held under a plan; left out, what plain autograd saves. A tensor that no slot views, held because
-            others are computed from it, has the role "kept for recompute".
+        kept: buffers held under a plan; by default those that plain autograd saves. A tensor that no slot views, kept
+            because others are recomputed from it, has the role "kept for recompute".
 
     Parameters and registered buffers are not entries: they cost a step nothing. A block that could not be recorded has
     none either. See NOTE [ Whose bytes ].
@@ -53,7 +53,7 @@ def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
     for index, call in enumerate(trace.calls):
         cls = trace.classes[call.class_key]
         if cls.opaque:
-            continue  # the trace's warnings say so
+            continue  # the trace's warnings name it
         region = _region(trace, index, cls)
         for entry in region.entries(_chosen(kept, call.name, cls.trace.program)):
             if entry.role == "shared input":
@@ -76,7 +76,7 @@ def _chosen(kept: Kept | None, name: str, program: Program) -> frozenset[int]:
 
 @dataclass(kw_only=True)
 class _RegionCall:
-    """One region call, as a source of entries. ``ids`` names the storages that other regions see as well."""
+    """One region call, as a source of entries. ``ids`` names the storages that it shares with other regions."""
 
     trace: RegionTrace
     module: nn.Module
@@ -111,18 +111,18 @@ class _RegionCall:
                 yield self.entry(slot, "shared input" if buffer.free else "kept for recompute")
 
     def _costs(self, b: int, kept: frozenset[int]) -> bool:
-        """Whether a buffer is held and is neither a parameter nor a registered buffer, in whatever version."""
+        """Whether a buffer is held and is not a parameter or registered buffer, in whatever version."""
         return b in kept and not self.trace.program.buffers[b].free and b not in self.trace.names
 
     def _shared_reads(self, kept: frozenset[int]) -> frozenset[int]:
-        """Shared inputs that the recompute of what is not kept reads."""
+        """Shared inputs that the recomputation of dropped buffers reads."""
         program = self.trace.program
-        inputs = {b.index for b in program.buffers if b.source is Source.INPUT}  # within a segment, held by nobody
+        inputs = {b.index for b in program.buffers if b.source is Source.INPUT}  # within a segment, not held
         reads = {b for o in program.recompute_set(kept | inputs) for b in program.ops[o].inputs}
         return frozenset(b for b in reads if program.buffers[b].free and program.buffers[b].source is Source.INPUT)
 
     def entry(self, slot: Slot, role: str) -> SavedTensor:
-        """The record of one held tensor."""
+        """The ledger entry of one held tensor."""
         program = self.trace.program
         buffer = program.buffers[slot.buffer]
         closure = program.closure(slot.buffer)
@@ -151,7 +151,7 @@ class _RegionCall:
         return self.ids.get(b, f"{self.prefix}#{b}")
 
     def _view(self, buffer: Buffer) -> TensorRef:
-        """How a buffer that no slot views is seen: at a boundary, as an argument, as an op's result; else as bytes."""
+        """View of a buffer that no slot views: at a boundary, as an argument, as an op's result; else as bytes."""
         b = buffer.index
         if b in self.trace.taps:
             return self.trace.taps[b].ref
@@ -164,7 +164,7 @@ class _RegionCall:
 
 
 def _outside(trace: ModelTrace, root: _RegionCall) -> Iterator[SavedTensor]:
-    """What the loss saves after the forward; its buffers are the root's."""
+    """Tensors that a loss saves after the forward; its buffers are the root's."""
     program = trace.root.program
     for ref in dict.fromkeys(trace.outside):
         buffer = program.buffers[ref.buffer]
@@ -175,7 +175,7 @@ def _outside(trace: ModelTrace, root: _RegionCall) -> Iterator[SavedTensor]:
 
 
 def _region(trace: ModelTrace, index: int, cls: BlockClass) -> _RegionCall:
-    """A block call, with the ids of what it shares with others: root buffers behind its arguments and results."""
+    """A block call, with the ids of shared storages: the root's buffers of its arguments and results."""
     call = trace.calls[index]
     earlier = sum(1 for other in trace.calls[:index] if other.name == call.name)
     results = {where: b for b, where in trace.root.blocks.items()}
@@ -196,9 +196,9 @@ def _region(trace: ModelTrace, index: int, cls: BlockClass) -> _RegionCall:
 
 # roles ----------------------------------------------------------------------------------------------------------------
 #
-# What a saved tensor is, in the words that papers use, read off the ops that make it and the ops that read it. It is a
-# label for people, and for pairing a trace with a formula. Nothing is decided by it: a tensor that no rule knows is
-# named after the op that makes or reads it.
+# The role of a saved tensor in the papers' terms, derived from the ops that make and read it. It is a label for people,
+# and for pairing a trace with a formula; no decision depends on it. Without a rule a tensor is named after the op that
+# makes or reads it.
 
 
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")
@@ -233,7 +233,7 @@ class Roles:
     """Names the saved tensors of one region."""
 
     trace: RegionTrace
-    module: nn.Module  # the region's, for the classes of its parts
+    module: nn.Module  # the region's, for the classes of its submodules
     readers: dict[int, list[Op]] = field(init=False)
     norms: frozenset[str] = field(init=False)
 
@@ -253,12 +253,12 @@ class Roles:
         return self.trace.program
 
     def producer(self, b: int) -> Op | None:
-        """The op that makes a buffer."""
+        """The op that produces a buffer."""
         index = self.program.buffers[b].producer
         return None if index is None else self.program.ops[index]
 
     def saver(self, slot: Slot) -> str:
-        """Name of the op that saved a slot's tensor: the one that made it, or the one that reads it."""
+        """Name of the op that saved a slot's tensor: the one that produced it, or the one that reads it."""
         producer, reader = self.producer(slot.buffer), self._reader(slot)
         if producer is not None and slot.op == producer.name and base_name(producer).startswith(_SAVES_ITS_RESULT):
             return producer.name
@@ -266,7 +266,7 @@ class Roles:
         return chosen.name if chosen is not None else slot.op
 
     def role(self, slot: Slot, ref: TensorRef) -> str:
-        """The word for a slot's tensor."""
+        """Role of a slot's tensor."""
         source = self.program.buffers[slot.buffer].source
         if source is Source.INPUT:
             return self._input_role(slot)
@@ -295,7 +295,7 @@ class Roles:
         return "shared input" if self.program.buffers[slot.buffer].free else "block input"
 
     def _by_norm(self, slot: Slot) -> str:
-        """Norms that are written out op by op: what comes before the statistics, they themselves, what comes after."""
+        """Role in norms that are written out op by op: input, statistics, normalized output."""
         if slot.path not in self.norms:
             return ""
         producer = self.producer(slot.buffer)
@@ -384,7 +384,7 @@ class Roles:
         return any(is_weight(b) for b in op.inputs)
 
     def _product_operand(self, op: Op, b: int) -> str:
-        """Of the two batched products of attention, the second has probabilities as its first operand."""
+        """Operand of attention's batched matmuls: the first operand of the second one is the probabilities."""
         left = op.inputs[0] if base_name(op) == "bmm" else op.inputs[-2]
         if self._comes_from_softmax(left, 5):
             return "attention probabilities" if b == left else "attention value"

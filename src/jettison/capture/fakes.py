@@ -60,7 +60,7 @@ LARGEST_RNN_BYTES = 2**28
 def _refuse_other_thread(func: Any) -> None:
     here = threading.get_ident()
     one = next((one for one in threading.enumerate() if one.ident == here), None)
-    if one is None or type(one) is threading._DummyThread:  # one of autograd's, which has the modes of its caller
+    if one is None or type(one) is threading._DummyThread:  # autograd's thread, which has the modes of its caller
         return
     raise TraceError(
         f"the forward computes ({func}) in a thread of its own ({one.name}): planning runs it on tensors without "
@@ -69,19 +69,19 @@ def _refuse_other_thread(func: Any) -> None:
 
 
 class StepFakeMode(QuickFakeMode):
-    """A `FakeTensorMode` that also runs operators whose fake kernel refuses what the real one accepts (`_RULES`), or
-    returns something else (`_CORRECTIONS`).
+    """A `FakeTensorMode` for operators whose fake kernel refuses arguments of the real one (`_RULES`), or returns
+    something else (`_CORRECTIONS`).
     """
 
     sparse = False
     """Whether there are sparse tensors: see `sparse_fakes`."""
     guesses = False
-    """Whether a value that is asked for is made up (true, 1, all rows) instead of being an error."""
+    """Whether a value that Python reads is made up (true, 1, all rows) instead of raising an error."""
     thread: int | None = None
-    """The one that runs what is recorded: modes are a thread's own, and what others do to its tensors is not seen."""
+    """The thread that is recorded: modes are per thread, and other threads' ops on its tensors are not seen."""
 
     def from_tensor(self, tensor: Tensor, **how: Any) -> FakeTensor:
-        """A fake tensor in the place of a real one."""
+        """Return the fake tensor of a real one."""
         return super().from_tensor(_alone(tensor), **how)
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,7 @@ class StepFakeMode(QuickFakeMode):
     def _before_torch(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Arguments as torch's fake kernel takes them, and the answer where it is not asked."""
+        """Arguments as torch's fake kernel takes them, and the answer if it is not needed."""
         found = sparse_result(func, args, kwargs) if self.sparse and any(map(is_sparse, args[:2])) else None
         if found is not None:
             return args, kwargs, found
@@ -131,7 +131,7 @@ class StepFakeMode(QuickFakeMode):
 
 @functools.cache
 def _is_ours_to_answer(func: Any) -> bool:
-    """Whether torch's fake kernel alone does not do for an operator."""
+    """Whether an operator needs more than torch's fake kernel."""
     return func is _INDEX or func in _RULES or func in _CORRECTIONS or makes_sparse(func) or has_places(func)
 
 
@@ -142,8 +142,8 @@ def _is_real_view(value: Any) -> bool:
 
 
 def _alone(value: Any) -> Any:
-    """A view of real numbers as complex ones, or the other way round, as a tensor of its own on the same memory. Torch
-    fakes a view by viewing a fake base, whose shape does not fit one of another type.
+    """A view of real numbers as complex ones, or the reverse, as a tensor of its own on the same memory. Torch fakes a
+    view by viewing a fake base, whose shape does not fit another dtype.
     """
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or not value._is_view():
         return value
@@ -162,7 +162,7 @@ def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:
 
 @contextlib.contextmanager
 def roughly(fake_model: nn.Module) -> Iterator[None]:
-    """Values that are asked for are made up, as in a backward whose hooks log the norms of gradients."""
+    """Make up values that Python reads, as in a backward whose hooks log the norms of gradients."""
     parameters = map(plain, fake_model.parameters())
     mode = next((p.fake_mode for p in parameters if isinstance(p, FakeTensor)), None)
     with guessing(mode, True), started_by_fabric():
@@ -171,7 +171,7 @@ def roughly(fake_model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guessing(mode: FakeTensorMode | None, wanted: bool) -> Iterator[None]:
-    """Values that are asked for are made up meanwhile, or none is."""
+    """Switch made-up values on or off within the context."""
     if not isinstance(mode, StepFakeMode):
         yield
         return
@@ -187,8 +187,8 @@ def fake_copy(
 ) -> nn.Module:
     """A deep copy of `model` whose every tensor is fake. `device` overrides the device (needed for a meta model).
 
-    Modules under FSDP2 are copied as they are during a forward: with whole parameters, and without FSDP but for its
-    casts; or, with ``stored``, as they were before `fully_shard`.
+    Modules under FSDP2 are copied in the state that they have during a forward: with unsharded parameters, and without
+    FSDP except for its casts; or, with ``stored``, in their state before `fully_shard`.
     """
     faker = _Faker(mode, None if device is None else torch.device(device))
     memo: dict[int, Any] = {id(state): state for state in states(model)}
@@ -214,13 +214,13 @@ def fake_copy(
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None = None) -> Any:
-    """The same tree with each tensor faked; other leaves as they are."""
+    """Fake the tensors of a tree; other leaves are unchanged."""
     faker = _Faker(mode, None if device is None else torch.device(device))
     return tree_map(lambda leaf: faker.like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 class _Faker:
-    """Fakes tensors of one model, keeping storages shared that were."""
+    """Fakes tensors of one model, and keeps shared storages shared."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device | None) -> None:
         self._mode = mode
@@ -228,7 +228,7 @@ class _Faker:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """A fake leaf in the place of `tensor`, of the same Python class if that is a kind of parameter."""
+        """Return a fake leaf for `tensor`, of the same Python class if that is a kind of parameter."""
         wrap = wrapping(tensor)
         if wrap is not None:
             wrapped = wrap.wrap(self.like(plain(tensor)))
@@ -248,7 +248,7 @@ class _Faker:
             return fake.requires_grad_(tensor.requires_grad)
 
     def _sparse(self, tensor: Tensor) -> Tensor:
-        """Of a sparse one all entries: a coalesced gradient, the momentum of one."""
+        """Fake a sparse tensor with all its entries: a coalesced gradient, its momentum."""
         if isinstance(self._mode, StepFakeMode):
             self._mode.sparse = True
         with torch.no_grad(), self._mode:
@@ -272,7 +272,7 @@ class _Faker:
 
 
 def _layout_of(tensor: Tensor) -> torch.layout:
-    with torch._C.DisableTorchFunctionSubclass():  # a class of the user's may count
+    with torch._C.DisableTorchFunctionSubclass():  # the user's class may count its calls
         return tensor.layout
 
 
@@ -284,9 +284,8 @@ def _as_parameter(parameter: nn.Parameter, fake: Tensor) -> nn.Parameter:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters, buffers, gradients aside, and tensors held by plain attributes, containers in them included; of
-    objects there the large ones (PEFT's AdaLoRA has statistics of every adapter in one). Small ones may be numbers that
-    a forward reads.
+    """Parameters, buffers without their gradients, and tensors of plain attributes, also in containers; in objects only
+    large ones (PEFT's AdaLoRA has statistics of every adapter in one). Small ones may be numbers that a forward reads.
     """
     yield from model.parameters()
     yield from model.buffers()
@@ -303,11 +302,11 @@ def _is_large(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() > MOST_SHARED  # sparse tensors have no nbytes
 
 
-# what torch's fake kernels leave out ----------------------------------------------------------------------------------
+# gaps of torch's fake kernels -----------------------------------------------------------------------------------------
 
 
 def _places(indices: Sequence[Any]) -> list[Any]:
-    """The same, but real masks as the places where they are true."""
+    """Replace real masks among indices by the positions where they are true."""
     found: list[Any] = []
     for index in indices:
         if isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8):
@@ -319,7 +318,7 @@ def _places(indices: Sequence[Any]) -> list[Any]:
 
 
 def _grouped_mm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: bool) -> Tensor | None:
-    """The default experts of mixtures: torch's kernel insists on bfloat16; the CPU's real one takes float32 and float16
+    """Experts of mixtures: torch's fake kernel insists on bfloat16; the CPU's real one takes float32 and float16,
     too. Its rows are padded to 16 bytes, as it allocates them.
     """
     (a, b), more = args[:2], dict(zip(("offs", "bias", "out_dtype"), args[2:], strict=False)) | kwargs
@@ -339,10 +338,10 @@ def _grouped_mm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: bool)
 
 
 def _ctc_loss(_: Any, args: tuple[Any, ...], __: dict[str, Any], ___: bool) -> tuple[Tensor, Tensor]:
-    """The loss of each row [n], and its alphas [n, t, 2 * longest target + 1]: hangs on the targets' lengths.
+    """The loss of each row [n], and its alphas [n, t, 2 * longest target + 1], which depends on the targets' lengths.
 
     Raises:
-        DynamicOutputShapeException: the lengths are not known.
+        DynamicOutputShapeException: the lengths are unknown.
         TraceError: they are on another device.
     """
     log_probs, target_lengths = args[0], args[3]
@@ -359,12 +358,12 @@ def _ctc_loss(_: Any, args: tuple[Any, ...], __: dict[str, Any], ___: bool) -> t
 
 
 def _cudnn(func: Any, *_: Any) -> NoReturn:
-    """Torch keeps the state of its dropout for ever, which must not be a fake one: what calls it is observed."""
+    """Refuse: torch caches the state of its dropout for ever, which must not be fake; its callers are observed."""
     raise UnsupportedOperatorException(func)
 
 
 def _by_values(func: Any, args: tuple[Any, ...], _: dict[str, Any], guesses: bool) -> Any:
-    """What an op returns that hangs on values; None where nobody knows."""
+    """Result of an op whose shape depends on values; None if the values are unknown."""
     if func is _SELECT:
         values, mask = args
         if not isinstance(mask, FakeTensor):
@@ -390,7 +389,7 @@ _RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any]] =
     **dict.fromkeys((_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT), _by_values),
     aten._grouped_mm.default: _grouped_mm,
     **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), _ctc_loss),
-    # torch's kernel wants the lengths on the device, the real one takes them from the CPU
+    # torch's fake kernel wants the lengths on the device, the real one takes them from the CPU
     **dict.fromkeys(
         (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor),
         lambda _, args, *__: torch.empty_like(args[1]),
@@ -400,7 +399,7 @@ _RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any]] =
     aten._cudnn_rnn_flatten_weight.default: _cudnn,
     aten.miopen_rnn.default: _cudnn,
 }
-"""By operator: what it returns for (operator, arguments, keywords, whether values are made up); None where torch's fake
+"""By operator: its result for (operator, arguments, keywords, whether values are made up); None where torch's fake
 kernel is right.
 """
 if torch.distributed.is_available():  # the real one returns its argument, torch's fake kernel a new tensor
@@ -413,7 +412,7 @@ def _on_cpu(args: Sequence[Any]) -> bool:
 
 def _batch_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
     """The CPU returns a contiguous (or channels-last) result, torch's fake kernel one of the input's strides, and
-    statistics of the type of the weight, or of the running mean.
+    statistics of the weight's dtype, or the running mean's.
     """
     if not _on_cpu(args):
         return out
@@ -431,23 +430,23 @@ def _layer_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
 
 
 def _loss(args: Sequence[Any], _: Any, out: Any) -> Any:
-    """The CPU returns one number on a storage that has room for all terms."""
+    """The CPU returns one number on a storage with room for all terms."""
     if out.dim() or out.device.type != "cpu":
         return out
     return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
 
 
 def _col2im(args: Sequence[Any], _: Any, out: Any) -> Any:
-    """The CPU returns a result on a storage that has room for its argument."""
+    """The CPU returns a result on a storage with room for its argument."""
     if not _on_cpu(args) or args[0].numel() <= out.numel():
         return out
     return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
 
 
 def _rnn(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """The workspace that an LSTM layer of oneDNN keeps for backward, which is missing. Only the real kernel
-    knows its size, so that it is run, once a shape; where that would take much memory the size is bounded: by gates,
-    states and their gradients, with pages to spare.
+    """Add the workspace that an LSTM layer of oneDNN keeps for backward. Only the real kernel knows its size, so it is
+    run, once per shape; if that would take much memory the size is bounded: by gates, states and their gradients, with
+    pages to spare.
     """
     if not _on_cpu(args):
         return out
@@ -462,10 +461,10 @@ def _rnn(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _rnn_workspace(tensors: tuple[Any, ...], more: tuple[Any, ...]) -> int:
-    with _disable_current_modes(), torch.enable_grad():  # without, it keeps nothing
+    with _disable_current_modes(), torch.enable_grad():  # without gradients it keeps nothing
         made = [torch.zeros(shape, dtype=dtype) for shape, dtype in tensors]
         workspace = _RNN(*made, more[0], list(more[1]), *more[2:])[3]
-        return 0 if workspace is None else int(workspace.numel())  # none where nothing is trained
+        return 0 if workspace is None else int(workspace.numel())  # none if nothing is trained
 
 
 def _rnn_backward(_: Any, __: Any, out: Any) -> Any:
@@ -484,7 +483,7 @@ _CORRECTIONS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
     _RNN: _rnn,
     aten.mkldnn_rnn_layer_backward.default: _rnn_backward,
 }
-"""By operator: the real kernel's result, from (arguments, keywords, what torch's fake kernel returned)."""
+"""By operator: the real kernel's result, from (arguments, keywords, the fake kernel's result)."""
 
 
 _TRUTH = "_jettison_truth"
@@ -495,7 +494,7 @@ _NOTS = ("aten::logical_not", "aten::bitwise_not")
 
 
 def _note_truth(func: Any, args: tuple[Any, ...], out: Tensor) -> None:
-    """A check for NaN and infinity is one of numbers that are made up, and finite."""
+    """Answer a check for NaN and infinity: made-up numbers are finite."""
     name, given = func._schema.name, [a for a in args if isinstance(a, Tensor | float)]
     known = None
     if name in ("aten::ne", "aten::eq") and len(given) == 2:
@@ -511,12 +510,12 @@ def _note_truth(func: Any, args: tuple[Any, ...], out: Tensor) -> None:
         setattr(out, _TRUTH, known)
 
 
-# Lightning Fabric, whose models are to be trained by their Fabric alone -----------------------------------------------
+# Lightning Fabric, whose models only train through their Fabric -------------------------------------------------------
 
 
 @contextlib.contextmanager
 def started_by_fabric() -> Iterator[None]:
-    """Outputs of a model that Lightning Fabric has set up refuse a backward that it did not start
+    """Allow a backward through a model that Lightning Fabric has set up, which refuses any that it did not start
     (lightning/fabric/wrappers.py).
     """
     wrappers = sys.modules.get("lightning.fabric.wrappers") or sys.modules.get("lightning_fabric.wrappers")

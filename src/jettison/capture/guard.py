@@ -1,7 +1,7 @@
-"""Settings of a module, as they were when it was recorded.
+"""Guards: the settings of a module at recording time, to notice changes.
 
-A guard does not keep the promise; witnesses do (NOTE [ The promise ] in runtime/witness.py). It notices early, and at
-the cost of a comparison, what would otherwise be noticed by a tensor that came back wrong.
+The promise does not depend on guards; witnesses keep it (NOTE [ The promise ] in runtime/witness.py). A guard notices a
+change early, and at the cost of a comparison, before a wrong recomputed tensor does.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jettison.core.objects import Same
 DEEPEST = 4
 MOST_SETTINGS = 20_000
 MOST_ITEMS = 2048
-"""Entries of a container that are looked at in each step; of a longer one its length; witnesses have the rest."""
+"""Most entries of a container that are compared in each step; of a longer one its length; witnesses cover the rest."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _LENGTH = "number of entries"
 _LOOK_ON = ("transformers.utils.output_capturing", "torch.distributed.fsdp._fully_shard._fsdp_state")
-"""Modules whose hooks do not change what is computed: they collect outputs, or gather parameters. What FSDP casts is
-compared on its own (`precision_of`).
+"""Modules whose hooks do not change results: they collect outputs, or all-gather parameters. FSDP's casts are
+compared separately (`precision_of`).
 """
 _MISSING = object()
 _FORWARDS = itertools.repeat("forward")
@@ -51,12 +51,12 @@ Setting = tuple[Same[Any], Any]
 class ModuleGuard:
     """Notices that a module would run differently than when it was recorded.
 
-    Watches train/eval, which parameters want gradients, replaced submodules and parameters, hooks, every plain setting
+    Watches train/eval, requires_grad of parameters, replaced submodules and parameters, hooks, every plain setting
     (numbers, strings, functions) on the modules, in containers and in objects that they hold, and the plain globals
     that their methods name, directly or in a function of the same file.
 
     Args:
-        ignored: settings that were seen to change without changing what is computed.
+        ignored: settings that were seen to change without changing results.
     """
 
     def __init__(self, module: nn.Module, ignored: frozenset[Setting] = frozenset()) -> None:
@@ -89,7 +89,7 @@ class ModuleGuard:
                 if isinstance(function, types.FunctionType):
                     self._globals(function)
         self._hook_tables = [hooks for hooks, _ in self.hooks]
-        self._hook_counts: list[int] = []  # by table, at the last look
+        self._hook_counts: list[int] = []  # by table, at the last check
         self._hooks_known: list[Any] = []
         self._parameter_tables = [table.get for table, _, _ in self.parameters]
         self._parameter_names = [name for _, name, _ in self.parameters]
@@ -101,7 +101,7 @@ class ModuleGuard:
             self.cells = [c for c in self.cells if (Same(c[0]), _LENGTH) not in ignored]
             self.forwards = [f for f in self.forwards if (Same(f[0]), "forward") not in ignored]
 
-    # what is watched -------------------------------------------------------------------------------------------------
+    # watched settings ------------------------------------------------------------------------------------------------
 
     def _attributes(self, table: dict[Any, Any], depth: int) -> None:
         if id(table) in self._seen:
@@ -152,7 +152,7 @@ class ModuleGuard:
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
-            except ValueError:  # not assigned yet
+            except ValueError:  # an empty cell
                 continue
             self.cells.append((cell, _weakly(content)))
             self._each((content,), depth + 1)
@@ -174,7 +174,7 @@ class ModuleGuard:
                 self._within(value, DEEPEST - 1)
 
     def _class_settings(self, module: nn.Module) -> None:
-        """Settings that live on the class: there they may change, and on the module they may be covered."""
+        """Watch settings of the class, which may change there or be shadowed by the instance."""
         for cls in own_classes(module):
             table: Any = vars(cls)
             self._classes[Same(table)] = Same(cls)
@@ -193,7 +193,7 @@ class ModuleGuard:
     # comparing -------------------------------------------------------------------------------------------------------
 
     def holds(self) -> bool:
-        """Whether everything watched is as it was."""
+        """Whether every watched setting is unchanged."""
         if not self._untouched() and next(self._changes(), None) is not None:
             return False
         if not self._same_hooks():
@@ -204,14 +204,14 @@ class ModuleGuard:
             return False
 
     def _untouched(self) -> bool:
-        """Whether the very objects are everywhere that were: what `_changes` would find, nearly always, in C."""
+        """Quick check in C that every object is the same: nearly always the answer that `_changes` would give."""
         if self._watched is None:
             self._watched = _Watched(self)
         return self._watched.is_as_it_was()
 
     def _same_hooks(self) -> bool:
-        """Whether modules have the hooks that they had, but for those that only look on."""
-        counts = list(map(len, self._hook_tables))  # a hook that went from one module to the next is seen by them
+        """Whether modules have the same hooks, except those that do not change results."""
+        counts = list(map(len, self._hook_tables))  # a hook that moved from one module to the next changes both
         now = list(itertools.chain.from_iterable(map(dict.values, self._hook_tables)))
         if counts == self._hook_counts and all(map(is_, now, self._hooks_known)):
             return True
@@ -221,15 +221,15 @@ class ModuleGuard:
         return True
 
     def changed(self) -> frozenset[Setting]:
-        """The settings that are not as they were."""
+        """The settings that have changed."""
         return frozenset(setting for setting, _ in self._changes())
 
     def structure_words(self) -> str:
-        """Names of submodules that are not as they were."""
+        """Names of submodules that have changed."""
         return ", ".join(sorted({str(name) for (table, _), name in self._changes() if table in self.children}))
 
     def may_be_kept(self) -> bool:
-        """Whether it holds nothing that is gone from the model, as it was but for numbers, words, functions."""
+        """Whether it holds no object that the model no longer has; numbers, strings and functions aside."""
         if self.structure_words():
             return False
         lists = [items for sequence, items in self.sequences if not _same_items(sequence, items)]
@@ -237,7 +237,7 @@ class ModuleGuard:
         return all(isinstance(one, (*_SCALARS, *_FUNCTIONS)) for one in (*itertools.chain(*lists), *cells))
 
     def values(self, settings: frozenset[Setting]) -> list[Any]:
-        """What is at those settings now."""
+        """Current values of these settings."""
         keys = {key for _, key in settings}
         found: list[Any] = [
             _in(table, key) for table, key, _ in self.settings if key in keys and (self._key(table), key) in settings
@@ -248,7 +248,7 @@ class ModuleGuard:
         return found + [repr(cell) for cell, _ in self.cells if (Same(cell), _LENGTH) in settings]
 
     def words(self) -> str:
-        """The same for people."""
+        """Names of changed settings, for people."""
         return ", ".join(sorted({str(name) for _, name in self._changes()}))
 
     def _changes(self) -> Iterator[tuple[Setting, Any]]:
@@ -271,14 +271,14 @@ class ModuleGuard:
 
 
 class _Watched:
-    """Settings, lengths, items, contents of cells and forwards, so laid out that C compares them by identity.
+    """Settings, lengths, items, contents of cells and forwards, laid out so that C compares them by identity.
 
-    What is not the same object may still be alike: then `ModuleGuard._changes` decides.
+    Objects that are not identical may still be equal: then `ModuleGuard._changes` decides.
     """
 
     def __init__(self, guard: ModuleGuard) -> None:
         self.values: list[Any] = []
-        self.getters: list[Any] = []  # of what a table has under several keys at once
+        self.getters: list[Any] = []  # each reads several keys of a table at once
         self.tables: list[Any] = []
         self.absent: list[tuple[Any, Any]] = []
         self._lay_out(guard.settings)
@@ -291,7 +291,7 @@ class _Watched:
         self.contents = [_given(content) for _, content in guard.cells]
         self.instances = [attributes for attributes, _ in guard.forwards]
         self.forwards = guard.forwards
-        self.known: list[Any] = []  # what stood for the instances' forwards when all was well
+        self.known: list[Any] = []  # the instances' forwards when the guard held
 
     def _lay_out(self, settings: Iterable[tuple[Any, Any, Any]]) -> None:
         by_table: dict[int, tuple[Any, list[Any], list[Any]]] = {}
@@ -303,14 +303,14 @@ class _Watched:
             keys.append(key)
             values.append(value)
         for table, keys, values in by_table.values():
-            keys.append(keys[0])  # a getter of one key gives no tuple
+            keys.append(keys[0])  # a getter of one key returns no tuple
             values.append(values[0])
             self.getters.append(itemgetter(*keys) if type(table) in _TABLES else functools.partial(_items, keys))
             self.tables.append(table)
             self.values += values
 
     def is_as_it_was(self) -> bool:
-        """Whether nothing differs at a glance."""
+        """Whether nothing differs at a quick check."""
         try:
             found = itertools.chain.from_iterable(map(call, self.getters, self.tables))
             if not all(map(is_, found, self.values)):
@@ -326,10 +326,10 @@ class _Watched:
         try:
             if not all(map(is_, map(_content, self.cells), map(call, self.contents))):
                 return False
-        except ValueError:  # one has nothing in it
+        except ValueError:  # an empty cell
             return False
         now = list(map(dict.get, self.instances, _FORWARDS))
-        if not (self.known and all(map(is_, now, self.known))):  # they are some others
+        if not (self.known and all(map(is_, now, self.known))):  # they are other objects
             if not all(
                 f is forward or own_forward(a) is forward for f, (a, forward) in zip(now, self.forwards, strict=True)
             ):
@@ -339,19 +339,19 @@ class _Watched:
 
 
 def _items(keys: Sequence[Any], table: Any) -> tuple[Any, ...]:
-    """Of other people's kinds of dicts, which may look up in ways of their own."""
+    """Items of a subclass of dict, whose own lookup may run any code."""
     return tuple([dict.__getitem__(table, key) for key in keys])
 
 
 def own_forward(attributes: dict[str, Any]) -> Any:
-    """What stands on an instance in the place of its class's forward, and is not a plan's or a recording's."""
+    """A forward set on the instance in place of its class's, unless it is a plan's or a recording's."""
     forward = attributes.get("forward")
     return None if is_ours(forward) else forward
 
 
 def foreign(hooks: dict[int, Any]) -> tuple[int, ...]:
-    """Numbers of the hooks that may change what a module computes: not a planned region's own, and not those that only
-    look on, which transformers puts on in a model's first forward, and FSDP when it shards.
+    """Numbers of the hooks that may change results: not a planned region's own, and not those that only observe,
+    which transformers adds in a model's first forward, and FSDP when it shards.
     """
     return tuple([number for number, hook in hooks.items() if not _only_looks(hook)]) if hooks else ()
 
@@ -366,7 +366,7 @@ def own_classes(module: nn.Module) -> tuple[type, ...]:
 
 
 def same_values(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether two looks at some settings found the same; of tensors and other objects, the very same ones."""
+    """Whether two reads of some settings gave the same; of tensors and other objects, the very same ones."""
     return len(now) == len(before) and all(
         a is b or (isinstance(b, _SCALARS) and _alike(a, b)) for a, b in zip(now, before, strict=True)
     )
@@ -381,22 +381,22 @@ def _alike(now: Any, value: Any) -> bool:
 
 
 def _weakly(value: Any) -> Any:
-    """A weak reference where there can be one: a guard keeps no object (or tensor, with its graph) alive."""
+    """A weak reference if possible: a guard keeps no object (or tensor, with its graph) alive."""
     if is_a(value, (*_SCALARS, *_FUNCTIONS, type, types.ModuleType, nn.Module)):
         return value
     try:
         return weakref.ref(value)
-    except TypeError:  # C's containers cannot be had so
+    except TypeError:  # containers of C do not support it
         return value
 
 
 def _given(value: Any) -> Any:
-    """A callable in C that returns a value, which is held weakly or itself."""
+    """A callable in C that returns a value, held weakly or strongly."""
     return value if type(value) is weakref.ref else itertools.repeat(value).__next__
 
 
 class _Through:
-    """A container of an own class, read past whatever that class makes of it."""
+    """A container of the user's class, read without running that class's code."""
 
     def __init__(self, container: Any) -> None:
         self._container = container
@@ -431,7 +431,7 @@ def _same_cell(cell: Any, content: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """A tuple of plain values, which can be compared."""
+    """Whether a value is a tuple of plain values, which can be compared."""
     return is_a(value, tuple | frozenset) and all(is_a(v, _SCALARS) or _is_plain(v) for v in value)
 
 
@@ -441,7 +441,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _in(table: Any, key: Any) -> Any:
-    """What a table has under a key; other people's kinds of dicts may look up in ways of their own."""
+    """Value of a table under a key; for a subclass of dict without its own lookup."""
     return table.get(key, _MISSING) if type(table) in _TABLES else dict.get(table, key, _MISSING)
 
 

@@ -1,8 +1,8 @@
-"""Running a forward on fake tensors so that nothing of it stays behind.
+"""Isolation of runs on fake tensors: all state that a forward changes is restored.
 
-The module is a copy, and so are the objects among its arguments. What a copy does not cover are tables that the code
-reaches by name or closure (side stores, functions with a cache) and the random streams of Python and numpy: they are
-put back, and a recording that drew from such a stream is refused, since it cannot hold what was drawn.
+The module is a copy, and so are the objects among its arguments. A copy does not cover tables that the code reaches by
+name or closure (side stores, functions with a cache) and the random streams of Python and numpy: they are restored, and
+a recording that drew from such a stream is refused, since it cannot hold the numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jettison.core.errors import TraceError, UnsupportedModule
 
 
 class _WantsGradient(KeptState):
-    """A leaf: a model of forces asks for the gradient of the positions that it is given."""
+    """A leaf's requires_grad: a model of forces requires it of the positions that it gets."""
 
     def read(self) -> Any:
         return self.holder.requires_grad
@@ -39,7 +39,7 @@ class _WantsGradient(KeptState):
 
 
 class Isolation(Reach):
-    """All that a run on fake tensors changes outside of them: streams of random numbers and leaves as well."""
+    """All Python state that a run on fake tensors may change, random streams and leaves included."""
 
     def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
         values = list(values)
@@ -49,7 +49,7 @@ class Isolation(Reach):
         self.states += self.outside.values()
 
     def refuse_draws(self) -> None:
-        """A recording cannot hold what came out of a stream that it does not know.
+        """Refuse a recording that drew from an unknown random stream.
 
         Raises:
             TraceError: numbers were drawn from one.
@@ -60,7 +60,7 @@ class Isolation(Reach):
             raise TraceError(f"a {type(drawn[0]).__name__} was drawn from: a generator of its own")
 
     def refuse_writes(self) -> None:
-        """A recording does not see what NumPy writes. Raises `TraceError` where it wrote to the memory of a tensor."""
+        """Raise `TraceError` if NumPy wrote to the memory of a tensor, which a recording does not see."""
         if written := self.written_arrays():
             raise TraceError(
                 f"NumPy writes to the memory of a tensor (an array of {written[0].nbytes} bytes), which no op tells"
@@ -71,13 +71,13 @@ class Isolation(Reach):
 def leaving_nothing(
     modules: Iterable[nn.Module], values: Iterable[Any] = (), replaced: Iterable[tuple[Any, Any]] = ()
 ) -> Iterator[Isolation]:
-    """Python's state is as it was when this ends; what tensors hold is `undo`'s.
+    """Restore Python's state after the run; values of tensors are restored by `undo`.
 
     Args:
-        replaced: objects, and what the run finds where its code holds them.
+        replaced: pairs of an object and what the run finds in its place.
 
     Raises:
-        UnsupportedModule: something moved that cannot be put back, or would have moved.
+        UnsupportedModule: state changed that cannot be restored, or would have changed.
     """
     state = Isolation(modules, values)
     state.replace(replaced)
@@ -101,7 +101,7 @@ def leaving_nothing(
 
 @contextlib.contextmanager
 def without_our_hooks() -> Iterator[None]:
-    """Autograd saves as it does without a plan or a recording: `torch.func` refuses to run under saved-tensor hooks."""
+    """Remove our saved-tensor hooks within the context: `torch.func` refuses to run under any."""
     autograd: Any = torch._C._autograd
     taken = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -118,7 +118,7 @@ def without_our_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_plans(module: nn.Module) -> Iterator[None]:
-    """The module and its submodules run their own forwards, where an earlier plan has put its own in their place."""
+    """Run the own forwards of the module and its submodules, where an earlier plan has replaced them."""
     taken = [(one, own) for one in module.modules() if _is_of_a_plan(own := vars(one).get("forward"))]
     for one, own in taken:
         if own.had_own:
@@ -137,9 +137,9 @@ def _is_of_a_plan(forward: Any) -> bool:
 
 
 def forward_of(module: nn.Module, fake_model: nn.Module) -> Callable[..., Any]:
-    """The fake copy's own forward: its class's, or what stands in the place of the class's on the instance."""
+    """The fake copy's own forward: its class's, or the instance's replacement for it."""
     own: Any = vars(fake_model).get("forward")
-    if own is not None:  # a planned region's stand-in hands on to what it stands in for
+    if own is not None:  # a planned region's stand-in calls the forward that it replaces
         forward: Callable[..., Any] = own.forward if getattr(own, "of_a_region", False) else own
         return forward
     kind: Any = type(module)
@@ -148,31 +148,29 @@ def forward_of(module: nn.Module, fake_model: nn.Module) -> Callable[..., Any]:
 
 # memory of tensors ----------------------------------------------------------------------------------------------------
 #
-# A forward may write to any tensor that Python reaches: its batch, a count in a closure, statistics in an attribute, a
-# weight that is renormalised. No walk through Python's state finds them all, but every write is an op: what an op is
-# about to write to, and was there before the run, is copied first and put back at the end. NumPy and others get at the
-# memory of a tensor without an op: that is copied when they ask for it (`handed_out`).
+# A forward may write to any tensor that Python reaches: its batch, a counter in a closure, statistics in an attribute,
+# a weight that is renormalised. No walk through Python's state finds them all, but every write is an op: existing
+# memory that an op is about to write to is copied first and restored at the end. NumPy and others get a tensor's memory
+# without an op: that is copied when they ask for it (`handed_out`).
 
 
 class Undo:
-    """Remembers memory before it is written to."""
+    """Copies memory before it is written to, and restores it."""
 
     def __init__(self) -> None:
-        self._own: set[int] = set()  # storages that the run has made
-        self._memory: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # storage -> its bytes, and a copy of them: as many as it had
+        self._own: set[int] = set()  # storages that the run has allocated
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and a copy of them
         self._counted: dict[int, tuple[Tensor, int, bool]] = {}  # a tensor, its version, whether it had no history
-        self._shaped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and what it looked at
-        self._handed: set[int] = set()  # storages that somebody got at without an op, and may have read only
+        self._shaped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and the memory that it viewed
+        self._handed: set[int] = set()  # storages that were accessed without an op, perhaps only read
 
     @property
     def wrote(self) -> bool:
-        """Whether anything was written to that was there before."""
+        """Whether existing memory was written to."""
         return any(map(self._is_written, self._memory))
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in memory that was written to, and will be put back."""
+        """Whether a tensor lies in memory that was written to, and will be restored."""
         key = memory_key(tensor)
         return key in self._memory and self._is_written(key)
 
@@ -181,11 +179,11 @@ class Undo:
             return key not in self._handed or not torch.equal(*self._memory[key])
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """What is written to these need not be undone."""
+        """Exempt these tensors from restoring."""
         self._own.update(found for found in map(memory_key, tensors) if found is not None)
 
     def note(self, tensors: Iterable[Tensor], *, handed: bool = False) -> None:
-        """These are about to be written to; or ``handed`` to somebody who may write to them."""
+        """Copy the memory of tensors that are about to be written to, or ``handed`` to code that may write to them."""
         for tensor in tensors:
             key = memory_key(tensor)
             if key is None or key in self._own:
@@ -195,26 +193,26 @@ class Undo:
             elif key not in self._memory:
                 self._handed.add(key)
             base = tensor._base if tensor._base is not None else tensor
-            if not base.is_inference():  # one memory may be had by several, each with a counter of its own (``.data``)
+            if not base.is_inference():  # tensors may share memory, each with its own version counter (``.data``)
                 self._counted.setdefault(id(base), (base, base._version, base.grad_fn is None))
             if id(tensor) not in self._shaped:
                 with _disable_current_modes():
                     self._shaped[id(tensor)] = tensor, tensor.detach()
             if key not in self._memory:
-                # made in inference mode, the look at it could not be written to once that is left
+                # made in inference mode, the view of it could not be written to outside of that mode
                 with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
                     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
                     self._memory[key] = memory, memory.clone()
 
     def made(self, given: Iterable[Any], out: Any) -> None:
-        """An op has run: storages of its results that no argument has are the run's own."""
+        """Note an op's results: storages that no argument has are the run's own."""
         known = {memory_key(leaf) for leaf in given if isinstance(leaf, Tensor)}
         for leaf in op_leaves(out):
             if isinstance(leaf, Tensor) and (key := memory_key(leaf)) not in known and key is not None:
                 self._own.add(key)
 
     def restore(self) -> None:
-        """Put everything back: values, version counters, and tensors that had no history."""
+        """Restore everything: values, version counters, and tensors that had no history."""
         with _disable_current_modes(), torch.no_grad():
             for memory, copy in self._memory.values():
                 if (storage := memory.untyped_storage()).nbytes() != copy.nbytes:  # of a tensor with another size
@@ -234,7 +232,7 @@ class Undo:
 
 
 class WritesUndone(TorchDispatchMode):
-    """A run on real tensors leaves those that were there before as they were."""
+    """Dispatch mode of a run on real tensors that restores those that existed before."""
 
     supports_higher_order_operators = True
 
@@ -262,16 +260,16 @@ class WritesUndone(TorchDispatchMode):
         return out
 
 
-# memory that others get at --------------------------------------------------------------------------------------------
+# memory that tensors give away ----------------------------------------------------------------------------------------
 
 _WAYS_OUT = ("numpy", "__array__", "__dlpack__", "data_ptr")
 """Methods of a tensor that give its memory away."""
-_UNDOING: list[Undo] = []  # the run that asks is the latest
+_UNDOING: list[Undo] = []  # the running one is the last
 
 
 @contextlib.contextmanager
 def handed_out(undo: Undo) -> Iterator[None]:
-    """Memory that a tensor gives away (to NumPy, by DLPack, as an address) is noted before somebody writes to it."""
+    """Copy memory that a tensor gives away (to NumPy, by DLPack, as an address) before it can be written to."""
     own: dict[str, Any] = {} if _UNDOING else {name: vars(Tensor).get(name) for name in _WAYS_OUT}
     for name in own:
         setattr(Tensor, name, _noting_memory(getattr(Tensor, name)))
@@ -281,7 +279,7 @@ def handed_out(undo: Undo) -> Iterator[None]:
     finally:
         _UNDOING.remove(undo)
         for name, method in own.items():
-            if method is None:  # a base class has it
+            if method is None:  # inherited from a base class
                 delattr(Tensor, name)
             else:
                 setattr(Tensor, name, method)
@@ -290,7 +288,7 @@ def handed_out(undo: Undo) -> Iterator[None]:
 def _noting_memory(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # torch and we ask for addresses to compare them
+        # torch and Jettison ask for addresses to compare them
         asks = sys._getframe(1).f_globals.get("__name__", "")
         if _UNDOING and asks.partition(".")[0] not in ("torch", "jettison"):
             _UNDOING[-1].note([tensor], handed=True)

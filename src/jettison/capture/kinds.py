@@ -1,19 +1,19 @@
-"""Kinds of state that a forward can leave something in: how each is read, compared, put back and looked into.
+"""Kinds of Python state that a forward can change: reading, comparing and restoring each, and walking into it.
 
-`state_of` is the table of kinds, `stand_in` says what a run finds in the place of what nothing could put back, and
-`inside` what a value leads to. Nothing here walks: `reach.Reach` does.
+`state_of` is the table of kinds, `stand_in` returns what a run finds in place of an object that cannot be restored, and
+`inside` yields the referents of a value. Nothing here walks: `reach.Reach` does.
 
-NOTE [ No code of the user's ]
-A class of the user's may count its lookups, raise in ``__iter__``, hand each name on to another object, or say that it
-is another class (``__class__``). Looking at state runs none of that: kinds are told by `type`, containers are read by
-the methods of the builtin kind that they derive from, and attributes by the descriptors of C.
+NOTE [ No user code runs ]
+A user's class may count its lookups, raise in ``__iter__``, forward each name to another object, or claim to be another
+class (``__class__``). Reading state runs none of that: kinds are told by `type`, containers are read by the methods of
+the builtin type that they derive from, and attributes by C's descriptors.
 
 NOTE [ Set aside ]
-No table of Python's holds the state that C keeps: memory behind a buffer, iterators, files, contexts of `decimal`. Some
-of it can be written back. The rest is set aside before a run that must leave nothing behind: wherever Python holds an
-iterator or another object whose state C hides, the run finds a copy; in the place of a file that is open for writing it
-finds a file in memory; and where nothing can be copied, as with a generator, it finds an `Untouchable`, which refuses
-by name before anything moves. See `Reach.set_aside`.
+No table of Python's holds the state of C objects: the memory of a buffer, iterators, files, contexts of `decimal`. Some
+of it can be written back. The rest is set aside before a run that must change nothing: wherever Python holds an
+iterator or another object with hidden C state, the run finds a copy; instead of a file that is open for writing it
+finds a file in memory; and if nothing can be copied, as with a generator, it finds an `Untouchable`, which refuses by
+name before anything changes. See `Reach.set_aside`.
 """
 
 from __future__ import annotations
@@ -58,33 +58,33 @@ from jettison.capture.side_effects import asking
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 
-MOST_BYTES = 1 << 24  # of an array that is put back
+MOST_BYTES = 1 << 24  # of an array that is restored from a copy
 MOST_COPIED = 1 << 30  # of one that can be protected in no other way
-MOST_SHARED = 4096  # bytes of a tensor that is put back although no op was seen to write to it
-MOST_COUNTED = 20_000  # hits or misses of a cache that are counted up again
+MOST_SHARED = 4096  # bytes of a tensor that is restored although no op was seen to write to it
+MOST_COUNTED = 20_000  # hits or misses of a cache that are restored by calls
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 PLAIN_KINDS = frozenset(PLAIN)
 PLAIN_TENSORS = (Tensor, nn.Parameter)
 CONTAINERS = (OrderedDict, dict, list, set, deque, tuple, frozenset)
 MISSING = object()
 
-# looking without the user's code --------------------------------------------------------------------------------------
+# reading without user code --------------------------------------------------------------------------------------------
 
 
 def is_a(value: Any, kinds: Any) -> bool:
-    """`isinstance`, whatever ``__class__`` says. See NOTE [ No code of the user's ]."""
+    """`isinstance`, whatever ``__class__`` claims. See NOTE [ No user code runs ]."""
     return issubclass(type(value), kinds)
 
 
 def attributes_of(value: Any) -> Any:
-    """The attributes of an object, past whatever its class makes of being asked; None where it has none."""
+    """The attributes of an object, read without its class's code; None if it has none."""
     read = _attributes_reader(Same(type(value)))
     return None if read is None else read(value)
 
 
 @functools.lru_cache(maxsize=4096)
 def _attributes_reader(kind: Same[type]) -> Callable[[Any], Any] | None:
-    if issubclass(kind.it, threading.local):  # each thread has others
+    if issubclass(kind.it, threading.local):  # per thread
         return lambda value: threading.local.__getattribute__(value, "__dict__")
     found = (vars(cls).get("__dict__") for cls in kind.it.__mro__)
     descriptor = next((one for one in found if isinstance(one, _DESCRIPTORS)), None)
@@ -97,16 +97,16 @@ _EXACT = frozenset((list, set, deque, tuple, frozenset))
 
 
 def attribute_of(holder: Any, name: str) -> Any:
-    """An attribute, slot or cell content; `MISSING` where nothing was assigned."""
+    """An attribute, slot or cell content; `MISSING` if it is empty."""
     try:
         return object.__getattribute__(holder, name)
-    except (AttributeError, ValueError):  # a cell that nothing was assigned to says the latter
+    except (AttributeError, ValueError):  # an empty cell raises the latter
         return MISSING
 
 
 @functools.cache
 def slots_of(cls: type) -> tuple[str, ...]:
-    """The names by which instances have what a class has slots for."""
+    """Attribute names of a class's slots on its instances."""
     slots = vars(cls).get("__slots__", ())
     names = (slots,) if is_a(slots, str) else tuple(slots)
     private = f"_{cls.__name__.lstrip('_')}"
@@ -119,7 +119,7 @@ def slots_of(cls: type) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def slots_below(cls: Same[type]) -> tuple[str, ...]:
-    """Slots of an object; its ``__dict__`` too, which C may exchange for another, as pydantic's validated assignments
+    """Slots of an object; its ``__dict__`` too, which C may replace by another, as pydantic's validated assignments
     do.
     """
     whose = ((c, package_of(c)) for c in cls.it.__mro__)
@@ -130,7 +130,7 @@ def slots_below(cls: Same[type]) -> tuple[str, ...]:
 
 
 def kind_of(container: Any) -> Any:
-    """The builtin kind that a container's class derives from."""
+    """The builtin type that a container's class derives from."""
     return next(kind for kind in (*CONTAINERS, bytearray) if is_a(container, kind))
 
 
@@ -150,14 +150,14 @@ def size_of(container: Any) -> int:
 
 
 def entries_of(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """Keys and values in order, as they lie there: a class of one's own may make another value at each lookup."""
+    """Keys and values in order, as stored: a user's class may make another value at each lookup."""
     if not is_a(table, OrderedDict):
         return list(dict.items(table))
     return [(key, dict.__getitem__(table, key)) for key in OrderedDict.__iter__(table)]
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are one; -0.0 is not 0.0."""
+    """Whether two plain values are equal; -0.0 is not 0.0."""
     return type(a) is type(b) and type(a) in PLAIN_KINDS and bool(a == b) and (a != 0 or repr(a) == repr(b))
 
 
@@ -169,9 +169,9 @@ def _is_or_equals(a: Any, b: Any) -> bool:
 
 
 class KeptState:
-    """One thing that a forward may change, and what `read` found there.
+    """One piece of state that a forward may change, and its value at the last `read`.
 
-    ``rank`` orders `put_back`: what runs code of others, or refuses, comes after all that this code may look at.
+    ``rank`` orders `put_back`: state whose restoring runs foreign code, or refuses, comes after all that it may read.
     """
 
     __slots__ = ("holder", "was")
@@ -182,32 +182,32 @@ class KeptState:
         self.was = self.read()
 
     def read(self) -> Any:
-        """What is there now, in a form that can be compared."""
+        """Return the current state in a form that can be compared."""
         raise NotImplementedError
 
     def is_unchanged(self) -> bool:
-        """Whether it is as it was."""
+        """Whether it is as it was read."""
         return bool(self.read() == self.was)
 
     def put_back(self) -> None:
-        """Make it as it was. Raises `UnsupportedModule` where nothing can."""
+        """Restore the state. Raises `UnsupportedModule` if that is impossible."""
         raise NotImplementedError
 
     def held(self) -> Iterable[tuple[Any, Any]]:
-        """(where, value) of what it held, where `put` can exchange that."""
+        """(where, value) of the values it held, if `put` can replace them."""
         return ()
 
     def put(self, where: Any, value: Any) -> None:
-        """Hold another value there."""
+        """Store another value there."""
 
     def set_aside(self, instead: Callable[[Any], Any]) -> None:
-        """Hold, until `put_back`, what a run is to find in the place of each value."""
+        """Store, until `put_back`, what a run is to find instead of each value."""
         for where, value in self.held():
             if (new := instead(value)) is not value:
                 self.put(where, new)
 
     def keep_changes(self, start: Any) -> None:
-        """What has changed since an earlier `read` stays."""
+        """Accept changes since an earlier `read`, so that they are not undone."""
 
 
 class TableState(KeptState):
@@ -238,7 +238,7 @@ class TableState(KeptState):
 
 
 class KnownTableState(TableState):
-    """A table of which there is a copy already."""
+    """A table that was copied already."""
 
     __slots__ = ()
 
@@ -247,7 +247,7 @@ class KnownTableState(TableState):
 
 
 class AttributeState(KeptState):
-    """An attribute that lies in no table: what a cell of a closure holds, or a slot of an object."""
+    """An attribute outside of any table: the content of a closure's cell, or a slot of an object."""
 
     __slots__ = ("name",)
 
@@ -268,10 +268,10 @@ class AttributeState(KeptState):
         return ((self.name, self.was),)
 
     def put(self, where: str, value: Any) -> None:
-        with contextlib.suppress(AttributeError, TypeError):  # what C holds may refuse to be set
+        with contextlib.suppress(AttributeError, TypeError):  # C attributes may be read-only
             if value is MISSING:
                 object.__delattr__(self.holder, where)
-            else:  # whatever the class makes of an assignment
+            else:  # runs the class's own code for an assignment
                 object.__setattr__(self.holder, where, value)
 
     def keep_changes(self, start: Any) -> None:
@@ -293,7 +293,7 @@ class GlobalState(AttributeState):
 
 
 class ClassState(KeptState):
-    """Attributes of a class; those that Python keeps there for itself do not count."""
+    """Attributes of a class, except those that Python maintains itself."""
 
     def table(self) -> Any:
         """All attributes now."""
@@ -303,11 +303,11 @@ class ClassState(KeptState):
         return dict(self.table())
 
     def counts(self, name: str) -> bool:
-        """Whether a change under this name is put back."""
+        """Whether a change under this name is restored."""
         return not (name.startswith("__") or name == "_abc_impl")
 
     def moved(self) -> list[str]:
-        """Names whose values are others than they were."""
+        """Names whose values have changed."""
         now, was = self.table(), self.was
         names = (name for name in {**was, **now} if self.counts(name))
         return [n for n in names if not _is_or_equals(now.get(n, MISSING), was.get(n, MISSING))]
@@ -330,7 +330,7 @@ class ClassState(KeptState):
 
 
 class Assigned(ClassState):
-    """What a library's module, class or function has of the attributes that code assigns to.
+    """Those attributes of a library's module, class or function that code assigns to.
 
     Args:
         names: of such attributes; more may be added to the set.
@@ -365,7 +365,7 @@ class Globals(ClassState):
 
 
 def copy_of(table: Any) -> Any:
-    """A copy of a table by which changes are told: dict, tuple, frozenset, bytes, or another array."""
+    """A copy of a table for comparison: dict, tuple, frozenset, bytes, or another array."""
     if type(table) in _EXACT_DICTS:
         return dict(table)
     if is_array(table):
@@ -375,11 +375,11 @@ def copy_of(table: Any) -> Any:
         return dict(entries_of(table)) if is_own else dict.copy(table)
     if is_a(table, bytearray):
         return bytes(table)
-    return frozenset(table) if is_a(table, set) else tuple(items_of(table))  # which takes over the hashes
+    return frozenset(table) if is_a(table, set) else tuple(items_of(table))  # which reuses the hashes
 
 
 def is_unchanged(table: Any, before: Any) -> bool:
-    """Whether a table has the very values that a copy has, in the same order."""
+    """Whether a table has the same objects as its copy, in the same order."""
     if type(table) in _EXACT_DICTS:  # nearly always: in C
         if len(table) != len(before):
             return False
@@ -411,24 +411,24 @@ def _form_of(array: Any) -> tuple[Any, ...]:
 
 
 def put_table_back(table: Any, before: Any) -> None:
-    """Give a table the values of a copy, in place."""
+    """Restore a table from a copy, in place."""
     if is_number_array(table):
         if _form_of(table) != _form_of(before):
             table.flags.writeable = True
-            table.resize(before.shape, refcheck=False)  # in place, as the run has: others may hold it
+            table.resize(before.shape, refcheck=False)  # in place, as the run did: others may hold it
         table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
         return
-    if is_a(table, bytearray) and bytearray.__len__(table) == len(before):  # others may look at it, and hold its size
+    if is_a(table, bytearray) and bytearray.__len__(table) == len(before):  # exported buffers fix its size
         bytearray.__setitem__(table, slice(None), before)
         return
-    kind = kind_of(table)  # whatever the user's class makes of it
+    kind = kind_of(table)  # bypasses the user's class
     if not issubclass(kind, dict):
         kind.clear(table)
         (kind.update if kind is set else kind.extend)(table, before)
         return
     for key in [key for key in kind.__iter__(table) if key not in before]:
         kind.__delitem__(table, key)
-    if list(kind.__iter__(table)) != list(before):  # order counts; else no other thread finds it half full
+    if list(kind.__iter__(table)) != list(before):  # order counts; unchanged, no other thread finds it half full
         kind.clear(table)
     for key, value in before.items():
         if dict.get(table, key, MISSING) is not value:
@@ -436,7 +436,7 @@ def put_table_back(table: Any, before: Any) -> None:
 
 
 def with_changes(before: Any, start: Any, now: Any) -> Any:
-    """A copy of a table with what changed between two later copies of it."""
+    """A copy of a table with the changes between two later copies of it."""
     if is_a(before, dict):
         left = {key: value for key, value in before.items() if key in now or key not in start}
         return left | {key: value for key, value in now.items() if start.get(key, MISSING) is not value}
@@ -451,10 +451,10 @@ def with_changes(before: Any, start: Any, now: Any) -> Any:
 
 
 class TensorState(KeptState):
-    """What a tensor is beside its values: where they lie and how, its gradient, whether it wants one.
+    """State of a tensor besides its values: memory, layout, gradient, requires_grad.
 
-    Values of a small one on the CPU, too: numpy may write to it unseen. They are no tensor, which would count as memory
-    of a step.
+    And the values of a small one on the CPU: numpy may write to it unseen. They are not kept as a tensor, which would
+    count as memory of a step.
     """
 
     __slots__ = ("alias", "grad", "wants")
@@ -476,7 +476,7 @@ class TensorState(KeptState):
         return ctypes.string_at(tensor.data_ptr(), size) if size <= min(MOST_SHARED, there) else None
 
     def is_unchanged(self) -> bool:
-        return False  # `put_back` looks at each part
+        return False  # `put_back` checks each part
 
     def put_back(self) -> None:
         tensor, alias = self.holder, self.alias
@@ -524,12 +524,12 @@ def hooks_of(tensor: Tensor, name: str) -> Any:
 
 
 class ReadOnly(KeptState):
-    """An array of numpy's that is too large to be copied: a run cannot write to it."""
+    """An array of numpy's that is too large to be copied: it is read-only for a run."""
 
     def __init__(self, holder: Any) -> None:
         super().__init__(holder)
         self.rank, base = 0, holder.base
-        while is_number_array(base):  # no view can be written to before what it views
+        while is_number_array(base):  # a view only becomes writable after its base
             self.rank, base = self.rank + 1, base.base
 
     def read(self) -> Any:
@@ -543,14 +543,14 @@ class ReadOnly(KeptState):
 
 
 def is_number_array(value: Any) -> bool:
-    """Whether it is numbers of numpy's or of Python's `array`."""
+    """Whether it holds numbers of numpy's or of Python's `array`."""
     numpy = sys.modules.get("numpy")
     return is_a(value, array.array) or (numpy is not None and is_a(value, numpy.ndarray))
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is numbers that can be written to, of numpy or of Python, and that are copied: few, or in memory of
-    somebody else's (a tensor's), which numpy cannot make read-only for a time.
+    """Whether it is a writable array, of numpy or of Python, that is copied: small, or in another object's memory (a
+    tensor's), which numpy cannot make read-only for a time.
     """
     if not is_number_array(value) or is_a(value, array.array):
         return is_a(value, array.array)
@@ -558,7 +558,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_large_array(value: Any) -> bool:
-    """Whether it is an array of numpy's that cannot be copied, and can be made read-only for a time."""
+    """Whether it is a numpy array that is too large to copy, and can be made read-only for a time."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not is_a(value, numpy.ndarray) or value.nbytes <= MOST_BYTES:
         return False
@@ -568,12 +568,12 @@ def is_large_array(value: Any) -> bool:
     return bool(value.flags.writeable) and (base.base is None or is_a(value, numpy.memmap))
 
 
-# Arrays in the memory of tensors, or of each other (`tensor.numpy()`, `torch.from_numpy`, slices): what is assigned to
-# such an array, the tensor holds, and no op tells of it.
+# Arrays in the memory of tensors, or of each other (`tensor.numpy()`, `torch.from_numpy`, slices): an assignment to
+# such an array changes the tensor, and no op reports it.
 
 
 def span_of(value: Any) -> tuple[int, int]:
-    """Where an array's memory begins and ends: addresses."""
+    """Start and end address of an array's memory."""
     if isinstance(value, array.array):
         start, count = value.buffer_info()
         return start, start + count * value.itemsize
@@ -595,7 +595,7 @@ def looks_at(value: Any, tensor: Tensor) -> bool:
 
 
 class OfTensor:
-    """Memory of a copy of a tensor's: arrays in it are known by it (see `is_lent`)."""
+    """Memory of a tensor's copy: arrays in it are known by it (see `is_lent`)."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
@@ -606,7 +606,7 @@ class OfTensor:
 
 
 def owner_of(value: Any) -> Any:
-    """Whose memory an array of numpy's lies in: the array's that all are views of, or another object."""
+    """Owner of a numpy array's memory: the array that all are views of, or another object."""
     numpy: Any = sys.modules["numpy"]
     while True:
         base = value.obj if isinstance(value, memoryview) else value.base
@@ -635,7 +635,7 @@ def is_stream(value: Any) -> bool:
 
 
 class StreamState(KeptState):
-    """Where a generator object of Python's, torch's or numpy's stands."""
+    """State of a generator object of Python's, torch's or numpy's."""
 
     def read(self) -> Any:
         stream = self.holder
@@ -669,26 +669,26 @@ class StreamState(KeptState):
         return self.holder if hasattr(self.holder, "random_raw") else None
 
     def _is_seed(self, value: Any) -> bool:
-        """Whether it is numpy's: each child that is spawned from it has a number of its own."""
+        """Whether it is a numpy seed sequence: each child that it spawns gets another number."""
         return "numpy.random" in sys.modules and is_a(value, sys.modules["numpy.random"].SeedSequence)
 
     def _spawn_again(self, seed: Any, state: dict[str, Any]) -> None:
         if seed.state != state:
-            seed.__init__(**state)  # no other way sets how many children there are
+            seed.__init__(**state)  # no other way sets the number of its children
 
 
 # functions under `functools.lru_cache` --------------------------------------------------------------------------------
 
 
 class CacheState(KeptState):
-    """A cached function, and what it remembers.
+    """A cached function, and its cache.
 
     A full cache forgets an entry for each new one, and its table is C's: nothing can be written into it from outside.
     So a cache that was called is filled again: it is cleared, and called once for each old entry while the function's
-    code returns what was remembered. Its hits and misses are counted up to where they were.
+    code returns the cached result. Its hits and misses are restored by further calls.
     """
 
-    rank = 1_000  # its keys compare by code of the user's
+    rank = 1_000  # comparing its keys runs user code
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
@@ -702,7 +702,7 @@ class CacheState(KeptState):
         return next((t for t in held if type(t) is dict and t is not vars(self.holder)), {})
 
     def entries(self) -> list[tuple[Any, Any]]:
-        """(key, result) of all that is remembered."""
+        """(key, result) of all cached calls."""
         if self.was.maxsize is None:
             return list(self._table.items())
         keys = set(map(id, self._table))
@@ -755,14 +755,14 @@ class CacheState(KeptState):
 
 
 def _code_holder(function: Any) -> Any:
-    """The Python function that is cached; None where C runs."""
+    """The Python function that is cached; None for a C function."""
     found = getattr(function, "__wrapped__", None)
     found = getattr(found, "__func__", found)
     return found if isinstance(found, types.FunctionType) else None
 
 
 def _arguments(key: Any, mark: Any, *, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call that has this key: arguments, a mark, keywords in turn with their values, and types where typed."""
+    """The call that has this key: arguments, a mark, keywords in turn with their values, and types if typed."""
     if not isinstance(key, tuple):
         return (key,), {}
     at = next((i for i, part in enumerate(key) if part is mark), None)
@@ -777,7 +777,7 @@ _TAKES_ANYTHING: Callable[..., Any] = lambda *_args, **_kwargs: "the result"  # 
 _TAKES_NOTHING: Callable[..., Any] = lambda: None  # noqa: E731
 
 
-# what C keeps and can be written back ---------------------------------------------------------------------------------
+# C state that can be written back -------------------------------------------------------------------------------------
 
 
 class _InC(KeptState):
@@ -787,7 +787,7 @@ class _InC(KeptState):
 
 
 class MemoryState(_InC):
-    """Bytes behind an object. What is too large to be copied has a digest of parts instead."""
+    """Bytes of an object's buffer. A buffer too large to be copied has a digest of parts instead."""
 
     def read(self) -> bytes | int | None:
         try:
@@ -875,7 +875,7 @@ class _Queue(_InC):
         return len(now) == len(self.was) and all(map(is_, now, self.was))
 
     def put_back(self) -> None:
-        if is_used_elsewhere(self.holder):  # what has been taken is under way
+        if is_used_elsewhere(self.holder):  # taken items are being processed
             return
         with contextlib.suppress(queue.Empty):
             while True:
@@ -885,9 +885,9 @@ class _Queue(_InC):
 
 
 def waiting_in(held: Any) -> list[Any]:
-    """Items of a `queue.SimpleQueue`, oldest first: taking them out would wake those who wait for them."""
+    """Items of a `queue.SimpleQueue`, oldest first: taking them out would wake waiting threads."""
     inside = [one for one in gc.get_referents(held) if one is not type(held)]
-    if sys.version_info < (3, 13):  # one list, which begins with the places of what was taken
+    if sys.version_info < (3, 13):  # one list, which begins with the slots of taken items
         inside = inside[0]
     count = held.qsize()
     return inside[len(inside) - count :] if count else []
@@ -909,7 +909,7 @@ def is_used_elsewhere(held: Any) -> bool:
 
 
 class _Semaphore(_InC):
-    """Value of a semaphore of `multiprocessing`: of one, of a lock, and of what an event has for a flag."""
+    """Value of a semaphore of `multiprocessing`: its own, a lock's, or an event's flag."""
 
     def read(self) -> int | None:
         with contextlib.suppress(NotImplementedError):  # macOS does not tell
@@ -917,7 +917,7 @@ class _Semaphore(_InC):
         return None
 
     def put_back(self) -> None:
-        if self.was is None or multiprocessing.active_children():  # which may have moved it
+        if self.was is None or multiprocessing.active_children():  # which may have changed it
             return
         while self.holder._get_value() < self.was:
             self.holder.release()
@@ -929,7 +929,7 @@ _SEM_LOCK = getattr(sys.modules.get("_multiprocessing") or importlib.import_modu
 
 
 class Subclasses(_InC):
-    """Classes that were registered below an abstract one, which C keeps."""
+    """Classes that were registered with an abstract base class, which C stores."""
 
     def read(self) -> list[type]:
         classes = (reference() for reference in abc._get_dump(self.holder)[0])  # type: ignore[attr-defined]
@@ -946,7 +946,7 @@ class Subclasses(_InC):
 
 
 class _Position(_InC):
-    """How far a file has been read."""
+    """Read position of a file."""
 
     def read(self) -> int | None:
         with contextlib.suppress(OSError, ValueError):
@@ -967,7 +967,7 @@ def _is_read(file: Any) -> bool:
 
 
 def _is_regular(file: Any) -> bool:
-    """Whether it is a file on a disk, and not a terminal, a pipe, or what the process prints to."""
+    """Whether it is a file on a disk, not a terminal, a pipe, or the process's output."""
     if file.closed or any(file is one for one in _printed_to()):
         return False
     number = file.fileno()
@@ -975,7 +975,7 @@ def _is_regular(file: Any) -> bool:
 
 
 def is_of_c(file: Any) -> bool:
-    """Whether the methods of a file are C's: asking one made in Python for its number may change it."""
+    """Whether the methods of a file are C's: asking a Python one for its number may change it."""
     return not isinstance(getattr(type(file), "fileno", None), types.FunctionType)
 
 
@@ -984,7 +984,7 @@ def _printed_to() -> tuple[Any, ...]:
 
 
 class Progress(KeptState):
-    """How far an iterator of C's is, equal for as long as nobody has asked it for more. Nothing puts it back."""
+    """Position of a C iterator, equal as long as it is not advanced. It cannot be restored."""
 
     rank = 3_000
 
@@ -1005,12 +1005,12 @@ def is_iterator_of_c(value: Any) -> bool:
 
 
 def iterator_state(iterator: Any) -> Any:
-    """How far an iterator is, and what else C keeps for itself, in a form that can be compared."""
+    """Position of an iterator, and other hidden C state, in a form that can be compared."""
     if is_a(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, _frozen(tuple(frame.f_locals.values())))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that itertools will not be pickled one day
+        warnings.simplefilter("ignore")  # itertools deprecates pickling
         try:
             return _frozen(iterator.__reduce__())
         except TypeError:
@@ -1018,7 +1018,7 @@ def iterator_state(iterator: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Something that is equal as long as a value is the same: plain values by themselves, objects by which they are."""
+    """A value that is equal as long as another is the same: plain values by equality, objects by identity."""
     if is_a(value, (*PLAIN, range)):
         return repr(value)
     if is_a(value, tuple):
@@ -1049,26 +1049,26 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], KeptState | None]], ..
     (_is_of(io.IOBase), lambda value: _Position(value) if _is_read(value) else None),
     (_lends_memory, MemoryState),
 )
-"""By kind, what of its state can be put back. The first that fits counts."""
+"""By kind, its restorable state. The first that fits counts."""
 
 
 def state_of(value: Any) -> KeptState | None:
-    """State of an object that can be compared, and mostly put back; None where it keeps none of these kinds."""
+    """State of an object that can be compared, and mostly restored; None if it has none of these kinds."""
     return next((kind(value) for fits, kind in KINDS if fits(value)), None)
 
 
-# what is set aside ----------------------------------------------------------------------------------------------------
+# objects that are set aside -------------------------------------------------------------------------------------------
 
 
 class Untouchable:
-    """Stands for an object that nothing could put back, and refuses to be used."""
+    """Stands for an object that cannot be restored, and refuses to be used."""
 
     def __init__(self, kind: str, value: Any) -> None:
         self._kind, self._value, self._thread = kind, value, threading.get_ident()
         self._told: list[UnsupportedModule] = []
 
     def tell(self, refused: list[UnsupportedModule]) -> None:
-        """Leave errors there as well: code around may catch what is raised, and go on."""
+        """Leave errors there as well: code around may catch the exception, and go on."""
         self._told = refused
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -1090,7 +1090,7 @@ class Untouchable:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if threading.get_ident() != self._thread:  # one that goes on meanwhile
+        if threading.get_ident() != self._thread:  # another thread, which goes on meanwhile
             return getattr(self._value, name)
         if name.startswith("__"):
             raise AttributeError(name)
@@ -1101,7 +1101,7 @@ class Untouchable:
 
 
 def stand_in(value: Any) -> Any:
-    """What a run finds in the place of a value that C keeps moving; None where the value may stay."""
+    """Stand-in for an object with changing C state; None if a run may use the object itself."""
     kind = Same(type(value))
     name = f"{type(value).__module__}.{type(value).__name__}"
     if is_a(value, io.StringIO | io.BytesIO):
@@ -1136,11 +1136,11 @@ _OUTSIDE = frozenset(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
     )
 )
-"""Kinds of objects that speak to databases, files, other programs and other processes, or go on by themselves."""
+"""Kinds of objects that access databases, files, other programs and processes, or run by themselves."""
 
 
 def is_outside(value: Any) -> bool:
-    """Whether an object speaks to what is outside of Python, or goes on by itself."""
+    """Whether an object accesses the world outside of Python, or runs by itself."""
     return _is_outside(Same(type(value)))
 
 
@@ -1150,11 +1150,11 @@ def _is_outside(kind: Same[type]) -> bool:
 
 
 def copied_iterator(iterator: Any) -> Any:
-    """An iterator that is as far; both may go on by themselves. Raises `TypeError` where it cannot be copied."""
+    """An iterator at the same position; both can advance independently. Raises `TypeError` if it cannot be copied."""
     if is_a(iterator, types.GeneratorType) or not is_iterator_of_c(iterator):
         raise TypeError(type(iterator).__name__)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that itertools will not be pickled one day
+        warnings.simplefilter("ignore")  # itertools deprecates pickling
         make, given, *state = iterator.__reduce__()
         made = make(*_with_copies(given))
         if state and state[0] is not None:
@@ -1172,7 +1172,7 @@ CSV_WRITER = type(csv.writer(io.StringIO()))
 
 
 def _another_writer(writer: Any) -> Any:
-    """A writer of rows over what stands in for the file that one has, of which C knows the method alone."""
+    """A row writer over the stand-in for a writer's file, of which C only exposes the method."""
     method = next(one for one in gc.get_referents(writer) if callable(one) and not is_a(one, type))
     file = getattr(method, "__self__", None)
     instead = None if file is None else stand_in(file)
@@ -1181,9 +1181,9 @@ def _another_writer(writer: Any) -> Any:
 
 
 def _scratch(file: Any) -> Any:
-    """A file in memory for one on a disk that is open for writing, or for one of C's over bytes in memory."""
+    """A file in memory for one on a disk that is open for writing, or for a C one over bytes in memory."""
     if not is_of_c(file):
-        return None  # made in Python: what it writes to is found by its attributes
+        return None  # made in Python: its underlying file is found by its attributes
     try:
         content = _in_memory_below(file)
         if not (file.writable() and (content is not None or _is_regular(file))):
@@ -1198,7 +1198,7 @@ def _scratch(file: Any) -> Any:
 
 
 def _in_memory_below(file: Any) -> io.BytesIO | None:
-    """The bytes in memory to which a file hands what it is given; None where the process prints to it."""
+    """The bytes in memory that a file writes to; None for the process's output."""
     if any(file is one for one in _printed_to()):
         return None
     below = getattr(file, "buffer", file)
@@ -1206,8 +1206,8 @@ def _in_memory_below(file: Any) -> io.BytesIO | None:
     return below if type(below) is io.BytesIO else None
 
 
-# Kinds that are made in C. One of Python's or NumPy's that refuses to be copied, and moves as it is used, is refused by
-# name: a `csv.reader` has gone on, a `pickle.Pickler` knows what it has written, a compressor what it was given.
+# Types made in C. One of Python's or NumPy's that refuses to be copied, and changes as it is used, is refused by name:
+# a `csv.reader` has advanced, a `pickle.Pickler` remembers what it wrote, a compressor its input.
 
 _STAYS_THE_SAME = frozenset(
     (
@@ -1216,19 +1216,19 @@ _STAYS_THE_SAME = frozenset(
         *("types", "unicodedata", "nt"),
     )
 )
-"""Modules of C's whose kinds that refuse a copy synchronise, describe, never move, or are known to `state_of`."""
+"""C modules whose types, if they refuse a copy, synchronise, describe, never change, or are known to `state_of`."""
 _KNOWN_LIBRARIES = ("torch", "numpy", "jettison", "triton")
 _KNOWN_IN_C = sys.stdlib_module_names | set(_KNOWN_LIBRARIES)
 _METHODS_OF_C = ("wrapper_descriptor", "method_descriptor", "instancemethod")
-"""Names of their kinds; the last one's are pybind11's."""
+"""Type names of their methods; the last one is pybind11's."""
 _OF_XML = ("Element",)
 _TRACKED = 1 << 14
-"""Flag of a class in C: the collector looks into its instances."""
+"""Flag of a class in C: the garbage collector traverses its instances."""
 
 
 @functools.lru_cache(maxsize=4096)
 def refuses_a_copy(kind: Same[type]) -> bool:
-    """Whether instances of a kind made in C move as they are used, and can be neither copied nor put back."""
+    """Whether instances of a C type change as they are used, and can be neither copied nor restored."""
     cls, made_by = kind.it, str(kind.it.__module__)
     if (made_by == "numpy" and cls.__name__ == "flatiter") or _is_stream_of_an_extension(cls):
         return True
@@ -1244,7 +1244,7 @@ def refuses_a_copy(kind: Same[type]) -> bool:
 
 
 def _is_stream_of_an_extension(cls: type) -> bool:
-    """Whether it is written to and knows how far it is, in C: the streams of Arrow."""
+    """Whether it is written to and has a position, in C: the streams of Arrow."""
     found = (inspect.getattr_static(cls, name, None) for name in ("write", "tell"))
     if any(one is None or isinstance(one, types.FunctionType) for one in found):
         return False
@@ -1253,41 +1253,41 @@ def _is_stream_of_an_extension(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def adds_up(kind: Same[type]) -> bool:
-    """Whether instances of a kind made in C add up what they are given, and say a copy: digests, whoever made them, and
-    compressors of `zlib`.
+    """Whether instances of a C type accumulate their input, and offer a copy: digests of any library, and compressors
+    of `zlib`.
     """
     names = ("copy",) if kind.it.__module__ == "zlib" else ("copy", "update", "digest")
     return all(type(getattr(kind.it, name, None)) is types.MethodDescriptorType for name in names)
 
 
 def copied_whole(value: Any) -> Any:
-    """A deep copy of an object whose state C hides; None where it hides none, or refuses."""
+    """A deep copy of an object with hidden C state; None if it has none, or refuses."""
     kind = type(value)
-    # the collector knows what instances hold: a copy of a container may have the same values
+    # the garbage collector knows the referents of instances: a copy of a container may have the same values
     is_looked_into = bool(kind.__flags__ & _TRACKED) and kind.__name__ not in _OF_XML
     if not is_copied_whole(Same(kind)) or (is_looked_into and attributes_in_c(value)):
         return None
     try:
         return copy.copy(value) if is_looked_into else copy.deepcopy(value)
-    except Exception:  # whatever a library's own code raises
+    except Exception:  # a library's own code may raise anything
         return None
 
 
 @functools.lru_cache(maxsize=4096)
 def is_copied_whole(kind: Same[type]) -> bool:
-    """Whether instances of a kind made in C change without a sign: it sets items or a state, and is no value that
-    others hash by.
+    """Whether instances of a C type change unnoticed: it sets items or a state, and is no value that can be a hash
+    key.
     """
     hashes: Any = kind.it.__hash__
     if not (hashes is None or hashes is object.__hash__) or issubclass(kind.it, BaseException):
         return False
-    if "__reduce_cython__" in dir(kind.it):  # its attributes are looked into
+    if "__reduce_cython__" in dir(kind.it):  # its attributes are walked
         return False
     return any(_is_of_an_extension(kind.it, name) for name in ("__setstate__", "__setitem__"))
 
 
 def _is_of_an_extension(cls: type, name: str) -> bool:
-    """Whether a method is C's, and of no library whose kinds are known."""
+    """Whether a method is C's, and of no library whose types are known."""
     owner = next((c for c in cls.__mro__ if name in vars(c)), None)
     if owner is None or type(vars(owner)[name]).__name__ not in _METHODS_OF_C:
         return False
@@ -1296,9 +1296,9 @@ def _is_of_an_extension(cls: type, name: str) -> bool:
 
 
 def attributes_in_c(value: Any) -> list[str]:
-    """Names of attributes that an extension's object holds in C, apart from its ``__dict__``: ``cdef public`` ones.
+    """Names of attributes that an extension's object stores in C, apart from its ``__dict__``: ``cdef public`` ones.
 
-    Nothing else tells which of the getters of its class only read what it holds: such a value is one that the
+    Nothing else tells which getters of its class only read a stored value: such a value is one that the garbage
     collector finds there, or a plain one.
     """
     names = _getters(Same(type(value)))
@@ -1309,7 +1309,7 @@ def attributes_in_c(value: Any) -> list[str]:
     for name in names:
         try:
             one = object.__getattribute__(value, name)
-        except Exception:  # whatever a library's getter raises
+        except Exception:  # a library's getter may raise anything
             continue
         if id(one) in known or type(one) in PLAIN_KINDS:
             found.append(name)
@@ -1322,7 +1322,7 @@ def _getters(kind: Same[type]) -> tuple[str, ...]:
     for cls in kind.it.__mro__:
         is_pythons = package_of(cls) in sys.stdlib_module_names
         for name, one in vars(cls).items():
-            found.setdefault(name, None if is_pythons else one)  # what a pointer of `ctypes` points to may be gone
+            found.setdefault(name, None if is_pythons else one)  # the target of a pointer of `ctypes` may be freed
     return tuple(name for name, one in found.items() if isinstance(one, _DESCRIPTORS) and not name.startswith("__"))
 
 
@@ -1333,7 +1333,7 @@ _OPENED = frozenset((tuple, frozenset))
 
 
 def worth_a_look(values: Iterable[Any]) -> list[Any]:
-    """What may change, or lead to what may: all but plain values, with tuples opened."""
+    """Values that may change, or lead to some that may: all except plain values, with tuples opened."""
     found: list[Any] = []
     left = list(values)
     for level in itertools.count():
@@ -1355,11 +1355,11 @@ _OPEN_TO_GC: tuple[type, ...] = (
     *(types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())),
     *(ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._Pointer, ctypes._SimpleCData, CSV_WRITER),
 )
-"""Kinds that hold something and have no other way to say what."""
+"""Types whose referents only the garbage collector knows."""
 
 
 def inside(value: Any) -> Iterator[Any]:
-    """What a value holds, refers to, or names."""
+    """Values that a value holds, refers to, or names."""
     if is_a(value, dict):
         yield from worth_a_look(dict.keys(value))
         yield from worth_a_look(dict.values(value))
@@ -1374,7 +1374,7 @@ def inside(value: Any) -> Iterator[Any]:
         yield value.__self__
     elif is_a(value, weakref.ref):
         yield weakref.ref.__call__(value)
-    elif is_a(value, weakref.ProxyTypes):  # which hands on every name
+    elif is_a(value, weakref.ProxyTypes):  # which forwards every name
         yield getattr(value.__init__, "__self__", None)
     elif is_a(value, _OPEN_TO_GC) or is_iterator_of_c(value):
         yield from worth_a_look(gc.get_referents(value))
@@ -1398,7 +1398,7 @@ def inside(value: Any) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def is_simple(cls: Same[type]) -> bool:
-    """Whether instances of a class have attributes or slots and nothing else: Python made it, and all of its bases."""
+    """Whether instances of a class have only attributes or slots: the class and all its bases are made in Python."""
     if str(cls.it.__module__).startswith(("torch", "jettison")) or is_copied_whole(cls):
         return False
     return all(_is_made_in_python(c) for c in cls.it.__mro__ if c is not object)
@@ -1406,8 +1406,8 @@ def is_simple(cls: Same[type]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_extension(cls: Same[type]) -> bool:
-    """Whether instances of a class may hold what neither attributes nor slots show: a base of it was made in C, by
-    somebody else than Python, torch and the libraries that are known.
+    """Whether instances of a class may hold state outside of attributes and slots: a base of it was made in C, by an
+    unknown library.
     """
     return any(not (_is_made_in_python(c) or package_of(c) in _KNOWN_IN_C) for c in cls.it.__mro__)
 
@@ -1422,13 +1422,13 @@ _MODELS_OWN = (
 
 
 def is_ours(value: Any) -> bool:
-    """A tracer's or a runtime's own objects stand in the place of forwards and hooks; what they note must stay. So
-    must what torch notes in objects of its own; modules and random generators, torch's as well, are the model's.
+    """Whether a value is a tracer's or a runtime's own object, which replaces forwards and hooks: its notes must stay,
+    and so must torch's own; modules and random generators, torch's as well, are the model's.
     """
     kind: Any = type(value)
     if issubclass(kind, nn.Module) or is_stream(value):
         return False
-    module = str(kind.__module__)  # some classes have a property there
+    module = str(kind.__module__)  # a property in some classes
     if module.startswith(_MODELS_OWN):
         return False
     if module.startswith(("torch.", "jettison.")):

@@ -1,4 +1,4 @@
-"""The record of a whole model: its classes of blocks, the calls of them in order, and what is around them."""
+"""The trace of a model: its classes of blocks, their calls in order, and the program around them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BlockCall:
     links: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the call before) that are one tensor
     problem: str = ""
     given: Mapping[int, int] = field(default_factory=dict)  # leaf position of a tensor argument -> the root's buffer
-    signature: Any = None  # of this call; those of a class may differ in what its forward does not look at
+    signature: Any = None  # of this call; those of a class may differ in details that its forward ignores
 
 
 @dataclass(kw_only=True)
@@ -43,41 +43,41 @@ class BlockClass:
 
     key: str
     trace: RegionTrace
-    example: str  # name of the block that was recorded
+    example: str  # name of the recorded block
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     signature: Any = None
-    problem: str = ""  # why it has no program; its trace then knows inputs and outputs only
-    verdict: Any = None  # whether its Python may run again, where that was tried
-    compiled: CompiledProgram | None = None  # where blocks like it run compiled
+    problem: str = ""  # why it has no program; its trace then only has inputs and outputs
+    verdict: Any = None  # whether its Python may be rerun, if that was tried
+    compiled: CompiledProgram | None = None  # if its blocks run compiled
 
     @property
     def opaque(self) -> bool:
-        """Whether the block can only be kept or checkpointed whole."""
+        """Whether the block can only be kept or checkpointed as a whole."""
         return bool(self.problem)
 
     @property
     def stood_in(self) -> bool:
-        """Whether a dry run has a stand-in for the block, with levels that were seen on real tensors."""
+        """Whether a dry run has a stand-in for the block, with levels that were observed on real tensors."""
         return self.opaque or self.compiled is not None
 
     @property
     def program(self) -> Program:
-        """What there is to choose from: of a compiled block, what Inductor has of it."""
+        """The program to plan; for a compiled block Inductor's."""
         return self.trace.program if self.compiled is None else self.compiled.program
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What memory hangs on beside the model: how the training loop goes about a step.
+    """Properties of the training loop that memory depends on in addition to the model.
 
     Args:
-        holds_output: it still has the model's output to the end of the step.
+        holds_output: it references the model's output until the end of the step.
         gradients_held: parameters have gradients already when the forward starts.
-        check: how closely the runtime will compare what it computes again with what the forward had.
-        elsewhere_bytes: on the device, and none of the step's: other models, workspaces that libraries keep.
-        compile: blocks run compiled, in this way.
-        chunked_loss: its cross entropy goes over chunks of rows.
+        check: share of recomputed values that the runtime will compare with the forward's.
+        elsewhere_bytes: on the device, outside of the step: other models, workspaces of libraries.
+        compile: compile settings of the blocks.
+        chunked_loss: its cross entropy runs in chunks of rows.
     """
 
     holds_output: bool = True
@@ -100,7 +100,7 @@ class ModelTrace:
     batch: Any  # fake or real, as the fake copy takes it
     loss_fn: LossFn | None
     values_known: bool
-    real: nn.Module | None  # the model itself, where its tensors have values
+    real: nn.Module | None  # the model itself, if its tensors have values
     seconds: float
     root_signature: Any = None
     loop: Loop = field(default_factory=Loop)
@@ -117,25 +117,25 @@ class ModelTrace:
 
     @functools.cached_property
     def device_type(self) -> str | None:
-        """Where memory counts: the accelerator that something of the model is on; None where everything counts."""
+        """Device type whose memory counts: the accelerator of any of the model's tensors; None if everything counts."""
         types = {t.device.type for t in (*self.fake_model.parameters(), *self.fake_model.buffers())}
         return min(types - {"cpu", "meta"}, default=None)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Everything run on the fake copy belongs into this context; autocast is as it was when the trace was taken."""
+        """Context for runs of the fake copy, with autocast as it was when the trace was taken."""
         with context_of(self, self.fake_model):
             yield
 
     def program(self, call: BlockCall) -> Program:
-        """The program of a block call; without ops where it could not be recorded."""
+        """The program of a block call; without ops if it could not be recorded."""
         return self.classes[call.class_key].program
 
 
 @contextlib.contextmanager
 def context_of(trace: ModelTrace, module: nn.Module) -> Iterator[None]:
-    """See `ModelTrace.context`, for one module of the fake copy that is run alone: what it can reach is looked at, and
-    put back; not the rest of the model.
+    """See `ModelTrace.context`, for one module of the fake copy that is run alone: state that it can reach is restored;
+    not the rest of the model's.
     """
     with (
         as_signed(trace.root_signature[1]),
@@ -190,14 +190,14 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The batch that these are."""
+    """Return the batch of these arguments."""
     if args and kwargs:
         return Arguments(args, kwargs)
     return kwargs if kwargs else args
 
 
 def expect_module(model: object) -> None:
-    """Check that what a user gave as a model is one.
+    """Check that the user's model is a module.
 
     Raises:
         UsageError: it is something else: a name, a class, nothing.
@@ -214,7 +214,7 @@ def expect_module(model: object) -> None:
 
 
 def expect_trace(traced: object) -> None:
-    """Check that what a user gave as a trace is one.
+    """Check that the user's trace is one.
 
     Raises:
         UsageError: it is something else, such as the model.
@@ -227,17 +227,17 @@ def expect_trace(traced: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileSettings:
-    """How blocks are compiled: Inductor's options, sorted by name."""
+    """Inductor's options for blocks, sorted by name."""
 
     options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A block's forward as Inductor has it, before it decides what to save.
+    """A block's forward as Inductor's graph, before its partitioner chooses what to save.
 
     Args:
-        default: buffers that Inductor saves where it is told nothing.
+        default: buffers that Inductor saves by default.
     """
 
     program: Program
@@ -246,15 +246,15 @@ class CompiledProgram:
 
 
 def settings_of(name: str, module: nn.Module) -> CompileSettings:
-    """What ``module.compile(...)`` was told.
+    """Settings of ``module.compile(...)``.
 
     Raises:
-        UnsupportedModule: it was compiled in a way that no plan can take part in.
+        UnsupportedModule: it was compiled in a way that no plan supports.
     """
-    from torch._inductor import config  # loaded where something is compiled
+    from torch._inductor import config  # imported only if something is compiled
 
     config_of = getattr(module._compiled_call_impl, "get_compiler_config", None)
-    patched = config_of() if config_of is not None else None  # all of Inductor's settings, with what was told
+    patched = config_of() if config_of is not None else None  # all of Inductor's settings, with the given ones
     if not isinstance(patched, dict):
         raise UnsupportedModule(
             f"{name} is compiled by another backend than Inductor, which alone asks somebody else what to save for "

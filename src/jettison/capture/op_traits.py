@@ -1,4 +1,4 @@
-"""What an ATen op means to a recorder: does it write, does it draw, may it run twice, what does it cost."""
+"""Traits of ATen ops for a recorder: writes, random draws, whether recomputation is allowed, cost."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jettison.ledger.program import Anchor
 
 aten = torch.ops.aten
 
-# Answers that a second run may give differently (ties, thread order): they are kept.
+# Ops whose second run may give other results (ties, thread order): they are kept.
 DISCRETE = {
     *("topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", "nonzero", "median", "nanmedian"),
     *("mode", "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"),
 }
 
-# What `torch.use_deterministic_algorithms` lists for CUDA, as far as it is an op of a forward and not `DISCRETE`.
+# The list of `torch.use_deterministic_algorithms` for CUDA, restricted to ops of a forward that are not `DISCRETE`.
 _ADDS_IN_ANY_ORDER = {
     *("index_add", "scatter_add", "scatter_reduce", "_scatter_reduce", "index_reduce", "cumsum", "put", "histc"),
     *("bincount", "nll_loss2d_forward"),
@@ -34,13 +34,13 @@ _WRITES_IN_ANY_ORDER = {"index_copy", "scatter", "put", "index_put", "_index_put
 
 
 def is_nondeterministic(name: str, device: str, *, floats: bool, values: bool, deterministic: bool) -> bool:
-    """Whether a second run of a kernel may give other bits, by torch's own account.
+    """Whether a second run of a kernel may give other bits, according to torch.
 
     Args:
-        name: of the op, without its namespace; in-place ones count as the others.
-        device: its type.
-        floats: the result is of floating point: sums of whole numbers are the same in any order.
-        values: several values are written: where two meet, either may stay.
+        name: of the op, without its namespace; in-place variants count alike.
+        device: device type.
+        floats: the result is floating point: sums of integers are the same in any order.
+        values: several values are written: if two meet, either may win.
         deterministic: torch was told to use deterministic algorithms, or to fail.
     """
     if device in ("cpu", "meta") or deterministic:
@@ -63,19 +63,19 @@ _BOOKKEEPING = {
     *("_c10d_functional::_wrap_tensor_autograd",),
 }
 
-# They write running statistics in training, and their schemas do not say it.
+# They write running statistics in training, which their schemas do not declare.
 MOVE_STATISTICS = {
     *("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm", "aten::batch_norm_update_stats"),
     *("aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts"),
 }
 
-# ctc_loss leaves what lies past the lengths as it was, oneDNN's LSTM the padding of its workspace (which it fills in
-# another way, besides, where no gradients are recorded)
+# ctc_loss leaves everything past the lengths unwritten, oneDNN's LSTM the padding of its workspace (which also differs
+# without recorded gradients)
 _WRITE_IN_PART = {"_ctc_loss", "mkldnn_rnn_layer"}
 
 _COMMUNICATION = {"_c10d_functional", "c10d_functional", "c10d", "symm_mem", "fsdp"}
 
-# Collectives that return a new tensor and may run again: every rank of a group does so if all have the same plan.
+# Collectives that return a new tensor and may be recomputed: every rank of a group does so if all have the same plan.
 _COLLECTIVES = {
     f"_c10d_functional::{name}"
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
@@ -83,27 +83,27 @@ _COLLECTIVES = {
 
 
 def is_bookkeeping(func: Any) -> bool:
-    """Calls that ask about a tensor, or wait for it, and compute nothing."""
+    """Whether a call only queries a tensor, or waits for it, and computes nothing."""
     return func._schema.name in _BOOKKEEPING
 
 
 def is_communication(func: Any) -> bool:
-    """Whether a call talks to other ranks."""
+    """Whether a call communicates with other ranks."""
     return is_collective(func) or _full_name(func).split("::")[0] in _COMMUNICATION
 
 
 def sees_modes(func: Any) -> bool:
-    """Whether torch puts this op in the place of another where a dispatch mode is active, as while recording. It saves
-    more than that: a run saves what was recorded only under some mode.
+    """Whether torch uses this op instead of another while a dispatch mode is active, as during recording. It saves
+    more than the other: a run saves the recorded tensors only under some mode.
     """
     return func is aten._ctc_loss.Tensor
 
 
 def made_by_shape(func: Any, kwargs: dict[str, Any], out: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """A call that makes the same empty memory, and needs no tensor to look at: whoever runs it again does not have to
-    compute that one first (torch's dropout on a CPU draws into memory like its argument's). None for other ops.
+    """A call that allocates the same empty memory without reading a tensor: its recomputation does not need that
+    tensor first (torch's dropout on a CPU draws into memory like its argument's). None for other ops.
 
-    On other devices a recording stands for calls on any of their number, and a shape does not say which.
+    On other devices a recording covers calls on any of their number, and a shape does not tell which.
     """
     if func is not aten.empty_like.default or kwargs.get("pin_memory") or plain(out) is not out:
         return None
@@ -114,17 +114,17 @@ def made_by_shape(func: Any, kwargs: dict[str, Any], out: Any) -> tuple[Any, tup
 
 
 def is_collective(func: Any) -> bool:
-    """Whether a call talks to other ranks and can do so again; its result must be waited for."""
+    """Whether a call communicates with other ranks and can be repeated; its result must be waited for."""
     return _full_name(func) in _COLLECTIVES
 
 
 def _full_name(func: Any) -> str:
-    schema = getattr(func, "_schema", None)  # what moves a random state has none
+    schema = getattr(func, "_schema", None)  # ops on random states have none
     return "" if schema is None else str(schema.name)
 
 
 def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
-    """Whether a call makes new memory or writes to old; a call that only makes views does neither."""
+    """Whether a call allocates memory or writes to existing memory; a call that only makes views does neither."""
     if _written(func):
         return True
     given = {t.untyped_storage()._cdata for t in op_leaves(args, kwargs) if isinstance(t, Tensor)}
@@ -132,8 +132,8 @@ def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call overwrites, by its schema; several may be pieces of one memory. An operator of higher
-    order has none: its ops are functional.
+    """The tensors that a call overwrites, by its schema; several may be pieces of one memory. A higher-order operator
+    has none: its ops are functional.
     """
     found: list[Tensor] = []
     if isinstance(func, HigherOrderOperator):
@@ -143,7 +143,7 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
         found.extend(t for t in op_leaves(value) if isinstance(t, Tensor))
     if not found and func._schema.name in MOVE_STATISTICS:
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if named.get("training", True):  # the schema does not say so
+        if named.get("training", True):  # the schema does not declare it
             running = named.get("running_mean"), named.get("running_var")
             found.extend(t for t in running if isinstance(t, Tensor))
     return found
@@ -151,7 +151,7 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 
 @functools.lru_cache(maxsize=4096)
 def _written(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    """Place, name and whether it is given by name alone, of each argument that a call writes to, by its schema."""
+    """Position, name and whether it is keyword-only, of each argument that a call writes to, by its schema."""
     return tuple(
         (i, arg.name, arg.kwarg_only)
         for i, arg in enumerate(func._schema.arguments)
@@ -160,8 +160,8 @@ def _written(func: Any) -> tuple[tuple[int, str, bool], ...]:
 
 
 def without_statistics(func: Any, args: Sequence[Any]) -> list[Any] | None:
-    """Arguments with which a batch norm in training gives the same results and moves no running statistics, which it
-    does not read; None for every other call.
+    """Arguments with which a batch norm in training gives the same results and does not update its running statistics,
+    which it does not read; None for every other call.
     """
     if func is not aten.native_batch_norm.default or not args[5]:
         return None
@@ -169,7 +169,7 @@ def without_statistics(func: Any, args: Sequence[Any]) -> list[Any] | None:
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call takes numbers from a random generator: tagged so, and not with a dropout probability of zero."""
+    """Whether a call draws random numbers: tagged so, and without a dropout probability of zero."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for i, arg in enumerate(func._schema.arguments):
@@ -180,10 +180,10 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "cpu") -> Anchor | None:
-    """Why this call may not run again, before its surroundings are known.
+    """Reason why this call may not be recomputed, by itself.
 
     Args:
-        device: the type of the one that it runs on.
+        device: device type.
     """
     name = func._schema.name.split("::")[1]
     if name in DISCRETE:
@@ -217,9 +217,9 @@ def _gives_other_bits(func: Any, name: str, device: str, kwargs: Any, spec_args:
 
 
 def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call gets a plain number to compute with, and not as a dim or a size."""
+    """Whether a call computes with a plain number that is not a dim or a size."""
     if func._schema.name.split("::")[1] in MOVES_BY_NUMBER:
-        return True  # whole numbers, of a range
+        return True  # integers of a range
     given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments)]
     return any(isinstance(v, int | float) and str(a.type) not in ("int", "bool", "Optional[int]") for a, v in given)
 
@@ -254,17 +254,17 @@ def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 
 def _matmul_flops(a: Tensor, b: Tensor) -> int:
-    """Of a matmul for which torch has no formula. Groups are parts of the one dim that two operands share, or of a
-    dim that one of them has alone.
+    """FLOPs of a matmul for which torch has no formula. Groups divide the one dim that two operands share, or a dim
+    that only one of them has.
     """
-    if a.dim() == 3 and b.dim() == 2:  # columns of b are dealt out to the groups
+    if a.dim() == 3 and b.dim() == 2:  # columns of b are distributed over the groups
         return 2 * a.shape[1] * prod(b.shape)
     return 2 * prod(a.shape) * b.shape[-1]
 
 
 def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
-    """Results that no kernel writes: attention returns a place for the random state that its mask was drawn from, and
-    without dropout there is none. What stands there is chance, and nobody reads it.
+    """Results that no kernel writes: attention returns a tensor for the random state of its mask, and without dropout
+    there is none. Its bits are uninitialized, and never read.
     """
     if func.namespace != "aten" or op_name(func) not in _ATTENTION or not isinstance(out, tuple):
         return []

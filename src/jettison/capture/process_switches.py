@@ -1,4 +1,4 @@
-"""Switches of the whole process that a forward may move: torch's, Python's and numpy's."""
+"""Process-wide switches that a forward may change: torch's, Python's and numpy's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How to read it, and how to set it."""
+"""A function that reads a switch, and one that sets it."""
 _SMALLEST, _HALF = sys.float_info.min, 0.5
 
 KERNEL_SWITCHES: tuple[Switch, ...] = (
@@ -44,7 +44,7 @@ KERNEL_SWITCHES: tuple[Switch, ...] = (
     # torch has no way to ask whether denormals are flushed; the flag is the thread's, Python's numbers included
     (lambda: _SMALLEST * _HALF == 0.0, torch.set_flush_denormal),
 )
-"""What chooses kernels, their precision, or the order of their sums."""
+"""Switches that choose kernels, their precision, or the order of their sums."""
 
 
 _handler: Callable[[int], Any] = sys.modules["_signal"].getsignal  # `signal` makes an enum of each
@@ -52,7 +52,7 @@ _SIGNALS = tuple(map(int, signal.valid_signals()))
 
 
 def _set_signal_handlers(wanted: dict[int, Any]) -> None:
-    if threading.current_thread() is not threading.main_thread():  # no other thread can have moved them
+    if threading.current_thread() is not threading.main_thread():  # no other thread can have changed them
         return
     for number, handler in wanted.items():
         if handler is not None and _handler(number) != handler:  # C has set what is None
@@ -95,10 +95,10 @@ def _of_python() -> dict[Any, Any]:
 
 
 def _of_c() -> dict[bytes, bytes]:
-    """The environment that child processes get: `os.putenv` changes that alone."""
+    """The environment of child processes, which `os.putenv` changes without `os.environ`."""
     try:
         entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
-    except (ValueError, TypeError, OSError):  # not a system with that name for it
+    except (ValueError, TypeError, OSError):  # the system has another name for it
         return dict(_of_python())
     found = itertools.takewhile(bool, (entries[at] for at in itertools.count()))
     return {name: value for name, _, value in (one.partition(b"=") for one in found)}
@@ -110,13 +110,13 @@ def _set_search(wanted: tuple[list[str], Any, list[Any]]) -> None:
     entries = _with_imported(entries, warnings.filters, imported_since.filters)
     if warnings.filters is not filters or list(filters) != entries:
         filters[:] = entries
-        with warnings.catch_warnings():  # leaving makes Python look at the filters anew
+        with warnings.catch_warnings():  # leaving it makes Python read the filters again
             pass
         cast(Any, warnings).filters = filters
 
 
 def _with_imported(before: list[Any], now: Iterable[Any], added: list[Any]) -> list[Any]:
-    """The entries as they were, and where they stand now those that a library added when it was imported."""
+    """The old entries, with those that an imported library added at their present positions."""
     new = [one for one in now if one in added and one not in before]
     together = [one for one in now if one in before or one in new]
     if new and [one for one in together if one not in new] == before:
@@ -125,8 +125,8 @@ def _with_imported(before: list[Any], now: Iterable[Any], added: list[Any]) -> l
 
 
 class ImportedSince:
-    """Entries of the search path and of the warnings' filters that libraries added while they were imported in runs
-    that leave nothing behind: they need them.
+    """Entries of the search path and of the warnings' filters that imported libraries added in runs that otherwise
+    restore all state: the libraries need them.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class ImportedSince:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """A module is imported in here."""
+        """Note the entries that an import within this context adds."""
         paths, filters = list(sys.path), list(warnings.filters)
         try:
             yield
@@ -150,7 +150,7 @@ imported_since = ImportedSince()
 def _umask() -> int:
     with contextlib.suppress(OSError, StopIteration), open("/proc/self/status", errors="ignore") as status:
         return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
-    mask = os.umask(0o077)  # elsewhere than on Linux to read it is to set it
+    mask = os.umask(0o077)  # outside of Linux it can only be read by setting it
     os.umask(mask)
     return mask
 
@@ -196,7 +196,7 @@ def _limits() -> dict[int, tuple[int, int]]:
 
 def _set_limits(wanted: dict[int, tuple[int, int]]) -> None:
     for which, limits in wanted.items():
-        with contextlib.suppress(ValueError, OSError):  # a hard limit comes back for nobody
+        with contextlib.suppress(ValueError, OSError):  # a hard limit cannot be raised again
             sys.modules["resource"].setrlimit(which, limits)
 
 
@@ -219,7 +219,7 @@ def _set_typed(wanted: list[str]) -> None:
 
 NAMED_SWITCHES: dict[str, Switch] = {
     **dict.fromkeys(("add_history", "clear_history"), (_typed, _set_typed)),
-    "tzset": (lambda: time.tzname, lambda _: time.tzset()),  # the environment has been put back
+    "tzset": (lambda: time.tzname, lambda _: time.tzset()),  # the environment was restored before
     "set_coroutine_origin_tracking_depth": (
         sys.get_coroutine_origin_tracking_depth,
         sys.set_coroutine_origin_tracking_depth,
@@ -241,19 +241,19 @@ NAMED_SWITCHES: dict[str, Switch] = {
     "callbacks": (lambda: list(gc.callbacks), lambda was: gc.callbacks.__setitem__(slice(None), was)),
     "linecache": (lambda: dict(linecache.cache), _set_lines),
 }
-"""Switches that are read only where code has the name."""
+"""Switches that are only read if the code mentions the name."""
 if hasattr(os, "sched_setaffinity"):
     NAMED_SWITCHES["sched_setaffinity"] = (lambda: os.sched_getaffinity(0), lambda was: os.sched_setaffinity(0, was))
 
 
 def read_switches(names: Set[str] = frozenset()) -> list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]:
-    """All switches, and those that are named in the code that is about to run: (how to read, how to set, value)."""
+    """All switches, and those that the code to be run names: (how to read, how to set, value)."""
     named = [switch for name, switch in NAMED_SWITCHES.items() if name in names]
     return [(read, put, read()) for read, put in (*PROCESS_SWITCHES, *named)]
 
 
 def put_switches_back(before: Iterable[tuple[Callable[[], Any], Callable[[Any], Any], Any]]) -> None:
-    """Set those that stand elsewhere by now."""
+    """Set those that have changed."""
     for read, put, was in before:
         if read() != was:
             put(was)

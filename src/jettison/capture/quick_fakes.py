@@ -1,10 +1,10 @@
-"""A `FakeTensorMode` that answers sooner what it has been asked before.
+"""A `FakeTensorMode` with a quicker cache.
 
-A dry run asks for the same shapes block after block and plan after plan, and torch's own cache of them spends most of
-its time on working out where to look. What torch has answered once is remembered here under a key that takes less: of
-each tensor its layout in memory, of everything else type and value. Remembered is what torch's cache remembers, and
-what that leaves out though layouts alone decide it: results in ``out=``, `_unsafe_view`, calls that are given real
-tensors beside fake ones (an embedding's indices). Whatever has no such key goes torch's way.
+A dry run asks for the same shapes block after block and plan after plan, and torch's own cache spends most of its time
+on computing its key. Here results are cached under a cheaper key: of each tensor its memory layout, of everything else
+type and value. It caches whatever torch's cache does, and some calls that torch excludes although layouts alone decide
+them: results in ``out=``, `_unsafe_view`, calls with real tensors among fake ones (an embedding's indices). Calls
+without such a key use torch's path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VALUES = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
 _BY_STORAGE = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default})
-"""What they return hangs on the size of a storage as well."""
+"""Ops whose result also depends on the size of a storage."""
 
 
 def call_key(
@@ -35,12 +35,12 @@ def call_key(
     *,
     offsets: bool = False,
 ) -> tuple[Any, ...] | None:
-    """Equal for calls of an operator on tensors that lie alike, with equal values beside them; None where there is no
-    such key.
+    """Key that is equal for calls of an operator on tensors of equal layout, with equal other values; None if there is
+    none.
 
     Args:
-        mode: whose tensors they have to be; left out, anyone's.
-        offsets: tensors that begin elsewhere in their storages do not lie alike.
+        mode: the mode of all fake tensors; any by default.
+        offsets: whether storage offsets count as part of the layout.
     """
     key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     if not _add(key, args, mode, offsets):
@@ -91,7 +91,7 @@ _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh
 
 @functools.lru_cache(maxsize=4096)
 def _hangs_on_layouts(func: Any) -> bool:
-    """Whether layouts, and values that are no tensors, say what an operator returns, and in whose memory."""
+    """Whether layouts, and values that are no tensors, determine an operator's results, and their memory."""
     if func in _LIFTS or func.namespace not in ("aten", "prims", "fsdp") or any(tag in func.tags for tag in _TOUCHY):
         return False
     return not _is_composite(func)
@@ -102,28 +102,28 @@ UNKNOWN: Final = object()
 
 @functools.lru_cache(maxsize=4096)
 def _reads_tensors(func: Any) -> bool:
-    """Whether a tensor is among the arguments of every call."""
+    """Whether every call has a tensor argument."""
     kinds = [argument.type for argument in func._schema.arguments]
     return any(isinstance(kind, torch.TensorType) or kind.isSubtypeOf(torch.ListType.ofTensors()) for kind in kinds)
 
 
 @functools.lru_cache(maxsize=4096)
 def _makes_its_results(func: Any) -> bool:
-    """Whether all that it returns is new memory."""
+    """Whether all of its results are new memory."""
     return not (func._schema.is_mutable or _may_view(func))
 
 
 @functools.lru_cache(maxsize=4096)
 def _may_view(func: Any) -> bool:
-    """Whether it may return a tensor in the memory of another one, so that it matters where that one begins."""
+    """Whether it may return a tensor in the memory of another one, so that storage offsets matter."""
     return bool(
         func.is_view or func._schema.name in _IN_ITS_MEMORY or _is_composite(func) or "as_strided" in func.name()
     )
 
 
 def _is_composite(func: Any) -> bool:
-    """Made of other operators: it may return what it was given, or not."""
-    if func.namespace == "prim":  # questions to a tensor, which the dispatcher has no table for
+    """Whether it is composed of other operators: it may return its argument, or not."""
+    if func.namespace == "prim":  # queries, which the dispatcher has no table for
         return False
     implicit = torch._C.DispatchKey.CompositeImplicitAutograd
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), implicit))
@@ -139,8 +139,8 @@ class _Made:
     """One tensor that an operator returns.
 
     Args:
-        given: the argument that it is, by position, those by name behind; -1 for none.
-        viewed: the argument whose memory it is in, by position; -1 for none.
+        given: position of the argument that it is, keyword arguments counted last; -1 for none.
+        viewed: position of the argument whose memory it views; -1 for none.
     """
 
     shape: tuple[int, ...]
@@ -153,7 +153,7 @@ class _Made:
 
 
 class QuickFakeMode(FakeTensorMode):
-    """See the text above."""
+    """See the module docstring."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -162,7 +162,7 @@ class QuickFakeMode(FakeTensorMode):
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """What an operator returns."""
+        """Return an operator's result."""
         key = self._key(func, args, kwargs)
         known = self._remembered.get(key) if key is not None else None
         if known is not None:
@@ -171,27 +171,27 @@ class QuickFakeMode(FakeTensorMode):
             out = super().dispatch(func, types, args, kwargs or {})
             answer, self._answer = self._answer, None
             cached = answer is not None and answer[0] is func and answer[1] is args and answer[2] is out
-            # what a call has changed in its arguments is not the layout that the key has
+            # in-place calls have changed their arguments, which then differ from the key
             if key is not None and (cached or (_hangs_on_layouts(func) and key == self._key(func, args, kwargs))):
                 made = _made(func, args, kwargs, out)
                 if made is not None:
                     self._remembered[key] = (isinstance(out, tuple), made)
             return out
         finally:
-            self._answer = None  # it would keep the arguments
+            self._answer = None  # it would keep the arguments alive
 
     def remembered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        """The answer to a call of fake tensors alone, if it is known; else `UNKNOWN`. A mode above this one may ask for
-        it instead of running the operator, where no mode between them has to see the call.
+        """The answer to a call of fake tensors alone, if it is cached; else `UNKNOWN`. A mode above this may ask for it
+        instead of running the operator, if no mode between them has to see the call.
         """
-        if not _reads_tensors(func):  # what makes tensors of numbers is made for real where batches are
+        if not _reads_tensors(func):  # tensors made of numbers are made for real where batches are
             return UNKNOWN
         key = self._key(func, args, kwargs)
         known = self._remembered.get(key) if key is not None else None
         return UNKNOWN if known is None or Tensor in key else self._again(known, args, kwargs)
 
     def _output_from_cache_entry(self, *asked: Any) -> Any:
-        """Torch's cache has an answer: the operator and its arguments come last of what it is asked with."""
+        """Torch's cache has an answer: the operator and its arguments are the last of its parameters."""
         out = super()._output_from_cache_entry(*asked)
         self._answer = (*asked[-2:], out)
         return out
@@ -246,7 +246,7 @@ class QuickFakeMode(FakeTensorMode):
 def _made(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, out: Any
 ) -> tuple[_Made | None, ...] | None:
-    """How to make what an operator returned once more; None where it takes more than a shape."""
+    """Recipe for an operator's results from layouts; None if they need more than a shape."""
     given = (*args, *kwargs.values()) if kwargs else args
     memory = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in given]
     inside = {leaf.untyped_storage()._cdata for leaf in op_leaves(given) if isinstance(leaf, Tensor)} - set(memory)

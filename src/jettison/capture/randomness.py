@@ -1,16 +1,16 @@
-"""The state of a random generator, apart from what is drawn from it: how an op moves it, and how that is done again.
+"""The state of a random generator, separate from the drawn numbers: how an op moves it, and how recomputation does.
 
 NOTE [ The state moves by shape ]
-An op that draws reads the state and leaves another one. How far it moves follows, for most of them, from the shapes,
-strides and dtypes of their tensors: so many numbers are drawn, whatever is made of them. The state that the next op
-starts from is then had without the values of the first: the op runs once more on scratch memory, which goes at once.
-A recording holds this as an op of its own between states (`Advance`), and the op that draws has the state before it as
-an input and none as an output. Nothing hangs on what an earlier op computed only because it drew.
+An op that draws reads the state and leaves another one. The distance mostly follows from the shapes, strides and dtypes
+of its tensors: it draws a fixed number of values. So the state that the next op starts from can be computed without the
+values of the first: the op is run once more on scratch memory, which is freed at once. A recording holds this as an op
+of its own between states (`Advance`), and the op that draws has the state before it as an input and none as an output.
+No op depends on an earlier one only because both draw.
 
-`MOVES_BY_SHAPE` lists these ops; `tests/capture/test_randomness.py` holds each that runs on a CPU against itself on
-other values. On CUDA an op reserves its share of the Philox stream on the host, before any value is there to be read.
-Ops that draw until a value fits (`poisson`, `binomial`, `_standard_gamma`) or for some elements only
-(`rrelu_with_noise`) are not on the list: who needs the state after them runs them again.
+`MOVES_BY_SHAPE` lists these ops; `tests/capture/test_randomness.py` compares each that runs on a CPU with itself on
+other values. On CUDA an op reserves its share of the Philox stream on the host, before any value can be read. Ops that
+draw until a value fits (`poisson`, `binomial`, `_standard_gamma`) or for some elements only (`rrelu_with_noise`) are
+not on the list: recomputation of the state after them reruns them.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ MOVES_BY_SHAPE = frozenset(
 """Ops of aten, by name."""
 
 MOVES_BY_NUMBER = frozenset({"random", "random_", "randint", "randint_like", "randperm"})
-"""Of these: a range above 2^32 takes two words for a number."""
+"""Those of them that take two words for a number if the range is above 2^32."""
 
 _READS_VALUES = frozenset({"bernoulli", "bernoulli_", "normal"})
-"""Of these: probabilities and deviations are looked at, and zero is a valid one."""
+"""Those of them that check probabilities and deviations, for which zero is valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Moves the default generator's state as ``func`` would on arguments like these. Gives nothing back.
+    """Moves the default generator's state as ``func`` would on arguments like these. Returns nothing.
 
-    Where a state can be counted on instead of drawn on (Philox: an offset that each call adds to), that belongs here.
+    A state that can be advanced without drawing (Philox: an offset that each call adds to) belongs here.
     """
 
     func: Any
@@ -95,7 +95,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What is run to move the state: `Advance` or anything that is called with these arguments."""
+    """Call that moves the state: `Advance` or another function, with its arguments."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -113,7 +113,7 @@ class Movement:
 
 
 def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, numbers_known: bool) -> Movement | None:
-    """How to move the state as this call did, without its values; None where they decide, or may.
+    """The call that moves the state as this one did, without its values; None if the values matter, or may.
 
     Args:
         numbers_known: plain numbers among the arguments are the same in every step.
@@ -137,14 +137,14 @@ def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, num
         return Scratch(tuple(leaf.shape), tuple(leaf.stride()), dtype or leaf.dtype, leaf.device.type)
 
     if func is aten.native_dropout.default and device == "cpu" and args[2] is not False:
-        # what it does there, without the product; its result is larger than the mask
+        # only its draw, without the multiplication; its result is larger than the mask
         return Movement(Advance(aten.bernoulli_.float), (scratch(out[1]), 1 - args[1]))
     args, kwargs = tree_map(scratch, (tuple(args), dict(kwargs)))
     return Movement(Advance(func), args, tuple(kwargs.items()))
 
 
 def is_private(generator: torch.Generator) -> bool:
-    """Whether a generator is none of the default ones, which are handed around in wrappers of their own."""
+    """Whether a generator is not a default one; those are passed around in wrappers of their own."""
     defaults = (torch.default_generator, *torch.cuda.default_generators)
     return all(generator._cdata != default._cdata for default in defaults)
 
@@ -155,7 +155,7 @@ def _reads_values(func: Any) -> bool:
 
 
 def op_name(func: Any) -> str:
-    """Of an operator, without its namespace and overload."""
+    """Name of an operator, without its namespace and overload."""
     name: str = func._schema.name.split("::")[1]
     return name
 
@@ -164,7 +164,7 @@ def op_name(func: Any) -> str:
 
 
 def outside_torch() -> dict[str, StreamState]:
-    """Where Python's and numpy's default streams stand, by name."""
+    """States of Python's and numpy's default streams, by name."""
     found = {"Python's random": StreamState(vars(random)["_inst"])}
     if "numpy.random" in sys.modules:
         found["numpy's random"] = StreamState(sys.modules["numpy.random"].mtrand._rand)
@@ -173,9 +173,9 @@ def outside_torch() -> dict[str, StreamState]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
-    """Where every default stream stands. ``cuda`` is None where CUDA is not in use.
+    """State of every default stream. ``cuda`` is None if CUDA is not in use.
 
-    The CPU's is no tensor: it would count against a budget, and a step without a plan has none.
+    The CPU's state is not kept as a tensor, which would count against a budget.
     """
 
     cpu: bytes
@@ -184,12 +184,12 @@ class Streams:
 
     @classmethod
     def now(cls) -> Streams:
-        """The states at this moment. Reading those of CUDA costs a wait for every device."""
+        """The states at this moment. Reading those of CUDA synchronizes with every device."""
         states = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else None
         return cls(_bytes_of(torch.get_rng_state()), states, tuple(outside_torch().values()))
 
     def restore(self) -> None:
-        """Put every stream back to where it stood."""
+        """Restore every stream."""
         with _disable_current_modes():
             torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
         if self.cuda is not None:
@@ -199,7 +199,7 @@ class Streams:
 
 
 def seed_streams(seed: int) -> None:
-    """Start every default stream from a number."""
+    """Seed every default stream."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy.random" in sys.modules:
@@ -207,7 +207,7 @@ def seed_streams(seed: int) -> None:
 
 
 def default_stream() -> bytes:
-    """Where torch's generator on the CPU stands, read past every dispatch and function mode."""
+    """State of torch's CPU generator, read past every dispatch and function mode."""
     with torch._C.DisableTorchFunction():
         return _bytes_of(torch.default_generator.get_state())
 

@@ -1,23 +1,23 @@
-"""Python state that a forward can reach: what it may read, and what it may leave something in.
+"""Python state that a forward can reach, and so read or change.
 
 A forward reads more than its arguments: attributes of modules, configurations, containers, closures, globals that its
-code names, the state of random generators. None of that passes a dispatcher. A `Reach` walks to the state behind a
-module and some values (its kinds: `kinds.KINDS`), so that what a run leaves there can be seen and undone: a recording
-on fake tensors must leave nothing behind.
+code names, the state of random generators. None of that passes a dispatcher. A `Reach` walks to the state that a module
+and some values refer to (its kinds: `kinds.KINDS`), so that changes by a run can be seen and undone: a recording on
+fake tensors must leave no trace.
 
 NOTE [ What code cannot name ]
-A model may hold a vocabulary of 100,000 entries that its forward never looks at. An attribute is reached by its name,
-so one whose name no code reads that the walk has come by cannot be reached by that code. A container of more than
-`MANY` entries in such an attribute is not looked into. That holds only where all code is known: where a class has
-methods of a library's, whose names are not collected, or where some code makes names as it runs (`_BY_ANY_NAME`), every
-container is looked into. One look costs a comparison of identities in C, and steps into what can change alone: plain
-values and tuples of them cannot (`worth_a_look`).
+A model may hold a vocabulary of 100,000 entries that its forward never reads. An attribute is reached by its name, so
+if no code on the walk reads that name, the attribute cannot be reached by that code. A container of more than `MANY`
+entries in such an attribute is not walked. That only holds if all code is known: if a class has a library's methods,
+whose names are not collected, or some code computes names (`_BY_ANY_NAME`), every container is walked. That costs a
+comparison of identities in C, and only values that can change are entered: plain values and tuples of them cannot
+(`worth_a_look`).
 
 NOTE [ Code of libraries ]
 An object of `networkx` leads through the methods of its class to all of networkx, and from there to all of sympy. The
-user's own state is looked into to its end; so is that of the packages that the model's modules come from. Code of any
-other installed package is followed call by call, nearest first, and no further once `MOST_OF_LIBRARIES` values were
-reached through it. What the user's state holds of a library's objects is the user's.
+user's own state is walked completely; so is that of the packages that the model's modules come from. Code of any other
+installed package is followed call by call, nearest first, and no further once `MOST_OF_LIBRARIES` values were reached
+through it. A library's objects in the user's state count as the user's.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 
 MOST_VALUES = 100_000
-"""Values looked at in one walk; a forward that reaches more is known in part, and its witnesses have the rest."""
+"""Most values of one walk; a forward that reaches more is known in part, and witnesses cover the rest."""
 MOST_OF_LIBRARIES = 2_000
 """Values reached through code of libraries after which no further call is followed. See NOTE [ Code of libraries ]."""
 MOST_DEEP = 64
@@ -97,25 +97,25 @@ _BY_ANY_NAME = frozenset(
         *("eval", "exec", "attrgetter", "inspect", "gc"),
     )
 )
-"""What code has to mention to reach an attribute by a name that it does not mention."""
+"""Names that code has to mention to reach an attribute by a computed name."""
 _KNOWN_BASES = ("builtins", "abc", "typing", "torch.nn.modules.module", "torch.nn.modules.container")
 _PLAIN_CONTAINERS = (dict, list, set, deque)
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
 Known = dict[int, tuple[Any, Any, list[Any]]]
-"""By id: a large container, a copy of it, and what of its entries is worth a look."""
+"""By id: a large container, a copy of it, and those of its entries that are walked."""
 S = TypeVar("S", bound=KeptState)
 
 
 class Reach:
-    """The state behind some modules and values, as it was when this was made.
+    """The state reached from some modules and values, as it was when this was built.
 
     Args:
-        modules: every attribute of theirs and of their submodules, and what their methods name.
-        values: anything else that a forward gets.
-        known: large containers that an earlier walk has looked into; this one leaves its own there.
-        most: values that are looked at one by one.
+        modules: every attribute of them and of their submodules, and everything that their methods name.
+        values: other arguments of a forward.
+        known: large containers that an earlier walk has read; this one adds its own.
+        most: most values to walk.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class Reach:
         most: int = MOST_VALUES,
     ) -> None:
         self.states: list[KeptState] = [*map(CacheState, _said_once()), _Variables(None)]
-        self.stand_ins: dict[int, tuple[Any, Any]] = {}  # by id: what is set aside, and what a run finds instead
-        self.refused: list[UnsupportedModule] = []  # by what a run asked for; its code may have gone on
+        self.stand_ins: dict[int, tuple[Any, Any]] = {}  # by id: objects that are set aside, and their stand-ins
+        self.refused: list[UnsupportedModule] = []  # errors for objects that a run used; its code may have caught them
         self._known: Known = {} if known is None else known
         self._large: Known = {}
         self._most = most
         self._seen: set[int] = set()
-        self._held: list[Any] = []  # so that no id comes back
-        self._waiting: deque[tuple[Any, int]] = deque()  # what is near comes first, however much lies behind it
+        self._held: list[Any] = []  # so that no id is reused
+        self._waiting: deque[tuple[Any, int]] = deque()  # breadth-first: near values come first
         self._libraries: list[tuple[Any, int]] = []  # functions and classes: see NOTE [ Code of libraries ]
         self._own_packages: set[str] = set()
         self._names: set[str] = set()  # that code mentions
@@ -148,8 +148,8 @@ class Reach:
         self._set_names: set[str] = set()  # attributes that code assigns to on other objects than a method's own
         self._noted_names: set[str] = set()  # those of them whose values on `_owners` are known
         self._held_classes: list[type] = []  # libraries' among them
-        self._importing: dict[str, list[tuple[KeptState, Any]]] = {}  # what was where before a module's code
-        self._undone: list[types.ModuleType] = []  # imported since, and not to stay
+        self._importing: dict[str, list[tuple[KeptState, Any]]] = {}  # state before a module's code ran
+        self._undone: list[types.ModuleType] = []  # imported since, to be removed
         self._sets_everybodys = self._asks_for_loggers = False
         self._prints_errors = logging.raiseExceptions
         self._modules(modules)
@@ -166,14 +166,14 @@ class Reach:
             abstract = {id(one): one for one in (*self._held_classes, *self._owners.values()) if is_a(one, ABCMeta)}
             self.states += map(kinds.Subclasses, abstract.values())
         self.switches = read_switches(self._names)
-        self._known.clear()  # what is no longer there is let go of
+        self._known.clear()  # drops what no longer exists
         self._known.update(self._large)
 
-    # what was found --------------------------------------------------------------------------------------------------
+    # results ---------------------------------------------------------------------------------------------------------
 
     @property
     def values(self) -> int:
-        """Values that were looked at one by one."""
+        """Number of walked values."""
         return len(self._seen)
 
     def of(self, kind: type[S]) -> list[S]:
@@ -185,25 +185,25 @@ class Reach:
         return [state.holder for state in self.of(StreamState) if not state.is_unchanged()]
 
     def moved(self) -> list[Any]:
-        """Iterators that have gone on since: nothing puts them back."""
+        """Iterators that have advanced since: they cannot be restored."""
         return [state.holder for state in self.of(kinds.Progress) if not state.is_unchanged()]
 
     @property
     def has_large_copies(self) -> bool:
-        """Whether something was copied that is, or may be, too large to be copied in each step."""
+        """Whether a copy is, or may be, too large to be made in each step."""
         arrays = [one.holder for one in self.of(TableState) if kinds.is_array(one.holder)]
         if any(getattr(array, "nbytes", 0) > kinds.MOST_BYTES for array in arrays):
             return True
         return any(kinds.is_copied_whole(Same(type(value))) for value, _ in self.stand_ins.values())
 
     def sees(self, tensor: Tensor) -> bool:
-        """Whether an array that can be written to lies in the memory of a tensor."""
+        """Whether a writable array lies in the memory of a tensor."""
         return any(
             kinds.looks_at(one.holder, tensor) for one in self.of(TableState) if kinds.is_number_array(one.holder)
         )
 
     def written_arrays(self) -> list[Any]:
-        """Arrays in the memory of a tensor that were written to: no op has told of that."""
+        """Arrays in the memory of a tensor that were written to without an op."""
         tables = [one for one in self.of(TableState) if kinds.is_number_array(one.holder)]
         written = [one.holder for one in tables if not one.is_unchanged()]
         tensors = [one.holder for one in self.of(kinds.TensorState)]
@@ -212,7 +212,7 @@ class Reach:
     # imports of a run ------------------------------------------------------------------------------------------------
 
     def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None:
-        """Note what the code of a module names, which is about to be imported."""
+        """Note everything that the code of a module names which is about to be imported."""
         if code is not None:
             function = types.FunctionType(code, vars(module))
             self._globals_of(function)
@@ -223,8 +223,8 @@ class Reach:
         self._importing[module.__name__] = [(state, state.read()) for state in kept]
 
     def imported(self, module: types.ModuleType, *, stays: bool) -> None:
-        """Note the globals of a module, which has just been imported, and what they hold. Where it stays, what its
-        code wrote stays as well.
+        """Note the globals of a module which has just been imported, and their contents. If it stays, so do its
+        code's changes.
         """
         before = self._importing.pop(module.__name__, ())
         if stays:
@@ -237,18 +237,18 @@ class Reach:
         self._walk()
 
     def _kept(self, module: types.ModuleType) -> None:
-        """Globals of a library, and the containers among them: more than that has no limit."""
+        """Globals of a library, and the containers among them: walking further has no limit."""
         self.states.append(kinds.Globals(vars(module)))
         for value in list(vars(module).values()):
             self._only_put_back(value)
 
-    # putting back and setting aside ----------------------------------------------------------------------------------
+    # restoring and setting aside -------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Put everything back, and forget what caches have learnt since.
+        """Restore everything, and drop newer entries of caches.
 
         Raises:
-            UnsupportedModule: nothing puts something back: an iterator has gone on, say. All else is put back.
+            UnsupportedModule: something cannot be restored, such as an advanced iterator. All else is restored.
         """
         ignore_imports(self)
         allow_file_changes(self.refused)
@@ -268,27 +268,27 @@ class Reach:
             raise refused[0]
 
     def restore_streams(self) -> None:
-        """Put random generators back."""
+        """Restore random generators."""
         for state in self.of(StreamState):
             if not state.is_unchanged():
                 state.put_back()
 
     def raise_refused(self) -> None:
-        """Raise the first error that a run was given and went on without.
+        """Raise the first error that a run was given and caught.
 
         Raises:
-            UnsupportedModule: it asked for what nothing could have put back.
+            UnsupportedModule: it used an object that could not have been restored.
         """
         if self.refused:
             raise self.refused[0]
 
     def set_aside(self) -> None:
-        """What could not be put back is out of a run's reach until `restore`, and modules that the run imports are
-        noted. See NOTE [ Set aside ] in kinds.py.
+        """Hide objects that cannot be restored from a run until `restore`, and note modules that the run imports. See
+        NOTE [ Set aside ] in kinds.py.
         """
         note_imports(self)
         refuse_file_changes(self.refused)
-        logging.raiseExceptions = False  # a handler that is refused prints that, for each record
+        logging.raiseExceptions = False  # a handler that is refused would print that for each record
         for state in self.states if self.stand_ins else self.of(kinds.ReadOnly):
             state.set_aside(self._instead)
 
@@ -323,7 +323,7 @@ class Reach:
 
     def _walk_near(self) -> None:
         sizes = (-1, -1)
-        while sizes != (len(self._owners), len(self._set_names)):  # what is set on them may lead to more
+        while sizes != (len(self._owners), len(self._set_names)):  # attributes set on them may lead to more
             sizes = (len(self._owners), len(self._set_names))
             self._note_assigned()
             while self._waiting or self._unnamed or self._wide:
@@ -362,7 +362,7 @@ class Reach:
                 self._later(value, depth)
 
     def _look_widely(self, what: tuple[Wide, str], function: types.FunctionType) -> None:
-        """State that a function may reach in a way that names nothing. See NOTE [ What code need not name ]."""
+        """Walk state that a function may reach without naming it. See NOTE [ What code need not name ]."""
         match what[0]:
             case Wide.GLOBALS:
                 self._data_of(function.__globals__)
@@ -388,13 +388,13 @@ class Reach:
                     self._class(below, 1)
 
     def _only_put_back(self, container: Any) -> None:
-        """Not looked into: what it holds has no limit."""
+        """Restore without walking: its contents have no limit."""
         if type(container) in _PLAIN_CONTAINERS and id(container) not in self._seen | self._tables:
             self._tables.add(id(container))
             self._add(container)
 
     def _data_of(self, table: dict[str, Any]) -> None:
-        """Globals of a module, and what of them is no code."""
+        """Globals of a module, and those of its values that are no code."""
         if id(table) in self._tables:
             return
         self._tables.add(id(table))
@@ -419,7 +419,7 @@ class Reach:
 
     def _module(self, module: nn.Module) -> None:
         attributes = vars(module)
-        if id(attributes) in self._seen or is_a(module, torch.jit.ScriptModule):  # C++ has what that one holds
+        if id(attributes) in self._seen or is_a(module, torch.jit.ScriptModule):  # C++ has that one's attributes
             return
         self._seen.add(id(attributes))
         self._add(attributes)
@@ -430,7 +430,7 @@ class Reach:
                 self._tensor(tensor)
         for name in HOOK_TABLES:
             if is_a(hooks := attributes.get(name), dict):
-                self._add(hooks)  # a model that puts hooks on notes in an attribute that it has: both go back
+                self._add(hooks)  # a model that adds hooks notes that in an attribute: both are restored
                 for hook in list(hooks.values()):
                     self._later(hook, 0)
         others = {k: v for k, v in attributes.items() if k not in HOOK_TABLES and k not in _MODULE_TABLES}
@@ -449,7 +449,7 @@ class Reach:
             self._own_class(cls, depth)
 
     def _own_class(self, cls: type, depth: int) -> None:
-        """What the methods of a class name, and what it holds itself: a count on the class is Python state as well."""
+        """Walk names in the methods of a class, and its attributes: a counter there is Python state as well."""
         if id(cls) in self._seen:
             return
         self._seen.add(id(cls))
@@ -470,14 +470,14 @@ class Reach:
                 self.states.append(kinds.HookState(tensor))
         if type(tensor) in kinds.PLAIN_TENSORS and is_in_memory(tensor):
             self.states.append(kinds.TensorState(tensor))
-            self._add(vars(tensor))  # a flag, or a count, that somebody put on it
+            self._add(vars(tensor))  # a flag or a counter that somebody set on it
         for value in list(vars(tensor).values()):
             if type(value) in (dict, list, set) or is_a(tensor, nn.Parameter):
                 self._later(value, 0)  # those of a fake copy are the model's own
 
     def _visit(self, value: Any, depth: int) -> None:
         if is_a(value, (*PLAIN, types.ModuleType)) or id(value) in self._seen:
-            return  # of a module of Python's, what code names is looked at: see `globals_of`
+            return  # of a Python module only values that code names are walked: see `globals_of`
         is_too_far = len(self._seen) > self._most or depth > MOST_DEEP
         if is_a(value, type):
             self._held_classes.append(value)
@@ -509,7 +509,7 @@ class Reach:
             self._container(value, depth)
             return
         if is_a(value, queue.Queue) and kinds.is_used_elsewhere(value):
-            self._state(value, depth)  # and what is in it is under way
+            self._state(value, depth)  # and its items are being processed
             return
         if is_a(value, threading.Condition):
             # threads that wait by now have entered themselves
@@ -532,7 +532,7 @@ class Reach:
         self._object(value, depth)
 
     def _state(self, value: Any, depth: int) -> None:
-        """State that lies in no attribute, and what a run finds where nothing puts it back."""
+        """Add state outside of attributes, and the stand-in of an object that cannot be restored."""
         if (state := kinds.state_of(value)) is not None:
             self.states.append(state)
         if type(state) is CacheState and not is_foreign(value.__module__):
@@ -584,7 +584,7 @@ class Reach:
             self._wide[what] = function
 
     def _object(self, value: Any, depth: int) -> None:
-        """Attributes and slots of any object, and its classes."""
+        """Walk attributes and slots of any object, and its classes."""
         in_c = kinds.attributes_in_c(value) if kinds.is_extension(Same(type(value))) else ()
         for name in (*kinds.slots_below(Same(type(value))), *in_c):
             slot = AttributeState(value, name)
@@ -600,7 +600,7 @@ class Reach:
                 self._class(cls, depth + 1)
 
     def _container(self, value: Any, depth: int) -> None:
-        """What a container holds; of one of many entries, an earlier walk may have found that."""
+        """Walk the contents of a container; of a large one, perhaps as an earlier walk found them."""
         if kinds.size_of(value) <= MANY:
             self._add(value)
             self._waiting += [(one, depth + 1) for one in kinds.inside(value)]
@@ -613,7 +613,7 @@ class Reach:
         self._waiting += [(one, depth + 1) for one in known[2]]
 
 
-# what the whole process has -------------------------------------------------------------------------------------------
+# state of the whole process -------------------------------------------------------------------------------------------
 
 
 class _Variables(KeptState):
@@ -629,14 +629,14 @@ class _Variables(KeptState):
     def put_back(self) -> None:
         for variable, value in self.read().items():
             if variable not in self.was:
-                with contextlib.suppress(LookupError):  # nothing takes a value away; the default is as good
+                with contextlib.suppress(LookupError):  # a value cannot be removed; the default is as good
                     variable.set(contextvars.Context().run(variable.get))
             elif self.was[variable] is not value:
                 variable.set(self.was[variable])
 
 
 class _Loggers(KeptState):
-    """Names of all loggers, where code asks for some; a module's that a library imported for good stays."""
+    """Names of all loggers, if code requests some; those of a library's modules that were imported for good stay."""
 
     def read(self) -> Any:
         return frozenset(logging.Logger.manager.loggerDict)
@@ -648,7 +648,7 @@ class _Loggers(KeptState):
 
 
 class _OnEverybody(KeptState):
-    """Attributes that code may set on threads and loggers which the run makes: (their names, ids of known tables)."""
+    """Attributes that code may set on threads and loggers which the run creates: (names, ids of known tables)."""
 
     def read(self) -> Any:
         names, known = self.holder
@@ -665,7 +665,7 @@ class _OnEverybody(KeptState):
 
 
 def _everybodys() -> Iterator[dict[str, Any]]:
-    """Attributes of threads and loggers: functions of Python's hand these to whoever asks."""
+    """Attributes of threads and loggers: Python's functions return these to any caller."""
     yield from map(vars, threading.enumerate())
     yield from map(vars, _all_loggers())
 
@@ -689,7 +689,7 @@ def _global_hooks() -> list[dict[int, Any]]:
 
 
 def _has_many(value: Any) -> bool:
-    """Whether it is a container of many entries, or of some that are."""
+    """Whether it is a large container, or contains one."""
     if not is_a(value, kinds.CONTAINERS):
         return False
     if kinds.size_of(value) > MANY:
@@ -698,5 +698,5 @@ def _has_many(value: Any) -> bool:
 
 
 def _is_own(cls: type) -> bool:
-    """Whether all methods of a class are looked into by a walk, or known."""
+    """Whether all methods of a class are walked, or known."""
     return all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in cls.__mro__)

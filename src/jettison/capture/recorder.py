@@ -1,4 +1,4 @@
-"""Capture: run a region once and write down its ATen ops, its buffers, and what autograd saved of them."""
+"""Capture: run a region once and record its ATen ops, its buffers, and its saved tensors."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 #
 # NOTE [ Identity of a saved tensor ]
 # A dispatch mode sees every ATen call below autograd; pack hooks see every tensor that autograd saves, above it. The
-# two are matched by storage: while a capture lasts it holds every storage that it has seen, so that no address is used
-# twice, and a tensor is (buffer, size, stride, storage offset, dtype). A transposed square matrix, an offset slice or
-# an expanded row is therefore never mistaken for its base. An in-place write gives the storage a new version, which is
-# a new buffer: whoever saved or read the old one refers to the old one.
+# two are matched by storage: a capture holds every storage that it has seen, so that no address is reused, and a tensor
+# is (buffer, size, stride, storage offset, dtype). A transposed square matrix, an offset slice or an expanded row is
+# therefore never mistaken for its base. An in-place write gives the storage a new version, which is a new buffer:
+# earlier saves and reads refer to the old one.
 
 
 ONLY_DENSE = "only dense tensors can be recorded: pad nested ones (to_padded_tensor), or train without a plan"
@@ -46,7 +46,7 @@ RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
 class BufferTape:
-    """Buffers, ops and calls so far, and which buffer a tensor is."""
+    """Buffers, ops and calls so far, and the buffer of each tensor."""
 
     def __init__(self, module: nn.Module, stream: bytes | None) -> None:
         self.buffers: list[Buffer] = []
@@ -54,17 +54,17 @@ class BufferTape:
         self.calls: list[RecordedOp] = []
         self.names: dict[int, str] = {}
         self.named_at: dict[int, int] = {}
-        self.made: dict[int, Tensor] = {}  # buffer -> what Python's numbers made
+        self.made: dict[int, Tensor] = {}  # buffer -> a tensor made of Python's numbers
         self.path: list[str] = []
         self.initial_states: dict[str, int] = {}
-        self.states: dict[str, int] = {}  # device -> buffer of its random state now
+        self.states: dict[str, int] = {}  # device -> buffer of its current random state
         self.state_broken = False
-        self.lent: int | None = None  # while somebody else's numbers are drawn: the CPU's state for after that
-        self._stream = stream  # where the CPU's generator stands as long as nobody moves it by hand
+        self.lent: int | None = None  # during a loan, the CPU's state after it
+        self._stream = stream  # the CPU generator's state unless something sets it
         self.entangled = False
-        self.versions: dict[int, list[int]] = {}  # storage -> all buffers that it was, parameters aside
-        self.registered: dict[int, int] = {}  # storage of a module's buffer -> what it is before anybody writes to it
-        self._current: dict[int, int] = {}  # storage -> the buffer that it is
+        self.versions: dict[int, list[int]] = {}  # storage -> all its buffers in order, parameters aside
+        self.registered: dict[int, int] = {}  # storage of a module's buffer -> its buffer before any write
+        self._current: dict[int, int] = {}  # storage -> its current buffer
         self._alive: list[tuple[Any, Tensor]] = []
         self._named: dict[int, tuple[str, int]] = {}  # storage -> name and offset of its first parameter
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
@@ -73,11 +73,11 @@ class BufferTape:
 
     @property
     def where(self) -> str:
-        """Path of the module that runs now, relative to the region."""
+        """Path of the running module, relative to the region."""
         return self.path[-1] if self.path else ""
 
     def tensors(self) -> list[Tensor]:
-        """One of each memory that the recording knows, which it keeps alive."""
+        """One tensor of each memory that the recording knows, which it keeps alive."""
         return [plain(tensor) for _, tensor in self._alive]
 
     def knows(self, tensor: Tensor) -> bool:
@@ -103,7 +103,7 @@ class BufferTape:
         return TensorRef.of(index, tensor)
 
     def _new_buffer(self, tensor: Tensor, source: Source, **more: Any) -> int:
-        """What the tensor's memory is from here on."""
+        """Make a new buffer for the tensor's memory."""
         tensor = plain(tensor)
         storage, key = tensor.untyped_storage(), storage_of(tensor)
         self._current[key] = index = self._add_buffer(storage.nbytes(), source, **more)
@@ -117,7 +117,7 @@ class BufferTape:
         return len(self.buffers) - 1
 
     def _is_now(self, tensor: Tensor, buffer: int) -> None:
-        """Another object for a memory that is known."""
+        """Take another tensor object for a memory that is known."""
         self._current.setdefault(storage_of(tensor), buffer)
         self._alive.append((tensor.untyped_storage(), tensor))
 
@@ -130,7 +130,7 @@ class BufferTape:
         self.calls.append(call)
 
     def _origin(self, buffer: int) -> tuple[set[int], set[int]]:
-        """Calls that compute a buffer, and the buffers that they start from: numbers that Python had are none."""
+        """Calls that compute a buffer, and the buffers that they start from; Python's numbers do not count."""
         calls: set[int] = set()
         starts: set[int] = set()
         stack = [buffer]
@@ -147,30 +147,30 @@ class BufferTape:
         return calls, starts
 
     def _is_constant(self, buffer: int) -> bool:
-        """Whether it is made of nothing but numbers that Python had anyway."""
+        """Whether it is only made of numbers that Python had anyway."""
         calls, starts = self._origin(buffer)
         return not starts and all(self.calls[i].state_in is None for i in calls)
 
     def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> ValueRead | None:
-        """How to find out what the forward would read there in other arguments. None for what is always the same."""
+        """The value that the forward reads there, to look up in other arguments. None for a constant one."""
         calls, starts = self._origin(ref.buffer)
         if any(self.buffers[b].source is not Source.INPUT for b in starts) or not all(map(self._can_redo, calls)):
             return ValueRead(ref, found, shape_only, None)
         return ValueRead(ref, found, shape_only, tuple(sorted(calls))) if starts else None
 
     def _can_redo(self, index: int) -> bool:
-        """Whether a call draws nothing, and writes to nothing or to what another call has made."""
+        """Whether a call draws nothing, and writes at most to a result of another call."""
         call = self.calls[index]
         return call.state_in is None and all(self.buffers[old].producer is not None for old, _new in call.written)
 
     # random states ----------------------------------------------------------------------------------------------------
 
     def follows(self, device: str) -> bool:
-        """Whether the state of a device's generator is known here."""
+        """Whether the state of a device's generator is tracked."""
         return not self.state_broken and (self.lent is None or device == "cpu")
 
     def move_state(self, move: Movement, device: str) -> tuple[int, int]:
-        """Record what moves the random state and does nothing else; buffers of the state before and after."""
+        """Record an op that only moves the random state; buffers of the state before and after."""
         before, after = self._next_state(len(self.ops), device)
         call = RecordedOp(move.func, move.args, dict(move.kwargs), (), state_in=before, state_out=after, device=device)
         self._add_op(ADVANCE, call, (before,), (after,), bytes_moved=move.nbytes, price_key=move.price_key)
@@ -185,9 +185,9 @@ class BufferTape:
         return before, after
 
     def lend(self, borrowed: Movement, left: Movement) -> None:
-        """The default generators draw another stream from here on, until `take_back`.
+        """Note that the default generators draw another stream from here on, until `take_back`.
 
-        On other devices than the CPU it cannot be followed; they go on as before afterwards.
+        On other devices than the CPU it cannot be tracked; they continue as before afterwards.
 
         Args:
             borrowed: from the CPU's state to the first of that stream.
@@ -200,7 +200,7 @@ class BufferTape:
         self.move_state(borrowed, "cpu")
 
     def take_back(self) -> None:
-        """The loan ends. One that began before this region did has nothing to come back to."""
+        """End the loan. One that began before this region did has nothing to return to."""
         if self.lent is None:
             self.state_broken = True
         else:
@@ -213,9 +213,9 @@ class BufferTape:
 BY_HAND = "it moves torch's random generator by hand (a seed, a saved state, fork_rng)"
 _GUESSED = "it decides by values that are not known before it runs"
 _MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
-"""What `torch.tensor` and assignments of numbers pass a tensor through that they have just made."""
+"""Op that `torch.tensor` and assignments of numbers apply to the tensor that they have just made."""
 Written = tuple[tuple[int, int], ...]
-"""Buffers that are overwritten, each with the one that it becomes."""
+"""Buffers that are overwritten, each with its successor."""
 
 
 class ValuesRead(TraceError):
@@ -223,14 +223,14 @@ class ValuesRead(TraceError):
 
 
 class SavedView(NamedTuple):
-    """What autograd saved: seen how, after which op, in which module; the tensor itself and its version then."""
+    """A saved tensor: its view, the op before it, the module; the tensor itself and its version then."""
 
     ref: TensorRef
     op: str
     path: str
     tensor: Tensor
     version: int
-    after: int  # ops that had run
+    after: int  # number of ops before it
 
 
 class _Ran(NamedTuple):
@@ -241,7 +241,7 @@ class _Ran(NamedTuple):
     kwargs: Any
     given: tuple[Any, dict[str, Any]]
     out: Any
-    numbers: bool  # it computes with a number that may have come out of the batch, and be another one in the next
+    numbers: bool  # it computes with a number that may have been read from the batch, and differ in the next
 
 
 class OpRecorder(BufferTape):
@@ -252,17 +252,17 @@ class OpRecorder(BufferTape):
     ) -> None:
         super().__init__(module, default_stream() if stream is None else stream)
         self.module = module
-        self.strict = strict  # what cannot be held is an error; else it is noted
+        self.strict = strict  # whether unsupported ops raise; otherwise they are noted
         self.problem = ""
         self.slots: list[SavedView] = []
         self.taps: dict[int, Tap] = {}
         self.inputs: dict[int, int] = {}
         self.blocks: dict[int, tuple[int, int]] = {}
         self.given: dict[int, TensorRef] = {}
-        # asked here: while autocast casts an argument it counts as switched off
+        # read here: while autocast casts an argument it counts as disabled
         self.autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self.reads: list[tuple[TensorRef, Any, bool]] = []
-        self.has_numbers = False  # Python has some out of tensors, and may compute with them
+        self.has_numbers = False  # Python has read some from tensors, and may compute with them
         self.sequence: list[Expected] = []
         self.overwritten: set[int] = set()  # buffers of others that were written to
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
@@ -281,7 +281,7 @@ class OpRecorder(BufferTape):
                 self.inputs[b], self.given[b] = position, self.ref(leaf)
 
     def refuse(self, problem: str) -> None:
-        """No recipe can hold this.
+        """Note a problem that no recipe supports.
 
         Raises:
             TraceError: always, if this is a strict recorder.
@@ -291,26 +291,26 @@ class OpRecorder(BufferTape):
         self.problem = self.problem or problem
 
     def _require_own_stream(self) -> None:
-        """Recording draws nothing: whoever moves torch's generator meanwhile does so by hand. A loan is known."""
+        """Check that nothing but a loan has moved torch's generator: recording itself draws nothing."""
         if self.lent is not None or self.state_broken:
             return
         now = default_stream()
-        if self._stream is None:  # a loan has taken a number for its seed
+        if self._stream is None:  # a loan has drawn a number for its seed
             self._stream = now
         elif now != self._stream:
             self.refuse(BY_HAND)
 
-    # tensors that come and go -----------------------------------------------------------------------------------------
+    # tensors from outside --------------------------------------------------------------------------------------------
 
     def block_output(self, tensor: Tensor, call: int, leaf: int) -> None:
-        """A nested region made this tensor."""
+        """Note a tensor that a nested region returned."""
         if not self.knows(tensor):
             b = self._new_buffer(tensor, Source.BLOCK, name=f"{call}.{leaf}", keepable=True)
             self.blocks[b], self.given[b] = (call, leaf), self.ref(tensor)
         self.state_broken = True
 
     def saved(self, tensor: Tensor) -> int:
-        """Autograd saved this tensor; its slot."""
+        """Note a tensor that autograd saved; returns its slot."""
         part = plain(tensor)
         if not is_dense(part):
             raise TraceError(f"it saves a tensor whose layout is {part.layout}; {ONLY_DENSE}")
@@ -322,7 +322,7 @@ class OpRecorder(BufferTape):
         return len(self.slots) - 1
 
     def boundary(self, path: str, call: int, is_output: bool, tree: Any) -> None:
-        """Tensors that cross a module boundary can be held without a saved slot."""
+        """Note tensors at a module boundary, which can be kept without a saved slot."""
         for leaf, tensor in enumerate(tree_leaves(tree)):
             if isinstance(tensor, Tensor) and self.knows(tensor):
                 ref = self.ref(tensor)
@@ -338,7 +338,7 @@ class OpRecorder(BufferTape):
         given = op_map(lambda leaf: self.ref(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         if of_numbers:
             self.made[given[0][0].buffer] = _values_of(args[0])
-        pieces: dict[int, list[Tensor]] = {}  # by the buffer that is overwritten
+        pieces: dict[int, list[Tensor]] = {}  # by the overwritten buffer
         for tensor in writes(func, args, kwargs):
             pieces.setdefault(self._current[storage_of(tensor)], []).append(tensor)
         out = run()
@@ -386,7 +386,7 @@ class OpRecorder(BufferTape):
             anchor = Anchor.MUTATED
         written = tuple((old, self._overwrite(old, parts, index)) for old, parts in pieces.items())
         if len(written) == 1 and isinstance(out, Tensor) and func._schema.returns[0].alias_info is not None:
-            # a real tensor that something fake was written into: what comes back is fake, and the same memory
+            # a real tensor that something fake was written into: the result is fake, and the same memory
             self._is_now(out, written[0][1])
         outputs = [new for _old, new in written]
         refs = self._results(out, outputs, index)
@@ -394,7 +394,7 @@ class OpRecorder(BufferTape):
         if random and state is None:
             if not self.follows(device):
                 anchor = anchor or Anchor.OPAQUE
-            elif anchor is not None:  # it moves the state by values that will not be there
+            elif anchor is not None:  # it moves the state by values that will not be available
                 self.state_broken = True
             else:
                 state = self._next_state(index, device)
@@ -412,7 +412,7 @@ class OpRecorder(BufferTape):
         return (*statistics, *written)
 
     def _results(self, out: Any, outputs: list[int], op: int) -> list[TensorRef | None]:
-        """How the results see what an op wrote or made; what it made is added to ``outputs``."""
+        """Views of the results on memory that an op wrote or allocated; new buffers are added to ``outputs``."""
         refs: list[TensorRef | None] = []
         for leaf in op_leaves(out):
             if isinstance(leaf, Tensor) and not self.knows(leaf):
@@ -438,15 +438,15 @@ class OpRecorder(BufferTape):
     # writes -----------------------------------------------------------------------------------------------------------
 
     def _overwrite(self, old: int, parts: Sequence[Tensor], op: int) -> int:
-        """What a buffer becomes that an op writes to."""
+        """Successor of a buffer that an op writes to."""
         self.writes.append((storage_of(parts[0]), len(self.nested_at)))
         if self.buffers[old].source is not Source.OP:
             return self._overwrite_of_others(old, parts[0], op)
         new = self._new_buffer(parts[0], Source.OP, producer=op)
-        if self._spares_what_is_saved(old, new, parts):  # whoever held it would hold the new values
+        if self._spares_what_is_saved(old, new, parts):  # otherwise its holders would hold the new values
             self._keepable(old, False)
             self.taps.pop(old, None)
-        else:  # autograd holds it, new values and all, and nobody may compute it or with it
+        else:  # autograd holds it with its new values, and it may not be recomputed or read
             self.overtaken.add(old)
         return new
 
@@ -458,7 +458,7 @@ class OpRecorder(BufferTape):
         return new
 
     def _statistics(self, func: Any, pieces: Mapping[int, list[Tensor]]) -> Written:
-        """A batch norm moves its running statistics: an op of its own, which never runs again. The rest of it may."""
+        """Record a batch norm's running statistics as an op of their own, which is never recomputed."""
         index = len(self.ops)
         written = tuple((old, self._overwrite_of_others(old, parts[0], index)) for old, parts in pieces.items())
         made = [new for _old, new in written]
@@ -467,8 +467,8 @@ class OpRecorder(BufferTape):
         return written
 
     def _spares_what_is_saved(self, old: int, new: int, written: Sequence[Tensor]) -> bool:
-        """Whether a write leaves alone what autograd holds of a buffer: pieces of one memory whose versions are counted
-        apart (``unsafe_chunk``, as recurrent cells do). The slots are the new buffer's then: it holds the same there.
+        """Whether a write leaves the saved part of a buffer alone: pieces of memory with their own version counters
+        (``unsafe_chunk``, as in recurrent cells). The slots are then the new buffer's: it has the same values there.
         """
         held = [(i, saved) for i, saved in enumerate(self.slots) if saved.ref.buffer == old]
         places = [self.ref(t) for t in written]
@@ -480,11 +480,11 @@ class OpRecorder(BufferTape):
             self._keepable(new)
         return True
 
-    # values that decide -----------------------------------------------------------------------------------------------
+    # values that decisions depend on ---------------------------------------------------------------------------------
 
     def _reads_of_shapes(self, func: Any, args: Any, refs: Sequence[TensorRef | None]) -> None:
         name = func._schema.name
-        if name == "aten::_ctc_loss":  # by the lengths, and by nothing that is computed
+        if name == "aten::_ctc_loss":  # by the lengths, and by no computed value
             for lengths in args[2:4]:
                 if isinstance(lengths, Tensor):
                     self._note_read(lengths)
@@ -503,19 +503,19 @@ class OpRecorder(BufferTape):
             self.reads.extend((ref, ref.size, True) for ref in refs if ref is not None)
 
     def _read_value(self, tensor: Tensor) -> None:
-        """An op, or Python, went by what is in this tensor."""
+        """Note that an op, or Python, depends on the values of this tensor."""
         if isinstance(plain(tensor), FakeTensor):
             self.refuse(_GUESSED)
         elif not self._is_constant(self.ref(tensor).buffer):
             self._note_read(tensor)
 
     def _note_read(self, tensor: Tensor) -> None:
-        # one truth is decided by; whoever computes with it does so with 0 or 1, and is recorded for each
+        # one truth is decided by; a computation with it uses 0 or 1, and is recorded for each
         self.has_numbers = self.has_numbers or tensor.dtype is not torch.bool or tensor.numel() > 1
         self.reads.append((self.ref(tensor), _values_of(tensor), False))
 
     def read_by_hand(self, tensor: Tensor) -> None:
-        """Python got at a tensor's values in a way that no op tells (``tolist``, ``numpy``)."""
+        """Note that Python read a tensor's values without an op (``tolist``, ``numpy``)."""
         if type(plain(tensor)) is FakeTensor:
             raise ValuesRead("it reads values out of a tensor (tolist, numpy)")
         if self.knows(tensor) and not self._is_constant(self.ref(tensor).buffer):
@@ -563,7 +563,7 @@ class OpRecorder(BufferTape):
         )
 
     def _anchored(self, op: Op, asked: set[int]) -> Op:
-        """An op that may not run again for what came after it."""
+        """Anchor an op that may not be recomputed because of a later write."""
         if op.anchor is not None:
             return op
         if self.overwritten.intersection(op.inputs) or self.overtaken.intersection((*op.inputs, *op.outputs)):
@@ -591,7 +591,7 @@ def _values_of(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-# pieces of one memory: whether two views of it can meet ---------------------------------------------------------------
+# pieces of one memory: whether two views of it overlap ----------------------------------------------------------------
 
 
 class Strided(Protocol):
@@ -608,7 +608,7 @@ class Strided(Protocol):
 
 
 def are_apart(a: Strided, b: Strided) -> bool:
-    """Whether two views of one memory surely have no element in common: boxes of one grid that do not meet."""
+    """Whether two views of one memory surely have no element in common: disjoint boxes of one grid."""
     if a.dtype is not b.dtype:
         return False
     sizes: dict[int, list[int]] = {}  # by stride, largest first
@@ -619,7 +619,7 @@ def are_apart(a: Strided, b: Strided) -> bool:
             if n > 1:
                 found = sizes.setdefault(step, [1, 1])
                 if step < 1 or found[place] > 1:
-                    return False  # more than one dim steps like this: no grid
+                    return False  # several dims have this stride: no grid
                 found[place] = n
     starts = [a.offset, b.offset]
     meets, room = True, None

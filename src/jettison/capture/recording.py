@@ -1,4 +1,4 @@
-"""What a recording says of a region: its program, how its ops are called again, and where its tensors are found."""
+"""The recording of a region: its program, its ops as calls, and where its tensors are found."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from jettison.ledger.program import Anchor, Program, Source
 class TensorRef:
     """A tensor as a view of a buffer; ``offset`` in elements from the start of the storage.
 
-    Of a DTensor this is the part inside; ``wrap`` puts it back. ``conj`` and ``neg``: the view is seen through a
-    conjugation or a change of sign that nobody has carried out.
+    Of a DTensor this is the local tensor; ``wrap`` restores the wrapper. ``conj`` and ``neg``: the view has a lazy
+    conjugation or negation.
     """
 
     buffer: int
@@ -37,7 +37,7 @@ class TensorRef:
 
     @classmethod
     def of(cls, buffer: int, tensor: Tensor) -> TensorRef:
-        """How a tensor sees a buffer."""
+        """A tensor's view of a buffer."""
         part, wrap = plain(tensor), wrapping(tensor)
         size, stride = tuple(part.shape), tuple(part.stride())
         return cls(buffer, size, stride, part.storage_offset(), part.dtype, wrap, part.is_conj(), part.is_neg())
@@ -45,10 +45,10 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class ValueRead:
-    """A value that left tensors for Python: how the tensor is seen, and what was found in it.
+    """A value that Python read from a tensor: the tensor's view, and the value.
 
-    ``shape_only``: an op whose output's shape hangs on values was run, and ``found`` is that shape. ``calls`` compute
-    the tensor out of the region's arguments, by position among its calls; None where it is made of something else.
+    ``shape_only``: the op's output shape depends on values, and ``found`` is that shape. ``calls`` compute the tensor
+    from the region's arguments, by position among its calls; None if it is made of something else.
     """
 
     ref: TensorRef
@@ -70,11 +70,11 @@ class Tap:
 
 @dataclass(frozen=True, slots=True)
 class RecordedOp:
-    """How a recorded op is called again. Tensors in ``args`` and ``kwargs`` are `TensorRef`s.
+    """A recorded op as a call. Tensors in ``args`` and ``kwargs`` are `TensorRef`s.
 
-    ``outputs`` lines up with the op's flat tensor outputs; None where an output is a view or not a tensor.
-    ``written`` maps each buffer that the op overwrites to the buffer that it becomes. ``state_out`` is often the output
-    of another op, which moves the state and does nothing else: NOTE [ The state moves by shape ] in randomness.py.
+    ``outputs`` lines up with the op's flat tensor outputs; None for an output that is a view or no tensor. ``written``
+    maps each buffer that the op overwrites to its successor. ``state_out`` is often the output of another op, which
+    only moves the state: NOTE [ The state moves by shape ] in randomness.py.
     """
 
     func: Any
@@ -85,16 +85,16 @@ class RecordedOp:
     state_in: int | None = None
     state_out: int | None = None
     device: str = "cpu"
-    under: Switches | None = None  # where the forward had put kernel switches; None where they stood as at its start
+    under: Switches | None = None  # kernel switches that the forward had set; None if they are those of its start
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the check of a run waits for: a call's `signature_of`, and the buffers that it reads, writes and makes.
+    """Expectation of a checked run: a call's `signature_of`, and the buffers that it reads, writes and makes.
 
-    ``reads`` lines up with the call's flat tensor arguments, ``makes`` with its flat tensor results. ``writes`` pairs
-    a position among the arguments with the buffer that it becomes. ``skippable``: a cast that autocast may have cached.
-    ``numbers``: whether its plain numbers are those of the recording, and not read out of the batch.
+    ``reads`` lines up with the call's flat tensor arguments, ``makes`` with its flat tensor results. ``writes`` pairs a
+    position among the arguments with the buffer's successor. ``skippable``: a cast that autocast may have cached.
+    ``numbers``: whether its plain numbers are those of the recording, and not read from the batch.
     """
 
     signature: tuple[Any, ...]
@@ -111,7 +111,7 @@ Place = tuple[bool, int]
 
 @dataclass(kw_only=True)
 class RegionTrace:
-    """A captured region: the pure `Program`, and what is needed to run parts of it again."""
+    """A recorded region: the pure `Program`, and everything needed to recompute parts of it."""
 
     program: Program
     inputs: dict[int, int]  # buffer -> leaf position of the region's flattened arguments
@@ -119,32 +119,32 @@ class RegionTrace:
     output_spec: Any
     calls: list[RecordedOp] = field(default_factory=list)
     slots: list[TensorRef] = field(default_factory=list)
-    saved_after: tuple[int, ...] = ()  # by slot, how many ops had run when autograd saved it
+    saved_after: tuple[int, ...] = ()  # by slot, the number of ops before autograd saved it
     taps: dict[int, Tap] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # buffer -> dotted name of the parameter or registered buffer
     sequence: list[Expected] = field(default_factory=list)
     initial_states: dict[str, int] = field(default_factory=dict)  # device -> buffer of its random state at the start
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
-    given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or what a nested call returned
+    given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or a nested call's result
     named_at: dict[int, int] = field(default_factory=dict)  # buffer -> offset of the parameter in its storage
-    constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
-    reads: tuple[ValueRead, ...] = ()  # what must be found in the arguments for the recording to hold
-    made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> what Python's numbers made
-    problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
-    hollow: frozenset[int] = frozenset()  # buffers that no kernel writes: their bits are chance, and nobody's
+    constants: frozenset[int] = frozenset()  # buffers of outputs that require no gradient
+    reads: tuple[ValueRead, ...] = ()  # values that the arguments must have for the recording to hold
+    made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> a tensor made of Python's numbers
+    problem: str = ""  # why nothing may be recomputed by it; it then only lists saved tensors
+    hollow: frozenset[int] = frozenset()  # buffers that no kernel writes: their bits are uninitialized
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
     overwritten: frozenset[int] = frozenset()  # buffers of others that it writes to
     late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
-    late_inside: frozenset[int] = frozenset()  # the same of its buffers
-    form: str = ""  # the program's, before anything was anchored for what others write
-    written_later: frozenset[int] = frozenset()  # buffers that those two are about
+    late_inside: frozenset[int] = frozenset()  # buffers of its own that others write to before backward
+    form: str = ""  # the program's, before anchors for later writes
+    written_later: frozenset[int] = frozenset()  # all buffers of `late` and `late_inside`
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
     detached: dict[int, str] = field(default_factory=dict)  # op -> parameter that it reads without its graph
 
     def anchor(self, late: frozenset[Place], inside: frozenset[int] = frozenset()) -> None:
-        """What somebody else writes to later. Of what is saved autograd gets what it holds by then, so nobody may
-        compute that, or with that; of what is not saved, arguments are not there any more to compute with, and nothing
-        is to be held.
+        """Anchor ops for later writes by others. Autograd gets the new values of saved buffers, so these may not be
+        recomputed, or read for recomputation; unsaved arguments are gone by then, and not to be kept.
+
         """
         self.form = self.form or self.program.form()
         self.late, self.late_inside = self.late | late, self.late_inside | inside
@@ -165,13 +165,13 @@ class RegionTrace:
         self.program = replace(self.program, ops=ops, buffers=buffers)
 
     def anchor_reads(self, names: Collection[str]) -> None:
-        """Keep what is computed of these parameters and buffers, which somebody writes to before backward."""
+        """Keep all results of these parameters and buffers, which are written to before backward."""
         moving = {b for b, name in self.names.items() if name in names}
         self._anchor({op.index for op in self.program.ops if moving.intersection(op.inputs)})
 
     def anchor_detached(self, names: Collection[str]) -> None:
-        """Keep what is computed of these parameters without their graph: their optimizer steps inside of backward, and
-        only reads that autograd knows of come before that.
+        """Keep all results of these parameters without their graph: their optimizer steps inside of backward, and only
+        reads that autograd knows of come before that.
         """
         self._anchor({op for op, name in self.detached.items() if name in names})
         self.detached = {op: name for op, name in self.detached.items() if name not in names}
@@ -184,7 +184,7 @@ class RegionTrace:
             self.program = replace(self.program, ops=ops)
 
     def buffers_at(self, places: frozenset[Place]) -> frozenset[int]:
-        """Those of some arguments and outputs."""
+        """Buffers of some arguments and outputs."""
         found = {b for b, position in self.inputs.items() if (False, position) in places}
         for is_output, leaf in places:
             ref = self.output_leaves[leaf] if is_output and leaf < len(self.output_leaves) else None
@@ -193,13 +193,13 @@ class RegionTrace:
         return frozenset(found)
 
     def share(self, positions: Collection[int]) -> None:
-        """Arguments at these leaf positions live elsewhere anyway, and cost this region nothing."""
+        """Note that arguments at these leaf positions are alive anyway, and cost this region nothing."""
         free = {b for b, position in self.inputs.items() if position in positions}
         buffers = tuple(replace(b, free=True) if b.index in free else b for b in self.program.buffers)
         self.program = replace(self.program, buffers=buffers)
 
     def likeness(self) -> str:
-        """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""
+        """Equal for regions that run the same ops, with the same numbers, on the same views of similar tensors."""
         leaves = [leaf if isinstance(leaf, TensorRef) else described(leaf) for leaf in self.output_leaves]
         calls = [
             (str(c.func), described((c.args, c.kwargs)), c.outputs, c.written, c.state_in, c.under) for c in self.calls
@@ -220,7 +220,7 @@ class RegionTrace:
 
 
 def signature_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
-    """What two runs of one forward must agree on: the op, its numbers, shape, stride and dtype of its results."""
+    """Signature that two runs must share: the op, its numbers, shape, stride and dtype of its results."""
     results = tuple((tuple(t.shape), layout(t), t.dtype) for t in op_leaves(out) if isinstance(t, Tensor))
     return func, results, tuple(repr(v) for v in op_leaves(args, kwargs) if isinstance(v, bool | int | float))
 

@@ -1,11 +1,11 @@
-"""Models under FSDP2 (`torch.distributed.fsdp.fully_shard`): what their modules compute on, and when it is there.
+"""Models under FSDP2 (`torch.distributed.fsdp.fully_shard`): their unsharded parameters, and when they exist.
 
-Outside of their forward and backward, FSDP's modules hold parts of their parameters. Inside, they hold whole ones in
-the type of its mixed precision policy; FSDP's hooks gather them, and cast the arguments. A fake copy is made of the
-whole ones: it has no memory, so that nothing needs to be gathered, and of the hooks only the casts are left.
+Outside of their forward and backward, FSDP's modules hold sharded parameters. Inside, they hold unsharded ones in the
+dtype of its mixed precision policy; FSDP's hooks all-gather them, and cast the arguments. A fake copy has the unsharded
+ones: it has no memory, so that nothing needs to be all-gathered, and of the hooks only the casts remain.
 
-Where a recipe wants a parameter that is not whole at that moment (a block computed again during the backward of the
-block after), FSDP is asked for it: what is gathered early is not gathered again.
+If a recipe needs a parameter that is sharded at that moment (a block recomputed during the backward of the block
+after), FSDP is asked to all-gather it early; it is not all-gathered a second time.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def plain_class(module: Any) -> type:
 def whole_parameters(
     module: Any, fake: Callable[[Tensor, torch.device], Tensor], *, stored: bool = False
 ) -> Iterator[tuple[Tensor, nn.Parameter]]:
-    """For every form in which a module of FSDP's holds a parameter, the whole one that its forward sees.
+    """For every form in which a module of FSDP's holds a parameter, the unsharded one that its forward sees.
 
     Args:
         fake: makes a tensor without memory, for a device, like the given one, which is on ``meta``.
-        stored: in the type that it is stored in, not in that of the mixed precision policy.
+        stored: in its stored dtype, not in that of the mixed precision policy.
 
     Raises:
-        TraceError: a parameter gathers in a way of its own, as quantised ones do.
+        TraceError: a parameter has its own all-gather, as quantised ones do.
     """
     for sharded in managed_parameters(module):
         if hasattr(sharded._sharded_local_tensor, "fsdp_post_all_gather"):
@@ -79,8 +79,8 @@ def whole_parameters(
 
 
 def _spec_inside(sharded: Any, whole: Tensor) -> Any:
-    """How tensor parallelism lays out an unsharded parameter, in the type in which it is gathered; None without it.
-    torch 2.11 has it by another name, in the type of the sharded one.
+    """Tensor-parallel spec of an unsharded parameter, in its all-gather dtype; None without tensor parallelism.
+    torch 2.11 has it under another name, in the sharded parameter's dtype.
     """
     if not hasattr(sharded, "_unsharded_dtensor_spec"):
         return getattr(sharded, "_tp_spec", None)
@@ -92,12 +92,12 @@ def _spec_inside(sharded: Any, whole: Tensor) -> Any:
 
 
 def states(model: nn.Module) -> list[Any]:
-    """FSDP's own objects behind the modules of a model, each once."""
+    """FSDP's state objects of a model's modules, each once."""
     return list({id(state): state for m in sharded_modules(model) if (state := m._get_fsdp_state())}.values())
 
 
 def leave_casts(module: Any, fake_model: nn.Module) -> None:
-    """Replace FSDP's hooks on the copy of a module by what they do to arguments and results."""
+    """Replace FSDP's hooks on the copy of a module by their casts of arguments and results."""
     state = module._get_fsdp_state()
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def leave_casts(module: Any, fake_model: nn.Module) -> None:
 
 
 def left_of_fsdp(fake_model: nn.Module) -> Iterator[Any]:
-    """What a fake copy still has of FSDP's, and shares with copies of its own: FSDP's objects, and hooks that cast."""
+    """FSDP objects that a fake copy still shares with copies of its own: states, and hooks that cast."""
     contract = sys.modules.get("torch.distributed._composable.contract")
     for module in fake_model.modules():
         if contract is not None:
@@ -124,7 +124,7 @@ def left_of_fsdp(fake_model: nn.Module) -> Iterator[Any]:
 
 
 def leave_unsharded(module: Any, fake_model: nn.Module) -> None:
-    """Take FSDP's hooks off the copy of a module, and what says that it is sharded."""
+    """Remove FSDP's hooks from the copy of a module, and the marks that it is sharded."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
     for key in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
@@ -135,7 +135,7 @@ def leave_unsharded(module: Any, fake_model: nn.Module) -> None:
 
 
 def precision_of(model: nn.Module) -> tuple[Any, ...]:
-    """What FSDP casts in a model: its types by module. Empty where it casts nothing, as without FSDP."""
+    """FSDP's mixed precision dtypes by module. Empty if it casts nothing, as without FSDP."""
     found = []
     for module in sharded_modules(model):
         policy = module._get_fsdp_state()._mp_policy
@@ -159,7 +159,7 @@ def _cast_inputs(state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _cast(dtype: torch.dtype | None, given: Any) -> Any:
-    """Floating point tensors in `dtype`, as FSDP casts what its modules get and return; None casts nothing."""
+    """Cast floating-point tensors to `dtype`, as FSDP casts arguments and results; None casts nothing."""
     if dtype is None:
         return given
     from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
@@ -169,11 +169,11 @@ def _cast(dtype: torch.dtype | None, given: Any) -> Any:
 
 
 def whole_now(model: nn.Module, table: dict[str, Any], leaf: str, seen: Tensor) -> Tensor:
-    """The parameter at ``table[leaf]`` as a forward sees it, gathered if it is not there.
+    """The parameter at ``table[leaf]`` as a forward sees it, all-gathered if necessary.
 
     Args:
-        model: where FSDP's modules are looked for.
-        seen: what was in the table when the forward began; it is the answer if FSDP does not manage the parameter.
+        model: where to search for FSDP's modules.
+        seen: the table's entry when the forward began; it is the answer if FSDP does not manage the parameter.
     """
     if seen not in _managers:
         _managers[seen] = _manager(model, seen)
@@ -188,7 +188,7 @@ def whole_now(model: nn.Module, table: dict[str, Any], leaf: str, seen: Tensor) 
 
 
 _managers: Any = WeakTensorKeyDictionary()
-"""By parameter: weak references to the module that gathers it and to FSDP's own object for it, or None."""
+"""By parameter: weak references to the module that all-gathers it and to FSDP's own object for it, or None."""
 
 
 def _manager(model: nn.Module, parameter: Tensor) -> Any:
@@ -201,7 +201,7 @@ def _manager(model: nn.Module, parameter: Tensor) -> Any:
 
 @contextlib.contextmanager
 def unwatched(model: nn.Module, watcher: Any) -> Iterator[None]:
-    """What FSDP's hooks on the modules below ``model`` do is hidden from ``watcher`` (its ``paused`` is set)."""
+    """Hide ops of FSDP's hooks on the modules below ``model`` from ``watcher``, by setting its ``paused``."""
     changed: list[tuple[Any, int, Any]] = []
     for module in sharded_modules(model):
         for number in _hooks(module._get_fsdp_state()):
@@ -226,7 +226,7 @@ class Unwatched:
         self.watcher = watcher
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unwatched:
-        """A copy that is made while a region runs watches nothing of its own: the watcher knows the whole plan."""
+        """Copy without a watcher of its own, while a region runs: the watcher knows the whole plan."""
         return Unwatched(copy.deepcopy(self.hook, memo), self.watcher)
 
     def __call__(self, *args: Any) -> Any:

@@ -27,60 +27,60 @@ from jettison.core.objects import Same
 # imports --------------------------------------------------------------------------------------------------------------
 #
 # NOTE [ Imports in a forward ]
-# A module that a forward imports (``from anneal import beta`` inside of it) is not there when a `Reach` walks. Planning
-# imports it, and puts back what its code left in other modules (an entry of a registry): had the module stayed, the
-# first step would find it, and nothing of what its import does. So an import goes back as a whole: the module leaves
-# `sys.modules`, and the first step imports it. What its code names is looked at before that code runs, so that all it
-# writes to is put back.
+# A module that a forward imports (``from anneal import beta`` inside of it) does not exist when a `Reach` walks.
+# Planning imports it, and restores what its code changed in other modules (an entry of a registry): had the module
+# stayed, the first step would find it, but none of its import's changes. So an import is undone completely: the module
+# leaves `sys.modules`, and the first step imports it. Names in its code are walked before that code runs, so that all
+# it writes to is restored.
 #
-# Modules of libraries stay, with what their import wrote: C extensions and operators are registered once in a process.
-# So does a module of the user's that registers operators or kinds of trees with torch. Later runs note the globals of
-# those from the start, since a module that is imported by a computed name is not among the globals that code names.
+# Modules of libraries stay, with all changes by their import: C extensions and operators are registered once in a
+# process. So does a module of the user's that registers operators or pytree nodes with torch. Later runs note their
+# globals from the start, since a module imported by a computed name is no global that code names.
 #
 # Code of imported modules runs without dispatch modes: a tensor among their globals is a real one.
 
 
 class Notes(Protocol):
-    """What is told of imports."""
+    """Listener to imports."""
 
     def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None:
-        """Its code is about to run; None for that of a library, which will stay."""
+        """Called before its code runs; None for that of a library, which will stay."""
 
     def imported(self, module: types.ModuleType, *, stays: bool) -> None:
-        """Its code has run; what it wrote goes back, or ``stays``."""
+        """Called after its code ran; its changes are undone, or it ``stays``."""
 
 
 _LOOKING: list[Notes] = []
 _KEPT: list[types.ModuleType] = []
-_STAYING: list[types.ModuleType] = []  # that are being imported, the outermost first
-_INSIDE: list[types.ModuleType] = []  # large libraries that are being imported, and what they import
+_STAYING: list[types.ModuleType] = []  # being imported for good, the outermost first
+_INSIDE: list[types.ModuleType] = []  # large libraries that are being imported, and their imports
 _LOADER: Any = importlib.machinery.SourceFileLoader
 _EXECUTE = "exec_module"
 
 
 def imported_in_runs() -> list[types.ModuleType]:
-    """Modules that such runs have imported, and that are still there."""
+    """Modules that such runs have imported, and that are still loaded."""
     _KEPT[:] = [module for module in _KEPT if sys.modules.get(module.__name__) is module]
     return list(_KEPT)
 
 
 def note_imports(notes: Notes) -> None:
-    """Tell of every module whose code runs until `ignore_imports`, but for those of large libraries."""
+    """Report every module whose code runs until `ignore_imports`, except those of large libraries."""
     if not _LOOKING:
         setattr(_LOADER, _EXECUTE, _noting(getattr(_LOADER, _EXECUTE)))
     _LOOKING.append(notes)
 
 
 def ignore_imports(notes: Notes) -> None:
-    """Tell of no more."""
+    """Stop reporting."""
     if notes in _LOOKING:
         _LOOKING.remove(notes)
         if not _LOOKING:
-            delattr(_LOADER, _EXECUTE)  # a base class has it
+            delattr(_LOADER, _EXECUTE)  # inherited from a base class
 
 
 def forget_import(module: types.ModuleType) -> None:
-    """The next import of it runs its code again."""
+    """Unload a module, so that its next import runs its code again."""
     name = module.__name__
     if sys.modules.get(name) is module:
         del sys.modules[name]
@@ -124,40 +124,40 @@ def _noting(execute: Any) -> Any:
 
 
 def _code_of(loader: Any, module: types.ModuleType) -> types.CodeType | None:
-    with contextlib.suppress(ImportError, SyntaxError, OSError, ValueError):  # which its import will say
+    with contextlib.suppress(ImportError, SyntaxError, OSError, ValueError):  # its import will raise it
         return cast(types.CodeType | None, loader.get_code(module.__name__))
     return None
 
 
 def _registered() -> tuple[int, ...]:
-    """Numbers of registered operators and pytree kinds: none can be registered twice."""
+    """Numbers of registered operators and pytree nodes: none can be registered twice."""
     return len(torch.library._defs), len(torch.library._impls), len(torch.utils._pytree.SUPPORTED_NODES)
 
 
 # file changes ---------------------------------------------------------------------------------------------------------
 #
-# They are refused by name before they change anything: nothing puts back what was in a file, and a checkpoint that a
-# dry run of a step saves has no values. So functions that open a file for writing, rename it or delete it are replaced
-# while such a run goes on: an audit hook would see them all, but it stays for good and is asked at every `id()`. Files
-# that were open before are in `kinds`. So is the function that starts a process of `multiprocessing`: workers of a
-# `DataLoader` would be handed tensors that have no memory.
+# They are refused by name before they change anything: contents of files cannot be restored, and a checkpoint saved by
+# a dry run has no values. So functions that open a file for writing, rename it or delete it are replaced during such a
+# run: an audit hook would see them all, but it can never be removed and is called at every `id()`. `kinds` covers files
+# that were open before. The function that starts a process of `multiprocessing` is replaced, too: workers of a
+# `DataLoader` would get tensors without memory.
 #
-# Temporary files may be made, and what Python and compilers write while they import and compile may stay.
+# Temporary files may be made, and files that Python and compilers write while they import and compile may stay.
 
 
 _ALLOWED = ("importlib", "tempfile", "torch._dynamo", "torch._inductor", "torch._functorch", "triton", "linecache")
-"""Packages whose own files are the same whenever they are written, or go away by themselves."""
+"""Packages whose own files are the same whenever they are written, or are deleted by themselves."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _REFUSING: dict[int, list[list[UnsupportedModule]]] = {}
-"""By thread: where the runs in it, the outermost first, have what they refused."""
+"""By thread: lists of refused changes of its runs, the outermost first."""
 _LOCK = threading.Lock()
 
 
 def refuse_file_changes(refused: list[UnsupportedModule]) -> None:
-    """From now on this thread opens no file for writing, renames and deletes none, and starts no process.
+    """Refuse, in this thread, to open a file for writing, to rename or delete one, and to start a process.
 
     Args:
-        refused: gets each error that is raised, since the code around may go on without a word.
+        refused: gets each error that is raised, since the surrounding code may catch it.
     """
     with _LOCK:
         if not _REFUSING:
@@ -167,7 +167,7 @@ def refuse_file_changes(refused: list[UnsupportedModule]) -> None:
 
 
 def allow_file_changes(refused: list[UnsupportedModule]) -> None:
-    """The end of `refuse_file_changes`, or nothing."""
+    """End `refuse_file_changes`, if it is active."""
     with _LOCK:
         for thread, runs in list(_REFUSING.items()):
             _REFUSING[thread] = [run for run in runs if run is not refused]
@@ -184,9 +184,9 @@ def asking(function: Any) -> Any:
 
 
 Refuses = Callable[..., UnsupportedModule | None]
-"""Error for a call with such arguments, or None where it may run."""
+"""Error for a call with such arguments, or None if it may run."""
 Changes = Callable[..., str]
-"""Verb for what a call with such arguments does to the file that it is given first, or an empty text."""
+"""Verb for the change that a call with such arguments makes to its first argument, a file; or an empty string."""
 
 
 def _opens(_file: Any = None, mode: Any = "r", *_: Any, **__: Any) -> str:
@@ -254,12 +254,12 @@ def _asking(function: Any, refuses: Refuses) -> Any:
 
 
 def _is_of_the_run(path: Any) -> bool:
-    """Whether it is a file's name, and not a number of one that is open, a buffer, a terminal or a pipe."""
+    """Whether it is a file's name, not the number of an open one, a buffer, a terminal or a pipe."""
     if not isinstance(path, str | bytes | os.PathLike):
         return False
     try:
         return stat.S_ISREG(os.stat(path).st_mode) or stat.S_ISDIR(os.stat(path).st_mode)
-    except (OSError, ValueError):  # not there yet
+    except (OSError, ValueError):  # does not exist yet
         return True
 
 

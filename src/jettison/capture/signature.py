@@ -1,4 +1,4 @@
-"""What must be the same for a recorded program to stand for a call: arguments, modes, settings."""
+"""Signatures of calls: arguments, modes and settings under which a recorded program is valid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.
 
 
 def leaf_signature(leaf: Any) -> Any:
-    """A tensor by its metadata, a value by itself, an object by its type and what it holds.
+    """A tensor by its metadata, a value by itself, an object by its type and contents.
 
     Raises:
         UnsupportedModule: a tensor that is not one piece of memory.
@@ -34,7 +34,7 @@ def leaf_signature(leaf: Any) -> Any:
     kind = leaf.__class__
     if kind in _SCALARS:
         return kind, leaf
-    if kind is Tensor and leaf.layout is torch.strided:  # of which there are most
+    if kind is Tensor and leaf.layout is torch.strided:  # the common case
         return tensor_description(leaf)
     if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and not is_traceable_wrapper_subclass(leaf):
         raise UnsupportedModule(
@@ -48,10 +48,10 @@ def leaf_signature(leaf: Any) -> Any:
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The flat leaves of a call, and its hashable signature (positional and keyword structure included).
+    """Flat leaves of a call, and its hashable signature (positional and keyword structure included).
 
-    Where in its memory an argument lies does not matter (micro-batches are parts of one batch), but how those that
-    share memory lie to each other does.
+    The offset of an argument in its memory does not matter (micro-batches are parts of one batch), but relative offsets
+    of arguments that share memory do.
     """
     leaves, shape = tree_shape((args, kwargs))
     return leaves, (shape, tuple(map(leaf_signature, leaves)), _sharing(leaves))
@@ -77,13 +77,13 @@ Switches = tuple[Any, ...]
 
 
 def kernel_switches() -> Switches:
-    """Where the `KERNEL_SWITCHES` stand. Read for every region in each backward."""
+    """Values of the `KERNEL_SWITCHES`. Read for every region in each backward."""
     return tuple([read() for read in _READ])
 
 
 @contextlib.contextmanager
 def switched(wanted: Switches) -> Iterator[None]:
-    """The switches stand like this meanwhile."""
+    """Set the switches to these values within the context."""
     before = kernel_switches()
     try:
         _switch(before, wanted)
@@ -115,7 +115,7 @@ def global_signature() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def as_signed(signature: tuple[Any, ...]) -> Iterator[None]:
-    """The autocast state and the choice of kernels that a `global_signature` was taken under."""
+    """Restore the autocast state and the kernel switches of a `global_signature` within the context."""
     if signature == global_signature():
         yield
         return
@@ -132,7 +132,7 @@ def opaque_copy(call: Any, tensors: Callable[[Tensor], Tensor] = lambda tensor: 
     """The arguments of a call with objects that a forward may change (caches, side lists) copied.
 
     Args:
-        tensors: what becomes of the tensors inside such objects; by default they are shared.
+        tensors: maps the tensors inside such objects; by default they are shared.
 
     Raises:
         TraceError: an object cannot be copied.
@@ -153,7 +153,7 @@ def _copied(leaf: Any, tensors: Callable[[Tensor], Tensor], memo: dict[int, Any]
     Tensor.__deepcopy__ = copied
     try:
         return copy.deepcopy(leaf, memo)
-    except Exception as error:  # a copy method of somebody else's class may fail in any way it likes
+    except Exception as error:  # a class's own copy method may raise anything
         raise TraceError(
             f"an argument of type {type(leaf).__name__} cannot be copied ({type(error).__name__}), and a recording "
             "must not change the real one"
@@ -170,14 +170,14 @@ MOST_BYTES = 4096  # of an array that is compared by its values
 
 
 def described(value: Any) -> Any:
-    """A hashable description: tensors by their metadata, plain values by themselves, objects by what they hold.
+    """Hashable description: tensors by their metadata, plain values by themselves, objects by their contents.
 
-    Modules, types and what cannot be looked into (generators, files, objects of C) are known by their type alone.
+    Modules, types and opaque objects (generators, files, objects of C) are known by their type alone.
     """
     return _described(value, 0, set())
 
 
-_ATOMS = frozenset(PLAIN) - {float}  # of which, exactly, there are most
+_ATOMS = frozenset(PLAIN) - {float}  # exact types of most values
 
 
 def _described(value: Any, depth: int, above: set[int]) -> Any:
@@ -227,8 +227,8 @@ def _described(value: Any, depth: int, above: set[int]) -> Any:
 
 
 def tensor_description(tensor: Tensor) -> tuple[Any, ...]:
-    """Everything about a tensor but its values and its place in memory."""
-    if tensor.__class__ is Tensor:  # of which there are most
+    """Everything about a tensor except its values and its place in memory."""
+    if tensor.__class__ is Tensor:  # the common case
         inner, wraps = tensor, None
     else:
         inner, wraps = plain(tensor), wrapping(tensor)
@@ -249,7 +249,7 @@ def _cells(function: types.FunctionType) -> list[Any]:
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
+        except ValueError:  # an empty cell
             found.append(None)
     return found
 

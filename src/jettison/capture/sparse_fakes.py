@@ -1,8 +1,8 @@
-"""Sparse gradients (`torch.nn.Embedding(sparse=True)`) on fake tensors: their parts, and what ops on them take.
+"""Sparse gradients (`torch.nn.Embedding(sparse=True)`) on fake tensors: their parts, and memory of ops on them.
 
 Torch's fake kernels make sparse results without entries. Here they have as many as the real kernels allocate room for.
-How many rows a batch has of a table hangs on its values: coalesced gradients count with as many as they can have, the
-entries or the rows of the table, whichever are fewer. Sources: aten/src/ATen/native/sparse/SparseTensor.cpp
+The number of table rows in a batch depends on its values: coalesced gradients count with their maximum, the number of
+entries or of the table's rows, whichever is smaller. Sources: aten/src/ATen/native/sparse/SparseTensor.cpp
 (``_coalesce_sparse_cpu``, ``sparse_mask``), SparseTensorMath.cpp (``add_out_sparse_cpu``).
 """
 
@@ -23,11 +23,11 @@ aten = torch.ops.aten
 _ADDS: Final = (aten.add.Tensor, aten.add_.Tensor)
 _CLONES: Final = (aten.clone.default, aten.detach.default)
 _ROW_BY_ROW: Final = frozenset({"mul", "div", "neg", "pow", "sqrt", "abs", "sign", "zeros_like"})
-"""Elementwise with a number: as many entries as before."""
+"""Elementwise with a number: the number of entries stays."""
 _LOOKS: Final = frozenset(
     {"_indices", "_values", "_nnz", "_dimI", "_dimV", "is_coalesced", "_coalesced_", "dense_dim", "sparse_dim"}
 )
-"""Views of parts, and questions."""
+"""Views of parts, and queries."""
 _FROM_PARTS: Final = "aten::_sparse_coo_tensor"
 SCALAR_BYTES: Final = 4
 
@@ -38,10 +38,10 @@ def is_sparse(value: Any) -> bool:
 
 
 def sparse_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an op on fake sparse tensors returns; None where torch's own fake kernel is right.
+    """Result of an op on fake sparse tensors; None where torch's own fake kernel is right.
 
     Raises:
-        TraceError: nobody knows.
+        TraceError: the result is unknown.
     """
     name = func._schema.name.removeprefix("aten::")
     given: Tensor = args[0]
@@ -50,7 +50,7 @@ def sparse_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func in _ADDS and is_sparse(given) and is_sparse(args[1]):
         return _sum(func, given, args[1])
     if func in _ADDS and not is_sparse(given):
-        return None  # into a table, or beside one
+        return None  # into a dense table, or into another sparse one
     if func is aten._coalesce.default:
         return _coalesced(given)
     if func is aten.sparse_mask.default and is_sparse(args[1]):
@@ -85,8 +85,8 @@ def with_fake_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 
 
 def _fake_indices(real: Tensor, beside: Tensor) -> Tensor:
-    """Indices of a batch that is real, or made of them: they live as long as the sparse tensor that has them, and a
-    fake copy of them would count once more.
+    """Indices of a real batch, or made of them: they live as long as their sparse tensor, and a fake copy of them
+    would count once more.
     """
     if isinstance(real, FakeTensor):
         return real
@@ -96,22 +96,22 @@ def _fake_indices(real: Tensor, beside: Tensor) -> Tensor:
 
 
 def sparse_workspace(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that a kernel takes inside of a call with sparse tensors, beside its results."""
+    """Bytes that a kernel allocates inside of a call with sparse tensors, in addition to its results."""
     if func in _ADDS and all(map(is_sparse, args[:2])) and func._schema.is_mutable:
-        return _bytes(args[0])  # its parts before, which go as those after them come
+        return _bytes(args[0])  # its old parts, which are freed as the new ones are allocated
     if func is aten._coalesce.default:
         given: Tensor = args[0]
         flat = 0 if given.sparse_dim() == 1 else 1
-        return (3 + flat) * given._nnz() * given._indices().element_size()  # the sorted places, and where they were
+        return (3 + flat) * given._nnz() * given._indices().element_size()  # sorted positions, and the permutation
     if func is aten.sparse_mask.default:
         values: Tensor = args[1]._values()
-        return values.numel() * args[0].element_size() + SCALAR_BYTES  # rows as they are found, and a one
+        return values.numel() * args[0].element_size() + SCALAR_BYTES  # gathered rows, and a one
     return 0
 
 
 def with_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of the backward of bags with sparse gradients. The real one works out by itself which bag an index is
-    in; the fake one finds no index in any.
+    """Arguments of the backward of bags with sparse gradients. The real op computes the bag of each index; the fake one
+    finds no index in any.
     """
     if not has_places(func) or not args[9]:
         return args
@@ -127,7 +127,7 @@ def has_places(func: Any) -> bool:
 
 
 def makes_sparse(func: Any) -> bool:
-    """Whether an op puts parts together, and takes no memory."""
+    """Whether an op assembles parts, and allocates no memory."""
     return bool(func._schema.name.startswith(_FROM_PARTS))
 
 
@@ -158,13 +158,13 @@ def _sum(func: Any, one: Tensor, other: Tensor) -> Tensor:
     if not func._schema.is_mutable:
         return made
     assert isinstance(one, FakeTensor)
-    with in_kernel_invocation_manager(one.fake_mode):  # of meta tensors, as which its parts come out right
+    with in_kernel_invocation_manager(one.fake_mode):  # on meta tensors, for which its parts are right
         aten.copy_sparse_to_sparse_(one, made)
     return one
 
 
 def _coalesced(given: Tensor) -> Tensor:
-    """Room for all entries, of which those are used that are different."""
+    """Room for all entries, of which the distinct ones are used."""
     indices, values = given._indices(), given._values()
     rows = min(given._nnz(), prod(given.shape[: given.sparse_dim()]))
     return _of(

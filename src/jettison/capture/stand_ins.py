@@ -1,4 +1,4 @@
-"""Blocks that only look like ones: outputs made out of metadata, or observed in one real call."""
+"""Stand-ins for blocks: outputs made from metadata, or observed in one real call."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, w
 from jettison.capture.trees import tree_flatten, tree_unflatten
 from jettison.ledger.program import Buffer, Program, Source
 
-# outputs made out of metadata, tied to a block's inputs in the graph --------------------------------------------------
+# outputs made from metadata, tied to a block's inputs in the graph ----------------------------------------------------
 
 
 class StubProbe(Protocol):
-    """Told when a stubbed block starts its forward and its backward."""
+    """Called when a stubbed block starts its forward and its backward."""
 
     def forward(self, call: int) -> None: ...
     def backward(self, call: int) -> None: ...
@@ -34,7 +34,7 @@ class StubProbe(Protocol):
 
 @contextlib.contextmanager
 def forwards(instead: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules run these in the place of their forwards."""
+    """Run these functions in place of modules' forwards."""
     own = {module: vars(module)["forward"] for module in instead if "forward" in vars(module)}
     for module, forward in instead.items():
         vars(module)["forward"] = forward
@@ -50,10 +50,10 @@ def forwards(instead: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 def stub_outputs(
     trace: RegionTrace, leaves: list[Any], *, probe: StubProbe | None = None, call: int = 0, held: tuple[Any, ...] = ()
 ) -> Any:
-    """What the region returned, made anew from metadata; inputs that it returned are passed through.
+    """The region's outputs, made from metadata; inputs that it returned are passed through.
 
     Args:
-        held: kept alive until the stub's backward, as the block would.
+        held: kept alive until the stub's backward, as by the block.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     by_input = {b: leaves[position] for b, position in trace.inputs.items()}
@@ -76,7 +76,7 @@ def stub_outputs(
 
 
 class _Stub(torch.autograd.Function):
-    """Stands for a block in the root's graph: makes its outputs, and gradients for its inputs, out of nothing."""
+    """Stands for a block in the root's graph: makes its outputs, and gradients for its inputs, without values."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class _Stub(torch.autograd.Function):
 
 
 def _part_of(given: Tensor, ref: TensorRef) -> Tensor:
-    """An input that comes back: itself, or a view of it."""
+    """An input that is returned: itself, or a view of it."""
     if ref.wrap is not None or (tuple(given.shape), tuple(given.stride())) == (ref.size, ref.stride):
         return given
     return given.as_strided(ref.size, ref.stride, ref.offset)
@@ -113,12 +113,12 @@ def _part_of(given: Tensor, ref: TensorRef) -> Tensor:
 def tensors_made(
     refs: Sequence[TensorRef], device: torch.device, *, beside: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """New tensors, uninitialised. Those that are parts of one buffer are parts of one storage: a call's signature says
-    how its arguments share memory.
+    """New tensors, uninitialized. Those that are parts of one buffer are parts of one storage: a call's signature
+    includes how its arguments share memory.
 
     Args:
-        beside: a fake tensor; what is made is then fake as well. Bare integers would be real beside a real batch (see
-            `RealUntilFake`), and the code after a stub would index by what happened to be in memory.
+        beside: a fake tensor; the new ones are then fake as well. Plain integers would be real in a call with a real
+            batch (see `RealUntilFake`), and the code after a stub would index with uninitialized memory.
     """
     empty = torch.empty if beside is None else plain(beside).detach().new_empty
     parts: dict[int, list[TensorRef]] = {}
@@ -161,8 +161,7 @@ def _empty(
 # outputs of one real call ---------------------------------------------------------------------------------------------
 #
 # A forward whose shapes depend on values (a loop over the experts that got a token) or that launches kernels past the
-# dispatcher has no program. Its outputs' shapes are all that the model around it needs; its memory is measured
-# elsewhere.
+# dispatcher has no program. The model around it only needs its outputs' shapes; its memory is measured elsewhere.
 
 
 def is_real(module: nn.Module) -> bool:
@@ -175,7 +174,7 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     """A trace without ops: inputs, and outputs as one real call returned them.
 
     Args:
-        module: on real tensors. Its buffers and the random generators are left as they were.
+        module: on real tensors. Its buffers and the random generators are restored.
     """
     leaves, spec = tree_flatten((args, kwargs))
     with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves):
@@ -186,7 +185,7 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
 
 @contextlib.contextmanager
 def holding_nothing() -> Iterator[None]:
-    """Forwards make a graph that nobody goes through: there has to be one, for they may put hooks on what is in it."""
+    """Let forwards build a graph without saved tensors: they may put hooks on its nodes."""
 
     def nothing(_saved: Any) -> None:
         return None
@@ -199,8 +198,8 @@ def holding_nothing() -> Iterator[None]:
 
 
 def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
-    """What a forward returns for a copy of these arguments. Nothing that it saves stays, unless it refuses to run under
-    hooks, as transforms of `torch.func` do, or goes through its graph itself (`torch.autograd.grad`).
+    """Return a forward's results for a copy of these arguments. Nothing that it saves stays, unless it refuses to run
+    under hooks, as transforms of `torch.func` do, or runs its own backward (`torch.autograd.grad`).
     """
 
     def run() -> Any:
@@ -227,21 +226,21 @@ def stand_in(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
-    """Tensors that were there, random generators and Python's state come out as they went in. No plan is at work."""
+    """Restore tensors, random generators and Python's state after the context. No plan is active in it."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with (
         without_plans(module),
         torch.random.fork_rng(devices=devices),
         leaving_nothing([module], values),
         WritesUndone(),
-        torch.autograd.set_detect_anomaly(False),  # gradients are memory that nobody has written to
+        torch.autograd.set_detect_anomaly(False),  # gradients are uninitialized memory
     ):
         yield
 
 
 @contextlib.contextmanager
 def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
-    """A backward of random numbers through a module calls no hooks on its parameters: they may step an optimizer."""
+    """Disable hooks on a module's parameters for a backward of random numbers: they may step an optimizer."""
     tables = [table for parameter in module.parameters() for table in _gradient_hooks(parameter)]
     before = [dict(table) for table in tables]
     for table in tables:
@@ -254,7 +253,7 @@ def without_gradient_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def _gradient_hooks(parameter: Tensor) -> list[Any]:
-    """The very tables that autograd goes by: on the tensor, and on the node that adds up its gradient."""
+    """The hook tables that autograd uses: the tensor's, and that of the node which accumulates its gradient."""
     found = [getattr(parameter, name, None) for name in TENSOR_HOOKS]
     if parameter.requires_grad and parameter.is_leaf:
         node = torch.autograd.graph.get_gradient_edge(parameter).node

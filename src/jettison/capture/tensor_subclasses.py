@@ -1,11 +1,11 @@
-"""Tensors around tensors: DTensor, and the results of collectives that nobody has waited for yet.
+"""Tensors that wrap tensors: DTensor, asynchronous results of collectives, quantized tensors.
 
 Autograd saves the wrapper; bytes, ops and collectives are those of the plain tensor inside. A recorder therefore lets
-wrappers take themselves apart first (`desugars`), writes down what they do to what is inside them, and keeps how to put
-a computed tensor back into the wrapper that autograd had saved.
+wrappers unwrap themselves first (`desugars`), records their ops on the plain tensors, and keeps the data to wrap a
+computed tensor as autograd had saved it.
 
-Quantized numbers beside their factor (`QUANTIZED`) are such a wrapper, too: the numbers are what is recorded. The
-factor, a number or a row of them, is held by whoever holds the wrapper.
+Quantized tensors with their scale (`QUANTIZED`) are such wrappers, too: their data is recorded. The scale, a number or
+a row of them, is held with the wrapper.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class _Wrapper(Enum):
     PLAIN = 0
     DISTRIBUTED = 1  # a DTensor
     ASYNCHRONOUS = 2  # the result of a collective, to be waited for before its first use
-    QUANTIZED = 3  # quantized numbers beside their factor
+    QUANTIZED = 3  # quantized data with their scale
 
 
 QUANTIZED = {
     ("torchao.float8.float8_training_tensor", "Float8TrainingTensor"): ("_data", "_scale"),
     ("torchao.float8.float8_tensor", "Float8Tensor"): ("_data", "_scale"),
 }
-"""By module and class: where the numbers are, and their factor."""
+"""By module and class: names of the data tensor, and of its scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """The mesh and the placements of a DTensor; equal for two that are laid out alike."""
+    """The mesh and the placements of a DTensor; equal for two of equal layout."""
 
     spec: Any
 
@@ -52,16 +52,16 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWrapping(Wrapping):
-    """What quantized numbers stand for; equal for two of one class that are read in one way, whatever their factor is.
+    """Class and context of a quantized tensor; equal for two that are read in the same way, whatever their scales.
 
     Args:
-        spec: the class, and what it is made with beside numbers and factor.
+        spec: the class, and its context of `__tensor_flatten__`.
     """
 
     factor: Any = field(compare=False)
 
     def wrap(self, tensor: Tensor) -> Tensor:
-        """``tensor`` beside this factor."""
+        """Wrap ``tensor`` with this scale."""
         cls, context = self.spec
         numbers, factor = QUANTIZED[cls.__module__, cls.__qualname__]
         inside = {numbers: tensor, factor: self.factor}
@@ -71,7 +71,7 @@ class QuantizedWrapping(Wrapping):
 
 @cache
 def _kind(cls: type) -> _Wrapper:
-    distributed = sys.modules.get("torch.distributed.tensor")  # there is no such tensor before it is imported
+    distributed = sys.modules.get("torch.distributed.tensor")  # no such tensor exists before it is imported
     if distributed is not None and issubclass(cls, distributed.DTensor):
         return _Wrapper.DISTRIBUTED
     functional = sys.modules.get("torch.distributed._functional_collectives")
@@ -93,12 +93,12 @@ def _names(tensor: Any) -> tuple[str, str]:
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
-    """Whether tensors of this type can want gradients."""
+    """Whether tensors of this dtype can require gradients."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def desugars(types: Iterable[type]) -> bool:
-    """Whether a dispatch mode must leave a call to the wrappers among its arguments, to see what they do inside."""
+    """Whether a dispatch mode must leave a call to the wrappers among its arguments, to see their ops inside."""
     return _desugars(tuple(types))
 
 
@@ -108,7 +108,7 @@ def _desugars(types: tuple[type, ...]) -> bool:
 
 
 def plain(tensor: Any, *, wait: bool = False) -> Any:
-    """This rank's part of a DTensor, and what is inside an asynchronous result, arrived or not; or ``wait`` for it."""
+    """This rank's part of a DTensor, or the tensor inside an asynchronous result, which may ``wait`` for it."""
     while (kind := _kind_of(tensor)) is not _Wrapper.PLAIN:
         if kind is _Wrapper.QUANTIZED:
             tensor = getattr(tensor, _names(tensor)[0])
@@ -120,12 +120,12 @@ def plain(tensor: Any, *, wait: bool = False) -> Any:
 
 
 def arrived(tensor: Any) -> Any:
-    """As `plain`, after waiting for what is still under way."""
+    """Like `plain`, after waiting for asynchronous results."""
     return plain(tensor, wait=True)
 
 
 def wrapping(tensor: Any) -> Wrapping | None:
-    """How to wrap `plain(tensor)` again; None where nothing needs to be."""
+    """The wrapper of `plain(tensor)`; None if there is none."""
     kind = _kind_of(tensor)
     if kind is _Wrapper.QUANTIZED:
         _, context = tensor.__tensor_flatten__()
@@ -139,20 +139,20 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identity of the memory behind a tensor, wrapped or not; of a sparse one, which has several, its own."""
+    """Identity of a tensor's memory, wrapped or not; of a sparse one, which has several, its own."""
     part = plain(tensor)
     found: int = part.untyped_storage()._cdata if is_dense(part) else id(part)
     return found
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count, nor may autograd save them."""
+    """Version counter of a tensor; 0 for inference tensors, which have none and cannot be saved."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def infers_shapes() -> bool:
-    """Whether this is called from within DTensor while it works out the shapes of a call that it has not seen before:
-    what it runs for that is no op of the model.
+    """Whether this is called from within DTensor while it infers the shapes of a new call: ops that it runs for that
+    are not the model's.
     """
     propagation = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if propagation is None or not torch.distributed.is_initialized():  # no DTensor without a mesh, nor that without it
@@ -167,7 +167,7 @@ def infers_shapes() -> bool:
 
 
 def stepped_in_backward(module: nn.Module) -> set[str]:
-    """Names of parameters with hooks that run once their gradient is there: an optimizer may step in one."""
+    """Names of parameters with hooks that run once their gradient is accumulated: an optimizer may step in one."""
     named = module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if is_stepped_in_backward(parameter)}
 
@@ -178,7 +178,7 @@ def is_stepped_in_backward(parameter: Any) -> bool:
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in one memory each that a tensor is made of: itself, or the indices and values of a sparse one."""
+    """The tensors in one memory each that a tensor consists of: itself, or the indices and values of a sparse one."""
     tensor = plain(tensor)
     if tensor.layout is torch.strided:
         return (tensor,)
@@ -197,12 +197,12 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def is_in_memory(tensor: Tensor) -> bool:
-    """Whether there is one piece of memory that has its values."""
+    """Whether one piece of memory has its values."""
     return memory_key(tensor) is not None
 
 
 def memory_key(tensor: Tensor) -> int | None:
-    """Of a tensor in memory; fake ones have none, and sparse ones several."""
+    """Address of a tensor's memory; None for fake tensors, which have none, and sparse ones, which have several."""
     if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     try:

@@ -36,7 +36,7 @@ from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import JettisonError, RecordingLeft, TraceError
 from jettison.ledger.program import Anchor, Op
 
-MOST_CHANGES = 32  # of what is a region, before a model is given up
+MOST_CHANGES = 32  # of the set of regions, before a trace fails
 
 
 def trace_model(
@@ -53,8 +53,8 @@ def trace_model(
 
     Args:
         model: any module; its tensors may be real, fake (then ``mode`` is theirs) or on ``meta``.
-        values_known: the batch holds real values that the forward may look at.
-        loop: that the model trains in.
+        values_known: the batch holds real values that the forward may read.
+        loop: the training loop.
 
     Raises:
         TraceError: the root itself cannot be recorded, or there is no scalar loss.
@@ -84,7 +84,7 @@ def _traced(
     mode: FakeTensorMode,
     loop: Loop,
 ) -> ModelTrace:
-    """See `trace_model`. Raises `OtherRegions` where it can be traced with others."""
+    """See `trace_model`. Raises `OtherRegions` if it can be traced with others."""
     started = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         fake_model = fake_copy(model, mode)
@@ -141,7 +141,7 @@ def _traced(
 
 @contextlib.contextmanager
 def uncached_autocast() -> Iterator[None]:
-    """Every use of a weight under autocast casts it again, as far as a recording is concerned."""
+    """Make autocast cast a weight at every use, during a recording."""
     # with the cache on, the second use of a weight would find a cast copy that no recorded op made
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -153,15 +153,15 @@ def uncached_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_fakes(mode: FakeTensorMode) -> Iterator[None]:
-    """A region is recorded on fake tensors, from the arguments of a real call."""
+    """Record a region on fake tensors, from the arguments of a real call."""
     with warnings.catch_warnings(), recording_errors(), tracing(mode, values_known=True), uncached_autocast():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # by faking
         with torch.enable_grad():
             yield
 
 
 def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Iterable[str]) -> RegionTrace:
-    """Record what a model does around its blocks, for arguments like these.
+    """Record a model's ops around its blocks, for arguments like these.
 
     Raises:
         TraceError: it cannot run on tensors without values.
@@ -181,7 +181,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @contextlib.contextmanager
 def unseen_outputs(classes: dict[str, BlockClass]) -> Iterator[None]:
-    """A block that was only observed leaves nothing but its outputs: code that wants more than that fails.
+    """Raise if code around a block that was only observed needs more of it than its outputs.
 
     Raises:
         TraceError: there is such a block, and the code around it failed.
@@ -200,7 +200,7 @@ def unseen_outputs(classes: dict[str, BlockClass]) -> Iterator[None]:
 
 
 def _about_skipped(tracer: Tracer) -> str:
-    """Blocks that this forward left out, in words, where others of their list ran: the next one may run them."""
+    """Describe blocks that this forward skipped while others of their list ran: the next one may run them."""
     ran = {call.name for call in tracer.calls}
     lists = {name.rpartition(".")[0] for name in ran}
     left = [name for name in tracer.names if name not in ran and name.rpartition(".")[0] in lists]
@@ -214,7 +214,7 @@ def _about_skipped(tracer: Tracer) -> str:
 
 
 def _note_draws(root: RegionTrace, state: Isolation) -> None:
-    """The root is never run twice, so that drawing there is no reason to refuse the model; nor are NumPy's writes."""
+    """Allow the root, which is never recomputed, to draw from unknown streams, and NumPy's writes."""
     try:
         state.refuse_draws()
         state.refuse_writes()
@@ -231,7 +231,7 @@ def mode_of(module: nn.Module, args: Any, kwargs: Any) -> FakeTensorMode:
 
 @contextlib.contextmanager
 def recording_errors() -> Iterator[None]:
-    """What goes wrong while a forward runs on fake tensors is a `TraceError`."""
+    """Turn errors of a forward on fake tensors into `TraceError`."""
     try:
         yield
     except JettisonError:
@@ -256,7 +256,7 @@ class Tracer:
     ) -> None:
         self.fake_model = fake_model
         self.mode = mode
-        self.real = real  # the model itself, where it has values
+        self.real = real  # the model itself, if it has values
         self.names = find_blocks(fake_model, regions)
         self.capture = CaptureMode()
         self.calls: list[BlockCall] = []
@@ -265,7 +265,7 @@ class Tracer:
         self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it as an argument
         self.memory = MemoryUses()
         self._keys: dict[str, Any] = {}
-        self.stream = default_stream()  # nobody draws while a trace lasts
+        self.stream = default_stream()  # nothing draws during a trace
         self._likenesses: dict[Any, BlockClass] = {}
         self._held: list[Any] = []
         self._last_output: dict[int, int] = {}
@@ -319,7 +319,7 @@ class Tracer:
         found = self._record(name, module, forward, args, kwargs, leaves)
         signature = (signature, global_signature())
         cls = self._class_of(found, module, signature)
-        del self.root.path[depth:]  # where it was broken off, its modules have not been left
+        del self.root.path[depth:]  # modules of an aborted forward were not left
         links = tuple(
             (position, self._last_output[id(leaf)])
             for position, leaf in enumerate(leaves)
@@ -353,7 +353,7 @@ class Tracer:
         return output
 
     def _class_of(self, found: BlockClass, module: nn.Module, signature: Any) -> BlockClass:
-        """Every call is recorded; two are of one class if their programs are equal."""
+        """The class of a recorded call; two are of one class if their programs are equal."""
         kind, name = type(module), found.example
         of_opaque = (kind, signature, found.problem, self._keys[name])
         likeness: Any = of_opaque if found.problem else found.trace.likeness()
@@ -393,7 +393,7 @@ class Tracer:
         return BlockClass(key="", trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
 
     def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
-        """The block's outputs as a real call of the real block gives them."""
+        """The block's outputs as a real call of the real block returns them."""
         if self.real is None:
             raise TraceError(
                 f"block {name!r} cannot be recorded ({problem}), and there is no real model here to watch instead; "
@@ -411,7 +411,7 @@ class Tracer:
 
 
 def _mark_shared(trace: ModelTrace, tracer: Tracer) -> None:
-    """Arguments that several blocks get (rotary tables, masks, encoder output) cost no single block a byte."""
+    """Mark arguments of several blocks (rotary tables, masks, encoder output): they cost no single block a byte."""
     shared: dict[str, set[int]] = {}
     for call, storages in zip(trace.calls, tracer.memory.given, strict=True):
         call.shared = frozenset(p for p, storage in storages.items() if len(tracer.uses[storage]) > 1)
@@ -421,10 +421,10 @@ def _mark_shared(trace: ModelTrace, tracer: Tracer) -> None:
 
 
 def _read_of_floats(trace: RegionTrace, leaves: list[Any]) -> ValueRead | None:
-    """A value that Python, or a shape, took out of what a block could be recorded with only because the batch, which
-    has values, is its own argument.
+    """A value that Python, or a shape, read from a tensor whose value is known only because it is computed from the
+    batch, which is the block's own argument.
 
-    It is dry-run on fake tensors later, and on numbers that another block computed.
+    The block is dry-run later on fake tensors, and on numbers that another block computed.
     """
     of_floats = {
         b
@@ -437,17 +437,17 @@ def _read_of_floats(trace: RegionTrace, leaves: list[Any]) -> ValueRead | None:
     return next((read for read in trace.reads if read.ref.buffer in of_floats), None)
 
 
-# memory that somebody writes to after a block has used it, and before its backward ------------------------------------
+# memory that is written to after a block has used it, and before its backward -----------------------------------------
 #
-# Autograd holds memory, not values. Where an op counts a write, plain autograd refuses to use what it saved; a write
-# past the counter (``.data``, a piece that is counted apart) changes what backward gets; a write to memory that nobody
-# saved changes nothing. A recording has to know of all: what is written to later is not what an op of the block gives
-# again, and is not there any more to compute with.
+# Autograd holds memory, not values. After a counted write, plain autograd refuses to use a saved tensor; an uncounted
+# one (``.data``, a piece with its own counter) changes the value that backward gets; a write to unsaved memory changes
+# nothing. A recording has to know of all: a buffer with a later write differs from what its op recomputes, and is not
+# available for recomputation.
 
 
 @dataclass(kw_only=True)
 class Late:
-    """Of one call of a block: arguments and outputs that are written to later, and buffers of its recording."""
+    """Later writes to memory of one block call: arguments and outputs, and buffers of its recording."""
 
     places: set[Place] = field(default_factory=set)
     inside: set[int] = field(default_factory=set)
@@ -455,9 +455,9 @@ class Late:
 
 @dataclass(frozen=True, kw_only=True)
 class Trail:
-    """What a recording leaves of its memory. Storages are known by their addresses, which nobody else gets as long as
-    they are referred to. Fake ones cost nothing to keep; real ones (masks, positions) would add up over the blocks, and
-    are referred to weakly: nobody can write to what nobody has.
+    """Memory of a finished recording. Storages are known by their addresses, which are not reused as long as they are
+    referenced. Fake ones cost nothing to keep; real ones (masks, positions) would add up over the blocks, and are
+    referenced weakly: freed memory cannot be written to.
     """
 
     versions: dict[int, list[int]]
@@ -466,7 +466,7 @@ class Trail:
 
     @classmethod
     def of(cls, recorder: OpRecorder) -> Trail:
-        """Of a recording that is over."""
+        """Build from a finished recording."""
         tensors = recorder.tensors()
         alive = [t if isinstance(t, FakeTensor) else StorageWeakRef(t.untyped_storage()) for t in tensors]
         known = {storage_of(tensor) for tensor in tensors}
@@ -479,14 +479,14 @@ class Trail:
 
 @dataclass(kw_only=True)
 class MemoryUses:
-    """Who had which memory, call by call."""
+    """Users of each memory, call by call."""
 
     given: list[dict[int, int]] = field(default_factory=list)  # leaf position of an argument -> storage
     made: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # storage -> (call, output leaf)
-    trails: list[Trail | None] = field(default_factory=list)  # None: nothing is known of what it did
+    trails: list[Trail | None] = field(default_factory=list)  # None: unknown
 
     def late(self, root: OpRecorder) -> list[Late]:
-        """What of each call is written to later, by the root or by another block."""
+        """By call, its memory that the root or another block writes to later."""
         found = [Late() for _ in self.given]
         for storage, before in self._writes(root):
             for call in range(before):
@@ -507,7 +507,7 @@ class MemoryUses:
         return found
 
     def _writes(self, root: OpRecorder) -> Iterable[tuple[int, int]]:
-        """Storages, and the number of calls that were there before."""
+        """Written storages, each with the number of calls before the write."""
         events = dict.fromkeys(root.writes)
         for call, trail in enumerate(self.trails):
             events.update(dict.fromkeys((storage, call) for storage in (trail.writes if trail else ())))
@@ -520,7 +520,7 @@ class MemoryUses:
 
 
 def mark_overwritten(trace: ModelTrace, memory: MemoryUses, root: OpRecorder) -> None:
-    """What a block had, and somebody else writes to before backward."""
+    """Mark memory of a block that others write to before backward."""
     late: dict[str, Late] = {}
     for call, found in zip(trace.calls, memory.late(root), strict=True):
         of_class = late.setdefault(call.class_key, Late())
@@ -541,8 +541,8 @@ def mark_overwritten(trace: ModelTrace, memory: MemoryUses, root: OpRecorder) ->
 
 
 def anchor_root(root: RegionTrace, written: Mapping[int, int]) -> None:
-    """What the root saved, and a block writes to: nobody computes it again, or with it. What the root reads after a
-    block has written to it is not what the root made.
+    """Anchor saved buffers of the root that a block writes to: they are not recomputed, nor read for recomputation. A
+    buffer that the root reads after such a write is not the one that it made.
 
     Args:
         written: buffers that blocks write to, see `MemoryUses.in_the_root`.
@@ -573,12 +573,12 @@ def trace_region(
     """Record a module's forward for arguments like these, on fake tensors.
 
     Args:
-        copy: run a fake copy of the module; without, itself on its real parameters, where what it runs is not its own.
-        runs: what the module's forward stands for, where that is no code of its own.
-        shared: leaf positions of arguments that live elsewhere anyway and cost this region nothing.
+        copy: run a fake copy of the module; without, itself on its real parameters, if it runs foreign code.
+        runs: objects that the module's forward runs, if that is not its own code.
+        shared: leaf positions of arguments that are alive anyway and cost this region nothing.
 
     Raises:
-        TraceError: the forward cannot run on tensors without values, or returns what cannot be recorded.
+        TraceError: the forward cannot run on tensors without values, or returns something that cannot be recorded.
     """
     leaves, spec = tree_flatten((args, kwargs))
     mode = mode_of(module, args, kwargs)
@@ -602,7 +602,7 @@ def _like(leaf: Any, mode: FakeTensorMode) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(plain(leaf), FakeTensor):
         return leaf
     if not has_gradients(leaf.dtype):
-        return leaf  # ids and masks keep their values: a forward may look at them
+        return leaf  # ids and masks keep their values: a forward may read them
     wrap = wrapping(leaf)
     fake = mode.from_tensor(arrived(leaf.detach()))
     if wrap is not None:
@@ -613,19 +613,18 @@ def _like(leaf: Any, mode: FakeTensorMode) -> Any:
     return fake
 
 
-# blocks that cannot be regions of their own: what to plan instead -----------------------------------------------------
+# blocks that cannot be regions, and what to plan instead --------------------------------------------------------------
 #
-# A region is known by what it gets and what it returns. A block that returns a generator has not run when it returns;
-# one that reads a tensor of another block's graph out of a side store cannot be looked at alone. What such blocks do
-# belongs to the region around them. Where it is the code around the blocks that decides by values, the smallest module
-# that does so becomes a region itself.
+# A region is known by its arguments and results. A block that returns a generator has not run when it returns; one that
+# reads a tensor of another block's graph from a side store cannot be run alone. Their ops belong to the surrounding
+# region. If the code around the blocks decides by values, the smallest module that does so becomes a region itself.
 
 
 VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class OtherRegions(TraceError):
-    """Raised while a model is traced: it can be, with these ``regions``, or by ``guesses``. The text says why."""
+    """Raised while a model is traced: it can be, with these ``regions``, or by ``guesses``. The message says why."""
 
     def __init__(self, regions: Sequence[str], why: str, *, guesses: bool = False) -> None:
         super().__init__(why)
@@ -634,7 +633,7 @@ class OtherRegions(TraceError):
 
 
 def _refuse_unfit(name: str, trace: RegionTrace, alike: Sequence[str], names: Sequence[str]) -> None:
-    """Raise `OtherRegions` where a block cannot be a region; ``alike``: blocks of its class, of all ``names``."""
+    """Raise `OtherRegions` if a block cannot be a region; ``alike``: blocks of its class, of all ``names``."""
     if trace.entangled:
         raise OtherRegions(
             (),
@@ -650,8 +649,8 @@ def _refuse_unfit(name: str, trace: RegionTrace, alike: Sequence[str], names: Se
 
 @contextlib.contextmanager
 def _values_wanted(root: OpRecorder, names: Sequence[str], *, real: bool, guesses: bool) -> Iterator[None]:
-    """Code around the blocks may ask for values that fake tensors do not have: `OtherRegions` where the module that
-    asks can be a region (there is a ``real`` one to observe), or values can be made up; a `TraceError` elsewhere.
+    """Handle code around the blocks that reads values of fake tensors: `OtherRegions` if the module that reads them can
+    be a region (there is a ``real`` one to observe), or values can be made up; a `TraceError` otherwise.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""Trees of arguments and results, as torch's pytree sees them, and dataclasses that hold tensors taken apart too.
+"""Pytrees of arguments and results, in which dataclasses with tensors are nodes, too.
 
-torch's pytree takes a dataclass for one leaf, unless its author has registered it. A block that returns one would then
-have no tensors. Nothing is registered for classes of other people: other code would see them in another way.
-A `torch.Size` is a leaf here: torch registers it once some of its parts are imported, and puts a tuple back.
+torch's pytree treats a dataclass as one leaf, unless its author has registered it. A block that returns one would then
+have no tensors. Classes of others are not registered here, as that would change other code. A `torch.Size` is a leaf
+here: torch registers it once some of its parts are imported, and restores a tuple.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Opened:
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves, and what `tree_unflatten` needs to put them back."""
+    """Return leaves, and the spec for `tree_unflatten`."""
     leaves, spec = pytree.tree_flatten(tree, _is_size)
     if not any(map(_is_closed, leaves)):
         return leaves, spec
@@ -38,10 +38,10 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def tree_shape(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves, and a hashable value that is equal for trees that are built alike; what a planned call costs hangs on it.
+    """Return leaves, and a hashable value that is equal for trees of one structure; it runs in every planned call.
 
-    Tuples, lists and dicts of tensors and plain values, as most calls have them, are walked here; anything else is
-    left to `tree_flatten`, whose spec is the value then.
+    Tuples, lists and dicts of tensors and plain values, as in most calls, are walked here; others use `tree_flatten`,
+    whose spec is the value then.
     """
     leaves: list[Any] = []
     shape = _shape(tree, leaves)
@@ -59,7 +59,7 @@ def _shape(node: Any, leaves: list[Any]) -> Any:
     else:
         return _OTHER
     for child in inside:
-        if child.__class__ in _ATOMS or isinstance(child, Tensor):  # fakes stand for real ones
+        if child.__class__ in _ATOMS or isinstance(child, Tensor):  # the common types
             leaves.append(child)
             found.append(None)
             continue
@@ -71,7 +71,7 @@ def _shape(node: Any, leaves: list[Any]) -> Any:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Leaves alone."""
+    """Return the leaves alone."""
     if tree.__class__ in _ATOMS:
         return [tree]
     leaves = pytree.tree_leaves(tree, _is_size)
@@ -79,12 +79,12 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with something else in the place of each leaf; dataclasses stay closed."""
+    """Map each leaf of the tree; dataclasses stay closed."""
     return pytree.tree_map(change, tree, is_leaf=_is_size)
 
 
 def op_leaves(*values: Any) -> list[Any]:
-    """What an operator was given or returned: they come in lists, tuples and dicts alone."""
+    """Leaves of an operator's arguments or results, which come only in lists, tuples and dicts."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, list | tuple):
@@ -97,7 +97,7 @@ def op_leaves(*values: Any) -> list[Any]:
 
 
 def op_map(change: Callable[[Any], Any], value: Any) -> Any:
-    """`op_leaves` with something else in the place of each."""
+    """Map the `op_leaves` of a value."""
     if isinstance(value, list | tuple):
         return type(value)([op_map(change, inside) for inside in value])
     if isinstance(value, dict):
