@@ -1,1 +1,1 @@
-"""The very step on fake tensors: its peak of allocated bytes."""
+"""Dry runs: a training step on fake tensors, with its peak of allocated bytes."""

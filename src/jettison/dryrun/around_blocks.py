@@ -1,8 +1,8 @@
-"""Levels of what a model does around its blocks.
+"""Memory levels of the model around its blocks.
 
-The blocks are stubs that cost nothing, so that what is allocated is the root's. Where blocks and root are entangled
-(the root reads what a block left in a side list, such as router logits) a stub would leave too little behind; there
-the blocks run for real and what they are known to hold is taken off.
+The blocks are stubs without memory, so that all allocations are the root's. If blocks and root are entangled (the root
+reads tensors that a block left in a side list, such as router logits) a stub would leave too little; then the blocks
+run for real and their known bytes are subtracted.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class _StubsFallShort(Exception):
-    """A block gets what another one leaves behind, and stubs leave nothing."""
+    """A block gets tensors that another one leaves in Python's state, and stubs leave none."""
 
 
 def is_entangled(trace: ModelTrace) -> bool:
-    """Whether the root reads tensors that reached it by another way than as a block's output."""
+    """Whether the root reads tensors that reached it other than as a block's output."""
     return any(b.source is Source.OUTER and b.index not in trace.root.made for b in trace.root.program.buffers)
 
 
@@ -56,8 +56,8 @@ def dry_run_root(
     """Levels of everything around the blocks under one decision.
 
     Args:
-        plain: levels of each block class with everything kept; used where root and blocks are entangled.
-        through_blocks: they are, although it cannot be seen in the recording.
+        plain: levels of each block class with everything kept; used if root and blocks are entangled.
+        through_blocks: they are, although the recording does not show it.
     """
     count = len(trace.calls)
     if trace.loop.gradients_held:
@@ -110,8 +110,8 @@ def dry_run_root(
 def around_stubs(
     trace: ModelTrace, policy: CheckpointPolicy, dry_step: DryStep, workspace: Workspace | None = None
 ) -> StretchTape | None:
-    """The tape of a step whose blocks are stubs, without its optimizer; None where stubs do not do. What stands around
-    the blocks is as in the step, and takes a small part of its time.
+    """Tape of a step whose blocks are stubs, without its optimizer; None if stubs do not suffice. Its levels around the
+    blocks are those of the step, in a small part of its time.
     """
     if is_entangled(trace):
         return None
@@ -146,7 +146,7 @@ def _gradient_bytes(trace: ModelTrace, call: int) -> int:
 
 
 class _RootLevels:
-    """Notes what is allocated when a block's forward and its backward start, and the peak between blocks.
+    """Records allocated bytes when a block's forward and its backward start, and the peak between blocks.
 
     Args:
         chains: bytes of each call's own inputs and outputs.
@@ -170,11 +170,11 @@ class _RootLevels:
 
 
 def _next_of(calls: Iterator[int]) -> int:
-    """The call that is made.
+    """Return the number of the running call.
 
     Raises:
-        UnsupportedModule: the forward made fewer, and this one comes in backward.
-        _StubsFallShort: it comes in the forward, which goes by Python's state that blocks leave behind.
+        UnsupportedModule: the forward made fewer calls, and this one comes in backward.
+        _StubsFallShort: it comes in the forward, which depends on Python state that blocks leave.
     """
     call = next(calls, None)
     if call is None and torch._C._current_graph_task_id() == -1:
@@ -233,7 +233,7 @@ def _over_blocks(
         call = _next_of(calls)
         current.append(call)
         levels.forward(call)
-        if call == 0:  # when the gradient of the first block's input is there, the blocks' backward is over
+        if call == 0:  # once the gradient of the first block's input exists, the blocks' backward is over
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(lambda _gradient: levels.counter.reset_peak())
@@ -245,7 +245,7 @@ def _over_blocks(
         if first is not None:
             first.register_hook(lambda _gradient: levels.backward(call))
 
-    for listener in (before, after):  # no change to the model that a guard would notice
+    for listener in (before, after):  # guards must not take them for a change of the model
         setattr(listener, "of_a_region", True)  # noqa: B010
     modules = [trace.fake_model.get_submodule(name) for name in names]
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]

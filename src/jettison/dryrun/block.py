@@ -1,4 +1,4 @@
-"""Levels of one call of one module: what it leaves allocated, and how high its forward and its backward rise."""
+"""Memory levels of one call of one module: bytes left allocated, and peaks of its forward and backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jettison.solve.problem import RegionOption
 
 
 class BlockLevels(NamedTuple):
-    """Bytes of one call. ``lasting_bytes`` of the resident ones outlive its backward: what it put into a cache."""
+    """Bytes of one call. ``lasting_bytes`` of the resident ones outlive its backward, as in a cache."""
 
     resident_bytes: int
     forward_peak_bytes: int
@@ -44,12 +44,12 @@ def dry_run_block(
     seconds: float,
     workspace: Workspace | None = None,
 ) -> RegionOption:
-    """Levels of one block under one policy, with the program that is known of it."""
+    """Levels of one block under one policy, with its recorded program."""
     module = trace.fake_model.get_submodule(cls.example)
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
     with contextlib.ExitStack() as stack:
         stack.enter_context(context_of(trace, module))
-        stack.enter_context(as_signed(cls.signature[1]))  # the model may switch autocast on around its blocks
+        stack.enter_context(as_signed(cls.signature[1]))  # the model may enable autocast around its blocks
         stack.enter_context(quiet_gc())
         region = PlannedForward(module, cls.example, policy, how=Check(trace.loop.check))
         stack.callback(region.remove)
@@ -58,7 +58,7 @@ def dry_run_block(
         hold_gradients(trace, module)
         try:
             levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
-        except (LookupError, AttributeError) as error:  # of code that knows a fake tensor from a real one
+        except (LookupError, AttributeError) as error:  # of code that distinguishes fake tensors from real ones
             raise TraceError(
                 f"blocks like {cls.example} ran on the batch itself, and cannot run on tensors without values "
                 f"({type(error).__name__}: {error}); leave them out with regions=[...]"
@@ -69,7 +69,7 @@ def dry_run_block(
 def block_levels(
     module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None, device: str | None
 ) -> BlockLevels:
-    """Those of one call of a module, as it is now, on arguments like these. Leaves it without gradients."""
+    """Levels of one call of a module in its present state, on arguments like these. Leaves it without gradients."""
     leaves, spec = tree_flatten(opaque_copy(call))
     outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
     counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace, device=device)
@@ -91,7 +91,7 @@ def block_levels(
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), roughly(module):
             loss.backward()
         backward_peak = counter.peak_bytes - before
-        del loss  # but not what is stored: the caller has it
+        del loss  # but not its storage, which the caller has
         module.zero_grad(set_to_none=True)
         lasting = max(0, counter.live_bytes - start + held)
         del stored
@@ -99,9 +99,9 @@ def block_levels(
 
 
 def given_to_block(leaves: list[Any], shared: set[int]) -> list[Any]:
-    """Leaves like these, to be owned by the call alone but for the shared ones."""
+    """Leaves like these, owned by the call alone except for the shared ones."""
     given: list[Any] = []
-    together: dict[int, list[int]] = {}  # storage -> positions of what is made in it
+    together: dict[int, list[int]] = {}  # storage -> positions of leaves made in it
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and (position in shared or not has_gradients(leaf.dtype)):
             given.append(leaf.detach().requires_grad_(leaf.requires_grad))
@@ -120,7 +120,7 @@ def given_to_block(leaves: list[Any], shared: set[int]) -> list[Any]:
 
 
 class _FromNowhere(torch.autograd.Function):
-    """Tensors from nowhere, whose gradients go nowhere."""
+    """Tensors without a source, whose gradients are discarded."""
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, refs: list[TensorRef], trained: list[bool], device: Any) -> tuple[Tensor, ...]:
@@ -136,16 +136,16 @@ class _FromNowhere(torch.autograd.Function):
 
 
 def forward_alone(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:
-    """Run the block on arguments that nobody else holds; what comes back is a scalar over its outputs, and what it
+    """Run the block on arguments that nothing else references; return a scalar over its outputs, and tensors that it
     left in lists and dicts among its arguments.
     """
     args, kwargs = box.pop()
     given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
     with torch.enable_grad():
-        output = module.forward(*args, **kwargs)  # as it was recorded: hooks have had their turn with the arguments
+        output = module.forward(*args, **kwargs)  # as it was recorded: hooks have seen the arguments before
         stored = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in given]
         wanted = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        # a block that is left out hands its arguments on, which may want no gradients
+        # a skipped block returns its arguments, which may require no gradients
         return _ScalarOf.apply(*wanted) if wanted else torch.zeros((), requires_grad=True), stored
 
 
@@ -174,7 +174,7 @@ def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
 
 
 def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int, Any]:
-    """One forward and backward of a model; peak bytes of each, and the output if the training loop holds it."""
+    """Run one forward and backward of a model; peak bytes of each, and the output if the loop references it."""
     counter.reset_peak()
     counter.phase("forward", first=True)
     with torch.enable_grad():
@@ -191,8 +191,8 @@ def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) ->
 
 
 def with_memory_of_their_own(gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Gradients that share theirs with no other one. Such a one may hold more than it shows: of a parameter that a
-    batch of one row is expanded from autograd keeps a view of what that gradient was a part of.
+    """Copy gradients that share memory with another one. Such a gradient may hold more than it shows: for a parameter
+    expanded from a batch of one row, autograd keeps a view of a larger gradient.
     """
     alone = {p: storage_of(parts_of(g)[-1]) for p, g in gradients.items() if type(g) is FakeTensor}
     times = Counter(alone.values())
@@ -202,10 +202,10 @@ def with_memory_of_their_own(gradients: Mapping[nn.Parameter, Tensor]) -> dict[n
 def hold_gradients(
     trace: ModelTrace, module: nn.Module, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
 ) -> None:
-    """Gradients where the loop has them when its forward starts. Call it in the trace's context.
+    """Allocate the gradients that the loop has when its forward starts. Call it in the trace's context.
 
     Args:
-        left: those that a step was seen to leave.
+        left: the gradients that a step was seen to leave.
     """
     if trace.loop.gradients_held:
         for parameter in module.parameters():

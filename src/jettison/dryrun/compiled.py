@@ -1,10 +1,10 @@
-"""Compiled blocks, compiled and measured: what their graphs leave to choose from, and what each choice takes.
+"""Compiled blocks, compiled and measured: the buffers that a policy can choose from, and bytes and seconds per choice.
 
-A compiled block has no ops that a dry run could follow: which buffers its wrapper allocates, reuses and frees is
-Inductor's affair, and hangs on fusion. So every choice is compiled once for each class of blocks and run on real
-tensors like those of the step; its bytes are the allocator's, its seconds the least of some runs, taken in turn with
-the other choices. The block that runs is a copy that shares the model's parameters: gradients, buffers and random
-numbers of the model are left as they were.
+A compiled block has no ops that a dry run could follow: Inductor decides which buffers its wrapper allocates, reuses
+and frees, depending on fusion. So every choice is compiled once for each class of blocks and run on real tensors like
+those of the step; its bytes are the allocator's, its seconds the minimum of several runs that alternate with the other
+choices. The block that runs is a copy that shares the model's parameters: gradients, buffers and random numbers of the
+model are unchanged.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from jettison.runtime.compiled import compiled, first_lines, looking, one_graph,
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import RegionOption, SentTensor
 
-WARM_UPS = 2  # the first compiles, the second makes what libraries keep
+WARM_UPS = 2  # the first compiles, the second fills caches of libraries
 ROUNDS = 5
-TIMED_SECONDS = 4.0  # for all choices together: short ones are repeated more often, as they waver more
+TIMED_SECONDS = 4.0  # for all choices together: short ones are repeated more often, as they vary more
 MOST_ROUNDS = 40
-NOISE = 0.03  # of the least of some rounds, on a machine that others use
-LEAST_SECONDS = 1e-9  # of what keeps less, so that more is kept where it is as fast
+NOISE = 0.03  # of the minimum of some rounds, on a machine that others use
+LEAST_SECONDS = 1e-9  # of a choice that keeps less, so that more is kept if it is as fast
 
 Run = Callable[[], None]
 
@@ -48,7 +48,7 @@ Run = Callable[[], None]
 class MeasuredChoice(NamedTuple):
     """Bytes of one call, as `dryrun.block.BlockLevels`, and seconds of its forward and backward.
 
-    ``saved``: by buffer of the program, tensors that could wait on the host, where that was asked for.
+    ``saved``: by buffer of the program, tensors that could be offloaded, if requested.
     """
 
     resident_bytes: int
@@ -60,7 +60,7 @@ class MeasuredChoice(NamedTuple):
 
 
 def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> CompiledProgram:
-    """What Inductor has of a block before it decides what to save.
+    """Inductor's program of a block before it chooses what to save.
 
     Raises:
         TraceError: torch cannot make one graph of it.
@@ -69,7 +69,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
 
     from jettison.runtime.partition import Partition, watching_splits
 
-    def split_only(graph: Any, inputs: Any) -> Any:  # a new function each time: nothing is had from dynamo's cache
+    def split_only(graph: Any, inputs: Any) -> Any:  # a new function each time: dynamo's cache must not have it
         patches = {**dict(settings.options), "custom_partitioner_fn": Partition(KeepAll())}
         return compile_fx(graph, inputs, inner_compile=_uncompiled, config_patches=patches)
 
@@ -78,7 +78,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
         block.module.forward = one_graph(block.module.forward, backend=split_only)
         try:
             block.run()
-        except Exception as error:  # whatever dynamo, Inductor or the block say
+        except Exception as error:  # dynamo, Inductor or the block may raise anything
             raise TraceError(first_lines(error)) from error
     if len(seen) != 1:
         raise TraceError(f"{len(seen)} graphs with a backward came of it; expected one")
@@ -86,7 +86,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
 
 
 _MEASURED: dict[Any, MeasuredChoice] = {}
-"""Of this process: the same choice has the same levels whenever it is asked for."""
+"""Measured choices of this process: the same choice always has the same levels."""
 
 
 def measure_choices(
@@ -100,7 +100,7 @@ def measure_choices(
     """Levels of every choice for a class of compiled blocks, by its key.
 
     Args:
-        may_move: what is saved is looked at as well, and passes hooks.
+        may_move: saved tensors are examined as well, and pass hooks.
     """
     assert cls.compiled is not None
     shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
@@ -132,7 +132,7 @@ def _measured(
         with staying() if may_move else contextlib.nullcontext():
             bytes_of[key] = block.levels()
     progress(f"timing blocks like {cls.example}")
-    seconds = dict.fromkeys(forwards, float("inf"))  # the least of each, in turn
+    seconds = dict.fromkeys(forwards, float("inf"))  # the minimum of each, in turn
     began = time.perf_counter()
     for done in range(MOST_ROUNDS):
         if done >= ROUNDS and time.perf_counter() - began > TIMED_SECONDS:
@@ -162,7 +162,7 @@ class _CompiledBlock:
             phase()
 
     def saved(self) -> dict[int, SentTensor]:
-        """What a forward saves that could wait on the host."""
+        """Tensors that a forward saves and that could be offloaded."""
         leaves, spec = tree_flatten(opaque_copy(self.call))
         given = given_to_block(leaves, self.shared)
         held = (leaf for p, leaf in enumerate(given) if isinstance(leaf, Tensor) and (p in self.shared or leaf.is_leaf))
@@ -173,7 +173,7 @@ class _CompiledBlock:
         return found.alone(alive, given, tree_leaves(output))
 
     def seconds(self) -> float:
-        """Of a forward and a backward; on one thread the thread's own, which others on the machine do not lengthen."""
+        """Seconds of a forward and a backward; on one thread its CPU time, which other processes do not lengthen."""
         clock = time.thread_time if self.device is None and torch.get_num_threads() == 1 else time.perf_counter
         forward, backward, end = self._phases()
         self._wait()
@@ -192,7 +192,7 @@ class _CompiledBlock:
         return resident, forward_peak, backward_peak, max(0, resident + freed + left)
 
     def _phases(self) -> tuple[Run, Run, Run]:
-        """The parts of a run: forward, backward, and the end, after which nothing is left but what lasts."""
+        """The phases of a run: forward, backward, and the end, after which only lasting bytes are left."""
         leaves, spec = tree_flatten(opaque_copy(self.call))
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter) if self.held and parameter.requires_grad else None
@@ -213,7 +213,7 @@ class _CompiledBlock:
         return forward, backward, end
 
     def _during(self, run: Run) -> tuple[int, int]:
-        """Bytes that are there after it and were not before, and the most that there were meanwhile."""
+        """Bytes that a phase leaves allocated, and its peak."""
         if self.device is None:
             live = peak = 0
             for delta in allocation_deltas(run):
@@ -234,7 +234,7 @@ class _CompiledBlock:
 
 @contextmanager
 def _alone(trace: ModelTrace) -> Iterator[None]:
-    """Under the switches of the trace; random generators come out as they went in."""
+    """Set the switches of the trace; random generators are restored afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices), as_signed(trace.root_signature[1]), torch.enable_grad():
         yield
@@ -242,7 +242,7 @@ def _alone(trace: ModelTrace) -> Iterator[None]:
 
 def _copy_of(trace: ModelTrace, name: str) -> nn.Module:
     """The block with real tensors: the model's own parameters, with gradients of their own, and copies of its buffers;
-    made up where the model has no values.
+    made up if the model has no values.
     """
     fake = trace.fake_model.get_submodule(name)
     real = dict(_tensors(trace.real.get_submodule(name))) if trace.real is not None else {}
@@ -263,7 +263,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
-    """In the place of Inductor's compiler of one graph."""
+    """Replacement of Inductor's compiler of one graph."""
 
     def boxed(given: list[Any]) -> Any:
         values = list(given)
@@ -275,11 +275,11 @@ def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
 
 
 def seconds_of_levels(levels: Mapping[str, MeasuredChoice]) -> dict[str, float]:
-    """Of a forward and a backward, by choice, from the fewest bytes on. ``levels`` come in that order.
+    """Seconds of a forward and a backward, by choice, from the fewest bytes on. ``levels`` come in that order.
 
-    Timings waver: one that keeps less is taken to be the faster one only where it is so by more than `NOISE`. (Reading
-    masks and sums from memory can cost more than making them again.) Those that take the same bytes, which Inductor
-    made the same of, are as fast as the fastest.
+    Timings vary: a choice that keeps less only counts as faster if it is so by more than `NOISE`. (Reading masks and
+    sums from memory can cost more than recomputing them.) Choices with equal bytes, for which Inductor made the same
+    code, are as fast as the fastest.
     """
     fastest: dict[tuple[int, ...], float] = {}
     for level in levels.values():
@@ -294,7 +294,7 @@ def seconds_of_levels(levels: Mapping[str, MeasuredChoice]) -> dict[str, float]:
 
 
 def options_of_levels(levels: Mapping[str, MeasuredChoice]) -> tuple[RegionOption, ...]:
-    """What the solver is given: seconds are those beside the fastest choice."""
+    """Options for the solver, with seconds in excess of the fastest choice."""
     seconds = seconds_of_levels(levels)
     least = min(seconds.values())
     return tuple(

@@ -1,27 +1,27 @@
-"""Peaks of planned steps: each dry-run whole, or put together from stretches of steps that were.
+"""Peaks of planned steps, each dry-run completely or composed of stretches of earlier dry runs.
 
-One choice is dry-run whole. Where many are asked for, as in a sweep of budgets, most of what a step does was seen
+A single choice is dry-run completely. If many are needed, as in a sweep of budgets, most parts of a step were seen
 before: the same block under the same policy, in another place. A dry run of a mixture, in which every block has another
-policy, shows many of them at once. The first step that is put together is dry-run whole as well, and must be the same
-in every level.
+policy, shows many of them at once. The first composed step is also dry-run completely, and must be equal in every
+level.
 
-NOTE [ What may be put together ]
-A stretch inside a call (`dryrun.tape`) is taken to depend on that call's own label alone: its block's policy, and its
-place in a run of blocks. What else it could depend on is looked at, in every step that is recorded:
+NOTE [ What may be composed ]
+A stretch inside a call (`dryrun.tape`) is assumed to depend on that call's own label alone: its block's policy, and its
+place in a run of blocks. Other possible dependencies are checked in every step that is recorded:
 
-- where shared storages die follows from who lets go of them (NOTE [ Who lets go of a block's tensors ]), and is
-  compared with where they died;
-- what a call leaves behind that dies around the blocks (weights that autocast had cast) is the call's;
-- every other storage that dies in another call than the one it was made in, or was made around the blocks and dies in
-  a call, must do so in every step: same places, same bytes;
-- blocks are alike where their stretches are equal in the first step, in which all keep everything; a stretch that is
-  met twice under one label must be the same to the byte, whichever of them ran it and whatever was beside it;
-- the order of stretches, and what calls are given and return, must be the same in all steps.
+- the place where a shared storage is freed follows from who drops references to it (NOTE [ Who lets go of a block's
+  tensors ]), and is compared with the real one;
+- tensors that a call leaves and that are freed around the blocks (weights that autocast had cast) are the call's;
+- every other storage that is freed in another call than the one it was made in, or was made around the blocks and is
+  freed in a call, must do so in every step: same places, same bytes;
+- blocks are equivalent if their stretches are equal in the first step, in which all keep everything; a stretch that
+  occurs twice under one label must be equal to the byte, whichever of them ran it and whatever ran around it;
+- the order of stretches, and the arguments and results of calls, must be the same in all steps.
 
-What stands around the blocks depends on its own label, and the optimizer on none. A step whose blocks are stubs shows
-it in a small part of the time, once such a step was seen to be equal to what a whole one showed.
+The part around the blocks depends on its own label, and the optimizer on none. A step whose blocks are stubs shows it
+in a small part of the time, once such a step was equal to a complete one.
 
-Whatever fails ends the putting together, and says why: from then on every step is dry-run whole.
+Any failure ends composition, with its reason: from then on every step is dry-run completely.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from jettison.ledger.levels import StepLevels
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 
 Label = Any
-"""A call's policy and its place in a run of blocks, or the policy around the blocks; anything that can be hashed."""
+"""A call's policy and its place in a run of blocks, or the policy around the blocks; anything hashable."""
 OPTIMIZER: Final = "optimizer"
 ALIKE: Final = 2
-"""Blocks of a kind, on average, from which on a mixture shows more than the choice itself."""
+"""Average number of equivalent blocks above which a mixture shows more than the choice itself."""
 Fates = Mapping[tuple[Place | None, Place], "Counter[int]"]
-"""Bytes of storages by where they were made and where they died."""
+"""Bytes of storages by where they were made and where they were freed."""
 
 
 class StretchPiece(NamedTuple):
-    """A stretch as if no shared storage died in it: levels above its start, what it leaves, and before which level it
-    lets go of shared storages for the last time (in a call by role, else by storage).
+    """A stretch as if no shared storage were freed in it: levels above its start, bytes that it leaves, and the level
+    before which it drops its last reference to each shared storage (in a call by role, else by storage).
     """
 
     levels: tuple[int, ...]
@@ -60,7 +60,7 @@ class StretchPiece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPolicies:
-    """Labels of a step; of a run of blocks that hold one input, what one does depends on all of them."""
+    """Labels of a step; in a run of blocks that hold one input, each depends on all of them."""
 
     root: Label
     calls: tuple[Label, ...]
@@ -81,7 +81,7 @@ class StepPolicies:
 
 @dataclass(frozen=True, kw_only=True)
 class _Outline:
-    """What all steps have in common; ``alike``: by call, equal numbers for calls that stand for each other."""
+    """Common properties of all steps; ``alike``: by call, equal numbers for equivalent calls."""
 
     places: list[Place]
     touched: list[dict[SharedKey, tuple[int, int]]]
@@ -91,11 +91,11 @@ class _Outline:
 
 
 class _CannotBeComposed(Exception):
-    """Steps of this model cannot be put together."""
+    """Steps of this model cannot be composed."""
 
 
 def why_whole(trace: ModelTrace, dry_step: DryStep, *, offloads: bool) -> str:
-    """Why steps of this kind are not put together; empty where they may be."""
+    """Reason why steps of this kind are not composed; empty if they may be."""
     names = [call.name for call in trace.calls]
     if not isinstance(dry_step, OneBatch):
         return "the step is somebody's own"
@@ -113,8 +113,8 @@ class Judge:
     """Peaks of one model's steps.
 
     Args:
-        problem: why every step is dry-run whole; empty where steps are put together.
-        offers: by class of blocks, policies that may be asked for, most likely first.
+        problem: reason why every step is dry-run completely; empty if steps are composed.
+        offers: by class of blocks, policies that may be requested, most likely first.
     """
 
     trace: ModelTrace
@@ -127,8 +127,8 @@ class Judge:
     _dying: dict[Label, dict[SharedKey, int]] = field(default_factory=dict)  # bytes of shared storages, by root
     _behind: dict[Hashable, list[tuple[Place, int, int]]] = field(default_factory=dict)  # where, level, bytes
     _proven: bool = False
-    _stubs: bool | None = None  # whether steps over stubs show what is around the blocks; None: nobody has tried
-    _last_root: CheckpointPolicy | None = None  # of a whole step in which something around the blocks was dropped
+    _stubs: bool | None = None  # whether steps over stubs show the part around the blocks; None: not tried yet
+    _last_root: CheckpointPolicy | None = None  # of a complete step in which something around the blocks was dropped
 
     def whole(self, part: ModulePolicy) -> StepPeaks:
         """Dry-run a step."""
@@ -144,7 +144,7 @@ class Judge:
         return found
 
     def step(self, part: ModulePolicy) -> StepPeaks:
-        """Put a step together if possible; else dry-run it."""
+        """Compose a step if possible; else dry-run it."""
         if self.problem:
             return self.whole(part)
         labels = StepPolicies.of(part)
@@ -168,7 +168,7 @@ class Judge:
         return seen
 
     def compose(self, labels: StepPolicies) -> StepPeaks | None:
-        """The step under these labels; None where pieces of it were not seen."""
+        """The step under these labels; None if pieces of it were not seen."""
         first = self._first
         if self.problem or first is None or labels.root not in self._dying or self._missing(labels):
             return None
@@ -207,26 +207,26 @@ class Judge:
             composed=True,
         )
 
-    # what was seen ----------------------------------------------------------------------------------------------------
+    # seen stretches ---------------------------------------------------------------------------------------------------
 
     def _key(self, place: Place, labels: StepPolicies) -> Hashable:
-        """Equal for stretches that are taken to be equal."""
+        """Key that is equal for stretches that are assumed to be equal."""
         if not place.inside:
             return (None if place.phase == OPTIMIZER else labels.root), place
         assert self._first is not None
         return self._first.alike[place.call], labels.calls[place.call], place.phase, place.again
 
     def _missing(self, labels: StepPolicies) -> list[int]:
-        """Calls of which some piece was not seen under their label."""
+        """Calls with a piece that was not seen under their label."""
         assert self._first is not None
         inside = (place for place in self._first.places if place.inside)
         return sorted({place.call for place in inside if self._key(place, labels) not in self._pieces})
 
     def _record(self, tape: StretchTape, labels: StepPolicies) -> None:
-        """Take a step apart that was dry-run.
+        """Cut a step that was dry-run into pieces.
 
         Raises:
-            _CannotBeComposed: it contradicts what was seen.
+            _CannotBeComposed: it contradicts an earlier step.
         """
         if tape.problem:
             raise _CannotBeComposed(tape.problem)
@@ -268,7 +268,7 @@ class Judge:
                 raise _CannotBeComposed(f"what block {tape.names[call]} leaves behind hangs on other blocks")
 
     def _see_around(self, root: CheckpointPolicy) -> None:
-        """Take a step over stubs apart. One whose root was seen in a whole step says what stubs are worth."""
+        """Cut a step over stubs into pieces. If its root was also in a complete step, the two are compared."""
         tape = self.pricing.known(lambda workspace: around_stubs(self.trace, root, self.dry_step, workspace))
         first = self._first
         assert first is not None, "whole steps come first"
@@ -286,7 +286,7 @@ class Judge:
             self._pieces |= pieces
 
     def _mixture(self, part: ModulePolicy, labels: StepPolicies) -> ModulePolicy | None:
-        """A step that shows what is missing of another, and more; None where that is shown best by itself."""
+        """A step that shows the missing pieces of another, and more; None if that is best done by itself."""
         alike = range(len(labels.calls)) if self._first is None else self._first.alike
         missing = list(alike) if self._first is None else self._missing(labels)
         kinds: dict[int, list[int]] = {}
@@ -306,14 +306,14 @@ class Judge:
 
 
 def _to_and_fro(labels: Sequence[Label]) -> Iterator[Label]:
-    """Again and again, so that each comes beside others."""
+    """Cycle back and forth, so that each label comes next to others."""
     while labels:
         yield from labels
         yield from reversed(labels)
 
 
 def _last(outline: _Outline, pieces: Sequence[StretchPiece]) -> dict[SharedKey, tuple[int, int]]:
-    """By shared storage, the stretch and the level at which somebody lets go of it for the last time."""
+    """By shared storage, the stretch and the level of its last reference."""
     found: dict[Hashable, tuple[int, int]] = {}
     roles: list[dict[Hashable, SharedKey]] = [{role: key for key, role in of.items()} for of in outline.touched]
     for number, (place, piece) in enumerate(zip(outline.places, pieces, strict=True)):
@@ -346,7 +346,7 @@ def _pieces_of(tape: StretchTape) -> Iterator[StretchPiece]:
 
 
 def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[StretchPiece]) -> tuple[int, ...]:
-    """By call, equal numbers where blocks of one class do the same."""
+    """By call, equal numbers for blocks of one class with equal pieces."""
     seen: list[list[Hashable]] = [[name] for name in classes]
     for place, piece in zip(places, pieces, strict=True):
         if place.inside:
@@ -356,8 +356,8 @@ def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[Str
 
 
 def _fates(tape: StretchTape) -> tuple[Fates, list[list[tuple[Place, int, int]]]]:
-    """Storages that more than one call may have a say in, or a call and what is around it; and by call, what it leaves
-    behind: where that dies around the blocks, before which level there, and its bytes.
+    """Storages that depend on more than one call, or on a call and the part around it; and by call, storages that it
+    leaves: where they are freed around the blocks, before which level there, and their bytes.
     """
     found: dict[tuple[Place | None, Place], Counter[int]] = {}
     behind: list[list[tuple[Place, int, int]]] = [[] for _ in tape.names]
@@ -375,7 +375,7 @@ def _fates(tape: StretchTape) -> tuple[Fates, list[list[tuple[Place, int, int]]]
 
 
 def _is_due(tape: StretchTape, born: int, died: Stretch) -> bool:
-    """Whether a call's forward has left this behind, for what is around the blocks to let go of, and not at once."""
+    """Whether a call's forward has left this for the part around the blocks to free, later."""
     if born == NOBODY or died.place.inside:
         return False
     made = tape.stretches[born].place

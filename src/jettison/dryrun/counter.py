@@ -1,9 +1,9 @@
-"""Bytes allocated by a training step, counted two independent ways.
+"""Bytes allocated by a training step, counted in two independent ways.
 
-`AllocationCounter` is a dispatch mode: it sees every storage that an operator returns and follows it to its true death,
-on real tensors and on fake ones. `measured_peak` (in `peak.py`) asks the allocator itself. Where the allocator reports
-more, the difference is workspace that kernels take and give back inside one call, which no dispatch mode can see:
-`measure_ops` (in `ops.py`) measures it, and the counter adds it through its `workspace` argument.
+`AllocationCounter` is a dispatch mode: it sees every storage that an operator returns and follows it until it is freed,
+on real tensors and on fake ones. `measured_peak` (in `peak.py`) asks the allocator itself. If the allocator reports
+more, the difference is workspace that kernels allocate and free inside one call, which no dispatch mode can see:
+`measure_ops` (in `op_costs.py`) measures it, and the counter adds it through its `workspace` argument.
 
 NOTE [Following a storage to its death]. `Tensor.untyped_storage()` always returns the same Python object for one C++
 storage, and while C++ holds the storage that object is preserved with its weak references intact. A weak reference to
@@ -64,7 +64,7 @@ _STATE = "generator state"
 
 @dataclass(frozen=True, kw_only=True)
 class ByteMark:
-    """One named point of a step: bytes live there, and the peak since the mark before."""
+    """One named point of a step: bytes live there, and the peak since the previous mark."""
 
     name: str
     live_bytes: int
@@ -73,10 +73,10 @@ class ByteMark:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationEvent:
-    """A storage's birth (positive) or death (negative), the operator that returned it, and bytes live afterwards.
+    """A storage's allocation (positive) or free (negative), the operator that returned it, and bytes live afterwards.
 
-    Storages are numbered as they are met; one that is resized changes more than twice. ``phase`` is what `phase` of the
-    counter said last.
+    Storages are numbered in order of appearance; one that is resized changes more than twice. ``phase`` is the
+    counter's at that time.
     """
 
     operator: str
@@ -89,11 +89,11 @@ class AllocationEvent:
 @dataclass(slots=True)
 class _CountedStorage:
     bytes: int
-    operator: Any  # or a word for where it came from
+    operator: Any  # or the name of its origin
     node: int
     number: int
     weak: Any = None
-    born: int = NOBODY  # in which stretch of a tape
+    born: int = NOBODY  # stretch of the tape that allocated it
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class AllocationCounter(TorchDispatchMode):
     kernels. `static_tensors` exist before the step and count from the start. A storage first met as an operator's input
     (made outside the dispatcher, or before the counter was entered) counts from that moment.
 
-    While it is `blind` nothing is: a recording that happens inside of a step is made of fake tensors, and no memory.
+    While it is `blind` nothing is counted: a recording inside of a step uses fake tensors, and no memory.
     `device` restricts the count to one device type; by default all are counted. `granularity_bytes` rounds each storage
     up; by default as the allocator of that device does. Of an operator of higher order what it is given and returns is
     counted.
@@ -148,7 +148,7 @@ class AllocationCounter(TorchDispatchMode):
         self._mark_peak_bytes = 0
         self._events: list[AllocationEvent] | None = [] if record_events else None
         self._phase = ""
-        self._fakes: QuickFakeMode | None = None  # where only its modes are below
+        self._fakes: QuickFakeMode | None = None  # if only its modes are below
         self._stretches: list[tuple[str, list[int]]] | None = [] if record_levels else None
         self.register(static_tensors)
 
@@ -175,10 +175,10 @@ class AllocationCounter(TorchDispatchMode):
         return self._stretches or []
 
     def phase(self, name: str, *, first: bool = False) -> None:
-        """Levels are of this phase from now on.
+        """Begin a phase: later levels belong to it.
 
         Args:
-            first: those before it are forgotten.
+            first: forget earlier levels.
         """
         self._settle()
         self._phase = name
@@ -191,19 +191,19 @@ class AllocationCounter(TorchDispatchMode):
             self._note(self._live_bytes)
 
     def enters(self, block: str, given: Any) -> None:
-        """A block is called, with these arguments; said to the tape."""
+        """Note on the tape that a block is called with these arguments."""
         if self._tape is not None:
             self._settle()
             self._tape.enter(block, leaves_of(given, self._made), self._live_bytes)
 
     def leaves(self, returned: Any) -> None:
-        """It has returned this."""
+        """Note on the tape that it has returned this."""
         if self._tape is not None:
             self._settle()
             self._tape.leave(leaves_of(returned, self._made), self._live_bytes)
 
     def _made(self, tensor: Tensor) -> int | None:
-        """A tensor's storage, if it counts and was not there from the start."""
+        """A tensor's storage, if it counts and did not exist from the start."""
         try:
             key = plain(tensor).untyped_storage()._cdata
         except (NotImplementedError, RuntimeError):
@@ -219,7 +219,7 @@ class AllocationCounter(TorchDispatchMode):
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
-        """Nothing is counted: what runs here is none of the step's."""
+        """Count nothing within the context: its ops are not the step's."""
         before, self.blind = self.blind, True
         try:
             yield
@@ -227,7 +227,7 @@ class AllocationCounter(TorchDispatchMode):
             self.blind = before
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
-        """These are gone, although somebody who watches the run still holds them."""
+        """Count these as freed, although an observer of the run still references them."""
         self._settle()
         for part in (part for tensor in tensors for part in parts_of(tensor)):
             entry = self._storages.pop(part.untyped_storage()._cdata, None)
@@ -235,7 +235,7 @@ class AllocationCounter(TorchDispatchMode):
                 self._change(entry, -entry.bytes)
 
     def reset_peak(self) -> None:
-        """Forget the past: the peak becomes what is alive now."""
+        """Restart the peak from the bytes that are live now."""
         self._settle()
         self._peak_bytes = self._mark_peak_bytes = self._live_bytes
 
@@ -259,7 +259,7 @@ class AllocationCounter(TorchDispatchMode):
         torch.get_rng_state = torch.random.get_rng_state = self._get_state
 
     def _telling(self, get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """A generator's state is a tensor that no operator makes: checkpoints and `fork_rng` hold one."""
+        """Count a generator's state, a tensor that no operator makes: checkpoints and `fork_rng` hold one."""
 
         def get_rng_state() -> Tensor:
             state = get_state()
@@ -272,7 +272,7 @@ class AllocationCounter(TorchDispatchMode):
         return get_rng_state
 
     def _take_over(self, tensor: Any) -> None:
-        """What `detach` makes of a state stands for it: on fake tensors it is another storage."""
+        """Count the result of `detach` on a state instead of it: on fake tensors it is another storage."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:  # a sparse one has several
             return
         key = tensor.untyped_storage()._cdata
@@ -282,7 +282,7 @@ class AllocationCounter(TorchDispatchMode):
             self._change(entry, -entry.bytes)
 
     def _resizing(self, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        """FSDP2 empties the storages of gathered parameters and fills them again, which no operator tells."""
+        """Count resizes: FSDP2 frees the storages of all-gathered parameters and refills them without an operator."""
 
         def resize_(storage: Any, nbytes: int) -> Any:
             if self._withheld is not None:
@@ -433,7 +433,7 @@ class AllocationCounter(TorchDispatchMode):
             or not _is_dense(operand)
         ):
             return None
-        if operand._is_view():  # its base is alive, and the engine not alone with the storage
+        if operand._is_view():  # its base is alive, so the engine is not the only owner of the storage
             return None
         key = operand.untyped_storage()._cdata
         entry = self._storages.get(key)
@@ -475,8 +475,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 @contextmanager
 def quiet_gc() -> Iterator[None]:
-    """Collect first, and not in the middle: deaths by the cycle collector come at times that no plan can know."""
-    gc.collect(1)  # what an earlier dry run left behind is young: none is collected while one runs
+    """Collect garbage first, and not during the run: when the collector frees something is not part of a plan."""
+    gc.collect(1)  # garbage of an earlier dry run is young: none is collected while one runs
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -488,9 +488,9 @@ def quiet_gc() -> Iterator[None]:
 
 # numbers --------------------------------------------------------------------------------------------------------------
 #
-# Tensors that numbers become beside tensors, as in ``x * 0.5``: 8 bytes on the CPU, that no operator makes and no
-# saved-tensor hook is asked about. A factor stays until its node of autograd has run; where a graph goes without a
-# backward, nobody says so, and its factors stay counted.
+# Tensors made of numbers in ops with tensors, as in ``x * 0.5``: 8 bytes on the CPU, which no operator allocates and no
+# saved-tensor hook sees. A factor stays until its node of autograd has run; if a graph is freed without a backward,
+# nothing reports it, and its factors stay counted.
 
 
 NO_NODE = -2
@@ -506,21 +506,21 @@ def current_node() -> int:
 
 
 class KeptNumbers:
-    """Those that nodes keep, by the number of their node; told of every op in turn."""
+    """Numbers that nodes keep, by the number of their node; notified of every op in turn."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, int] = {}
         self._node = NO_NODE
 
     def freed_by(self, node: int) -> int:
-        """Bytes that are let go of, now that an op of another node runs."""
+        """Bytes that are freed when an op of another node runs."""
         if node == self._node:
             return 0
         last, self._node = self._node, node
         return self._bytes.pop(last, 0)
 
     def kept_by(self, func: Any, args: tuple[Any, ...], nbytes: int) -> int:
-        """Of the bytes of an op's number, those that stay with the node which was just made for it."""
+        """Bytes of an op's number that the node just made for it keeps."""
         if not nbytes or func not in _KEPT or not torch.is_grad_enabled() or not args[0].requires_grad:
             return 0
         self._bytes[torch._C._autograd._get_sequence_nr() - 1] = nbytes
@@ -528,7 +528,7 @@ class KeptNumbers:
 
 
 def number_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes of the tensor that an op's second operand becomes; 0 where it is a tensor, or stays a number."""
+    """Bytes of the tensor that an op's second operand becomes; 0 if it is a tensor, or stays a number."""
     if len(args) < 2 or not isinstance(args[1], int | float | complex):
         return 0
     if not isinstance(func._schema.arguments[1].type, torch.TensorType):
@@ -552,7 +552,7 @@ def unique_bytes(tensors: Iterable[Tensor]) -> int:
 def static_tensors(
     model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[Tensor, ...]:
-    """What is alive before a step: parameters, their gradients, buffers, the optimizer's state, the batch."""
+    """Tensors that are alive before a step: parameters, their gradients, buffers, the optimizer's state, the batch."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
@@ -560,14 +560,14 @@ def static_tensors(
     return (*parameters, *gradients, *model.buffers(), *others)
 
 
-# what an allocator holds beside them ----------------------------------------------------------------------------------
+# other memory of an allocator -----------------------------------------------------------------------------------------
 
 
 def elsewhere_bytes(model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None) -> int:
     """Bytes on the model's CUDA device that are neither its own nor the batch's nor the optimizer's.
 
-    Other models, the workspaces that cuBLAS keeps for each of its handles, and what blocks of the caching allocator are
-    larger than their tensors. All of it counts in ``max_memory_allocated``. 0 on the CPU.
+    Other models, the workspaces that cuBLAS keeps for each of its handles, and the round-up of blocks of the caching
+    allocator. All of it counts in ``max_memory_allocated``. 0 on the CPU.
     """
     tensors = static_tensors(model, batch, optimizer)
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
@@ -582,8 +582,8 @@ def elsewhere_bytes(model: nn.Module, batch: Any = (), optimizer: torch.optim.Op
 
 
 def have_workspaces(device: torch.device) -> None:
-    """Products on this thread and on autograd's, which has handles of its own: what cuBLAS and cuBLASLt keep for each
-    is there from now on. Products that run again in backward are autograd's thread's.
+    """Run matmuls on this thread and on autograd's, which has handles of its own, so that the workspaces of cuBLAS and
+    cuBLASLt are allocated. Matmuls that are recomputed in backward run on autograd's thread.
     """
     if device.type == "cuda":
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
@@ -591,7 +591,7 @@ def have_workspaces(device: torch.device) -> None:
 
 
 class _Products(torch.autograd.Function):
-    """A product with a bias, and one without, in forward and in backward."""
+    """A matmul with a bias, and one without, in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Schedules of `torch.distributed.pipelining` over fake copies of a rank's stages: torch's own, and nothing is sent.
+"""Schedules of `torch.distributed.pipelining` over fake copies of a rank's stages: torch's own, without communication.
 
-What a stage is called with is what the stage before returns. So when a step is first run, ranks tell each other shapes,
-one stage after the other, in the words of their agreement: a rank that fails before it could is heard of there.
+A stage's arguments are the results of the stage before. So at a step's first run, ranks tell each other shapes, one
+stage after the other, as part of their agreement: it also reports a rank that fails before.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ImaginedStage(PipelineStage):
         return self._noted(bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def backward_weight_one_chunk(self, *args: Any, **more: Any) -> Any:
-        """torch 2.11 finds no ``autograd.Function`` of which only Python has a reference between the halves."""
+        """torch 2.11 does not find an ``autograd.Function`` between the halves if only Python references it."""
         try:
             return super().backward_weight_one_chunk(*args, **more)
         except RuntimeError as error:
@@ -66,7 +66,7 @@ class ImaginedStage(PipelineStage):
             ) from error
 
     def _output_slot_is_releasable(self, output: Any) -> tuple[bool, str]:
-        """torch 2.15 lets go of an output once it is sent, if it is a plain tensor, for which a fake one stands."""
+        """torch 2.15 frees an output once it is sent, if it is a plain tensor, for which a fake one stands."""
         if isinstance(self.submod, ImaginedReplica):
             return False, "DistributedDataParallel wants it"
         parent: Any = super()
@@ -82,7 +82,7 @@ class ImaginedStage(PipelineStage):
         return ops
 
     def held(self) -> Iterator[UntypedStorage]:
-        """Memory of the tensors that the watched micro-batch was transferred by and that are alive."""
+        """Live memory of the tensors by which the watched micro-batch was transferred."""
         own = (of_stage.get(self.watched, ()) for of_stage in (self.args_recv_info, self.grad_recv_info))
         kept = (t for infos in own for buffer in _buffers(infos) for t in (buffer, buffer.grad))  # sent or not
         for tensor in itertools.chain(kept, (known() for known in self.transferred)):
@@ -91,13 +91,13 @@ class ImaginedStage(PipelineStage):
 
 
 class _ImaginedTransfer:
-    """Stands for a work of torch's. Until somebody lets go of it, it holds its tensor, as gloo's and NCCL's do."""
+    """Stands for torch's work handle. It references its tensor until it is freed, as gloo's and NCCL's do."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def wait(self) -> None:
-        """Nothing is sent."""
+        """Do nothing: nothing is sent."""
 
 
 class Transfers:
@@ -126,18 +126,18 @@ class Transfers:
         return {storage._cdata: storage.nbytes() for stage in self._stages for storage in stage.held()}
 
     def watch(self) -> list[tuple[ReferenceType[UntypedStorage], int]]:
-        """These storages without holding them, and their bytes."""
+        """Weak references to these storages, and their bytes."""
         storages = {storage._cdata: storage for stage in self._stages for storage in stage.held()}
         return [(weakref.ref(storage), storage.nbytes()) for storage in storages.values()]
 
     def left_bytes(self) -> int:
-        """Bytes that the watched micro-batch's transfers held when the step began its last one, or hold now."""
+        """Bytes of the watched micro-batch's transfers when the step began its last one, or now."""
         return sum((self._last | self.held()).values())
 
 
 @contextlib.contextmanager
 def imagined_transfers(stages: Sequence[ImaginedStage]) -> Iterator[Transfers]:
-    """Steps of torch's schedules in here send nothing. They keep works, and with them tensors, as they do for real."""
+    """Run steps of torch's schedules without communication. They keep works, and with them tensors, as in reality."""
     found, before = Transfers(stages), schedules._batch_p2p
     schedules._batch_p2p = found.begin
     try:
@@ -147,10 +147,10 @@ def imagined_transfers(stages: Sequence[ImaginedStage]) -> Iterator[Transfers]:
 
 
 def send_nothing(schedule: Any, stages: Sequence[ImaginedStage]) -> None:
-    """What stages would ask each other before their first step, they know. They watch a micro-batch in the middle of
-    the step, before and after which there are others.
+    """Give stages the shapes that they would exchange before their first step. They watch a micro-batch in the middle
+    of the step, before and after which there are others.
 
-    torch 2.11 asks nothing of stages that are made with shapes; 2.15 asks nothing over a group that sends nothing.
+    torch 2.11 exchanges nothing for stages that are made with shapes; 2.15 exchanges nothing over a fake group.
     """
     for stage in stages:
         stage.watched = (schedule._n_microbatches - 1) // 2
@@ -165,11 +165,11 @@ def send_nothing(schedule: Any, stages: Sequence[ImaginedStage]) -> None:
 
 
 class ImaginedSchedule:
-    """Stands for a schedule in a step on fake tensors. The pipeline's ranks make it together.
+    """Stands for a schedule in a step on fake tensors. The pipeline's ranks create it together.
 
     Args:
         words: of the pipeline's ranks; None: this rank has all stages.
-        number: of the schedule among the things that the step is given.
+        number: index of the schedule among the arguments of the step.
 
     Raises:
         UnsupportedModule: see `stages_of`.
@@ -181,13 +181,13 @@ class ImaginedSchedule:
         self.real = schedule
         self.stages = stages_of(schedule)
         self.modules = [imagined_copy(stage.submod, mode) for stage in self.stages]
-        self._probes = [fake_copy(stage.submod, mode) for stage in self.stages]  # nobody watches their calls
+        self._probes = [fake_copy(stage.submod, mode) for stage in self.stages]  # whose calls are not watched
         group = self.stages[0].group or distributed.group.WORLD
         self._group = imagined_group(group)
         self._chain = _Chain(words.among(ranks_in(group)) if words is not None else None, number)
         self._made: Any = None
         self._count = 0  # of micro-batches that are run
-        self._left: Tensor | None = None  # as much as the others are received into
+        self._left: Tensor | None = None  # as large as the receive buffers of the omitted micro-batches
         self._sending: list[ImaginedStage] = []
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,13 +201,13 @@ class ImaginedSchedule:
         with imagined_transfers(self._sending) as transfers:
             with _held_by_losses(self._made, transfers) if notes else contextlib.nullcontext([0]) as held:
                 result = self._made.step(*args, **kwargs)
-            if notes:  # what the micro-batches that are not run hold until the step ends
+            if notes:  # tensors that the omitted micro-batches hold until the step ends
                 size = (self.real._n_microbatches - self._count) * (transfers.left_bytes() + held[0])
                 self._left = torch.empty(size, dtype=torch.uint8, device=self.stages[0].device)
         return result
 
     def held(self) -> list[Tensor]:
-        """What stages receive into, which stays from step to step."""
+        """Receive buffers of the stages, which stay from step to step."""
         both = [infos for stage in self._sending for infos in (stage.args_recv_info, stage.grad_recv_info)]
         buffers = [t for infos in both for of_micro_batch in infos.values() for t in _buffers(of_micro_batch)]
         return buffers if self._left is None else [*buffers, self._left]
@@ -244,8 +244,8 @@ class ImaginedSchedule:
         send_nothing(self._made, self._sending)
 
     def _enough(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Micro-batches after which a schedule repeats itself. All of them where it does not, where the last stage puts
-        its outputs together, or where rows are not what a batch is cut by.
+        """Micro-batches after which a schedule repeats itself. All of them if it does not, if the last stage joins its
+        outputs, or if a batch is not split by rows.
         """
         count = self.real._n_microbatches
         together = kwargs.get("return_outputs", True) and any(stage.is_last for stage in self.stages)
@@ -264,15 +264,15 @@ class ImaginedSchedule:
 
 @contextlib.contextmanager
 def _held_by_losses(made: Any, transfers: Transfers) -> Iterator[list[int]]:
-    """Bytes that the loss of a micro-batch, and its graph, hold until a step ends, beside those of its transfers. The
-    one number that ``mse_loss`` returns lies in a storage as large as its input.
+    """Bytes that a micro-batch's loss, and its graph, hold until a step ends, in addition to its transfers. The one
+    number that ``mse_loss`` returns lies in a storage as large as its input.
     """
     found = [0]
     update = made._update_losses
 
     def without_one(*args: Any) -> None:
         losses = made._internal_losses
-        if losses:  # of the last stage
+        if losses:  # only the last stage has some
             number = transfers.watched
             before, transferred = counter.live_bytes, transfers.watch()
             losses[number] = losses[number].new_empty(losses[number].shape)
@@ -289,7 +289,7 @@ def _held_by_losses(made: Any, transfers: Transfers) -> Iterator[list[int]]:
 
 
 def _buffers(infos: Iterable[Any]) -> list[Tensor]:
-    """Tensors that a stage has received into, of what torch knows of those that it is sent."""
+    """Receive buffers of a stage, from torch's infos on them."""
     return [buffer for info in infos if isinstance(buffer := getattr(info, "buffer", None), Tensor)]
 
 
@@ -300,15 +300,15 @@ _AS_MADE = {
     "output_merge_spec": "_output_merge_spec",
     "scale_grads": "scale_grads",
 }
-"""What schedules are made with, by the names under which they keep it; `ScheduleLoopedBFS` takes no chunk specs."""
+"""Constructor arguments of schedules, by their attribute names; `ScheduleLoopedBFS` takes no chunk specs."""
 _OF_THE_SCHEDULE = frozenset({"target", "losses", "return_outputs", "loss_kwargs"})
 
 
 class _Chain:
-    """What stages return, told from rank to rank.
+    """Results of stages, told from rank to rank.
 
     Args:
-        round_: of the pipeline's ranks; None: there is but this one.
+        round_: of the pipeline's ranks; None: there is only this one.
         number: of the schedule.
     """
 
@@ -317,7 +317,7 @@ class _Chain:
         self._own: dict[int, list[tuple[tuple[int, ...], torch.dtype, bool]]] = {}
 
     def tell(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """What a stage returns."""
+        """Tell the other ranks the results of a stage."""
         self._own[index] = [(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs]
         if self._round is not None:
             with unset_fake_temporarily():
@@ -327,7 +327,7 @@ class _Chain:
         """Tensors without memory, like those that a stage returns.
 
         Raises:
-            PlanMismatch: a rank failed, or that of the stage said nothing in time.
+            PlanMismatch: a rank failed, or the stage's rank did not answer in time.
         """
         with unset_fake_temporarily():
             said = self._own.get(index)
@@ -343,7 +343,7 @@ class _Chain:
 
 
 def _on(device: torch.device) -> Any:
-    """Tensors without memory, as fake ones on a stage's device."""
+    """Context in which tensors without memory are fake ones on a stage's device."""
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_meta:
