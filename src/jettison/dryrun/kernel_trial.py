@@ -1,4 +1,4 @@
-"""Running one kernel on made-up values: its seconds, and the bytes that it takes and gives back inside the call.
+"""Trials of one kernel on made-up values: seconds, and the workspace that it allocates and frees inside the call.
 
 Floats are random, integers are zeros (a valid index everywhere), offsets of grouped matmuls split the rows evenly,
 packed sequences are as long as they can be, a mask that rows are put by has as many places as there are rows. A price
@@ -52,7 +52,7 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorMeta:
-        """Of a real or a fake tensor."""
+        """Describe a real or a fake tensor."""
         shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
         return cls(shape, stride, tensor.dtype, str(tensor.device), tensor.is_conj())
 
@@ -65,7 +65,7 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """Of the storage that the strides need."""
+        """Bytes of the storage that the strides need."""
         return self.storage_elements * self.dtype.itemsize
 
 
@@ -95,12 +95,12 @@ class OpRequest:
 
     @property
     def metas(self) -> list[TensorMeta]:
-        """Of its tensors."""
+        """Templates of its tensors."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorMeta)]
 
     @property
     def device(self) -> str:
-        """Where it runs."""
+        """Device that it runs on."""
         named = [str(leaf) for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.device)]
         devices = [meta.device for meta in self.metas]
         return next((device for device in [*devices, *named] if device != "cpu"), "cpu")
@@ -166,7 +166,7 @@ class StandInMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRun:
-    """What running a kernel here gave: `seconds` of one run (the first), and its workspace in bytes."""
+    """Result of running a kernel here: `seconds` of one run (the first), and its workspace in bytes."""
 
     seconds: float
     workspace_bytes: int
@@ -294,7 +294,7 @@ def _has_offsets(request: OpRequest, args: tuple[Any, ...]) -> bool:
 
 
 def _rows(args: tuple[Any, ...]) -> int:
-    """That the offsets of a grouped product divide."""
+    """Number of rows that the offsets of a grouped matmul divide."""
     return int(args[0].shape[-1] if args[1].dim() == 2 else args[0].shape[0])
 
 

@@ -127,7 +127,7 @@ class StandIn:
                 call.moved.append(group.engine.send(flat_bytes(part, 0, part.untyped_storage().nbytes()), group))
 
     def backward(self, call: _StandInCall) -> None:
-        """Of one call."""
+        """Run the backward of one call."""
         if call.group is not None:
             call.group.asked()
         came = [moved.open() for moved in call.moved]

@@ -9,7 +9,7 @@ Seconds may be estimated, bytes may not: a budget is a promise. So every distinc
 whatever that takes, but for large elementwise calls of which smaller ones were seen to take nothing. The deadline
 bounds only the repetitions that make seconds precise; only ops that may be recomputed have those. Where a kernel cannot
 be run its workspace is bounded by the bytes of what it reads and writes (for a convolution: by the unfolded columns),
-and `OpPrice.problem` says so.
+and `OpPrice.problem` has the reason.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ROUGH = replace(UNPRICED, rough=True)
 
 
 _KNOWN: dict[tuple[int, str], OpPrice] = {}
-"""Of this process, by threads and key: kernels take other workspaces on another number of threads."""
+"""Prices of this process, by threads and key: workspaces depend on the number of threads."""
 
 
 def measure_ops(
@@ -162,7 +162,7 @@ def _priced(requests: list[OpRequest]) -> dict[str, OpPrice]:
 
 
 def _bounded(request: OpRequest, problem: str) -> OpPrice:
-    """What a kernel may take at the most, as far as shapes tell: a copy of all that it reads and writes."""
+    """Upper bound of a kernel's workspace, as far as shapes tell: a copy of all that it reads and writes."""
     nbytes = 2 * sum(meta.nbytes for meta in request.metas)
     if "conv" in str(request.func):
         kernels = [meta.shape[2:] for meta in request.metas if len(meta.shape) > 2]
@@ -249,7 +249,7 @@ def _of_one_type(args: tuple[Any, ...]) -> bool:
 
 
 MEASURED_BELOW_BYTES = 2**30
-"""Of parameters: the ops of such a model can be tried where it is planned."""
+"""Bytes of parameters below which a model's ops can be tried where it is planned."""
 
 
 class Pricing:
@@ -272,7 +272,7 @@ class Pricing:
             self._workspace = MeasuredWorkspace(self.prices, measured=True)
 
     def known(self, dry_run: Callable[[MeasuredWorkspace], Figures]) -> Figures:
-        """What a dry run gives once every op that it meets has a price: it is repeated until then."""
+        """Result of a dry run once every op in it has a price: it is repeated until then."""
         found = dry_run(self._workspace)
         for _ in range(ROUNDS):
             if not self.run or not self._workspace.unknown:
@@ -325,7 +325,7 @@ _BY_SHAPE = """
     _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _convolution
 """
-"""What they read and write hangs on shapes alone."""
+"""Ops whose reads and writes depend on shapes alone."""
 
 _BY_INDEX = """
     _unsafe_index _unsafe_index_put bincount bucketize index_add index_copy index_fill index_put index_reduce
@@ -350,7 +350,7 @@ def is_safe(func: Any) -> bool:
 
 @cache
 def has_no_workspace(func: Any) -> bool:
-    """Whether a call can take no memory beside its results: views, giving a tensor another storage or no history, an
+    """Whether a call allocates nothing but its results: views, giving a tensor another storage or no history, an
     optimizer's in-place work over lists, marks of the profiler, questions for a tensor's device, the empty memory of
     dry runs, what talks to other ranks (they may not be asking, and each call names an object of its own).
     """

@@ -79,11 +79,11 @@ class StepPeaks:
 
 
 class DryStep(Protocol):
-    """A training step as somebody's loop has it, on fake tensors of one mode; it may be run again and again."""
+    """A training step of a user's loop, on fake tensors of one mode; it may be run repeatedly."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
-        """What runs under a plan, in the order of the parts."""
+        """Modules that run under a plan, in the order of the parts."""
         ...
 
     @property
@@ -121,7 +121,7 @@ class DryStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePolicy:
-    """How one module of a step is treated.
+    """Policies of one module of a step.
 
     Args:
         policies: by block name.

@@ -77,7 +77,7 @@ class _Shared:
 
 @dataclass(slots=True)
 class Stretch:
-    """What happens at one place.
+    """One stretch of a step.
 
     Args:
         start: its first level.
@@ -130,7 +130,7 @@ class StretchTape:
 
     @property
     def places(self) -> list[Place]:
-        """Of its stretches, in order."""
+        """Places of its stretches, in order."""
         return [stretch.place for stretch in self.stretches]
 
     @property

@@ -51,7 +51,7 @@ Scheduled: TypeAlias = "_PipelineSchedule"
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
 Copies: TypeAlias = "Sequence[nn.Module | ImaginedSchedule]"
-"""What a step is given for its models, and for schedules of a pipeline."""
+"""Stand-ins for the models of a step, and for schedules of a pipeline."""
 _TRANSFORMED: Final = "in torch.func's transforms (grad, vmap, jvp) or under forward-mode AD"
 
 
@@ -111,13 +111,13 @@ class ModelCall:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
         return sum(plain(t).nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor))
 
 
 @dataclass(kw_only=True)
 class ModelUse:
-    """How a step uses one model.
+    """Calls of one model in a step.
 
     Args:
         in_flight: the most calls at a time whose saved tensors are there: between forward and backward, and behind a
@@ -147,7 +147,7 @@ class ModelUse:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenStep:
-    """What a step was seen to do.
+    """Observations of a step.
 
     Args:
         uses: of each module.
@@ -162,7 +162,7 @@ class SeenStep:
 
 @dataclass(kw_only=True)
 class Counted:
-    """What a run of a step on fake tensors allocates.
+    """Allocations of a step's run on fake tensors.
 
     Args:
         levels: see `AllocationCounter.stretches`; what kernels take inside is not among them.
@@ -231,7 +231,7 @@ def observe(
                 raise _without_a_plan(uses) from error
             raise TraceError(
                 f"step= failed on tensors without values ({type(error).__name__}: {error}). If it runs by itself: what "
-                "looks at values (numpy(), printing a tensor, a check of the loss) belongs behind it, on what it "
+                "looks at values (numpy(), printing a tensor, a check of the loss) belongs after it, on what it "
                 "returns"
             ) from error
         finally:
@@ -255,7 +255,7 @@ def observe(
 
 @contextlib.contextmanager
 def _counting(counted: Counted | None) -> Iterator[None]:
-    """What is allocated in here is told."""
+    """Count allocations within the context."""
     if counted is None:
         yield
         return

@@ -111,7 +111,7 @@ def _answer(worker: subprocess.Popen[bytes], pipe: IO[bytes], seconds: float) ->
 
 
 def serve() -> None:
-    """What a worker does: read an order from stdin, write an answer a call to what was its stdout."""
+    """Serve requests in a worker: read an order from stdin, write an answer per call to the former stdout."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what kernels print is no answer
     with contextlib.suppress(ImportError):  # not on this system

@@ -178,7 +178,7 @@ class _ConstructorRecorder(TorchDispatchMode):
         return out
 
     def place(self, tensor: Tensor) -> _TensorPlace:
-        """Of a tensor that the recording made."""
+        """Storage and view of a tensor that the recording made."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is None:
             raise NotDeferrable("it reads a tensor from a file, or from before it began")

@@ -105,7 +105,7 @@ class GptMlp(nn.Module):
 
 
 class GptLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm, each with dropout before it is added."""
+    """Attention and feed-forward, each after a norm, each with dropout before it is added."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class LlamaMlp(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm."""
+    """Attention and feed-forward, each after a norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -42,13 +42,13 @@ from jettison.parallel.ranks import RUNS, Ranks, Store, branch, children, joined
 from jettison.runtime.planned import PlannedForward
 
 TIMEOUT_SECONDS = 300.0
-"""How long a rank waits for others that still trace or plan. A difference is seen as soon as all are there."""
+"""Seconds that a rank waits for others that still trace or plan. A difference is seen as soon as all are there."""
 
 Made = TypeVar("Made")
 PADDING = frozenset({"aten.constant_pad_nd.default"})
 PLAN = "the plan as a whole"
 _GROUPS = 8
-"""Of ranks with equal digests, that are told apart at most. Of what lies beyond only the number is known."""
+"""Most groups of ranks with equal digests that are listed; of the rest only the number is known."""
 
 Group: TypeAlias = Any  # a ProcessGroup or a DeviceMesh
 _rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
@@ -56,14 +56,14 @@ _rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a rank says of its regions; the last of them is the model itself."""
+    """Digests of a rank's regions; the last of them is the model itself."""
 
     regions: Sequence[PlannedForward]
     digests: Mapping[str, str]
 
 
 def summary(regions: Sequence[PlannedForward], plan: Any = None) -> Summary:
-    """A digest by region of what its backward computes again, in order; and of the plan, where there is one."""
+    """A digest by region of the ops that its backward recomputes, in order; and of the plan, if there is one."""
     found: dict[str, str] = {}
     for region in regions:
         name = region.name
@@ -97,8 +97,8 @@ def groups_for(model: nn.Module, group: Group | None = None) -> list[tuple[int, 
 def talking_groups(traces: Iterable[ModelTrace]) -> set[tuple[int, ...]]:
     """Groups of the functional collectives that models call where they are traced, whatever their parameters tell.
 
-    Their ranks have to follow one plan: a collective that one rank runs again, for its backward, meets another one of a
-    rank that does not. Groups that send nothing are nobody's.
+    Their ranks have to follow one plan: a collective that one rank recomputes in backward would meet another one of a
+    rank that does not. Groups that send nothing do not count.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return set()
@@ -131,12 +131,12 @@ class BudgetVerdict:
 
     @classmethod
     def fits(cls, minimum_budget_bytes: Iterable[int]) -> BudgetVerdict:
-        """Of a rank that has plans, which would have fitted such budgets too."""
+        """Verdict of a rank that has plans, which also fit these budgets."""
         return cls(needs_bytes=max(minimum_budget_bytes, default=0))
 
     @classmethod
     def refuses(cls, error: Infeasible, rank: int | None = None) -> BudgetVerdict:
-        """Of a rank that has none.
+        """Verdict of a rank that has none.
 
         Args:
             rank: to be named, where the others have plans of their own.
@@ -147,13 +147,13 @@ class BudgetVerdict:
 
     @property
     def error(self) -> Infeasible | None:
-        """What all of them raise, if one has no plan."""
+        """Error that all of them raise, if one has no plan."""
         if self.refused is None:
             return None
         return Infeasible(**self.refused | {"minimum_budget_bytes": self.needs_bytes})
 
     def __or__(self, other: BudgetVerdict) -> BudgetVerdict:
-        """Of the ranks of both. Of several that have no plan the one that needs most is named."""
+        """Verdict of the ranks of both. Of several that have no plan the one that needs most is named."""
         refused = [one.refused for one in (self, other) if one.refused is not None]
         return BudgetVerdict(
             needs_bytes=max(self.needs_bytes, other.needs_bytes),
@@ -200,7 +200,7 @@ class Agreement:
         return own
 
     def settled(self, own: BudgetVerdict) -> BudgetVerdict:
-        """What this rank's verdict and those of all others come to. An agreement says this or `check`, not both."""
+        """Combined verdict of this rank and all others. An agreement calls this or `check`, not both."""
         own = self._merged(own, operator.or_)
         for each in self.rounds:
             each.over = True
@@ -231,8 +231,8 @@ class Agreement:
         return sorted(self._merged(set(own), operator.or_), key=repr)
 
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
-        """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it. Without a
-        group every rank is the first.
+        """Result of ``make`` on the first rank of the group; on the others what ``tell`` says of it. Without a group
+        every rank is the first.
 
         Raises:
             Infeasible: of ``make``, on all of them.
@@ -294,7 +294,7 @@ class EqualRanks:
 
 
 def _grouped(places: Sequence[range], said: Sequence[bytes | list[EqualRanks]]) -> bytes | list[EqualRanks]:
-    """What a rank and the branches below it say, as one: a digest that all have, or the largest groups."""
+    """Merge digests of a rank and the branches below it: the one that all have, or the largest groups."""
     if isinstance(said[0], bytes) and all(one == said[0] for one in said):
         return said[0]
     found: defaultdict[bytes, list[EqualRanks]] = defaultdict(list)
@@ -356,7 +356,7 @@ class Round(Ranks):
             raise PlanMismatch(self._difference(*groups))
 
     def hear_of(self, topic: str, who: str) -> Any:
-        """What a rank tells of a topic.
+        """Value that a rank tells of a topic.
 
         Args:
             who: it is, in words.
@@ -403,7 +403,7 @@ def _group_key(ranks: tuple[int, ...]) -> str:
 
 
 def _repeated(region: PlannedForward) -> Iterable[Any]:
-    """The ops that backward computes again, by name; how else a region is treated where it has no program."""
+    """Names of the ops that backward recomputes; the treatment of a region without a program."""
     yield region.plan.link.is_alone
     for prepared in region.recordings.prepared.values():
         recipe = prepared.recipe

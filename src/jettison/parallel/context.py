@@ -60,7 +60,7 @@ class Context:
 
     @property
     def pieces(self) -> int:
-        """That a sequence is cut into."""
+        """Number of pieces that a sequence is cut into."""
         return 2 * self.axis.size
 
     def own(self, rank: int | None = None) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class Context:
             )
 
     def positions(self, seq: int, device: torch.device | None = None) -> Tensor:
-        """Where this rank's tokens stand in their sequence: n numbers."""
+        """Positions of this rank's tokens in their sequence: n numbers."""
         self.check(seq)
         each = seq // self.pieces
         return torch.cat([torch.arange(i * each, (i + 1) * each, device=device) for i in self.own()])
@@ -93,7 +93,7 @@ class Context:
         return torch.cat([x.narrow(dim, i * each, each) for i in self.own()], dim=dim)
 
     def mean(self, x: Tensor) -> Tensor:
-        """Of all ranks' tensors; no gradient goes through."""
+        """Mean of all ranks' tensors; no gradient goes through."""
         if self.axis.size == 1:
             return x
         return _c10d.wait_tensor(_c10d.all_reduce(x.detach().contiguous(), "avg", self.axis.name))
@@ -105,7 +105,7 @@ class Context:
         return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))], dim=ROWS)
 
     def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Of the sum over all ranks of what these pieces of a sequence come to, this rank's rows."""
+        """This rank's rows of the sum over all ranks of these pieces of a sequence."""
         size = self.axis.size
         stacked = torch.stack([pieces[i] for rank in range(size) for i in self.own(rank)])
         own = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", size, self.axis.name))
@@ -289,7 +289,7 @@ def _(
 
 @register_flop_formula(torch.ops.jettison.causal_rows)
 def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Of all keys, whatever the mask hides: as attention is counted everywhere."""
+    """FLOPs over all keys, whatever the mask hides: as attention is counted everywhere."""
     b, a, m, d = q
     return int(2 * b * a * m * k[2] * (d + v[3]))
 
@@ -303,7 +303,7 @@ def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) ->
 
 
 NAME: Final = "jettison_context"
-"""Of the function, among transformers' attention functions."""
+"""Name of the function among transformers' attention functions."""
 _CORES: Final = {f"{RECORD}.GptAttention": False, f"{RECORD}.LlamaAttention": True}
 """Attentions of the models of record: is the core a kernel that knows a causal mask?"""
 
@@ -330,7 +330,7 @@ class ContextCore:
 
 @dataclass(frozen=True)
 class HubShare:
-    """What our function among transformers' finds on an attention: the ranks, and the kernel that was asked for."""
+    """Data that our attention function needs on a module of transformers': the ranks, and the configured kernel."""
 
     context: Context
     kernel: str
@@ -436,7 +436,7 @@ def has_window(config: Any) -> bool:
 
 
 def asked_kernel(model: nn.Module) -> str | None:
-    """What attention of one of transformers' models was, before ours took its place; None for other models."""
+    """Attention kernel of a transformers model before ours replaced it; None for other models."""
     shares = (getattr(module, _SHARE, None) for module in model.modules())
     return next((share.kernel for share in shares if share is not None), None)
 

@@ -101,6 +101,6 @@ class _Borrow:
 
 
 def _recorders() -> list[OpRecorder]:
-    """Of the regions that run now, the innermost of each recording; those around it break with a block's output."""
+    """Recorders of the running regions, the innermost of each recording; outer ones break with a block's output."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CaptureMode)]
     return [mode.recorders[-1] for mode in modes if mode.recorders]

@@ -1,7 +1,7 @@
 """Fake copies of models as their ranks run them: sharded over groups that send nothing, with torch's own FSDP2 on them.
 
-What FSDP2 allocates in a step (gathered parameters, whole gradients before they are scattered, copies for a collective)
-it allocates on fake tensors too, and so it is counted. One rank runs alone, since nobody is waited for.
+FSDP2's allocations of a step (all-gathered parameters, unsharded gradients before the reduce-scatter, copies for a
+collective) are made on fake tensors too, and so are counted. One rank runs alone, without waiting for others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SET_ON_GROUPS = (
     "force_sum_reduction_for_comms",
     "unshard_in_backward",
 )
-"""What FSDP's modules can be told later on, and memory hangs on, by the names that it has inside."""
+"""Settings of FSDP's modules after `fully_shard` that memory depends on, by their internal names."""
 
 _imagined: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
 
@@ -67,7 +67,7 @@ def inside_of_ddp(model: nn.Module) -> nn.Module:
 
 
 def held_by_ddp(model: nn.Module) -> int:
-    """Bytes of the buckets in which DistributedDataParallel averages gradients, beside the gradients; 0 without it."""
+    """Bytes of DistributedDataParallel's gradient buckets, in addition to the gradients; 0 without it."""
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -84,13 +84,13 @@ def gradients_stay(model: nn.Module) -> bool:
 
 
 class ImaginedReplica(nn.Module):
-    """What is left of DistributedDataParallel where nothing is sent: its reducer wants real tensors.
+    """Stand-in for DistributedDataParallel that sends nothing, as its reducer needs real tensors.
 
     Once it knows in which order gradients come, it makes its buckets anew as a forward begins; gradients that are views
     of the old ones are then there twice for a moment. Where parameters may be unused, and the graph is not static,
     buckets stay (``should_rebuild_buckets`` in torch/csrc/distributed/c10d/reducer.hpp).
 
-    Where gradients are freed between steps, those of a backward that averages nothing are tensors beside the buckets.
+    Where gradients are freed between steps, a backward that averages nothing allocates them outside of the buckets.
     In the first backward that averages, each is copied into its bucket once it is complete, and becomes a view of it
     (``mark_variable_ready_dense`` in reducer.cpp).
 
@@ -107,7 +107,7 @@ class ImaginedReplica(nn.Module):
         self._averages = self._expects = True  # from now on; in the backward of the latest forward
         self._elsewhere: tuple[nn.Parameter, ...] = ()
         self._finishes = False  # the running backward has its final callback
-        self._buckets: dict[nn.Parameter, Tensor] = {}  # of gradients that are beside them now
+        self._buckets: dict[nn.Parameter, Tensor] = {}  # of gradients that are outside of them now
         if views:
             for parameter in module.parameters():
                 if parameter.requires_grad:
@@ -231,7 +231,7 @@ def _check_groups(name: str, groups: Sequence[Any]) -> None:
 
 
 def _set_alike(made: Sequence[tuple[Any, Any]]) -> None:
-    """What was set after `fully_shard`, by its modules' ``set_...`` methods."""
+    """Repeat settings made after `fully_shard` by its modules' ``set_...`` methods."""
     ours = {id(state): copied for state, copied in made}
     for state, copied in made:
         for name in _PREFETCHED:

@@ -45,7 +45,7 @@ Plan = dict[str, Style]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerForm:
-    """How one kind of layer names its parts; see known_models.toml."""
+    """Names of the parts of one kind of layer; see known_models.toml."""
 
     dim: int
     norms: tuple[str, str]
@@ -64,7 +64,7 @@ class LayerForm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackForm:
-    """How a model names what stands before and after its layers; see known_models.toml."""
+    """Names of the parts before and after a model's layers; see known_models.toml."""
 
     tokens: str
     layers: str
@@ -127,7 +127,7 @@ def _norms() -> list[str]:
 
 
 def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
-    """What each module needs.
+    """Style of each module.
 
     Args:
         model: a known model, a known layer, or layers in a ModuleList or a Sequential. Parts may be missing (None), as

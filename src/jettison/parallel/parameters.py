@@ -44,7 +44,7 @@ def local_part(parameter: Tensor | None, *, partial: bool = False) -> Tensor | N
 
 
 def put_whole(tensor: Tensor, values: Tensor) -> None:
-    """Copy a whole tensor's values into what this rank holds of it. No rank waits for another.
+    """Copy an unsharded tensor's values into this rank's part. No rank waits for another.
 
     Args:
         values: of as many elements as the tensor has altogether, which may have a dim more: see `ColumnParallel`.

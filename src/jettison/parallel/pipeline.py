@@ -33,7 +33,7 @@ def blocks_of(module: nn.Module) -> list[str]:
 
 
 def received(*example: Tensor) -> tuple[Tensor, ...]:
-    """What a stage after the first is called with: tensors like these, which want a gradient."""
+    """Arguments of a stage after the first: tensors like these, which require gradients."""
     return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in example)
 
 

@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 
 class Store(Protocol):
-    """What is needed of a `torch.distributed.Store`."""
+    """Methods needed of a `torch.distributed.Store`."""
 
     def set(self, key: str, value: bytes, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -99,7 +99,7 @@ class Ranks:
         return f"{ranks_in_words(places)} did not come within {self.seconds:g} s"
 
     def merged(self, own: Value, merge: Callable[[Value, Value], Value]) -> Value:
-        """What every rank has, merged in the order of the ranks, on every rank. ``merge`` is associative."""
+        """Values of all ranks, merged in the order of the ranks, on every rank. ``merge`` is associative."""
         topic, _ = self.say(own, partial(reduce, merge))
         found: Value = self.hear(topic)
         return found
@@ -153,7 +153,7 @@ class Ranks:
         self._told.append(f"{self.key}/{topic}")
 
     def told(self, topic: str) -> Any:
-        """What some rank tells of a topic. Those that do not ask miss nothing."""
+        """Value that some rank tells of a topic. Ranks that do not ask miss nothing."""
         key = f"{self.key}/{topic}"
         self._wait_for([key], lambda: [0], last=True)
         return _unpacked(self.store.get(key))

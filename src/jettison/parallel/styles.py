@@ -371,11 +371,11 @@ class VocabularyParallel(Style):
         return module
 
 
-# Column-parallel products that hold the shard of their input and gather it again in backward --------------------------
+# Column-parallel matmuls that save the shard of their input and all-gather it again in backward -----------------------
 #
-# NOTE [ One gather for all products of an input ]
+# NOTE [ One gather for all matmuls of an input ]
 # q, k and v read one gathered input; so do gate and up. `gather_input` gathers it once and leaves a note on the
-# result: the shard, and a `Gathered` that all of these products share. Each saves the shard, which is one storage
+# result: the shard, and a `Gathered` that all of these matmuls share. Each saves the shard, which is one storage
 # however often it is saved, and none saves the whole. In backward the first of them starts the gather, multiplies for
 # the gradient of its input while it is under way, and then waits; the others find it done; the last lets go of it.
 # The note hangs on the tensor, so nothing outlives the forward. A product that gets something else than what was
@@ -386,7 +386,7 @@ _NOTE = "_jettison_gathered"
 
 
 class Gathered:
-    """The second gather of one input, in backward, for all products that read it."""
+    """The second all-gather of one input, in backward, for all matmuls that read it."""
 
     __slots__ = ("_left", "_pending", "_whole", "axis", "dim", "readers")
 
@@ -495,7 +495,7 @@ def _is_wanted(ctx: Any, i: int) -> bool:
 
 
 def _note_of(x: Tensor) -> tuple[Gathered, Tensor] | None:
-    """What `gather_input` left on x, or on the tensor that x is another shape of."""
+    """The note that `gather_input` left on x, or on the tensor that x is a view of."""
     note = getattr(x, _NOTE, None)
     if note is None and x._base is not None and x.is_contiguous() and x._base.is_contiguous():
         whole = (x.numel(), x.shape[-1], x.dtype) == (x._base.numel(), x._base.shape[-1], x._base.dtype)

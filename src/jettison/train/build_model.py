@@ -141,7 +141,7 @@ def shifted_before(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _from_factory(target: str, device: torch.device) -> Built:
-    """What a factory returns, without the batch that it may have for other verbs."""
+    """Model of a factory, without the batch that it may return for other verbs."""
     if ":" not in target:
         raise UsageError(f"model.factory: got {target!r}; expected module:function")
     model, _, loss_fn = made_by(target)
@@ -209,7 +209,7 @@ def _ffn(section: ModelSection) -> int:
 
 
 def vocabulary(built: Built) -> int | None:
-    """How many words a model has; None where it does not say."""
+    """Vocabulary size of a model; None if it is unknown."""
     if built.spec is not None:
         return built.spec.vocab
     embedding = _embedding(built.model)

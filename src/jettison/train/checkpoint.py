@@ -105,7 +105,7 @@ class RunState:
             raise UsageError(f"checkpoint {where} is of step {other.step}; the recipe has {self.steps} steps")
 
     def changes(self, other: RunState) -> list[str]:
-        """What is the recipe's, and was another in the run that ``other`` is of."""
+        """Settings of the recipe that were others in the run that ``other`` is of."""
         return _differences(self.schedule, other.schedule)
 
     def text(self, **more: str) -> str:
@@ -395,7 +395,7 @@ class Checkpoints:
         return found
 
     def _marked(self) -> Path | None:
-        """What `latest` names; where that was removed, the newest complete one."""
+        """The checkpoint that `latest` names; if that was removed, the newest complete one."""
         complete = self._complete()
         newest = complete[-1] if complete else None
         try:

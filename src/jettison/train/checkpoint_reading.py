@@ -34,7 +34,7 @@ from jettison.parallel.parameters import put_whole
 from jettison.train.ranks import World, agreed
 
 FILE_ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
-"""What goes wrong with files. CheckpointException is no Exception: it has to be named."""
+"""Errors of files. CheckpointException is no Exception: it has to be named."""
 DAMAGE: Final = (
     *FILE_ERRORS,
     EOFError,
@@ -45,7 +45,7 @@ DAMAGE: Final = (
     struct.error,
     NotImplementedError,
 )
-"""What readers make of bytes that are not what was written."""
+"""Errors of readers for bytes that differ from what was written."""
 
 
 class _Unpickler(pickle.Unpickler):

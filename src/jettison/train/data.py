@@ -51,7 +51,7 @@ class Corpus:
 
     @property
     def windows(self) -> int:
-        """How many sequences it holds."""
+        """Number of sequences."""
         return (len(self.tokens) - 1) // self.seq
 
     def rows(self, windows: Iterable[int]) -> Tensor:
@@ -211,7 +211,7 @@ def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
 
 
 def _digest(tokens: Any, highest: int) -> str:
-    """Of numbers, however they are stored: in the narrowest form that holds them."""
+    """Digest of tokens in the smallest integers that hold them, however they are stored."""
     dtype = "<u1" if highest < 1 << 8 else "<u2" if highest < 1 << 16 else "<u4"
     return hashlib.blake2b(np.ascontiguousarray(tokens, dtype=dtype).data, digest_size=8).hexdigest()
 

@@ -56,7 +56,7 @@ class Engine(ABC):
         """Each part, called with token rows like these, in a step of so many micro-batches."""
 
     def context(self) -> AbstractContextManager[object]:
-        """What a forward runs in: autocast to bf16, if asked for."""
+        """Context of a forward: autocast to bf16, if requested."""
         return torch.autocast(self._device.type, torch.bfloat16) if self._autocast else nullcontext()
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Engine(ABC):
         """How many micro-batches show the peak of a step of so many. Two numbers: the peak grows evenly from there."""
 
     def micro_batch_bytes(self) -> int:
-        """What each further micro-batch adds to the peak beside its rows, where one number is enough."""
+        """Bytes that each further micro-batch adds to the peak in addition to its rows, if one number is enough."""
         return 0
 
     @abstractmethod
@@ -332,7 +332,7 @@ class LoopStep:
 
 
 def alive(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What lives before a step: parameters, buffers, gradients, the optimizer's state."""
+    """Tensors that are alive before a step: parameters, buffers, gradients, the optimizer's state."""
     parameters = [p for module in modules for p in module.parameters()]
     # a forward without a backward, as an evaluation is, leaves FSDP's root with whole ones: the parts live beside them
     parameters += [p for module in modules for p in sharded_parameters(module)]

@@ -19,7 +19,7 @@ from jettison.train.recipe import TrainRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet:
-    """What is evaluated on: so many global batches of a text."""
+    """Text and number of global batches of an evaluation."""
 
     batches: Batches
     count: int

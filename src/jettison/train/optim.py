@@ -96,7 +96,7 @@ class StepTotals:
     """The same on every rank.
 
     Args:
-        norm: of the whole gradient, a number on the device.
+        norm: of the full gradient, a number on the device.
         size: the same, read.
         loss: the mean of those that ranks know.
         asked: ranks that were asked to stop.
@@ -146,7 +146,7 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> No
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -37,7 +37,7 @@ class PhasePeaks:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the whole step."""
+        """Peak of the whole step."""
         return max(self.phases.values(), default=0)
 
 

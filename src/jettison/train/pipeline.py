@@ -86,7 +86,7 @@ class StageModule(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
     def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
-        """Of one micro-batch, on the last stage."""
+        """Loss of one micro-batch, on the last stage."""
         return mean_loss(logits, labels_bs.t() if self.is_gpt else labels_bs)
 
     def like(self, micro_batch: int, seq: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where a rank stands in the layout: its mesh axes, its share of the batch, and its random streams."""
+"""A rank's place in the layout: its mesh axes, its share of the batch, and its random streams."""
 
 from __future__ import annotations
 

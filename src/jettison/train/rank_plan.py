@@ -1,4 +1,4 @@
-"""What a budget, a plan file or a policy comes to on one rank, and doing it to the rank's modules."""
+"""Plans of one rank, from a budget, a plan file or a policy, and applying them to the rank's modules."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from jettison.parallel.ranks import Ranks, Store, ranks_in_words
 _T = TypeVar("_T")
 _AGREED: Final = "raised_by_every_rank"
 _SETUP_SECONDS: Final = 1800.0
-"""How long ranks wait for each other before the first step: one plans, or reads, while the others wait."""
+"""Seconds that ranks wait for each other before the first step: one plans, or reads, while the others wait."""
 _LOST: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "gloo")
 _LONGEST_SECONDS = 2.0
 _READING_SECONDS = 30.0  # all beats, by the one that reads them
@@ -94,7 +94,7 @@ class World(Ranks):
         return self.merged(value, lambda one, other: other if one is None else one)
 
     def from_leader(self, make: Callable[[], _T]) -> _T:
-        """What ``make`` returns on rank 0, on every rank; what it raises there, every rank raises."""
+        """Result of ``make`` on rank 0, on every rank; an error of it there is raised on every rank."""
         topic = str(next(self.turns))
         if self.leads:
             found = _tried(make)

@@ -36,7 +36,7 @@ _FILE: Final = "log.jsonl"
 
 
 def plan_name(stage: int | None) -> str:
-    """What the plan of a stage of a pipeline is called, or of a whole model."""
+    """File name of the plan of a pipeline stage, or of a complete model."""
     return "plan.json" if stage is None else f"plan-{stage}.json"
 
 
@@ -390,5 +390,5 @@ def require_place(section: ExportSection) -> None:
 
 
 def partial_of(folder: Path) -> Path:
-    """Where what will be a folder is written first."""
+    """Temporary folder that is renamed once it is complete."""
     return folder.with_name(f"{folder.name}{PARTIAL}")

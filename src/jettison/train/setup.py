@@ -82,11 +82,11 @@ class Session:
         return _meter(self.world, steps, self.engine, self.optimizer, self.recipe.model.compile)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What a checkpoint holds."""
+        """Tensors of a checkpoint."""
         return saved_tensors(named_parameters(self.engine), self.engine.parts, self.optimizer)
 
     def state(self) -> RunState:
-        """What a checkpoint says."""
+        """Run state of a checkpoint."""
         return replace(_first_state(self.recipe, self.layout, self.text, self.model), step=self.step)
 
 
@@ -244,7 +244,7 @@ def _apart(recipe: TrainRecipe, built: Built, batches: Batches) -> Built:
 
 
 def _hub_form(recipe: TrainRecipe, built: Built, world: World) -> HubForm | None:
-    """How the weights will be written; tried before they are trained."""
+    """Hub format in which the weights will be written; tried before they are trained."""
     if recipe.export.folder is None:
         return None
     if world.leads:
@@ -406,7 +406,7 @@ def traced_flops(built: Built, batch: Any, *, micro_batches: int) -> float | Non
 
 
 def peak_flops_per_second(log: LogSection, precision: str) -> float | None:
-    """Of one device, as the recipe or the accelerator's file says for products of this precision."""
+    """FLOP/s of one device, as the recipe or the accelerator's file has it for matmuls of this precision."""
     if log.peak_tflops is not None:
         return log.peak_tflops * 1e12
     if log.gpu is None:
