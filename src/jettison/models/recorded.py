@@ -682,7 +682,7 @@ def weight_of(name: str, tensor: Tensor, *, tied: bool = False) -> Weight:
     return Weight(name=name, shape=tuple(tensor.shape), places=(), nbytes=nbytes, numel=numel, tied=tied)
 
 
-# towers beside a text model in closed form ----------------------------------------------------------------------------
+# towers of a text model in closed form ----------------------------------------------------------------------------
 #
 # A batch of text does not run a tower of images or sound. Its weights, gradients and optimizer state are counted;
 # what it would save and compute is not.

@@ -45,7 +45,7 @@ DAMAGE: Final = (
     struct.error,
     NotImplementedError,
 )
-"""Errors of readers for bytes that differ from what was written."""
+"""Errors that readers raise for bytes that differ from what was written."""
 
 
 class _Unpickler(pickle.Unpickler):

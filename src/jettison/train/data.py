@@ -82,7 +82,7 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class TextBlock:
-    """What a stretch of tokens is, and the highest of them."""
+    """Digest of a stretch of tokens, and the highest of them."""
 
     digest: str
     highest: int
@@ -90,7 +90,7 @@ class TextBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What was found by reading a whole text once.
+    """Findings of reading a whole text once.
 
     Args:
         digest: tells it from any other, however its tokens are stored.
@@ -165,7 +165,7 @@ class Batches:
         return self.corpus.rows(self.order.window(n) for n in range(first, first + self.micro_batch))
 
     def share(self, step: int, micros: Iterable[int], device: torch.device, *seeds: int | str) -> list[MicroBatch]:
-        """These micro-batches of a step; each has its position beside ``seeds``."""
+        """These micro-batches of a step; each has its position next to ``seeds``."""
         return [
             MicroBatch(
                 rows=self.rows(step, micro).to(device, non_blocking=True), seed=derived_seed(*seeds, step, micro)

@@ -161,7 +161,7 @@ class WholeModel(Engine):
         return found if context is None else context.mean(found)
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients stay where they are places in a bucket: others would be made beside the bucket, and copied."""
+        """Gradients stay where they are places in a bucket: others would be allocated outside of it, and copied."""
         optimizer.zero_grad(set_to_none=not isinstance(self._run, DistributedDataParallel))
 
     def _loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:

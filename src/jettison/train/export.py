@@ -1,6 +1,6 @@
 """The weights of a run as a folder that transformers' `from_pretrained` loads.
 
-Written beside its place and renamed into it, so that what stands there is whole. torch's writer has every rank write
+Written next to its place and renamed into it, so that what stands there is whole. torch's writer has every rank write
 what it holds, and the leading one put that together, a tensor at a time.
 """
 

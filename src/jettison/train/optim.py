@@ -73,7 +73,7 @@ def saved_tensors(
 def squared_norm(
     parameters: Iterable[nn.Parameter], *, stages: int = 1, copies: Collection[nn.Parameter] = ()
 ) -> Tensor:
-    """This rank's share of the square of the whole gradient's 2-norm, of float64: a sum over all ranks makes it whole.
+    """This rank's share of the square of the full gradient's 2-norm, of float64: a sum over all ranks makes it whole.
 
     A rank's share are the squares of what it holds, divided by how many ranks hold the same.
 

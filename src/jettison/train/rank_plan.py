@@ -36,7 +36,7 @@ from jettison.train.run_folder import plan_name
 
 @dataclass(frozen=True, kw_only=True)
 class RankModule:
-    """What planning looks at: one module of a rank, and a micro-batch as it is called.
+    """Input of planning: one module of a rank, and a micro-batch as it is called.
 
     Args:
         regions: names of its blocks; those that repeat where left out.
@@ -60,7 +60,7 @@ class RankModule:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDecision:
-    """What is to be done on a rank: a plan for each part, or a policy word.
+    """Decision for a rank: a plan for each part, or a policy word.
 
     Args:
         likenesses: what a rank's parts have to be like for the plans.
@@ -72,13 +72,13 @@ class RankDecision:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """Of a rank that follows the plans."""
+        """Predicted peak of a rank that follows the plans."""
         return max((plan.predicted.peak_bytes for plan in self.plans), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlans:
-    """What was done.
+    """Applied decision of a rank.
 
     Args:
         recomputed_flops: of one micro-batch, on this rank.
@@ -99,7 +99,7 @@ def decide(
     progress: Progress,
     keeping: Keeping | None = None,
 ) -> RankDecision:
-    """What is to be done, on this rank alone. Changes nothing.
+    """Decide for this rank alone. Changes nothing.
 
     Args:
         dry_step: the step, over fake copies of the parts; where there is a budget.
@@ -154,7 +154,7 @@ def _made(
 
 
 def carry_out(parts: Sequence[RankModule], decision: RankDecision, host_budget: str | None) -> int:
-    """Do it to this rank's modules; FLOPs that backwards of a micro-batch then compute again.
+    """Apply the decision to this rank's modules; return FLOPs that backwards of a micro-batch then recompute.
 
     Args:
         host_budget: what they may pin together.
@@ -235,7 +235,7 @@ def _trace(part: RankModule) -> ModelTrace:
 
 
 def _recomputed_flops(applied: Applied) -> int:
-    """FLOPs that a backward of one micro-batch spends on computing again. Regions without a program count nothing."""
+    """FLOPs that a backward of one micro-batch spends on recomputation. Regions without a program count nothing."""
     each = ([one.recipe for one in region.recordings.prepared.values() if one.recipe] for region in applied.regions)
     firsts = [recipes[0] for recipes in each if recipes]
     return sum(recipe.trace.program.ops[i].flops for recipe in firsts for i in recipe.recomputed_ops)

@@ -82,7 +82,7 @@ class World(Ranks):
         )
 
     def sum(self, value: float) -> float:
-        """Of all ranks' values."""
+        """Sum of all ranks' values."""
         return self.merged(value, operator.add)
 
     def most(self, value: float) -> float:
@@ -90,7 +90,7 @@ class World(Ranks):
         return self.merged(value, max)
 
     def first(self, value: _T | None) -> _T | None:
-        """That of the first rank which has one; None where none has."""
+        """Value of the first rank that has one; None if none has."""
         return self.merged(value, lambda one, other: other if one is None else one)
 
     def from_leader(self, make: Callable[[], _T]) -> _T:

@@ -44,7 +44,7 @@ class RunLog:
     """The log of one run; only the leading rank has one that writes."""
 
     def __init__(self, folder: Path, *, tensorboard: bool, resumed_step: int, warn: Callable[[str], None]) -> None:
-        """Open it, and drop what is to be done again.
+        """Open it, and drop steps that will be repeated.
 
         Raises:
             UsageError: the folder cannot be written to.
@@ -61,13 +61,13 @@ class RunLog:
         self._board = _board(folder, resumed_step, warn) if tensorboard else None
 
     def keep_plans(self, plans: Sequence[Plan]) -> None:
-        """Leave them beside the log, for the next run and for whoever wants to know: one, or one for each stage."""
+        """Write them next to the log, for the next run and for whoever wants to know: one, or one for each stage."""
         for number, plan in enumerate(plans):
             name = plan_name(None if len(plans) == 1 else number)
             self._attempt(partial((self.path.parent / name).write_text, plan.to_json(), encoding="utf-8"))
 
     def write(self, event: str, **values: Any) -> None:
-        """One line. A disk that is full does not end a run: it is said once."""
+        """Write one line. A full disk does not end a run: a warning is given once."""
         text = json.dumps({"event": event, **finite(values)}, allow_nan=False) + "\n"
 
         def append() -> None:
@@ -266,7 +266,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was renamed in it stays so."""
+    """Flush a folder to disk, so that renames in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -366,7 +366,7 @@ class StepWork:
 
     Args:
         model_flops: what the model needs.
-        recomputed_flops: what is computed again on top.
+        recomputed_flops: FLOPs of recomputation.
     """
 
     model_flops: float | None
@@ -412,5 +412,5 @@ def peak_flops_per_second(log: LogSection, precision: str) -> float | None:
     if log.gpu is None:
         return None
     rates = hardware(log.gpu).flops_per_second
-    found = rates.bf16 if precision.startswith("bf16") else rates.fp32  # torch's fp32 products are not tf32
+    found = rates.bf16 if precision.startswith("bf16") else rates.fp32  # torch's fp32 matmuls are not tf32
     return None if found is None else float(found)
