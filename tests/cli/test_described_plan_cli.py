@@ -49,6 +49,17 @@ def test_plan_fits_what_a_gpu_leaves_and_minimises_its_seconds(capsys: pytest.Ca
     assert "give --budget or --gpu" in capsys.readouterr().err
 
 
+def test_a_plan_that_cannot_surely_fit_a_gpu_is_made_and_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the smallest budget is above what the range of device bytes leaves."""
+    asked = ["plan", "llama3-70b", "--lora", "r=16", "--dp", "2", "--zero", "3", "--seq", "2048", "--gpu", "h100-80gb"]
+    assert run([*asked, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "too close to call"
+    assert "a smaller --budget is surer, from 72.44 GiB" in found["warnings"][-1]
+    assert run([*asked, "--budget", "75GiB"]) == 0
+    assert "holds in four runs of five" not in capsys.readouterr().out
+
+
 def test_plan_decides_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "llama3-8b", "--budget", "100GiB", "--recompute", "full"]) == 2
     assert "plan decides" in capsys.readouterr().err
@@ -68,9 +79,11 @@ EIGHT_B = ("plan", "llama3-8b", "--dp", "8", "--zero", "3", "--micro-batch", "4"
 
 def test_plan_for_a_gpu_says_for_every_layer_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a budget; with the GPU's link, unless it is left out; one screen."""
+    assert run([*EIGHT_B, "--gpu", "h100-80gb", "--budget", "75GiB", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "too close to call"
     assert run([*EIGHT_B, "--gpu", "h100-80gb", "--format", "json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["offload"] is True
+    assert made["offload"] is True and made["verdict"] == "fits"
     assert {layer["policy"] for layer in made["layers"]} <= {"none", "selective", "full", "offload", "mixed"}
     assert sum(layer["offloaded_bytes"] for layer in made["layers"]) == made["predicted"]["host_bytes"] > 0
     assert made["predicted"]["host_bytes"] <= made["host_budget_bytes"] == 256 * 2**30

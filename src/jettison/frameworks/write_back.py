@@ -101,11 +101,13 @@ def write_back(
     if not tried:
         raise UsageError(f"none of the settings that {found.says} has can be described for {spec.name}")
     peaks = [forecast(run).peak_bytes for run, *_ in tried]
-    fitting = [one for one, peak in zip(tried, peaks, strict=True) if peak <= choice.budget_bytes]
+    bounds = (choice.budget_bytes, choice.budget_bytes if limit is None else limit.nbytes)
+    fits = ([one for one, peak in zip(tried, peaks, strict=True) if peak <= bound] for bound in bounds)
+    fitting = next(filter(None, fits), [])
     if not fitting:
         raise DoesNotFit(
             peak_bytes=min(peaks),
-            limit_bytes=choice.budget_bytes,
+            limit_bytes=bounds[-1],
             limit_name="the plan's budget",
             advice=f"the least of the {len(tried)} settings that {found.says} has; jettison export has other ways",
         )

@@ -228,6 +228,22 @@ def figures(
     return RunFigures(allocated=allocated, reserved=reserved, device=device, least=least, step_seconds=took)
 
 
+def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool) -> int:
+    """Return the largest allocated peak whose device bytes are within ``usable_bytes``; 0 if none are.
+
+    Args:
+        surely: the upper end of their range, not only what is expected.
+    """
+    low, high = 0, usable_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        device = figures(run, middle).device
+        low, high = (
+            (middle, high) if (device.high if surely else device.expected) <= usable_bytes else (low, middle - 1)
+        )
+    return low
+
+
 def _allocated(run: Run, nbytes: int) -> Range:
     """The range of allocated bytes: of an anchored run, what both its own class and anchored runs allow.
 

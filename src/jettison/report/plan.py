@@ -155,9 +155,8 @@ class ForecastPlan:
         found = [*run.model.left_out, *unlike_anchor(run, self.choice.hardware.name)]
         if self.verdict is FitVerdict.CLOSE and self.limit is not None and self.limit.gpu:
             needs, gpu = dict(self.figures.rows())["device"], self.limit.gpu
-            found.append(
-                f"whether this plan fits {gpu} is {self.verdict}: it needs {needs}; a smaller --budget is surer"
-            )
+            surer = f"a smaller --budget is surer, from {format_bytes(self.choice.minimum_budget_bytes)}"
+            found.append(f"whether this plan fits {gpu} is {self.verdict}: it needs {needs}; {surer}")
         return tuple(found)
 
     @property
@@ -221,7 +220,7 @@ class ForecastPlan:
         recompute, share = found.run.recompute, format_percent(choice.overhead_fraction)
         rows = [
             ("model", f"{self.model}, {format_count(found.parameters)} parameters"),
-            ("budget", exact(choice.budget_bytes)),
+            ("budget", f"{exact(choice.budget_bytes)}{self._caution()}"),
             ("predicted peak", f"{exact(found.peak_bytes)}, on stage {found.worst.index}"),
             *self.figures.rows(),
             *([] if self.verdict is None else [("verdict", self.verdict.said)]),
@@ -241,6 +240,13 @@ class ForecastPlan:
         if self.what_if is not None:
             parts.append(_what_if_table(self.what_if))
         return Group(*parts)
+
+    def _caution(self) -> str:
+        """What a larger budget risks, where the range of the device's bytes set this one."""
+        limit = self.limit
+        if limit is None or self.choice.budget_bytes >= limit.nbytes or self.verdict is not FitVerdict.FITS:
+            return ""
+        return f", which {limit.gpu} holds in four runs of five; up to --budget {format_bytes(limit.nbytes)} may fit"
 
     def _layers_table(self) -> FittedTable:
         groups: dict[tuple[object, ...], list[LayerChoice]] = {}
