@@ -207,7 +207,7 @@ def _blind(row: blind_page.Row) -> Iterator[Row]:
     try:
         run, gpu = described(row.facts["mended"] or row.facts["command"])
         if row.of_time:
-            how = execution_of(run).compiled() if run.compiled else execution_of(run)
+            how = execution_of(run)
             device = hardware(gpu)
             found = estimate(replace(run, compiled=False), device, execution=how)
             yield _row("time", source, run, name, found.tokens_per_second_per_gpu / row.published, device.name)

@@ -152,3 +152,17 @@ def test_every_model_can_be_described(tmp_path: Path) -> None:
     for name in _table()["models"]:
         found = read_run(written(tmp_path, ("llama3_1.llama3_1_8b", f"x.{name}")), gpus=8)
         assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0
+
+
+def test_references_are_followed_and_resolvers_refused(tmp_path: Path) -> None:
+    usual = given(read_run(written(tmp_path), gpus=8))
+    file = written(
+        tmp_path, ("batch_size: 2", "size: 2\nbatch_size: ${size}"), ("/data/t,", "'${checkpointer.checkpoint_dir}/t',")
+    )
+    assert given(read_run(file, gpus=8, allow_unread=True)) == usual
+    for value, why in (
+        ("${oc.env:SIZE}", "the resolver oc.env is not known"),
+        ("${sizes}", "the file has no key sizes"),
+    ):
+        with pytest.raises(UsageError, match=rf"batch_size = .* \({why}\)"):
+            read_run(written(tmp_path, ("batch_size: 2", f"batch_size: {value}")), gpus=8)

@@ -12,7 +12,7 @@ from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import MOST_KEYS, read_config_file
 from jettison.frameworks.run_file import flags_of, is_run_file, read_run, run_from, tables
-from jettison.frameworks.shell_script import NOTES, arguments
+from jettison.frameworks.shell_script import NOTES, SOURCED, arguments
 from jettison.predict.run_fields import RunRequest
 
 TITAN = """
@@ -183,6 +183,44 @@ def test_what_only_a_run_would_know_is_said() -> None:
         "a test of the script is not known, and counts as false: have gpus",
         "arguments that the script does not say are left away: $MORE",
     ]
+
+
+def test_sourced_files_are_read_where_they_lie_beside(tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "sizes.sh").write_text("source more.sh\nHIDDEN=64 # ours\n")
+    (tmp_path / "more.sh").write_text(
+        ". ./more.sh\nLAYERS=2\nrun() { python t.py --h $HIDDEN --l $LAYERS --a ${A:-3}; }\n"
+    )
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "source ~/.bashrc\n. /opt/venv/bin/activate\nHERE=$(cd $(dirname $0) && pwd)\n"
+        'source "$(dirname "$0")/conf/sizes.sh" 8b\n. ${HERE}/env.sh\nrun\n'
+    )
+    values = read_config_file(file).values
+    assert {name: values[name] for name in "hla"} == {"h": "64", "l": "2", "a": "3"}
+    assert values[SOURCED] == ["env.sh"]
+    assert "conf/sizes.sh, which the script sources, is read too" in values[NOTES]
+
+
+def test_references_of_yaml_to_its_own_keys(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "out: /data\nn: 4\nflag: true\nsizes: {h: 64, twice: '${.h}', deep: {up: '${..h}'}}\nagain: ${sizes}\n"
+        "also: ${again}\npath: ${out}/logs-${n}-${flag}\nwhole: ${n}\nlisted: ['${n}', x]\nfirst: '${listed[0]}'\n"
+        "round: ${back}\nback: ${round}\n"
+        "missing: ${nothing}/x\nhome: ${oc.env:HOME}\ninner: ${out${n}}\n"
+    )
+    values = read_config_file(file).values
+    sizes = {"h": 64, "twice": 64, "deep.up": 64}
+    for table in ("sizes", "again", "also"):
+        assert {key: values[f"{table}.{key}"] for key in sizes} == sizes
+    assert (values["path"], values["whole"], values["listed"], values["first"]) == ("/data/logs-4-true", 4, [4, "x"], 4)
+    for left in ("round", "back", "missing", "home"):
+        assert "${" in values[left]
+    chain = [f"a{n}: '${{a{n - 1}}}${{a{n - 1}}}'" for n in range(1, 30)]
+    file.write_text("\n".join(["a0: text", *chain]))
+    with pytest.raises(UsageError, match="references grow"):
+        read_config_file(file)
 
 
 def test_tables_name_fields_of_a_request() -> None:

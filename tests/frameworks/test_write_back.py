@@ -180,7 +180,7 @@ def test_a_value_that_others_name_is_changed_by_hand() -> None:
 
 
 def test_nothing_else_may_change(tmp_path: Path) -> None:
-    before, after = (tmp_path / name for name in ("before.yaml", "after.yaml"))
+    before = tmp_path / "before.yaml"
     before.write_text("a: 1\nb: {c: 2}\nd: 3\n")
     for text, said in (
         ("a: 1\nb: {c: 9}\nd: 3\n", ""),
@@ -188,8 +188,7 @@ def test_nothing_else_may_change(tmp_path: Path) -> None:
         ("a: 1\nd: 3\ne: 4\n", "e"),
         ("[", "b.c"),
     ):
-        after.write_text(text)
-        assert _other_key(before, after, {"b.c": 9}) == said
+        assert _other_key(before, text, {"b.c": 9}) == said
 
 
 def test_settings_that_the_files_have_together_change_nothing(
@@ -221,3 +220,24 @@ def test_an_anchored_step_is_priced_once(tmp_path: Path, capsys: pytest.CaptureF
     back.write_text(written.text)
     again = run_from(back, gpus=8, anchor=anchor)
     assert written.step_seconds == pytest.approx(estimate(again, hardware("h100-80gb")).step_seconds, rel=1e-9)
+
+
+def test_a_file_whose_layers_are_compiled_is_planned_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seconds of fused kernels; what is written back takes what the file then takes by itself."""
+    file = tmp_path / "run.toml"
+    file.write_text((Path(__file__).parents[2] / "examples" / "from" / "pretrain.toml").read_text())
+    on, js = ["--gpus", "64", "--gpu", "h100-80gb"], ["--format", "json"]
+    assert run(["plan", "--from", str(file), *on, *js, "--write", "--out", str(tmp_path / "plan.json")]) == 0
+    said = capsys.readouterr()
+    plan, note = json.loads(said.out), "layers are compiled: seconds are of fused kernels"
+    assert note in said.err
+    assert plan["made_by"]["compile"]
+    command = plan["from"]["command"].replace("ledger", "plan").replace("--recompute full ", "").split()[1:]
+    assert run([*command, *on[2:], *js]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["hash"], again["predicted"]) == (plan["hash"], plan["predicted"])
+    command.remove("--compile")
+    assert run([*command, *on[2:], *js]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["step_seconds"] > plan["predicted"]["step_seconds"]
+    assert run(["export", str(tmp_path / "plan.json"), "--to", "torchtitan", *js]) == 0
+    assert json.loads(capsys.readouterr().out)["cost"]["plan"]["step_seconds"] == plan["predicted"]["step_seconds"]

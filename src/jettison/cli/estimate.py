@@ -113,11 +113,12 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
     if flags.explain and run.recompute.mode is Mode.AUTO:
         raise UsageError("--explain compares recompute modes; give another than auto")
     how = execution_of(run).compiled() if flags.compile else execution_of(run)
-    memory, chosen = _memory(run, device)
+    planned = run.recompute.mode is Mode.AUTO
+    memory, chosen = _memory(replace(run, compiled=flags.compile and planned), device)
     run = memory.run
     found = estimate_run(run, device, execution=how, chosen=chosen)
     eager = ""
-    if flags.compile:
+    if flags.compile and not planned:
         memory, eager = _compiled(memory)
     return EstimateReport(
         model=model,

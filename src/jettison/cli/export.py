@@ -93,8 +93,9 @@ def _from_file(
 
     if plan is not None:
         raise UsageError(f"got the plan {plan} and --from {source.from_file and source.from_file[0]}; give one of them")
-    name, request, _ = sourced(model, NOTHING_ASKED, source, verb="plan", decides=DECIDED)
-    made = plan_of(name, request, PlanFlags(gpu=gpu, budget=budget), progress=progress)
+    name, request, found = sourced(model, NOTHING_ASKED, source, verb="plan", decides=DECIDED)
+    flags = PlanFlags(gpu=gpu, budget=budget, compile=found is not None and found.compile)
+    made = plan_of(name, request, flags, progress=progress)
     return export_plan(made.document(), to=to, progress=progress)
 
 

@@ -130,8 +130,10 @@ def _settled(found: RunFile, request: Any, verb: str) -> RunFile:
     """The file, without compiled layers where a verb or the formulas do not have them, and with a note of that."""
     if not found.compile:
         return found
+    from jettison.frameworks.run_file import COMPILES
+
     why = f"jettison {verb} does not take compiled layers"
-    if verb in ("ledger", "estimate"):
+    if verb in COMPILES:
         try:
             forecast(replace(resolve(found.spec(), request).run, compiled=True))
         except UsageError as error:

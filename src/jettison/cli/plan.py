@@ -59,6 +59,9 @@ class PlanFlags:
     Recompute and offload:
         host_budget: Limit of CPU memory a rank: 128GiB [default: the machine's].
 
+    Model:
+        compile: torch.compile of each layer.
+
     Output:
         what_if: State what each additional GiB would change.
         timeline: File for the planned step (ui.perfetto.dev), of a live model.
@@ -69,6 +72,7 @@ class PlanFlags:
     gpu: str | None = None
     host_budget: str | None = None
     what_if: Switch = False
+    compile: Switch = False
     timeline: Path | None = field(default=None, metadata=LOCAL)
     snapshot: Path | None = field(default=None, metadata=LOCAL)
 
@@ -100,6 +104,8 @@ def command(
         refuse_to_overwrite(path, force=force)
     back = _written_name(source, write, force=force)
     model, request, source_file = sourced(model, request, source, verb="plan", decides=DECIDED)
+    if source_file is not None and source_file.compile:
+        flags = replace(flags, compile=True)
     try:
         with progress() as say:
             report = plan(model, request, flags, progress=say)
@@ -166,7 +172,7 @@ def plan(
     gpu, what_if = flags.gpu, flags.what_if
     over_time = flags.timeline is not None or flags.snapshot is not None
     beyond = [name for name in request.given() if name not in TRACED]
-    also = flags.host_budget or what_if
+    also = flags.host_budget or what_if or flags.compile
     for_gpu = gpu is not None and flags.budget is None
     if not is_live(model) and (model in PRESETS or beyond or also or for_gpu):
         if over_time:
@@ -179,7 +185,8 @@ def plan(
     if device is None and (offload or flags.host_budget):
         raise UsageError("offloading needs a link to the host; give --gpu, a name or a file that states one")
     host = None if device is None else _host_budget(flags.host_budget, offload, device)
-    refuse_for_trace(model, replace(request, offload=None), asked=False, also=("--what-if",) if what_if else ())
+    over = tuple(flag_of(name) for name in ("what_if", "compile") if getattr(flags, name))
+    refuse_for_trace(model, replace(request, offload=None), asked=False, also=over)
     require_known_file(model)
     progress("loading torch")
     from jettison.cli.live_model import live_plan, model_request
@@ -229,7 +236,8 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
     offload = request.offload
     if offload is None:  # a link is known where a GPU is named
         offload = flags.gpu is not None and device.host_bytes_per_second is not None and not whole
-    run = replace(run, recompute=Recompute(mode=Mode.AUTO, offload=offload, whole=whole))
+    recompute = Recompute(mode=Mode.AUTO, offload=offload, whole=whole)
+    run = replace(run, recompute=recompute, compiled=flags.compile)
     run, device = anchored(run, device)
     limit = _limit(flags, run)
     host = _host_budget(flags.host_budget, offload, device)
@@ -270,7 +278,8 @@ def _made_by(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any
     given = {name: getattr(request, name) for name in request.given()}
     named = {"model": model, "gpu": flags.gpu, "anchor": request.anchor}
     whole = {k: str(Path(v).resolve()) if v is not None and Path(v).exists() else v for k, v in named.items()}
-    more = {"gpu": whole["gpu"], "budget": flags.budget, "host_budget": flags.host_budget}
+    more: dict[str, Any] = {"gpu": whole["gpu"], "budget": flags.budget, "host_budget": flags.host_budget}
+    more["compile"] = flags.compile or None
     more["anchor"] = whole["anchor"]
     return {"model": whole["model"], **given, **{name: value for name, value in more.items() if value is not None}}
 
@@ -283,7 +292,7 @@ def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
         Infeasible: it fits no longer.
     """
     fields = {f.name for f in dataclasses.fields(RunRequest)}
-    known = fields | {"model", "budget", "gpu", "host_budget"}
+    known = fields | {"model", "budget", "gpu", "host_budget", "compile"}
     unknown = sorted(set(made_by) - known)
     if not isinstance(made_by.get("model"), str) or unknown:
         raise UsageError(
@@ -293,7 +302,7 @@ def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
     try:
         request = RunRequest(**{name: value for name, value in made_by.items() if name in fields})
         budget, gpu, host_budget = map(made_by.get, ("budget", "gpu", "host_budget"))
-        flags = PlanFlags(budget=budget, gpu=gpu, host_budget=host_budget)
+        flags = PlanFlags(budget=budget, gpu=gpu, host_budget=host_budget, compile=bool(made_by.get("compile")))
         return _described(made_by["model"], request, flags)
     except (TypeError, AttributeError) as error:
         raise UsageError(f"the plan's made_by cannot be read: {error}") from error

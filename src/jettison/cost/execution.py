@@ -117,12 +117,13 @@ def usual_execution(kernels: str) -> Execution:
 
 
 def execution_of(run: Run) -> Execution:
-    """What goes with a run's kernels."""
+    """What goes with a run's kernels, compiled where its layers are."""
     to_node = run.kernels.dispatcher is Dispatcher.FLEX
     fused = _fuses_experts(run)
     fixed = run.capacity_factor is not None or (fused and to_node)
     named_by = run.kernels.name, run.stack, run.tp_comm_overlap, run.ep_comm_overlap, run.cuda_graphs
-    return _execution(*named_by, to_node, run.kernels.context_exchange, fused, fixed)
+    how = _execution(*named_by, to_node, run.kernels.context_exchange, fused, fixed)
+    return how.compiled() if run.compiled else how
 
 
 def _fuses_experts(run: Run) -> bool:

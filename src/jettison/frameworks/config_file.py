@@ -1,11 +1,14 @@
 """Configuration files of training frameworks as values by dotted key: TOML, YAML, JSON, Python, command-line arguments.
 
-Nothing in a file is run: of a shell script assignments and arguments are read, of Python literals.
+Nothing in a file is run: of a shell script assignments and arguments are read, of Python literals. References of a YAML
+file to its own keys, as OmegaConf has them (``${output_dir}/logs``, ``${model.hidden}``, ``${.sibling}``), are
+resolved; environment variables and resolvers (``${oc.env:HOME}``) stay in the text.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +21,9 @@ from jettison.frameworks.shell_script import arguments
 
 MOST_BYTES: Final = 1 << 20
 MOST_KEYS: Final = 20_000
+_REFERENCE: Final = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+|\[\d+\])*)\}")
+_DEEPEST: Final = 32
+"""References that lead to references."""
 _SUFFIXES: Final = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python"}
 _EXPECTED: Final = "a training framework's file: TOML, YAML, JSON, Python, a shell script, or arguments as text"
 
@@ -40,15 +46,15 @@ class ConfigFile:
     values: Mapping[str, Any]
 
 
-def read_config_file(path: Path) -> ConfigFile:
-    """Read a file of a framework.
+def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
+    """Read a file of a framework; ``text``: what it says, where that is not what is written there.
 
     Raises:
         UsageError: no such file, too large, or not in the syntax that its name says.
     """
     file, name = split_name(path)
     try:
-        data = file.read_bytes()
+        data = file.read_bytes() if text is None else text.encode()
         text = data.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"got --from {path}; expected {_EXPECTED}: {error.strerror or 'it cannot be read'}") from None
@@ -58,7 +64,12 @@ def read_config_file(path: Path) -> ConfigFile:
         raise UsageError(f"got --from {path} with {len(data):,} bytes; expected {_EXPECTED}, of at most {MOST_BYTES:,}")
     syntax = _SUFFIXES.get(file.suffix.lower(), "arguments")
     try:
-        values = dict(_flat(python_values(text, name) if syntax == "python" else _PARSERS[syntax](text)))
+        if syntax == "arguments":
+            parsed: Any = arguments(text, file.parent)
+        else:
+            parsed = python_values(text, name) if syntax == "python" else _PARSERS[syntax](text)
+        values = dict(_flat(parsed))
+        values = _References(values).resolved() if syntax == "yaml" else values
     except UsageError as error:
         raise UsageError(f"got --from {path}: {error}") from None
     except (ValueError, RecursionError, SyntaxError) as error:
@@ -113,9 +124,80 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-_PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {
-    "toml": tomllib.loads,
-    "yaml": _yaml,
-    "json": json.loads,
-    "arguments": arguments,
-}
+@dataclass
+class _References:
+    """References of a file's values to its own keys. Those that lead nowhere, or in a circle, stay as they are."""
+
+    values: Mapping[str, Any]
+    _left: int = MOST_BYTES
+    """Characters that all values may grow by."""
+
+    def resolved(self) -> dict[str, Any]:
+        """Values by dotted key; a reference to a table stands for each of its keys."""
+        if not any("${" in str(value) for value in self.values.values()):
+            return dict(self.values)
+        tables: dict[str, list[str]] = {}
+        for key in self.values:
+            parts = key.split(".")
+            for end in range(1, len(parts)):
+                tables.setdefault(".".join(parts[:end]), []).append(key)
+        found: dict[str, Any] = {}
+        for key, value in self.values.items():
+            target = self._table(key, value)
+            inside = tables.get(target, [])
+            if len(found) + len(inside) > MOST_KEYS:
+                raise ValueError(f"more than {MOST_KEYS:,} keys")
+            for one in inside:
+                found.setdefault(key + one[len(target) :], self._value(self.values[one], one, 0))
+            if not inside:
+                found[key] = self._value(value, key, 0)
+        return found
+
+    def _table(self, key: str, value: Any) -> str:
+        """Where a reference leads that is a whole value, over others that are; empty where it is none."""
+        for _ in range(_DEEPEST):
+            whole = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if whole is None:
+                return ""
+            key = self._target(whole, key)
+            if key not in self.values:
+                return key
+            value = self.values[key]
+        return ""
+
+    def _value(self, value: Any, key: str, depth: int) -> Any:
+        if isinstance(value, list):
+            return [self._value(one, key, depth) for one in value]
+        if not isinstance(value, str) or depth > _DEEPEST:
+            return value
+        if whole := _REFERENCE.fullmatch(value):
+            return self._of(whole, key, depth)
+        made, before = _REFERENCE.sub(lambda match: _as_text(self._of(match, key, depth)), value), value
+        self._left -= max(0, len(made) - len(before))
+        if self._left < 0:
+            raise ValueError("its references grow beyond what can be read")
+        return self._value(made, key, depth + 1) if made != before else made
+
+    def _of(self, match: re.Match[str], key: str, depth: int) -> Any:
+        target = self._target(match, key)
+        if target in self.values:
+            return self._value(self.values[target], target, depth + 1)
+        stem, _, place = target.rpartition(".")
+        listed = self.values.get(stem)
+        if isinstance(listed, list) and place.isdigit() and int(place) < len(listed):
+            return self._value(listed[int(place)], stem, depth + 1)
+        return match[0]
+
+    @staticmethod
+    def _target(match: re.Match[str], key: str) -> str:
+        """The dotted key: one point before it is the table that the reference stands in, two the one around that."""
+        name = re.sub(r"\[(\d+)\]", r".\1", match[2])
+        tables = key.split(".")[: -len(match[1])] if match[1] else []
+        return ".".join([*tables, name])
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {"toml": tomllib.loads, "yaml": _yaml, "json": json.loads}

@@ -14,7 +14,7 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
 from jettison.spec.recompute import Mode, Recompute
-from jettison.spec.run import Run
+from jettison.spec.run import COMPILED_MODES, Run
 
 
 def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
@@ -88,7 +88,8 @@ class DescribedPricer:
 
     def cost_of_mode(self, recompute: Recompute, policies: Sequence[LayerPolicy]) -> Cost:
         """Cost of a mode that is more than a policy per layer: segments."""
-        run = replace(self.run, recompute=recompute)
+        compiled = self.run.compiled and str(recompute.mode) in COMPILED_MODES
+        run = replace(self.run, recompute=recompute, compiled=compiled)
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
         return self._cost(run, forecast(run), None, again, extra=0.0, host_bytes=0)
 

@@ -37,7 +37,7 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
-from jettison.frameworks.shell_script import NOTES
+from jettison.frameworks.shell_script import NOTES, SOURCED
 from jettison.models.described import described_model
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import CommonRequest, RunRequest
@@ -49,8 +49,11 @@ from jettison.spec.run import Run
 _T = TypeVar("_T", int, float, str, bool)
 _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
+COMPILES: Final = ("ledger", "estimate", "plan")
+"""Verbs that take --compile."""
 UNKNOWN: Final = "it is not known"
 LEFT_OPEN: Final = "the file leaves it open"
+NOT_BESIDE: Final = "it is not beside the script"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +125,7 @@ class RunFile:
 
     def command(self, verb: str = "ledger", request: Any = None) -> str:
         """The equivalent command line; ``request``: what the verb takes of the file's."""
-        compiled = ["--compile"] if self.compile and verb in ("ledger", "estimate") else []
+        compiled = ["--compile"] if self.compile and verb in COMPILES else []
         said = flags_of(self.request if request is None else request)
         return shlex.join(["jettison", verb, self.model_argument, *said, *compiled])
 
@@ -406,9 +409,12 @@ class Keys:
 
     def left(self) -> tuple[tuple[Key, ...], tuple[str, ...]]:
         """Keys that change memory or time and were not read, and names of those that do neither."""
-        unread, ignored = [], []
+        ignored: list[str] = []
+        unread = [Key(name="source", value=name, why=NOT_BESIDE) for name in self.file.values.get(SOURCED, ())]
         for key, value in self.values.items():
             why = self._refused.get(key)
+            if self.file.syntax == "yaml" and (why == LEFT_OPEN or (why is None and key in self._became)):
+                why = _open_reference(value) or why
             if why is None and key in self._became:
                 continue
             if key.startswith("$") or (why is None and _off(value)):
@@ -477,6 +483,7 @@ def read_run(
     gpus: int | None = None,
     asked: Mapping[str, Any] | None = None,
     allow_unread: bool = False,
+    text: str | None = None,
 ) -> RunFile:
     """Read a run from a framework's own files.
 
@@ -486,12 +493,13 @@ def read_run(
         gpus: devices, where the files do not say how many; 0 where the model alone is wanted, whatever it runs on.
         asked: fields of a `RunRequest` that count before the files'.
         allow_unread: go on where keys that change memory or time cannot be read.
+        text: what the first file says, where it is not what is written there.
 
     Raises:
         UsageError: no such file, of no framework that is known, or with keys that change memory or time and are not
             read.
     """
-    files = [read_config_file(Path(path)) for path in paths]
+    files = [read_config_file(Path(path), None if at else text) for at, path in enumerate(paths)]
     if not files:
         raise UsageError("expected a framework's file")
     first, *others = sorted(files, key=_order)
@@ -691,6 +699,14 @@ def _variable(value: Any) -> bool:
     """A shell's variable that the file leaves open, or what only another program fills in."""
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, str) and (first.startswith("$") or value == "auto")
+
+
+def _open_reference(value: Any) -> str:
+    """Why a value has a reference that could not be resolved; empty where it has none."""
+    match = re.search(r"\$\{(?:([\w.]+):)?([^{}]*)\}", str(value)) if isinstance(value, str | list) else None
+    if match is None:
+        return ""
+    return f"the resolver {match[1]} is not known" if match[1] else f"the file has no key {match[2]}"
 
 
 def _shown(value: Any) -> str:

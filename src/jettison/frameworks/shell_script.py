@@ -2,7 +2,7 @@
 
 Assignments, arrays, ``if``, ``case`` and the first round of ``for`` are followed as far as values are known. What only
 a run would know (a file that is there, what a command prints, ``$1``) is left open: its test counts as false, and its
-``$NAME`` stays in the text.
+``$NAME`` stays in the text. A file that is sourced is read where it lies beside the script.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Final
 
 NOTES: Final = "$ notes"
 """The key of what was taken for granted: tests that are not known, one command of several, one round of a loop."""
+SOURCED: Final = "$ sourced"
+"""The key of files that are sourced and do not lie beside the script."""
 PROGRAM: Final = "$ program"
 """The key of the program that takes the arguments."""
 _MOST: Final = 1 << 20
@@ -45,17 +48,24 @@ OF_LAUNCHERS: Final = (
     r"job-name|partition|account|time|output|error|exclusive"
 )
 """A pattern of arguments that are a launcher's and not the program's."""
+_ENVIRONMENTS: Final = re.compile(
+    r"(.*/)?(activate|conda\.sh|\.?bashrc|\.?bash_profile|\.?profile|\.zshrc|(init|etc)/(\S*/)?\S+|setvars\.sh|modules?\.sh|lmod\S*)"
+)
+"""Sourced files that set up a shell and no arguments."""
 _FILE_TESTS: Final = ("-f", "-d", "-e", "-x", "-s", "-r", "-w", "-L")
 
 
-def arguments(text: str) -> Mapping[str, Any]:
+def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
     """Arguments by name without dashes, those without a value True, those with several a list; variables as ``$NAME``.
+
+    Args:
+        folder: where the script lies, and what it sources; left out, sourced files are not read.
 
     Raises:
         ValueError: it grows beyond what can be read.
     """
-    script = _Script()
-    script.read(_HERE.sub("\n", _INSIDE.sub(" ", text.replace("\r\n", "\n"))))
+    script = _Script(folder=folder)
+    script.read_text(text)
     script.read_uncalled()
     words = script.command()
     found = _named(words)
@@ -65,7 +75,8 @@ def arguments(text: str) -> Mapping[str, Any]:
         if name in _KNOWN_OF_LAUNCHERS and value:
             found.setdefault(name, value)
     found |= {f"${name}": value for name, value in script.variables.items()}
-    return found | ({NOTES: list(script.notes)} if script.notes else {})
+    found |= {NOTES: list(script.notes)} if script.notes else {}
+    return found | ({SOURCED: list(script.missing)} if script.missing else {})
 
 
 @dataclass
@@ -75,6 +86,8 @@ class _Script:
     variables: dict[str, str] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
+    folder: Path | None = None
+    missing: dict[str, None] = field(default_factory=dict)
     _blocks: list[_Block] = field(default_factory=list)
     _functions: dict[str, str] = field(default_factory=dict)
     _called: list[str] = field(default_factory=list)
@@ -96,6 +109,10 @@ class _Script:
         if any(word.startswith("--") or _OVERRIDE.fullmatch(word) for word in words):
             return words
         return [word for value in self.variables.values() if "--" in value for word in split_words(value)]
+
+    def read_text(self, text: str) -> None:
+        """Follow a file."""
+        self.read(_HERE.sub("\n", _INSIDE.sub(" ", text.replace("\r\n", "\n"))))
 
     def read(self, text: str) -> None:
         """Follow all statements."""
@@ -233,11 +250,33 @@ class _Script:
         """A command, a function, or what takes variables back."""
         if words and words[0] in self._functions:
             self._call(words[0], words[1:])
+        elif len(words) > 1 and words[0] in ("source", "."):
+            self._source(" ".join(words[1:]))
         elif words and words[0] == "unset":
             for name in words[1:]:
                 self.variables.pop(name, None)
         elif words:
             self.commands.append(words)
+
+    def _source(self, words: str) -> None:
+        """Follow a file that is sourced; of a folder that only a run would know, what stands behind it."""
+        if _ENVIRONMENTS.fullmatch(words.split()[0]) or words.startswith("<("):
+            return
+        name = (re.split(r"\$\w+|[)}`]", words)[-1].lstrip("/").split() or [words])[0]
+        path = None if self.folder is None else self.folder / name
+        if _ENVIRONMENTS.fullmatch(name):
+            return
+        if path is None or not path.is_file():
+            self.missing[name] = None
+        elif len(self._called) < _MOST_CALLS and self._depth < _DEEPEST:
+            self._called.append(name)
+            blocks, self._blocks, self._depth = self._blocks, [], self._depth + 1
+            try:
+                self.read_text(path.read_bytes()[:_MOST].decode("utf-8-sig"))
+            except (OSError, UnicodeDecodeError):
+                self.missing[name] = None
+            self._blocks, self._depth = blocks, self._depth - 1
+            self.notes[f"{name}, which the script sources, is read too"] = None
 
     # values -----------------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,10 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from jettison.core.errors import DoesNotFit, UsageError
 from jettison.core.units import format_bytes, format_seconds
-from jettison.cost.execution import execution_of
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
 from jettison.frameworks.python_values import configurations
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
@@ -111,9 +109,7 @@ def write_back(
             limit_name="the plan's budget",
             advice=f"the least of the {len(tried)} settings that {found.says} has; jettison export has other ways",
         )
-    seconds = [  # eager, as a plan's
-        estimate(run, choice.hardware, execution=execution_of(run)).step_seconds for run, *_ in fitting
-    ]
+    seconds = [estimate(run, choice.hardware).step_seconds for run, *_ in fitting]
     changes = [_changes(found, file, keys) if _unlike(found.request, own) else {} for _, own, keys in fitting]
     alike = [at for at, took in enumerate(seconds) if took <= (1 + ALIKE) * min(seconds)]
     sends = [bool(request.offload) for _, request, _ in fitting]
@@ -196,16 +192,17 @@ def _check(
     Raises:
         UsageError: it does not.
     """
-    with TemporaryDirectory() as folder:
-        file, name = split_name(found.path)
-        path = Path(folder) / file.name
-        path.write_bytes(text.encode())
-        path = path if name is None else path.with_name(f"{path.name}:{name}")
-        if other := _other_key(found.path, path, changed):
-            raise UsageError(f"{found.path} would say something else of {other}: change it by hand")
-        again = read_run(
-            path, *beside, model=found.model_argument, gpus=found.gpus, allow_unread=True, asked=_undecided(request)
-        )
+    if other := _other_key(found.path, text, changed):
+        raise UsageError(f"{found.path} would say something else of {other}: change it by hand")
+    again = read_run(
+        found.path,
+        *beside,
+        model=found.model_argument,
+        gpus=found.gpus,
+        allow_unread=True,
+        asked=_undecided(request),
+        text=text,
+    )
     if other := _unlike(again.request, request):
         said, wanted = getattr(again.request, other), getattr(request, other)
         raise UsageError(f"{found.path} would say {other} = {said}, not {wanted}: change it by hand")
@@ -217,24 +214,24 @@ def _unlike(one: RunRequest, other: RunRequest) -> str:
     return next((name for name, (mine, theirs) in pairs.items() if mine != theirs), "")
 
 
-def _other_key(before: Path, after: Path, changed: Mapping[str, Any]) -> str:
-    """The first key that is not the same in a file as it was and as it is, of those that were not to change.
+def _other_key(path: Path, text: str, changed: Mapping[str, Any]) -> str:
+    """The first key that is not the same in a file as it was and under a new text, of those that were not to change.
 
     Raises:
         UsageError: it cannot be read any more.
     """
 
-    def others(path: Path) -> dict[str, Any]:
+    def others(file: ConfigFile) -> dict[str, Any]:
         return {
             key: value
-            for key, value in read_config_file(path).values.items()
+            for key, value in file.values.items()
             if not key.startswith("$")  # a script's variables have its arguments
             and not any(f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in changed)
         }
 
-    was = others(before)
+    was = others(read_config_file(path))
     try:
-        now = others(after)
+        now = others(read_config_file(path, text))
     except UsageError:
         return ", ".join(changed)
     return next((key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]), "")

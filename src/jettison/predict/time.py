@@ -159,7 +159,7 @@ def estimate(
     expect_run(run)
     if not isinstance(hardware, Hardware):
         raise UsageError(f"got {short(hardware)}; expected hardware, such as jettison.hardware('h100-80gb')")
-    how = execution or (execution_of(run).compiled() if run.compiled else execution_of(run))
+    how = execution or execution_of(run)
     _, hardware = anchored(run, hardware)
     given, run = (
         run,

@@ -153,6 +153,8 @@ class ForecastPlan:
         """Parts of the configuration that are not in the figures, and whether the plan may not fit after all."""
         run = self.choice.forecast.run
         found = [*run.model.left_out, *unlike_anchor(run, self.choice.hardware.name)]
+        if run.compiled:
+            found.append("layers are compiled: seconds are of fused kernels, kept bytes of what layers save uncompiled")
         if self.verdict is FitVerdict.CLOSE and self.limit is not None and self.limit.gpu:
             needs, gpu = dict(self.figures.rows())["device"], self.limit.gpu
             surer = f"a smaller --budget is surer, from {format_bytes(self.choice.minimum_budget_bytes)}"

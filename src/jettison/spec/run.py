@@ -404,8 +404,11 @@ def _output(run: Run) -> Iterator[str]:
         yield f"got --holds-output with {why}; leave it away"
 
 
-COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selective-op", "selective-op-alternate")
-"""Recompute modes that say nothing about single tensors of a layer, or that torch's partitioner is told of."""
+COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selective-op", "selective-op-alternate", "auto")
+"""Recompute modes that say nothing about single tensors of a layer, or that torch's partitioner is told of.
+
+A planner's choice names tensors of a layer that is not compiled: its bytes are of those, its seconds of fused kernels.
+"""
 
 
 def _compiled(run: Run) -> Iterator[str]:
