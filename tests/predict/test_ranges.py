@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 from benchmarks import residuals
 from benchmarks.residuals import Row, pool, quantile, shares, stated
 
+from jettison.cli.main import run as run_command
 from jettison.core.units import GIB
 from jettison.predict.allowance import fixed_allowance
 from jettison.predict.ranges import DATA, FitVerdict, Measure, Range, classes_of, figures, lineage, residual
@@ -127,3 +129,18 @@ def test_verdicts_are_of_both_limits() -> None:
     assert found.verdict() is FitVerdict.FITS
     assert found.verdict(usable_bytes=high + 1, budget_bytes=16 * GIB) is FitVerdict.CLOSE
     assert found.verdict(usable_bytes=low - 1, budget_bytes=1 << 50) is FitVerdict.DOES_NOT_FIT
+
+
+@pytest.mark.parametrize("verb", ["ledger", "plan", "estimate", "search"])
+def test_a_host_has_allocated_bytes_alone(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever kernels are named: no GPU's allocator or driver takes anything there."""
+    own = ["--gpus", "1", "--global-batch", "1"] if verb == "search" else []
+    command = [verb, "gpt2", "--gpu", "cpu-23gb", "--seq", "512", "--kernels", "huggingface", *own]
+    assert run_command(command) == 0
+    said = capsys.readouterr().out
+    assert "nvidia-smi" not in said
+    assert "caching allocator has" not in said
+    assert run_command([*command, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    found = found["candidates"][0]["figures"] if verb == "search" else found["figures"]
+    assert found["allocated_bytes"] == found["reserved_bytes"] == found["device_bytes"]

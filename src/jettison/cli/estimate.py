@@ -36,7 +36,7 @@ from jettison.report.console import hint, progress
 from jettison.report.estimate import EstimateReport
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode
-from jettison.spec.run import Run, anchored
+from jettison.spec.run import Run, anchored, placed
 
 if TYPE_CHECKING:
     from jettison.report.alternatives import Trilemma
@@ -109,7 +109,7 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
         raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
     wanted = Wanted(tokens=flags.tokens, price_per_gpu_hour=flags.price_per_gpu_hour)
     asked, device = resolve(spec_of(model, request), request), hardware(flags.gpu)
-    run = asked.run
+    run = placed(asked.run, device)
     if flags.explain and run.recompute.mode is Mode.AUTO:
         raise UsageError("--explain compares recompute modes; give another than auto")
     how = execution_of(run).compiled() if flags.compile else execution_of(run)

@@ -35,8 +35,9 @@ from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_t
 from jettison.predict.whole_micro_batches import settled
 from jettison.report.console import hint, progress
 from jettison.report.ledger import ComparedLedger, LedgerReport, forecast_report
+from jettison.spec.hardware import hardware, usual_hardware
 from jettison.spec.recompute import Mode
-from jettison.spec.run import anchored
+from jettison.spec.run import anchored, placed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -164,6 +165,7 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
     fit, gpu = flags.fit, flags.gpu
     asked = resolve(spec_of(model, request, live=True, trace=flags.trace), request)
     asked = replace(asked, run=replace(asked.run, compiled=True)) if flags.compile else asked
+    asked = asked if gpu is None else replace(asked, run=placed(asked.run, hardware(gpu)))
     limit = limit_of(budget=flags.budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes
     auto = asked.run.recompute.mode is Mode.AUTO
@@ -187,7 +189,6 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
 def _choose(asked: Resolved, budget_bytes: int, gpu: str | None, *, anyway: bool) -> AutoForecast:
     """Args: anyway: where nothing fits, what needs least, for who asks what would fit."""
     from jettison.predict.auto_recompute import choose_with_whole  # the planner takes its time to load
-    from jettison.spec.hardware import hardware, usual_hardware
 
     device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
     run, device = anchored(asked.run, device)

@@ -62,6 +62,7 @@ NAMES: Final = {
     "device": ", as nvidia-smi shows it",
 }
 """Explanation of each memory figure in tables."""
+ON_HOST: Final = ", of tensors; a host has no caching allocator, and no driver that takes more"
 
 
 class Measure(StrEnum):
@@ -157,14 +158,21 @@ class RunFigures:
     step_seconds: Range | None = None
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """For people: a name and what is expected, with its range."""
+        """For people: a name and what is expected, with its range; of a host allocated bytes alone."""
+        on_host = self.device is self.allocated
         for name, found in (("allocated", self.allocated), ("reserved", self.reserved), ("device", self.device)):
-            yield name, found.words(lambda nbytes: format_bytes(round(nbytes))) + NAMES[name]
+            if name == "allocated" or not on_host:
+                yield name, found.words(_bytes) + (NAMES[name] if not on_host else ON_HOST)
         if self.step_seconds is not None:
             yield "step time", self.step_seconds.words(format_seconds)
 
+    @property
+    def needs(self) -> str:
+        """For people: what it needs of its device."""
+        return self.device.words(_bytes) + (ON_HOST if self.device is self.allocated else NAMES["device"])
+
     def document(self) -> dict[str, Any]:
-        """For programs."""
+        """For programs; on a host all three are the same."""
         return {
             "allocated_bytes": self.allocated.whole(),
             "reserved_bytes": self.reserved.whole(),
@@ -257,6 +265,10 @@ def _allocated(run: Run, nbytes: int) -> Range:
 def _own(classes: tuple[str, ...]) -> tuple[str, ...]:
     """Without what an anchor adds."""
     return classes[classes[0] == ANCHORED :]
+
+
+def _bytes(nbytes: float) -> str:
+    return format_bytes(round(nbytes))
 
 
 def scaled(found: Residual, modelled: float) -> Range:

@@ -85,7 +85,7 @@ class EstimateReport:
         yield from run.model.left_out
         yield from unlike_anchor(run, device.name)
         if self.verdict is not FitVerdict.FITS:
-            usable, needs = format_bytes(device.usable_bytes), dict(self.figures.rows())["device"]
+            usable, needs = format_bytes(device.usable_bytes), self.figures.needs
             doubt = "is too close to call on" if self.verdict is FitVerdict.CLOSE else "does not fit"
             yield f"this run {doubt} {device.name}, where {usable} are usable: it needs {needs}"
         if self.eager_memory:

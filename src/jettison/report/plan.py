@@ -156,7 +156,7 @@ class ForecastPlan:
         if run.compiled:
             found.append("layers are compiled: seconds are of fused kernels, kept bytes of what layers save uncompiled")
         if self.verdict is FitVerdict.CLOSE and self.limit is not None and self.limit.gpu:
-            needs, gpu = dict(self.figures.rows())["device"], self.limit.gpu
+            needs, gpu = self.figures.needs, self.limit.gpu
             surer = f"a smaller --budget is surer, from {format_bytes(self.choice.minimum_budget_bytes)}"
             found.append(f"whether this plan fits {gpu} is {self.verdict}: it needs {needs}; {surer}")
         return tuple(found)

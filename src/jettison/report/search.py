@@ -142,7 +142,7 @@ class SearchReport:
         doubtful = self.verdict(self.answer.best)
         if doubtful is FitVerdict.FITS:
             return
-        needs = dict(self.figures(self.answer.best).rows())["device"]
+        needs = self.figures(self.answer.best).needs
         every = sorted((*self.answer.ranked, *self.answer.front), key=lambda found: found.rank)
         sure = next((found for found in every if self.verdict(found) is FitVerdict.FITS), None)
         other = "none of these fits without doubt"

@@ -576,8 +576,14 @@ def check_scans(model: ModelSpec, kernels: Kernels) -> None:
         )
 
 
+def placed(run: Run, hardware: Hardware) -> Run:
+    """The run as a device runs it: on a host by PyTorch's CPU kernels."""
+    return replace(run, kernels=run.kernels.on_cpu()) if hardware.synchronous else run
+
+
 def anchored(run: Run, hardware: Hardware) -> tuple[Run, Hardware]:
-    """A run on a device that already is as its anchor says: its time is not corrected again."""
+    """A run as a device runs it, which already is as its anchor says: its time is not corrected again."""
+    run = placed(run, hardware)
     if run.anchor is None:
         return run, hardware
     own = run.anchor.hardware(hardware)
