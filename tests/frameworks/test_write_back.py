@@ -241,3 +241,36 @@ def test_a_file_whose_layers_are_compiled_is_planned_so(tmp_path: Path, capsys: 
     assert json.loads(capsys.readouterr().out)["predicted"]["step_seconds"] > plan["predicted"]["step_seconds"]
     assert run(["export", str(tmp_path / "plan.json"), "--to", "torchtitan", *js]) == 0
     assert json.loads(capsys.readouterr().out)["cost"]["plan"]["step_seconds"] == plan["predicted"]["step_seconds"]
+
+
+@pytest.mark.parametrize("prefix", ["", "fit."])
+def test_lightning_recomputes_the_layers_that_it_wraps(tmp_path: Path, prefix: str) -> None:
+    inside = 2 * " " if prefix else ""
+    strategy = "lightning.pytorch.strategies.FSDPStrategy, init_args: {auto_wrap_policy: [my.Block]}"
+    lines = [
+        "trainer:",
+        f"  devices: 8\n{inside}  precision: bf16-mixed\n{inside}  strategy: {{class_path: {strategy}}} # ours",
+        "model: {class_path: my.Module, init_args: {model_name_or_path: llama3-8b}}",
+        "data: {class_path: my.Data, init_args: {batch_size: 4, max_length: 8192}}",
+    ]
+    file = tmp_path / "run.yaml"
+    file.write_text(("fit:\n" if prefix else "") + "".join(f"{inside}{line}\n" for line in lines))
+    for gpu, changed in (("h100-80gb", True), ("b300-288gb", False)):
+        found = read_run(file)
+        planned = plan(found.model_argument, found.request, PlanFlags(gpu=gpu))
+        assert isinstance(planned, ForecastPlan)
+        made = write_back(found, planned.choice)
+        key = f"{prefix}trainer.strategy.init_args.activation_checkpointing_policy"
+        assert made.changed == ({key: ["my.Block"]} if changed else {})
+        assert made.text.count("# ours") == 1
+        assert (made.text == file.read_text()) is not changed
+
+
+def test_what_to_set_where_a_file_has_no_settings(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name: tiny-llama-1.1b\nprecision: bf16-mixed\ndevices: 8\ntrain: {micro_batch_size: 4}\n")
+    found = read_run(file)
+    planned = plan(found.model_argument, replace(found.request, seq=2048), PlanFlags(gpu="h100-80gb"))
+    assert isinstance(planned, ForecastPlan)
+    with pytest.raises(UsageError, match=r"activation_checkpointing_policy=\{Block\} in litgpt/pretrain.py"):
+        write_back(found, planned.choice)

@@ -86,6 +86,7 @@ class RunFile:
         ignored: names of keys that change neither.
         notes: what else there is to say.
         writes: settings of recomputation that such a file can say, `write_back`; ``written``: its own name of a key.
+        by_hand: what to set instead, where it has none.
     """
 
     path: Path
@@ -102,6 +103,7 @@ class RunFile:
     ignored: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     writes: tuple[Mapping[str, Any], ...] = ()
+    by_hand: str = ""
     written: Callable[[str], str] = str
 
     @property
@@ -547,6 +549,7 @@ def read_run(
         ignored=ignored,
         notes=tuple(keys.notes),
         writes=tuple(table.get("writes", ())),
+        by_hand=table.get("by_hand", ""),
         written=keys.written,
     )
 

@@ -3,7 +3,8 @@
 ``[[writes]]`` of ``frameworks/NAME/read.toml`` are the settings that a file can say: fields of a request
 (``recompute``, ``offload``, ``recompute_modules``, ``offload_modules``), ``set``, keys of the file with their values,
 and ``remove``, keys that must not be there (in Python: None). A row counts where the file has all keys of ``if`` and
-none of ``unless``. ``{k}`` in a text stands for each number of layers from 2 on; ``"{k:d}"`` is that number itself. Of
+none of ``unless``. ``{k}`` in a text stands for each number of layers from 2 on; ``"{k:d}"`` is that number itself,
+``"{=key}"`` the file's value of another key. A table without such rows says in ``by_hand`` what to set instead. Of
 the settings that fit the fastest is written; of those within one per cent of it the file's own, else the one that
 leaves most memory. The text is changed at these keys alone, and then read again: it must say what was chosen.
 """
@@ -90,11 +91,14 @@ def write_back(
         DoesNotFit: none of them fits the budget.
     """
     file = read_config_file(found.path)
-    rows = [row for row in found.writes if _counts(row, file)]
+    values = {key: file.values[said] for key in _keys_of(found.writes) if (said := found.written(key)) in file.values}
+    rows = [row for row in found.writes if _counts(row, values)]
     if not rows:
-        raise UsageError(f"{found.says} has no settings of recomputation that can be written back; jettison export may")
+        other = found.by_hand or "jettison export may"
+        raise UsageError(f"{found.says} has no settings of recomputation that can be written back; {other}")
     spec = found.spec()
     base = replace(found.request, **dict.fromkeys(DECIDED))
+    rows = [{**row, "set": {key: _copied(value, values) for key, value in row["set"].items()}} for row in rows]
     tried = list(_tried(rows, spec, base, choice.forecast.run.anchor, compiled=found.compile))
     if not tried:
         raise UsageError(f"none of the settings that {found.says} has can be described for {spec.name}")
@@ -141,10 +145,18 @@ def _changes(found: RunFile, file: ConfigFile, keys: Mapping[str, Any]) -> dict[
     return {key: value for key, value in named.items() if not _same(file, key, value)}
 
 
-def _counts(row: Mapping[str, Any], file: ConfigFile) -> bool:
-    return all(key in file.values for key in row.get("if", ())) and not any(
-        key in file.values for key in row.get("unless", ())
-    )
+def _keys_of(rows: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Keys that rows ask for."""
+    return frozenset(key for row in rows for section in ("if", "unless") for key in row.get(section, ()))
+
+
+def _counts(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    return all(key in values for key in row.get("if", ())) and not any(key in values for key in row.get("unless", ()))
+
+
+def _copied(value: Any, values: Mapping[str, Any]) -> Any:
+    """A value, or that of the key that it names."""
+    return values[value[2:-1]] if isinstance(value, str) and value.startswith("{=") else value
 
 
 def _same(file: ConfigFile, key: str, value: Any) -> bool:
