@@ -1,6 +1,8 @@
 """Explanations: the paper's figures, sums that can be done by hand, and remarks that come and go with their cause."""
 
 import json
+import math
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,10 +13,15 @@ from jettison.formula.static import Static
 from jettison.memory.actions import OrderOptions, device_order
 from jettison.memory.step import StageLoad
 from jettison.memory.unit import Unit
+from jettison.predict.allowance import available_bytes
+from jettison.predict.changes import fitting_changes
 from jettison.predict.forecast import Stage, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
+from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
+from jettison.spec.hardware import hardware
+from jettison.spec.kernels import Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Mode, Recompute
@@ -319,16 +326,40 @@ def test_the_cheapest_change_that_fits_is_named_before_the_one_that_saves_most()
     assert "--recompute full is the cheapest that fits" in explain(found, budget_bytes=between).sentences[1]
 
 
-def test_the_host_is_named_where_nothing_else_fits() -> None:
-    """As many products again for less memory: full, not segments, unless only they fit."""
-    run = resolve(preset("llama3-8b"), RunRequest(dp=8, zero=3, seq=32768)).run
-    found = forecast(run)
-    sent = forecast(replace(run, recompute=Recompute(mode=Mode.FULL, offload=True))).peak_bytes
-    said = explain(found, budget_bytes=sent).sentences[1]
-    assert "--recompute sqrt lowers it most" in said
-    assert said.endswith(f"--recompute full --offload fits: {format_bytes(sent)}.")
-    assert "--offload" not in explain(found, budget_bytes=sent - 1).sentences[1]
-    assert "--offload" not in explain(found).sentences[1]
+def test_two_changes_are_named_where_one_does_not_fit() -> None:
+    """The cheapest in time of those that fit: on 4 A100 of 40 GB full recompute with a chunked loss, or a fused one."""
+    run = resolve(preset("llama3-8b"), RunRequest(dp=4, zero=3, seq=8192, micro_batch=2)).run
+    found, device = forecast(run), hardware("a100-40gb")
+    budget = available_bytes(device, run)
+    said = explain(found, budget_bytes=budget, hardware=device).sentences[1]
+    changes = fitting_changes(run, budget, device)
+    full = replace(run, recompute=Recompute(mode=Mode.FULL))
+    for change, loss in zip(changes, (Loss.FUSED, Loss.CHUNKED), strict=False):
+        other = replace(full, kernels=replace(run.kernels, loss=loss))
+        assert change.flags == f"--recompute full --loss {loss}"
+        assert change.peak_bytes == forecast(other).peak_bytes <= budget < forecast(full).peak_bytes
+        assert change.step_seconds == estimate(other, device).step_seconds
+    assert "lowers it most" in said
+    assert f"{changes[0].flags} fits: {format_bytes(changes[0].peak_bytes)}, " in said
+    assert " fits: " not in explain(found).sentences[1]
+    assert explain(found, budget_bytes=1).sentences[1].endswith("No two settings fit together either.")
+
+
+def test_changes_keep_the_sequences_of_a_step_and_are_of_two_kinds() -> None:
+    run = resolve(preset("llama3-405b"), RunRequest(dp=8, tp=8, pp=16, micro_batch=4, micro_batches=16, seq=8192)).run
+    device = hardware("h100-80gb")
+    begin = time.process_time()
+    changes = fitting_changes(run, available_bytes(device, run), device)
+    assert time.process_time() - begin < 2
+    assert changes
+    for change in changes:
+        words = change.flags.split()
+        assert words.count("--recompute") <= 1
+        if "--micro-batch" in words:
+            sizes = (int(words[words.index(name) + 1]) for name in ("--micro-batch", "--micro-batches"))
+            assert math.prod(sizes) == 64
+    seconds = [change.step_seconds or 0 for change in changes]
+    assert seconds == sorted(seconds)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -35,7 +35,7 @@ from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_t
 from jettison.predict.whole_micro_batches import settled
 from jettison.report.console import hint, progress
 from jettison.report.ledger import ComparedLedger, LedgerReport, forecast_report
-from jettison.spec.hardware import hardware, usual_hardware
+from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import Mode
 from jettison.spec.run import anchored, placed
 
@@ -169,10 +169,11 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
     limit = limit_of(budget=flags.budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes
     auto = asked.run.recompute.mode is Mode.AUTO
+    device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
     if budget_bytes is None and (fit or auto):
         flag = "--fit" if fit else "--recompute auto"
         raise UsageError(f"{flag} needs to know what to fit into; give --budget or --gpu")
-    choice = _choose(asked, budget_bytes, gpu, anyway=fit) if budget_bytes is not None and auto else None
+    choice = _choose(asked, budget_bytes, device, anyway=fit) if budget_bytes is not None and auto else None
     found = forecast(settled(asked.run, budget_bytes)) if choice is None else choice.forecast
     asked = replace(asked, run=found.run)
     return forecast_report(
@@ -181,16 +182,15 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
         found,
         limit=limit,
         choice=choice,
-        fit=_fit(asked, budget_bytes, choice) if fit and budget_bytes is not None else None,
-        explanation=_explain(found, budget_bytes) if flags.explain else None,
+        fit=_fit(asked, budget_bytes, choice, device) if fit and budget_bytes is not None else None,
+        explanation=_explain(found, budget_bytes, device) if flags.explain else None,
     )
 
 
-def _choose(asked: Resolved, budget_bytes: int, gpu: str | None, *, anyway: bool) -> AutoForecast:
+def _choose(asked: Resolved, budget_bytes: int, device: Hardware, *, anyway: bool) -> AutoForecast:
     """Args: anyway: where nothing fits, what needs least, for who asks what would fit."""
     from jettison.predict.auto_recompute import choose_with_whole  # the planner takes its time to load
 
-    device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
     run, device = anchored(asked.run, device)
     try:
         return choose_with_whole(run, budget_bytes, device)
@@ -200,20 +200,22 @@ def _choose(asked: Resolved, budget_bytes: int, gpu: str | None, *, anyway: bool
         return choose_with_whole(run, error.minimum_budget_bytes, device)
 
 
-def _fit(asked: Resolved, budget_bytes: int, choice: AutoForecast | None) -> FitAnswer:
+def _fit(asked: Resolved, budget_bytes: int, choice: AutoForecast | None, device: Hardware) -> FitAnswer:
+    from jettison.predict.changes import fitting_changes
     from jettison.predict.largest import fit
 
     if choice is None:
-        return fit(asked.run, budget_bytes=budget_bytes)
+        found = fit(asked.run, budget_bytes=budget_bytes)
+        return found if found.fits else replace(found, changes=fitting_changes(asked.run, budget_bytes, device))
     from jettison.predict.auto_recompute import smallest_budget
 
     return fit(asked.run, budget_bytes=budget_bytes, peak=partial(smallest_budget, hardware=choice.hardware))
 
 
-def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:
+def _explain(found: Forecast, budget_bytes: int | None, device: Hardware) -> Explanation:
     from jettison.report.explain import explain
 
-    return explain(found, budget_bytes=budget_bytes)
+    return explain(found, budget_bytes=budget_bytes, hardware=device)
 
 
 def _read(path: Path) -> Ledger:

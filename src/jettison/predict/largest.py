@@ -6,8 +6,9 @@ less the expected allowance for contexts, communicators and fragments.
 
 Where a planner decides what is computed again, a run fits what its smallest plan fits.
 
-One thing is changed at a time, all else stays as in the run. More of a batch or of a sequence is taken to need more
-bytes; the edge that the search ends on is checked on both sides.
+One size is changed at a time, all else stays as in the run; which settings would make it fit is `fitting_changes`' to
+say. More of a batch or of a sequence is taken to need more bytes; the edge that the search ends on is checked on both
+sides.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from math import gcd
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.predict.changes import FittingChange
 from jettison.predict.forecast import forecast
 from jettison.spec.run import Run
 
@@ -53,6 +55,7 @@ class FitAnswer:
             of a recorded model.
         tp: the smallest tensor-parallel size, on more or fewer devices: the other axes stay.
         zero: the smallest ZeRO stage.
+        changes: with which it fits, one or two together, the cheapest in time first; where it does not as it is.
     """
 
     budget_bytes: int
@@ -62,6 +65,7 @@ class FitAnswer:
     seq: Edge
     tp: Edge
     zero: Edge
+    changes: tuple[FittingChange, ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -15,15 +15,17 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
-from jettison.core.units import format_bytes, format_percent
+from jettison.core.units import format_bytes, format_percent, format_seconds
 from jettison.formula.region import Region, layer_region
 from jettison.memory.span import Phase
 from jettison.memory.step import Moment, StageLoad, moments
 from jettison.memory.unit import Halves, Unit, WeightStep
+from jettison.predict.changes import fitting_changes
 from jettison.predict.forecast import GRADIENT_COPIES, Forecast, Stage, forecast
 from jettison.predict.passes import passes_of
 from jettison.predict.stages import StageRegion
 from jettison.solve.policy import attention_core
+from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.model import AnyLayer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
@@ -124,11 +126,12 @@ class Explanation:
     sentences: tuple[str, ...]
 
 
-def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
+def explain(found: Forecast, *, budget_bytes: int | None = None, hardware: Hardware | None = None) -> Explanation:
     """Why a run's peak is what it is.
 
     Args:
         budget_bytes: for allocations on each rank, if there is one.
+        hardware: whose seconds say which of two changes together is the cheapest; left out, the usual one.
     """
     stage, run = found.worst, found.run
     moment = stage.peak
@@ -151,7 +154,7 @@ def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
         remarks=tuple(remarks(found, budget_bytes)),
         sentences=(
             cause(stage, parts),
-            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found)), budget_bytes),
+            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found)), budget_bytes, hardware),
         ),
     )
 
@@ -443,7 +446,11 @@ def cause(stage: Stage, parts: tuple[PeakShare, ...]) -> str:
 
 
 def remedy(
-    found: Forecast, variants: tuple[Variant, ...], recompute_flops: int, budget_bytes: int | None = None
+    found: Forecast,
+    variants: tuple[Variant, ...],
+    recompute_flops: int,
+    budget_bytes: int | None = None,
+    hardware: Hardware | None = None,
 ) -> str:
     """Cheapest of the changes tried that fits; without a budget, the one that helps most.
 
@@ -475,21 +482,21 @@ def remedy(
         cost = f", for {format_percent(best.of_forward)} of a forward computed again"
     return (
         f"Of the changes tried, {best.change} lowers it most: to {format_bytes(best.peak_bytes)}, by "
-        f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}.{_with_the_host(found, budget_bytes)}"
+        f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}.{_together(found, budget_bytes, hardware)}"
     )
 
 
-def _with_the_host(found: Forecast, budget_bytes: int | None) -> str:
-    """Does it fit where what stays of each layer goes to the host, too? Empty where it does not, or already goes."""
+def _together(found: Forecast, budget_bytes: int | None, hardware: Hardware | None) -> str:
+    """The cheapest in time of settings with which it fits, one or two together; empty where it fits as it is."""
     run = found.run
-    if budget_bytes is None or found.peak_bytes <= budget_bytes or run.recompute.offload or run.recompute.sent:
+    if budget_bytes is None or found.peak_bytes <= budget_bytes or run.recompute.mode is Mode.AUTO:
         return ""
-    try:
-        sent = replace(run, recompute=Recompute(mode=Mode.FULL, offload=True))
-    except UsageError:  # of recorded and compiled layers not every mode is known
-        return ""
-    peak = forecast(sent).peak_bytes
-    return f" --recompute full --offload fits: {format_bytes(peak)}." if peak <= budget_bytes else ""
+    device = usual_hardware(run.kernels.device) if hardware is None else hardware
+    cheapest = next(iter(fitting_changes(run, budget_bytes, device)), None)
+    if cheapest is None:
+        return " No two settings fit together either."
+    took = "" if cheapest.step_seconds is None else f", {format_seconds(cheapest.step_seconds)} a step"
+    return f" {cheapest.flags} fits: {format_bytes(cheapest.peak_bytes)}{took}."
 
 
 def _place(moment: Moment) -> str:

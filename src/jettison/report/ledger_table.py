@@ -48,7 +48,7 @@ def ledger_table(report: LedgerReport) -> RenderableType:
     if report.explanation is not None:
         tables.append(explanation_table(report.explanation))
     if report.fit is not None:
-        tables.append(fit_table(report.fit))
+        tables += fit_tables(report.fit)
     if report.comparison is not None:
         tables.append(_comparison_table(report.comparison))
     return Group(*(part for table in tables for part in ("", table)))
@@ -288,20 +288,30 @@ def _phases_table(report: LedgerReport) -> FittedTable:
 # What would fit, and where the peak comes from ------------------------------------------------------------------------
 
 
-def fit_table(answer: FitAnswer) -> FittedTable:
-    """One thing changed at a time: the last value that fits, and its neighbour that does not."""
+def fit_tables(answer: FitAnswer) -> Iterator[FittedTable]:
+    """One size changed at a time: the last value that fits, the next that does not; settings with which it fits."""
     edges = {
         "largest micro-batch": answer.micro_batch,
         f"longest sequence, in steps of {answer.seq_step}": answer.seq,
         "smallest --tp": answer.tp,
         "smallest --zero": answer.zero,
     }
-    return grid(
+    yield grid(
         f"What fits {format_bytes(answer.budget_bytes)}, one thing changed at a time",
         ("change",),
         ("fits", "peak", "does not fit", "its peak"),
         [(name, *_edge(e.value, e.peak_bytes), *_edge(e.beyond, e.beyond_peak_bytes)) for name, e in edges.items()],
     )
+    if answer.changes:
+        rows = [
+            (
+                one.flags,
+                format_bytes(one.peak_bytes),
+                "" if one.step_seconds is None else format_seconds(one.step_seconds),
+            )
+            for one in answer.changes
+        ]
+        yield grid("Settings with which it fits, the fastest first", ("change",), ("peak", "a step"), rows)
 
 
 def _edge(value: int | None, nbytes: int | None) -> tuple[str, str]:

@@ -1,0 +1,153 @@
+"""Changes that make a run fit a budget: one at a time and two together, the cheapest in a step's time first.
+
+A change is of one kind: what is recomputed or offloaded, the loss, the optimizer's state, the micro-batch (with as many
+sequences a step), the sharding. Two are of two kinds. The time of two is at first taken to be the sum of what each
+adds; peaks are worked out in that order until enough fit, and those are then timed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations, islice
+from typing import Final
+
+from jettison.core.errors import UsageError
+from jettison.predict.forecast import forecast_sizes
+from jettison.predict.time import estimate
+from jettison.spec.hardware import Hardware
+from jettison.spec.kernels import Loss
+from jettison.spec.precision import Optimizer
+from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.run import Run
+
+MOST_LISTED: Final = 5
+MOST_TRIED: Final = 80
+"""Pairs whose peaks are worked out."""
+_RECOMPUTE: Final = ("selective", "selective-op", "full", "sqrt")
+_LOSSES: Final = (Loss.CHUNKED, Loss.FUSED)
+_OPTIMIZERS: Final = {
+    Optimizer.ADAMW_FOREACH: (Optimizer.ADAMW, Optimizer.ADAM8BIT),
+    Optimizer.ADAMW: (Optimizer.ADAM8BIT,),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittingChange:
+    """A change, or two, with which a run fits.
+
+    Args:
+        flags: as typed.
+        step_seconds: of a step of as many sequences; None where the hardware's file lacks a figure.
+    """
+
+    flags: str
+    peak_bytes: int
+    step_seconds: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Change:
+    """One change, and the run with it, or a `UsageError`."""
+
+    kind: str
+    flags: str
+    of: Callable[[Run], Run]
+
+
+def fitting_changes(
+    run: Run, budget_bytes: int, hardware: Hardware, *, most: int = MOST_LISTED
+) -> tuple[FittingChange, ...]:
+    """Changes with which a run fits; none where a planner decides what it keeps."""
+    if run.recompute.mode is Mode.AUTO:
+        return ()
+    singles, before = list(_tried(run, [(one,) for one in _changes(run)], hardware)), _seconds(run, hardware)
+    found = [one for one in singles if one.peak_bytes <= budget_bytes]
+    pairs = [
+        (first.seconds + then.seconds - before, (*first.changes, *then.changes))
+        for first, then in combinations(singles, 2)
+        if first.changes[0].kind != then.changes[0].kind
+        if all(one not in found or first.seconds + then.seconds - before < one.seconds for one in (first, then))
+    ]
+    together = [pair for _, pair in sorted(pairs, key=lambda one: one[0])[:MOST_TRIED]]
+    found += islice(_tried(run, together, hardware, budget_bytes), most)
+    return tuple(
+        FittingChange(
+            flags=" ".join(change.flags for change in one.changes),
+            peak_bytes=one.peak_bytes,
+            step_seconds=one.seconds or None,
+        )
+        for one in sorted(found, key=lambda one: (one.seconds, len(one.changes)))[:most]
+    )
+
+
+def _changes(run: Run) -> Iterator[_Change]:
+    layers = run.model.depth
+    for word in _RECOMPUTE:
+        mode = Recompute.parse(word, layers=layers, offload=run.recompute.offload)
+        if mode != run.recompute:
+            yield _Change(kind="recompute", flags=f"--recompute {word}", of=partial(_with_recompute, mode=mode))
+    if not run.recompute.to_host:
+        yield _Change(kind="offload", flags="--offload", of=_offloading)
+    for loss in _LOSSES:
+        if run.kernels.loss is not loss:
+            yield _Change(kind="loss", flags=f"--loss {loss}", of=partial(_with_loss, loss=loss))
+    for optimizer in _OPTIMIZERS.get(run.optimizer, ()):
+        of = partial(replace, optimizer=optimizer)
+        yield _Change(kind="optimizer", flags=f"--optimizer {optimizer}", of=of)
+    for count in (n for n in range(run.micro_batch - 1, 0, -1) if run.micro_batch % n == 0):
+        times = run.micro_batches * run.micro_batch // count
+        of = partial(replace, micro_batch=count, micro_batches=times)
+        yield _Change(kind="micro-batch", flags=f"--micro-batch {count} --micro-batches {times}", of=of)
+    for zero in range(run.layout.zero + 1, 4) if run.layout.shards > 1 else ():
+        if zero in run.states_on_host.zeros:
+            yield _Change(kind="sharding", flags=f"--zero {zero}", of=partial(_with_zero, zero=zero))
+
+
+def _with_recompute(run: Run, *, mode: Recompute) -> Run:
+    return replace(run, recompute=mode)
+
+
+def _offloading(run: Run) -> Run:
+    return replace(run, recompute=replace(run.recompute, offload=True))
+
+
+def _with_loss(run: Run, *, loss: Loss) -> Run:
+    return replace(run, kernels=replace(run.kernels, loss=loss))
+
+
+def _with_zero(run: Run, *, zero: int) -> Run:
+    return replace(run, layout=run.layout.at_zero(zero))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Tried:
+    """``seconds``: of a step; 0 where nobody knows."""
+
+    changes: tuple[_Change, ...]
+    peak_bytes: int
+    seconds: float
+
+
+def _tried(
+    run: Run, asked: Iterable[tuple[_Change, ...]], hardware: Hardware, most_bytes: int | None = None
+) -> Iterator[_Tried]:
+    """Peaks and times of those changes that are described and need at most so many bytes."""
+    for changes in asked:
+        other = run
+        try:
+            for change in changes:
+                other = change.of(other)
+            peak = forecast_sizes(other).peak_bytes
+        except UsageError:
+            continue
+        if most_bytes is None or peak <= most_bytes:
+            yield _Tried(changes=changes, peak_bytes=peak, seconds=_seconds(other, hardware))
+
+
+def _seconds(run: Run, hardware: Hardware) -> float:
+    try:
+        return estimate(run, hardware).step_seconds
+    except UsageError:  # the hardware's file lacks a figure
+        return 0.0
