@@ -245,6 +245,21 @@ def test_nothing_fits(capsys) -> None:
     assert len(err.splitlines()) == 1
 
 
+def test_what_may_fit_is_listed_where_nothing_surely_does(capsys) -> None:
+    """A budget within the range of what the smallest needs: exit code 0, and every row says so."""
+    flags = (*FLAGS, "--recompute", "none,full", "--format", "json")
+    _, out, _ = call(capsys, "gpt2", *flags, "--budget", "100MiB")
+    least = json.loads(out)["closest"]["peak_bytes"]
+    code, out, err = call(capsys, "gpt2", *flags, "--budget", f"{least - 1}B")
+    found = json.loads(out)
+    assert (code, found["feasible"], found["lacks_bytes"]) == (0, True, 1)
+    assert {row["verdict"] for row in (*found["candidates"], found["closest"])} == {"too close to call"}
+    assert found["closest"]["peak_bytes"] == least
+    assert not any(row["fits"] for row in found["candidates"])
+    assert f"{found['candidates'][0]['available_bytes']}" == f"{least - 1}"
+    assert "lacks 1 B): those listed are too close to call" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

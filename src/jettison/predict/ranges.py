@@ -246,10 +246,19 @@ def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool) -> int:
     while low < high:
         middle = (low + high + 1) // 2
         device = figures(run, middle).device
-        low, high = (
-            (middle, high) if (device.high if surely else device.expected) <= usable_bytes else (low, middle - 1)
-        )
+        fits = (device.high if surely else device.expected) <= usable_bytes
+        low, high = (middle, high) if fits else (low, middle - 1)
     return low
+
+
+def most_bytes(run: Run, layout: Layout, *, usable_bytes: int, budget_bytes: int | None = None) -> int:
+    """The most modelled bytes of a run that may fit, at the low end of their range: see `RunFigures.verdict`."""
+    low = _allocated(run, GIB).low / GIB
+    fixed = fixed_allowance(layout, run.kernels.device).low
+    fragments = 1.0 if run.kernels.device is Device.CPU else float(1 + FRAGMENTS[0])
+    more = 0 if run.anchor is None else max(0, run.anchor.context or 0)
+    most = (usable_bytes - fixed - more) / (low * fragments)
+    return max(0, int(most if budget_bytes is None else min(most, budget_bytes / low)))
 
 
 def _allocated(run: Run, nbytes: int) -> Range:

@@ -63,7 +63,11 @@ class SearchReport:
     def warnings(self) -> tuple[str, ...]:
         """Parts of the configuration that are not in the figures, and how an anchor differs."""
         template = self.answer.space.template
-        return (*template.model.left_out, *unlike_anchor(template, self.hardware.name))
+        found = (*template.model.left_out, *unlike_anchor(template, self.hardware.name))
+        if (closest := self.answer.closest) is None:
+            return found
+        lacks = f"the closest, {closest.candidate.flags}, lacks {format_bytes(closest.lacks)}"
+        return (*found, f"nothing is expected to fit ({lacks}): those listed are {FitVerdict.CLOSE}")
 
     @property
     def sure(self) -> Residual:
@@ -115,6 +119,8 @@ class SearchReport:
             space=part("SearchedSpace", layouts=len(space.setups), candidates=space.size),
             warnings=list(self.warnings),
             feasible=True,
+            closest=None if answer.closest is None else self._candidate(answer.closest),
+            lacks_bytes=answer.closest and answer.closest.lacks,
             sureness=asdict(sure),
             trainings=[one.document() for one in self.trainings] or None,
             candidates=[self._candidate(found) for found in answer.ranked],

@@ -29,6 +29,7 @@ from typing import Final
 
 from jettison.core.progress import Progress
 from jettison.predict.allowance import available_to
+from jettison.predict.ranges import most_bytes
 from jettison.search.bounds import SHAVED, treatments
 from jettison.search.evaluate import Bench, Evaluated, Task
 from jettison.search.space import SearchCandidate, Setup, Space
@@ -336,17 +337,23 @@ class MemoryLimit:
     Args:
         scale: times what the hardware has, and times the budget.
         margin: what is left beside the expected allowance, as `allowance.available_to` has it.
+        may: what may fit counts, at the low end of its range.
     """
 
     hardware: Hardware
     budget_bytes: int | None = None
     scale: Fraction = Fraction(1)
     margin: float = 0.0
+    may: bool = False
 
     def limit_bytes(self, setup: Setup, space: Space) -> int:
         """For a setup: contexts and communicators come off, and the margin."""
+        budget = None if self.budget_bytes is None else int(self.scale * self.budget_bytes)
+        if self.may:
+            usable = self._device.usable_bytes
+            return most_bytes(space.template, setup.layout, usable_bytes=usable, budget_bytes=budget)
         left = available_to(self._device, setup.layout, space.template.kernels.device, self.margin)
-        return left if self.budget_bytes is None else min(left, int(self.scale * self.budget_bytes))
+        return left if budget is None else min(left, budget)
 
     @cached_property
     def _device(self) -> Hardware:

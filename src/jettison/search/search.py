@@ -69,6 +69,7 @@ class SearchAnswer:
         more_gpus: or why there are none.
         evaluated: candidates worked out now; others were bounded, or known.
         margin: that all of them leave. ``budget_bytes``: of tensors, where one was given.
+        closest: where none leaves it, the one that lacks least; all that are listed may fit, at the low end of ranges.
     """
 
     space: Space
@@ -80,6 +81,7 @@ class SearchAnswer:
     evaluated: int
     margin: float = 0.0
     budget_bytes: int | None = None
+    closest: Evaluated | None = None
 
     @property
     def best(self) -> Evaluated:
@@ -113,8 +115,10 @@ def search(
         journal: the state to go on from, and to add to.
         progress: is told how far it is.
 
+    Where nothing leaves the margin, the answer is of candidates that may fit.
+
     Raises:
-        NothingFits: no candidate fits.
+        NothingFits: no candidate may fit.
         UsageError: the space is empty, or the hardware lacks a figure that an estimate needs.
     """
     if top < 1 or jobs < 1:
@@ -129,9 +133,14 @@ def search(
         # where a planner is asked, one candidate often waits for another: meanwhile workers are free for other devices
         begun = beside.submit(_more_gpus, space, room, bench, silent) if hunt.ranked and jobs > 1 else None
         hunt.ask_planner()
+        closest, strict = None, room
         if not hunt.ranked:
+            closest, room = hunt.closest(), replace(room, may=True)
+            hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress, least=hunt.least)
+            hunt.run()
+        if closest is not None and not hunt.ranked:
             raise NothingFits(
-                hunt.closest(),
+                closest,
                 candidates=space.size,
                 advice=_advice(space, margin),
                 template=space.template,
@@ -143,18 +152,24 @@ def search(
         larger = Hunt(space=space, room=roomier, bench=bench, say=progress, known=fastest, least=hunt.least)
         larger.run()
         progress("with more GPUs")
-        more_gpus = _more_gpus(space, room, bench, progress) if begun is None else begun.result()
+        more_gpus = _more_gpus(space, strict, bench, progress) if begun is None else begun.result()
         return SearchAnswer(
             space=space,
-            ranked=ranked,
-            front=tuple(hunt.front),
-            plain=hunt.plain(ranked[0].number[0]),
+            ranked=_against(strict, space, ranked),
+            front=_against(strict, space, hunt.front),
+            plain=_against(strict, space, [hunt.plain(ranked[0].number[0])])[0],
             more_memory=WithMore(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
             more_gpus=more_gpus,
             evaluated=bench.evaluated,
             margin=margin,
             budget_bytes=budget_bytes,
+            closest=closest,
         )
+
+
+def _against(room: MemoryLimit, space: Space, found: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
+    """Candidates held against what is expected to be there for them."""
+    return tuple(replace(one, limit_bytes=room.limit_bytes(one.candidate.setup, space)) for one in found)
 
 
 def by_slack(ranked: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
