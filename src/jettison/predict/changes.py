@@ -48,7 +48,7 @@ class FittingChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Change:
+class _Setting:
     """One change, and the run with it, or a `UsageError`."""
 
     kind: str
@@ -82,27 +82,27 @@ def fitting_changes(
     )
 
 
-def _changes(run: Run) -> Iterator[_Change]:
+def _changes(run: Run) -> Iterator[_Setting]:
     layers = run.model.depth
     for word in _RECOMPUTE:
         mode = Recompute.parse(word, layers=layers, offload=run.recompute.offload)
         if mode != run.recompute:
-            yield _Change(kind="recompute", flags=f"--recompute {word}", of=partial(_with_recompute, mode=mode))
+            yield _Setting(kind="recompute", flags=f"--recompute {word}", of=partial(_with_recompute, mode=mode))
     if not run.recompute.to_host:
-        yield _Change(kind="offload", flags="--offload", of=_offloading)
+        yield _Setting(kind="offload", flags="--offload", of=_offloading)
     for loss in _LOSSES:
         if run.kernels.loss is not loss:
-            yield _Change(kind="loss", flags=f"--loss {loss}", of=partial(_with_loss, loss=loss))
+            yield _Setting(kind="loss", flags=f"--loss {loss}", of=partial(_with_loss, loss=loss))
     for optimizer in _OPTIMIZERS.get(run.optimizer, ()):
         of = partial(replace, optimizer=optimizer)
-        yield _Change(kind="optimizer", flags=f"--optimizer {optimizer}", of=of)
+        yield _Setting(kind="optimizer", flags=f"--optimizer {optimizer}", of=of)
     for count in (n for n in range(run.micro_batch - 1, 0, -1) if run.micro_batch % n == 0):
         times = run.micro_batches * run.micro_batch // count
         of = partial(replace, micro_batch=count, micro_batches=times)
-        yield _Change(kind="micro-batch", flags=f"--micro-batch {count} --micro-batches {times}", of=of)
+        yield _Setting(kind="micro-batch", flags=f"--micro-batch {count} --micro-batches {times}", of=of)
     for zero in range(run.layout.zero + 1, 4) if run.layout.shards > 1 else ():
         if zero in run.states_on_host.zeros:
-            yield _Change(kind="sharding", flags=f"--zero {zero}", of=partial(_with_zero, zero=zero))
+            yield _Setting(kind="sharding", flags=f"--zero {zero}", of=partial(_with_zero, zero=zero))
 
 
 def _with_recompute(run: Run, *, mode: Recompute) -> Run:
@@ -122,17 +122,17 @@ def _with_zero(run: Run, *, zero: int) -> Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Tried:
+class _TriedSettings:
     """``seconds``: of a step; 0 where nobody knows."""
 
-    changes: tuple[_Change, ...]
+    changes: tuple[_Setting, ...]
     peak_bytes: int
     seconds: float
 
 
 def _tried(
-    run: Run, asked: Iterable[tuple[_Change, ...]], hardware: Hardware, most_bytes: int | None = None
-) -> Iterator[_Tried]:
+    run: Run, asked: Iterable[tuple[_Setting, ...]], hardware: Hardware, most_bytes: int | None = None
+) -> Iterator[_TriedSettings]:
     """Peaks and times of those changes that are described and need at most so many bytes."""
     for changes in asked:
         other = run
@@ -143,7 +143,7 @@ def _tried(
         except UsageError:
             continue
         if most_bytes is None or peak <= most_bytes:
-            yield _Tried(changes=changes, peak_bytes=peak, seconds=_seconds(other, hardware))
+            yield _TriedSettings(changes=changes, peak_bytes=peak, seconds=_seconds(other, hardware))
 
 
 def _seconds(run: Run, hardware: Hardware) -> float:
