@@ -1,1 +1,1 @@
-"""Bytes over time: spans, orders of a pipeline's passes, and the step of one stage as their product."""
+"""Bytes over time: spans, pipeline schedules, and the step of one pipeline stage as the product of its spans."""

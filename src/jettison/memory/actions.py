@@ -1,7 +1,7 @@
-"""A device's order as actions, and the micro-batches in flight as each begins.
+"""One device's schedule as a list of actions, with the micro-batches in flight before each action.
 
-What a device holds depends on its own order alone, not on when each pass runs, so no clock is needed. Chunks and stages
-are those of `memory.schedule`.
+Memory on a device depends on the order of its own passes, not on when each one runs, so no clock is needed. Chunks and
+stages are those of `memory.schedule`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from jettison.spec.layout import Schedule
 
 
 class Weights(StrEnum):
-    """Weights of chunks that a forward shards again and a backward leaves unsharded."""
+    """When the weights of a chunk are all-gathered and resharded."""
 
-    RESIDENT = "resident"  # none does
-    GATHERED = "gathered"  # by each pass that finds shards
-    FETCHED = "fetched"  # of the next `ACTIVE` chunks at work, before they are; of others they are sharded
+    RESIDENT = "resident"  # always unsharded
+    GATHERED = "gathered"  # unsharded by each pass that finds shards
+    FETCHED = "fetched"  # unsharded ahead for the next `ACTIVE` chunks of the schedule; others are sharded
 
 
 ACTIVE: Final = 3
@@ -36,8 +36,8 @@ class DeviceAction(NamedTuple):
 
     Args:
         fresh: a backward whose chunk has no gradients yet.
-        whole: its chunk's weights are unsharded when it begins.
-        begun: a backward of the step has been completed.
+        whole: its chunk's weights are already unsharded when it begins.
+        begun: an earlier backward of this step has finished.
         alone: no other micro-batch of its chunk is in flight; False where it does not matter.
     """
 
@@ -51,16 +51,16 @@ class DeviceAction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """What a device holds as ``step`` begins, in micro-batches for each chunk.
+    """Micro-batches that each chunk of a device holds when ``step`` begins.
 
     Args:
-        forward: through their forward and not yet through their backward, the one that a backward is about included.
-        weight: through the first half of a split backward and not yet through the second.
-        passed: outputs and gradients of inputs that have been sent, where they count.
-        learned: by chunk, one where a backward, or a weight step of a split one, has run, so that gradients are there.
+        forward: forward done and backward not, the micro-batch of the coming backward included.
+        weight: first half of a split backward done and second half not.
+        passed: transfers (outputs, gradients of inputs) already sent that count towards memory.
+        learned: by chunk, 1 if its gradients exist, after a backward (or the weight half of a split one).
             Empty where it does not matter.
-        reduced: by chunk, one where its gradients have been reduced. Empty where it does not matter.
-        whole: by chunk, one where its weights are unsharded, if passes change that.
+        reduced: by chunk, 1 if its gradients have been reduced. Empty where it does not matter.
+        whole: by chunk, 1 if its weights are unsharded; empty if passes do not change that.
     """
 
     forward: tuple[int, ...]
@@ -73,21 +73,21 @@ class Occupancy:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Micro-batches in flight, by chunk."""
+        """Number of micro-batches in flight, by chunk."""
         return tuple(map(add, self.forward, self.weight))
 
 
 class OrderOptions(NamedTuple):
-    """What matters beside the micro-batches in flight.
+    """Options that add to the memory of the micro-batches in flight.
 
     Args:
         sending: by chunk, transfers of each micro-batch that count: one if its output is sent, and one more if the
-            gradient of its input is; empty: none does.
-        learning: which chunks have gradients.
-        reducing: each chunk is reduced after its last backward, and holds less from there on; as ``_add_reduce_grad``
-            of ``torch/distributed/pipelining/schedules.py`` puts REDUCE_GRAD into an order.
-        weights: what passes do to chunks' weights.
-        receiving: chunks without a micro-batch in flight hold what they were sent last.
+            gradient of its input is; empty: none counts.
+        learning: by chunk, whether it has gradients.
+        reducing: reduce each chunk's gradients after its last backward, which frees memory; ``_add_reduce_grad``
+            of ``torch/distributed/pipelining/schedules.py`` adds REDUCE_GRAD to the schedule in the same way.
+        weights: when chunks' weights are all-gathered and resharded.
+        receiving: chunks without a micro-batch in flight still hold the last tensor that they received.
     """
 
     sending: tuple[int, ...] = ()
@@ -102,11 +102,11 @@ PLAIN: Final = OrderOptions()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceOrder:
-    """A device's passes, with what is done between them.
+    """The passes of one device, and the actions between them.
 
     Args:
-        own: chunks of the device. Those from number ``own`` on, up to ``chunks``, are the first ones again, of
-            micro-batches without checkpointing.
+        own: number of chunks of the device. Chunks ``own`` to ``chunks`` - 1 stand for the same chunks without
+            checkpointing.
     """
 
     steps: tuple[ScheduledPass, ...]
@@ -116,7 +116,7 @@ class DeviceOrder:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Those that are walked through, of all that there are."""
+        """Number of micro-batches in this order, which may be fewer than the step's."""
         return 1 + max(step.micro_batch for step in self.steps)
 
     @cached_property
@@ -126,14 +126,14 @@ class DeviceOrder:
 
     @property
     def ending(self) -> Work:
-        """The pass with which a micro-batch leaves its chunk."""
+        """Kind of the pass that ends a micro-batch in its chunk."""
         return Work.WEIGHT if self.splits else Work.BACKWARD
 
     def compiled(self, alike: tuple[int, ...]) -> tuple[tuple[DeviceAction, ...], tuple[int, ...]]:
-        """Return the different actions, and of each action in order its number among them.
+        """Return the distinct actions, and the index of each action in order among them.
 
         Args:
-            alike: by chunk, the first one that it does not differ from.
+            alike: for each chunk, the first chunk equal to it.
         """
         if alike not in self._compiled:
             kinds, sequence = self._kinds
@@ -144,7 +144,7 @@ class DeviceOrder:
 
     @cached_property
     def _kinds(self) -> tuple[tuple[DeviceAction, ...], tuple[int, ...]]:
-        """The different actions, and of each action in order its number among them."""
+        """Distinct actions, and the index of each action in order among them."""
         numbers: dict[DeviceAction, int] = {}
         sequence = tuple(numbers.setdefault(action, len(numbers)) for action, _ in self._all)
         return tuple(numbers), sequence
@@ -158,22 +158,22 @@ class DeviceOrder:
         return tuple((action, -1 if state is None else state.step.micro_batch) for action, state in self.actions())
 
     def action(self, number: int) -> tuple[DeviceAction, int]:
-        """Return an action and its micro-batch; -1 of one that is for none."""
+        """Return an action and its micro-batch; -1 if it belongs to no micro-batch."""
         return self._all[number]
 
     @cached_property
     def entered(self) -> tuple[bool, ...]:
-        """By chunk: does any micro-batch come through it?"""
+        """By chunk, whether any micro-batch passes through it."""
         there = {step.chunk for step in self.steps}
         return tuple(chunk in there for chunk in range(self.chunks))
 
     @cached_property
     def fullest(self) -> dict[int, Occupancy]:
-        """The states that hold most, by the number of the action that they are before.
+        """States with the most memory, each by the number of the action that follows it.
 
-        At so many bytes for each chunk in flight and for each that has gradients, plus whatever each kind of pass adds,
-        the dearest of them is the dearest of all, at any prices of zero or more: left out are repetitions, states that
-        hold no more of anything than another before the same kind of pass, and states halfway between two others.
+        Whatever bytes each chunk in flight, each chunk with gradients and each kind of pass has (zero or more), the
+        highest state is among them. Left out are repetitions, states that hold no more of anything than another one
+        before the same kind of pass, and states halfway between two others.
         """
         groups: defaultdict[tuple[Work, int, int], dict[tuple[int, ...], int]] = defaultdict(dict)
         states: dict[int, Occupancy] = {}
@@ -192,16 +192,16 @@ class DeviceOrder:
 
     @cached_property
     def most_alive(self) -> tuple[int, ...]:
-        """Micro-batches in flight at most, by chunk; those of several chunks need not be at one moment."""
+        """Most micro-batches in flight, by chunk; maxima of several chunks need not be at one moment."""
         return tuple(map(max, zip(*(state.alive for state in self.fullest.values()), strict=True)))
 
     @cached_property
     def shown(self) -> tuple[int, ...]:
-        """The numbers of these actions; then those of reductions."""
+        """Numbers of the `fullest` states' actions, then those of reductions."""
         return (*self.fullest, *(n for n, (action, _) in enumerate(self._all) if action.work is Work.REDUCE))
 
     def actions(self) -> Iterator[tuple[DeviceAction, Occupancy | None]]:
-        """Yield the actions; passes with what is in flight before each."""
+        """Yield each action, and for passes the occupancy before it."""
         steps, own, walk = self.steps, self.own, self.walk
         ending = self.ending
         ends = {step.chunk % own: number for number, step in enumerate(steps) if step.work is ending}
@@ -274,14 +274,14 @@ def device_order(
 ) -> DeviceOrder:
     """Return the order of one device, without walking through thousands of micro-batches.
 
-    Warm-up takes at most (v + 1) p - 2 forwards; from there the order repeats itself every v p pairs, p micro-batches,
-    until the forwards run out. Within 3 p micro-batches a full period follows the warm-up, so more show nothing new.
-    With groups of another size that is p here, and what is left for the last group is walked through as well.
+    Warm-up takes at most (v + 1) p - 2 forwards. Then the order repeats every v p pairs (p micro-batches) until the
+    forwards run out. 3 p micro-batches contain the warm-up and a full period, so more of them add no new states.
+    With another group size, that size replaces p, and the remainder in the last group is included as well.
 
     Args:
-        whole: where above 0, forwards without checkpointing, so many of each `window`, count as those of chunks of
-            their own: chunk c of them is chunk v + c. Which they are repeats itself with the order and with the window.
-        every: walk through all micro-batches all the same.
+        whole: if above 0, the forwards of each `window` that run without checkpointing; they count as forwards of
+            extra chunks, where chunk v + c stands for chunk c. Their positions repeat with the order and the window.
+        every: include all micro-batches.
 
     Raises:
         UsageError: see `order`.
@@ -297,7 +297,7 @@ def device_order(
     count = min(micro_batches, (3 + periods) * turn + (micro_batches % turn if group else 0))
     if every:
         count = micro_batches
-    elif schedule is Schedule.GPIPE:  # the same on every stage, and it holds all that there is
+    elif schedule is Schedule.GPIPE:  # equal on every stage; all micro-batches are in flight together
         stage, count = 0, micro_batches
     return _device_order(schedule, stage, stages, count, virtual_stages, group, size, kept, walk)
 
@@ -321,7 +321,7 @@ def _device_order(
 
 
 def _coming(steps: Sequence[ScheduledPass], number: int, own: int) -> set[int]:
-    """Return the next `ACTIVE` chunks at work, from a pass on."""
+    """Return the next `ACTIVE` distinct chunks to run, from a pass on."""
     found: set[int] = set()
     for step in steps[number:]:
         found.add(step.chunk % own)
@@ -331,15 +331,15 @@ def _coming(steps: Sequence[ScheduledPass], number: int, own: int) -> set[int]:
 
 
 def _ends(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Without those halfway between the one before and the one after, so that of an even series the ends are left."""
+    """Drop states halfway between their neighbours, so that only the ends of an even series are left."""
     inner = zip(states, states[1:], states[2:], strict=False)
     return states[:1] + [b for a, b, c in inner if tuple(map(add, a, c)) != tuple(map(add, b, b))] + states[1:][-1:]
 
 
 def _maximal(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Those whose counts no other's reach or exceed throughout, the fullest first."""
+    """Keep states that no other state reaches or exceeds in every count, the fullest first."""
     kept: list[tuple[int, ...]] = []
-    for counts in sorted(states, key=sum, reverse=True):  # what exceeds a state comes before it
+    for counts in sorted(states, key=sum, reverse=True):  # a state that exceeds it comes first
         if not any(all(map(ge, other, counts)) for other in kept):
             kept.append(counts)
     return kept

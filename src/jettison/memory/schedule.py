@@ -1,7 +1,7 @@
-"""Orders of a pipeline stage's passes; what it holds meanwhile is in `memory.actions`, which walks through an order.
+"""Orders of a pipeline stage's passes; `memory.actions` adds the memory held before each of them.
 
-p stages, each with v virtual ones, called its chunks: chunk c of stage r comes in place c p + r of the whole model, or
-where `Schedule.place` says.
+There are p stages, each with v virtual stages (its chunks). Chunk c of stage r is number c p + r of the whole model,
+unless `Schedule.place` says otherwise.
 
 Sources: GPipe arXiv 1811.06965; 1F1B as PipeDream-flush in arXiv 2006.09503; interleaved 1F1B arXiv 2104.04473 §2.2;
 zero bubble ZB-H1 arXiv 2401.10241 §2.1.
@@ -22,10 +22,10 @@ from jettison.spec.layout import Schedule
 
 
 class Work(StrEnum):
-    """What a device does in one step; the last three are beside the passes of a schedule."""
+    """Work of a device in one action; the last three are not passes of a schedule."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # all of it or, where the schedule splits it, the half for the gradient of the input
+    BACKWARD = "B"  # all of it, or the half for the gradient of the input if the schedule splits it
     WEIGHT = "W"  # the other half, for the gradients of the weights
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
@@ -37,7 +37,7 @@ PASSES: Final = (Work.FORWARD, Work.BACKWARD, Work.WEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPass:
-    """One chunk of one micro-batch through one kind of work; both count from 0."""
+    """One pass of one micro-batch through one chunk; both count from 0."""
 
     work: Work
     micro_batch: int
@@ -47,7 +47,7 @@ class ScheduledPass:
 def orders(
     schedule: Schedule, *, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
 ) -> tuple[tuple[ScheduledPass, ...], ...]:
-    """The order of each device, first stage first; see `order`.
+    """Return the order of each device, first stage first; see `order`.
 
     Raises:
         UsageError: see `order`.
@@ -60,21 +60,21 @@ def orders(
 def order(
     schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
 ) -> tuple[ScheduledPass, ...]:
-    """All steps of one device, in order: warm-up forwards, then a forward and a backward in turn, then what is left.
+    """Return all passes of one device in order: warm-up forwards, alternating forwards and backwards, the remainder.
 
-    Chunks take turns, a group of p micro-batches at a time, or of as many as ``group`` says, and the last of what is
-    left (Megatron-LM, ``megatron/core/pipeline_parallel/schedules.py``, ``get_schedule_table`` with
+    Chunks take turns: p micro-batches at a time, or ``group``, with the remainder last (Megatron-LM,
+    ``megatron/core/pipeline_parallel/schedules.py``, ``get_schedule_table`` with
     ``--microbatch-group-size-per-virtual-pipeline-stage``); forwards from the first chunk and backwards from the last.
-    Backwards go through micro-batches in the order of the forwards, with GPipe as well: its paper draws them the other
-    way round, which holds the same.
+    Backwards follow the order of the forwards, with GPipe as well: its paper draws them in reverse order, which needs
+    the same memory.
 
-    ZB-H1 is 1F1B with each weight step put off by as many backwards as stages come before: what a later stage waits
-    less for backwards it waits more for weights, and every stage holds p micro-batches. Interleaved it is torch's
-    (``torch/distributed/pipelining/schedules.py``, ``ScheduleInterleavedZeroBubble``): each stage warms up one forward
-    longer than the next, not two.
+    ZB-H1 is 1F1B with each weight step delayed by as many backwards as there are earlier stages, so that every stage
+    holds p micro-batches: a later stage has fewer micro-batches in flight, and more weight steps pending. The
+    interleaved form is torch's (``torch/distributed/pipelining/schedules.py``, ``ScheduleInterleavedZeroBubble``):
+    each stage warms up with one forward more than the next, not two.
 
     Raises:
-        UsageError: sizes below one, a stage that is not there, or a combination that the schedule does not know.
+        UsageError: a size below one, a stage out of range, or a combination that the schedule does not support.
     """
     check_sizes(
         schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
@@ -91,10 +91,10 @@ def order(
 
 
 def _in_a_v(stage: int, stages: int, micro_batches: int) -> Iterator[ScheduledPass]:
-    """Of ZB-V (arXiv 2401.10241 §6), whose second chunks go from the last device to the first.
+    """Yield the passes of ZB-V (arXiv 2401.10241 §6), whose second chunks go from the last device to the first.
 
-    As ``torch/distributed/pipelining/schedules.py`` has it, ``ScheduleZBVZeroBubble``: with fewer than 2 p - 1
-    micro-batches what there is of the order of so many.
+    As in ``ScheduleZBVZeroBubble`` of ``torch/distributed/pipelining/schedules.py``: with fewer than 2 p - 1
+    micro-batches, the order of 2 p - 1 without the missing ones.
     """
     many = max(2 * stages - 1, micro_batches)
     done: dict[tuple[Work, int], int] = defaultdict(int)
@@ -117,7 +117,7 @@ def _in_a_v(stage: int, stages: int, micro_batches: int) -> Iterator[ScheduledPa
         yield from run(*[f"W{chunk}"] * (done[Work.BACKWARD, chunk] - done[Work.WEIGHT, chunk]))
 
 
-@lru_cache(maxsize=8)  # stages of one schedule are asked for one after the other
+@lru_cache(maxsize=8)  # callers ask for all stages of one schedule in turn
 def _both_ways(group: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[ScheduledPass, ...], ...]:
     forwards, backwards = [], []
     for first in range(0, micro_batches, group):
@@ -143,7 +143,7 @@ def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, vi
 
 
 def _with_weights(steps: Sequence[ScheduledPass], *, delay: int) -> Iterator[ScheduledPass]:
-    """Put the weight half of each backward behind the ``delay``-th backward after it."""
+    """Put the weight half of each backward after the ``delay``-th later backward."""
     waiting: list[ScheduledPass] = []
     for step in steps:
         yield step
@@ -157,10 +157,10 @@ def _with_weights(steps: Sequence[ScheduledPass], *, delay: int) -> Iterator[Sch
 def check_sizes(
     schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int, group: int = 0
 ) -> None:
-    """Is there such a stage, and does the schedule take such sizes?
+    """Check that the stage exists and that the schedule supports these sizes.
 
     Raises:
-        UsageError: no.
+        UsageError: it does not.
     """
     for name, size in (("stages", stages), ("micro-batches", micro_batches), ("virtual stages", virtual_stages)):
         if size < 1:
@@ -189,7 +189,7 @@ def check_sizes(
 
 
 def _check_group(group: int, stages: int, micro_batches: int) -> None:
-    """As Megatron-LM has it, ``forward_backward_pipelining_with_interleaving``."""
+    """Check a group size as Megatron-LM does in ``forward_backward_pipelining_with_interleaving``."""
     if not stages <= group <= micro_batches:
         raise UsageError(
             f"got --micro-batch-group {group}; expected {stages}, the pipeline stages, to {micro_batches}, the "
@@ -197,7 +197,7 @@ def _check_group(group: int, stages: int, micro_batches: int) -> None:
         )
     if 0 < micro_batches % group < stages:
         raise UsageError(
-            f"got --micro-batch-group {group} for {micro_batches} micro-batches; what is left for the last group, "
+            f"got --micro-batch-group {group} for {micro_batches} micro-batches; the remainder in the last group, "
             f"{micro_batches % group}, has to be 0 or at least the {stages} pipeline stages"
         )
 
@@ -205,7 +205,7 @@ def _check_group(group: int, stages: int, micro_batches: int) -> None:
 def window(
     schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
 ) -> int:
-    """Forwards through a chunk that a device has in flight at most: those before its first backward.
+    """Return the most forwards of a chunk that a device has in flight: those before its first backward.
 
     Raises:
         UsageError: see `order`.
@@ -227,7 +227,7 @@ def recomputing_share(
     group: int = 0,
     whole: int,
 ) -> float:
-    """Of a device's forwards, those that keep less: forward i keeps everything where i modulo `window` < ``whole``.
+    """Return the share of a device's forwards that checkpoint: all but those with i modulo `window` < ``whole``.
 
     Raises:
         UsageError: see `order`.
@@ -241,11 +241,11 @@ def recomputing_share(
 
 
 def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:
-    """With chunks of their own for forwards that keep everything, and for their backwards.
+    """Yield the passes, with extra chunks for forwards without checkpointing and their backwards.
 
     Args:
-        chunks: of the device, without these.
-        size: of a `window`; ``whole`` of each keep everything.
+        chunks: number of the device's chunks, without the extra ones.
+        size: length of a `window`; ``whole`` forwards of each run without checkpointing.
     """
     kept: set[tuple[int, int]] = set()
     forwards = 0

@@ -1,4 +1,4 @@
-"""Bytes that a piece of a training step allocates, frees, and rises to: the one algebra of memory over time."""
+"""Spans: net bytes and peak bytes of any piece of a training step, and how they compose."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Phase(StrEnum):
 
 
 class Where(NamedTuple):
-    """A phase, and the region at work in it; "" of no region."""
+    """A phase and the region that runs in it; "" for no region."""
 
     phase: Phase
     name: str = ""
@@ -31,10 +31,10 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of a step: it leaves ``net`` bytes more than it found, and is ``peak`` bytes above them at its highest.
+    """A piece of a step: it ends ``net`` bytes above its start, and rises at most ``peak`` bytes above its start.
 
-    Pieces compose, in any grouping: an allocation is (n, n), what is freed again (0, n), and ``where`` is the label of
-    the first of the highest pieces.
+    Spans compose, in any grouping: an allocation is (n, n), a transient buffer (0, n). ``where`` labels the first of
+    the highest pieces.
     """
 
     net: int
@@ -42,14 +42,14 @@ class Span:
     where: Where | None = None
 
     def __add__(self, then: Span) -> Span:
-        """Return this piece and then the other."""
+        """Return the span of this piece followed by the other."""
         above = self.net + then.peak
         if self.peak >= above:
             return Span(self.net + then.net, self.peak, self.where)
         return Span(self.net + then.net, above, then.where)
 
     def times(self, count: int) -> Span:
-        """Return so many of it, one after the other."""
+        """Return the span of ``count`` such pieces in a row."""
         return Span(count * self.net, self.peak + max(0, (count - 1) * self.net), self.where)
 
 
@@ -57,7 +57,7 @@ def levels(spans: Sequence[Span], sequence: Iterable[int], level: int) -> Iterat
     """Yield the bytes before each piece of a product, and after the last one.
 
     Args:
-        sequence: of each piece, its number among ``spans``.
+        sequence: for each piece, its index in ``spans``.
         level: bytes before the first piece.
     """
     nets = [span.net for span in spans]
@@ -65,6 +65,6 @@ def levels(spans: Sequence[Span], sequence: Iterable[int], level: int) -> Iterat
 
 
 def peaks(spans: Sequence[Span], sequence: Sequence[int], level: int) -> Iterator[int]:
-    """Yield the bytes at the highest of each piece of a product; their maximum is the product's peak. See `levels`."""
+    """Yield the highest bytes during each piece; their maximum is the product's peak. See `levels`."""
     above = [span.peak for span in spans]
     return map(add, levels(spans, sequence, level), map(above.__getitem__, sequence))

@@ -1,17 +1,16 @@
 """A training step of one pipeline stage, as the product of its passes' spans in the order of its schedule.
 
-NOTE [ What is there when ]
+NOTE [ Memory over a step ]
 A stage is a chain of units (regions, or checkpoint segments of several), cut into chunks where a device has virtual
-stages. Parameters and optimizer state are always there. To them each pass through a chunk adds what its units keep for
+stages. Parameters and optimizer state are allocated throughout. Each pass through a chunk adds what its units keep for
 the backward, and rises above that as its units do; a backward frees what was kept. Gradients live in buffers from the
 start (Megatron's and DDP's buckets), or appear one by one in the first backward of a step (PyTorch, where zero_grad
-sets them to None), each chunk's in the chunk's own first backward; each later contribution lives beside them until it
-has been added. Before the first optimizer step ever there is no state but the master copy of the parameters, which is
-made with the optimizer (`master`): step 0 is lower than step 1, and the same run may fit in the one and not in the
-other. All else that a schedule or a framework holds is a `Lifetime`, but for what belongs to a micro-batch or a chunk:
-an output that was sent and stays (`sent`), what a chunk without a micro-batch in flight holds of the last one, input
-and its gradient (`received`), each transfer that has passed (`transfers`), and a reduction after a chunk's last
-backward.
+sets them to None), each chunk's in the chunk's own first backward; each later contribution is a temporary until it has
+been added. Before the first optimizer step there is no state but the master copy of the parameters, which is made with
+the optimizer (`master`): step 0 is lower than step 1, and the same run may fit in step 0 and not in step 1.
+Everything else that a schedule or a framework holds is a `Lifetime`, except for buffers of one micro-batch or chunk:
+an output that was sent and is not freed (`sent`), the last input and its gradient that a chunk without a micro-batch in
+flight still holds (`received`), each completed transfer (`transfers`), and a reduction after a chunk's last backward.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Units = tuple[Unit, ...]
 
 
 class Event(IntEnum):
-    """Events of a step, in order; the next step begins with the first one again."""
+    """Events of a step, in order; after the last one the next step begins."""
 
     STEP = 0
     FORWARD = 1  # the first pass begins
@@ -50,21 +49,21 @@ class Lifetime:
     end: Event
 
     def covers(self, event: Event) -> bool:
-        """Are they there right after an event?"""
+        """Are the bytes allocated right after ``event``?"""
         return (event - self.begin) % len(Event) < (self.end - self.begin) % len(Event)
 
 
 def lifetimes(*found: tuple[str, int, Event, Event]) -> tuple[Lifetime, ...]:
-    """Return those that have any bytes."""
+    """Return the lifetimes with bytes above zero."""
     return tuple(Lifetime(*each) for each in found if each[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLoad:
-    """Everything that decides a stage's bytes over a step.
+    """All inputs that decide a stage's bytes over a step.
 
-    ``sent`` is what is held of each micro-batch beside its units' residents: a stage output that was sent and not
-    freed. Chunks from number ``order.own`` on are the first ones again, of micro-batches without checkpointing.
+    ``sent`` counts, for each micro-batch, a stage output that was sent and is not freed, in addition to what the units
+    keep. Chunks from number ``order.own`` on stand for the same chunks without checkpointing.
     """
 
     chunks: tuple[Units, ...]
@@ -75,44 +74,44 @@ class StageLoad:
     gradients: Gradients
     optimizer_transient: int = 0
     sent: int = 0
-    master: int = 0  # of ``state``
-    aside: int = 0  # of ``fixed``, workspaces of libraries
-    late: int = 0  # of ``aside``, what the first backward ever allocates: the workspace of its thread's matmuls
+    master: int = 0  # part of ``state``
+    aside: int = 0  # part of ``fixed``: workspaces of libraries
+    late: int = 0  # part of ``aside`` that the first backward allocates: the matmul workspace of autograd's thread
     lifetimes: tuple[Lifetime, ...] = ()
-    received: int = 0  # of each chunk from number ``receives`` on
+    received: int = 0  # bytes for each chunk from number ``receives`` on
     receives: int = 0
-    transfers: tuple[int, ...] = ()  # by chunk, bytes of each micro-batch that stay until the step's end
-    shards: int = 0  # of gradients that are unsharded until a step's end: what the optimizer has of them
-    reducing: tuple[int, ...] = ()  # by chunk, how far a reduction rises above what is there before it
-    freed: tuple[int, ...] = ()  # by chunk, what a reduction frees of unsharded gradients, and of weights that stay
-    whole_chunks: tuple[Units, ...] = ()  # chunks as they are while weights are unsharded, if passes change that
+    transfers: tuple[int, ...] = ()  # by chunk, bytes of each micro-batch that are held until the step's end
+    shards: int = 0  # the optimizer's shards of gradients that are unsharded until the step's end
+    reducing: tuple[int, ...] = ()  # by chunk, how far a reduction rises above the bytes before it
+    freed: tuple[int, ...] = ()  # by chunk, unsharded gradients (and weights kept unsharded) that a reduction frees
+    whole_chunks: tuple[Units, ...] = ()  # chunks while their weights are unsharded, if passes change that
 
     def there(self, event: Event) -> int:
-        """Return the bytes of the lifetimes that are there right after an event."""
+        """Return the bytes of the lifetimes that cover an event."""
         return sum(each.nbytes for each in self.lifetimes if each.covers(event))
 
     def idle(self, busy: int = -1) -> int:
-        """Return what chunks hold of their last micro-batch while none is in flight; of the chunk ``busy`` one is."""
+        """Return what all chunks without a micro-batch in flight, all but ``busy``, hold of their last one."""
         receiving = range(self.receives, self.order.own)
         return self.received * (len(receiving) - (busy in receiving))
 
     @property
     def own(self) -> tuple[Units, ...]:
-        """Chunks, each once."""
+        """The device's chunks, each once."""
         return self.chunks[: self.order.own]
 
     @property
     def occupancies(self) -> tuple[Occupancy, ...]:
-        """The states that hold most, in order."""
+        """States with the most memory, in order."""
         return tuple(self.order.fullest.values())
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all units, from one pass to the next."""
+        """Gradients of all units that are kept between passes."""
         return 0 if self.gradients is Gradients.ADDED else sum(map(_gradients, self.own))
 
     def adds(self, state: Occupancy) -> bool:
-        """Does the backward that a state is about find its chunk's gradients there?"""
+        """Does the coming backward add to gradients that its chunk already has?"""
         if self.gradients is Gradients.ADDED:
             return False
         if self.gradients is Gradients.UPFRONT or not state.learned:
@@ -120,23 +119,23 @@ class StageLoad:
         return bool(state.learned[state.step.chunk % self.order.own])
 
     def learned_bytes(self, learned: tuple[int, ...], reduced: tuple[int, ...] = ()) -> int:
-        """Return the gradients that are there in a state, less what is freed of chunks that have been reduced."""
+        """Return the bytes of existing gradients, less those freed by the reduction of a chunk."""
         gone = sum(map(mul, reduced, self.freed)) if self.freed else 0
         if self.gradients in (Gradients.UPFRONT, Gradients.ADDED) or all(learned):
             return self.gradient_bytes - gone
         return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has) - gone
 
     def held(self, chunk: int) -> int:
-        """Return what one micro-batch's forward through a chunk leaves behind."""
+        """Return the bytes that one micro-batch's forward through a chunk keeps."""
         return sum(len(unit.names) * unit.resident for unit in self.chunks[chunk])
 
     def held_half(self, chunk: int) -> int:
-        """Return what its backward's first half leaves behind, where the second is still to come."""
+        """Return the bytes kept between the two halves of a split backward of a chunk."""
         return sum(len(unit.names) * unit.half for unit in self.chunks[chunk])
 
 
 class Moment(NamedTuple):
-    """Bytes allocated at the worst point of one phase of one unit."""
+    """Bytes allocated at the highest point of one phase of one unit."""
 
     phase: Phase
     where: str
@@ -145,7 +144,7 @@ class Moment(NamedTuple):
 
 
 class ChunkSpans:
-    """Bytes of a chunk's units, and the spans of passes through them, each worked out once."""
+    """Bytes of a chunk's units, and the spans of passes through them, each computed once."""
 
     def __init__(self, units: Units) -> None:
         self.units = units
@@ -156,18 +155,18 @@ class ChunkSpans:
         self._spans: dict[PassKind, Span] = {}
 
     def span(self, how: PassKind) -> Span:
-        """Return the product of a pass's pieces."""
+        """Return the span of one pass."""
         if how not in self._spans:
             self._spans[how] = span(self.units, how)
         return self._spans[how]
 
 
 class StageAction(NamedTuple):
-    """An action of a step, with what is there before it.
+    """An action of a step, with the bytes allocated before it.
 
     Args:
-        level: bytes altogether; ``gradients``: of these, gradients.
-        units: of its chunk, as they are in it, and ``pieces``: the action as it comes to them; of passes alone.
+        level: bytes before it; ``gradients``: the part of them that is gradients.
+        units: the units of its chunk, and ``pieces``: the pass unit by unit; only set for passes.
     """
 
     kind: DeviceAction
@@ -179,7 +178,7 @@ class StageAction(NamedTuple):
 
 
 class StepActions(NamedTuple):
-    """A step's actions; bytes behind the last one, while the optimizer steps but for its own, and after the step."""
+    """A step's actions; bytes after the last one, during the optimizer without its transient, and after the step."""
 
     actions: tuple[StageAction, ...]
     behind: int
@@ -188,22 +187,22 @@ class StepActions(NamedTuple):
 
 
 Known = dict[int, ChunkSpans]
-"""By the object that a chunk's units are: chunks that are alike are one object."""
+"""Spans by ``id`` of a chunk's units: equal chunks share one object."""
 
 
 def peak_bytes(load: StageLoad, *, first_step: bool = False, known: Known | None = None) -> int:
-    """Return the highest bytes of a step.
+    """Return the peak bytes of a step.
 
     Args:
-        first_step: step 0, before optimizer state exists; its optimizer phase makes it.
-        known: chunks of other stages.
+        first_step: step 0: optimizer state is first allocated by its optimizer phase.
+        known: spans of chunks that other stages have computed.
     """
     step = _StepSpans(load, first_step, {} if known is None else known)
     return max(max(step.peaks()), *(moment.nbytes for moment in step.ends()))
 
 
 def peak(load: StageLoad, *, first_step: bool = False) -> Moment:
-    """Return the first of the highest `moments`."""
+    """Return the highest of the `moments`; the first one if several are equal."""
     step, order = _StepSpans(load, first_step, {}), load.order
     found = list(step.peaks())
     at = max(order.shown, key=found.__getitem__)
@@ -214,7 +213,7 @@ def peak(load: StageLoad, *, first_step: bool = False) -> Moment:
 
 
 def moments(load: StageLoad, *, first_step: bool = False) -> Iterator[Moment]:
-    """Yield the first micro-batch's forward, the passes from the fullest states, the optimizer, and what is left.
+    """Yield the first micro-batch's forward, the passes from the fullest states, the optimizer, and the end.
 
     Args:
         first_step: see `peak_bytes`.
@@ -223,7 +222,7 @@ def moments(load: StageLoad, *, first_step: bool = False) -> Iterator[Moment]:
 
 
 def actions(load: StageLoad, *, first_step: bool = False) -> StepActions:
-    """Return a step action by action; of an order that has all micro-batches, everything that happens."""
+    """Return a step action by action; complete if the order contains all micro-batches."""
     step = _StepSpans(load, first_step, {})
     *found, behind = levels(step._of_kinds, step._sequence, step._level)
     *_, optimizer, after = step.ends()
@@ -237,17 +236,17 @@ class _StepSpans:
         order = load.order
         self._chunks = [self._spans(units) for units in load.chunks]
         self._upfront = load.gradients is Gradients.UPFRONT
-        self._added = load.gradients is Gradients.ADDED  # none outlives its backward
+        self._added = load.gradients is Gradients.ADDED  # no gradient outlives its backward
         self._gathers = order.walk.weights is not Weights.RESIDENT
         self._gradients = 0 if self._added else sum(chunk.gradients for chunk in self._chunks[: order.own])
         always = load.fixed + (load.master if first_step else load.state)
         self._base = always + (self._gradients if self._upfront else 0)
         self._late = load.late if first_step else 0
         skipped = load.micro_batches - order.micro_batches
-        begin = Event.FORWARD if order.walk.learning else Event.BACKWARD  # as if a backward had run
+        begin = Event.FORWARD if order.walk.learning else Event.BACKWARD  # nothing is trained: as after a backward
         self._level = self._base + load.there(begin) + load.idle() + skipped * sum(load.transfers)
         alike: dict[object, int] = {}
-        differ = load.received or load.transfers or load.reducing  # by number, whatever their units
+        differ = load.received or load.transfers or load.reducing  # chunks differ even with equal units
         of = self._chunks
         keys = ((n,) if differ else (of[n], of[n % order.own]) for n in range(order.chunks))
         self._alike = tuple(alike.setdefault(key, chunk) for chunk, key in enumerate(keys))
@@ -260,11 +259,11 @@ class _StepSpans:
         return self._known[id(units)]
 
     def peaks(self) -> Iterator[int]:
-        """Bytes at the highest of each action."""
+        """Yield the peak bytes of each action."""
         return peaks(self._of_kinds, self._sequence, self._level)
 
     def ends(self) -> Iterator[Moment]:
-        """Before the first pass; the first micro-batch's forward through each chunk; the optimizer; and after it."""
+        """Yield the start of the step, each chunk's first forward, the optimizer, and the end of the step."""
         load = self.load
         there = 0 if self.first_step else load.idle() + load.there(Event.STEP)
         yield Moment(Phase.BEFORE, "", 0, self._base - self._late + there)
@@ -293,11 +292,11 @@ class _StepSpans:
         return spans, PassKind(kind.work, fresh, gathers, forward and kind.whole, late)
 
     def _received(self, kind: DeviceAction) -> int:
-        """What comes before a pass, in place of what its chunk holds of the last micro-batch; and goes after it."""
+        """Bytes received for a pass; they replace the last ones of its chunk, and are freed with the next ones."""
         return self.load.received if kind.alone and kind.chunk % self.load.order.own >= self.load.receives else 0
 
     def span(self, kind: DeviceAction) -> Span:
-        """An action, with what is allocated and freed between it and the next one."""
+        """Return the span of an action, with the allocations and frees up to the next one."""
         load, order, work = self.load, self.load.order, kind.work
         place, chunk = kind.chunk % order.own, self._chunks[kind.chunk]
         own = self._chunks[place]
@@ -321,7 +320,7 @@ class _StepSpans:
         return Span(net, found.peak, found.where)
 
     def rows(self) -> Iterator[Moment]:
-        """The step's fullest moments."""
+        """Yield the step's fullest moments."""
         order = self.load.order
         before, *ends = self.ends()
         yield before
@@ -337,7 +336,7 @@ class _StepSpans:
         yield from ends[-2:]
 
     def opened(self, found: Iterable[int], only: Container[int] | None = None) -> Iterator[StageAction]:
-        """The actions with these levels before them, as passes come to their units; ``only`` some, by number."""
+        """Yield actions expanded to their units, given the bytes before each; ``only``: numbers of actions to yield."""
         load, order, gradients = self.load, self.load.order, self._gradients if self._upfront else 0
         for number, level in zip(range(len(self._sequence)), found, strict=False):
             kind, micro_batch = order.action(number)

@@ -1,7 +1,7 @@
-"""Allocations of one device over time, whoever recorded or predicted them.
+"""Allocations of one device over time, recorded or predicted.
 
-An allocation is born at an event and dies at another; what has no birth was there before the first event, what has no
-death is there after the last. Bytes between two events are sums of integers, so that a peak is exact.
+An allocation is born at one event and dies at another. Without a birth it existed before the first event; without a
+death it outlives the last one. Bytes between two events are sums of integers, so that a peak is exact.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Label:
     """Label of an allocation.
 
     Args:
-        module: path of the module, or the file and line that asked for it; "" where that is not known.
-        role: the ledger's word ("linear input"), or what the stack says ("forward", "optimizer").
-        site: more of it, innermost first.
+        module: path of the module, or the file and line that allocated; "" if unknown.
+        role: the ledger's role ("linear input"), or the phase from the stack ("forward", "optimizer").
+        site: details, innermost first.
     """
 
     module: str
@@ -32,7 +32,7 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineMark:
-    """Something that happens before event ``event``: a phase begins, memory runs out."""
+    """A mark before event ``event``: a phase begins, or memory runs out."""
 
     event: int
     text: str
@@ -40,7 +40,7 @@ class TimelineMark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelBytes:
-    """Bytes of one label at a moment."""
+    """Live bytes of one label."""
 
     label: Label
     nbytes: int
@@ -49,7 +49,7 @@ class LabelBytes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryTimeline:
-    """Events in order; by event the allocation and whether it is born, by allocation its bytes and its label."""
+    """Events in order (an allocation, and whether it is born), and each allocation's bytes and label."""
 
     title: str
     nbytes: Ints
@@ -62,7 +62,7 @@ class MemoryTimeline:
 
     @cached_property
     def born(self) -> Ints:
-        """By allocation, its event; -1 where it was there before."""
+        """Birth event of each allocation; -1 if it existed before the first event."""
         born = np.full(len(self.nbytes), -1, np.int64)
         events = np.nonzero(self.is_birth)[0]
         born[self.allocation[events]] = events
@@ -70,7 +70,7 @@ class MemoryTimeline:
 
     @cached_property
     def died(self) -> Ints:
-        """By allocation, its event; the number of events where it stays."""
+        """Death event of each allocation; the number of events if it outlives the last one."""
         died = np.full(len(self.nbytes), len(self.allocation), np.int64)
         events = np.nonzero(~self.is_birth)[0]
         died[self.allocation[events]] = events
@@ -78,34 +78,34 @@ class MemoryTimeline:
 
     @property
     def start_bytes(self) -> int:
-        """Allocated before the first event."""
+        """Bytes allocated before the first event."""
         return int(self.nbytes[self.born < 0].sum())
 
     @cached_property
     def live_bytes(self) -> Ints:
-        """Allocated after each event."""
+        """Bytes allocated after each event."""
         sizes = self.nbytes[self.allocation]
         return self.start_bytes + np.cumsum(np.where(self.is_birth, sizes, -sizes))
 
     @property
     def peak_event(self) -> int:
-        """The first event after which most is allocated; -1 where that was before all of them."""
+        """First event with the highest bytes after it; -1 if the peak is before the first event."""
         if not len(self.live_bytes) or self.start_bytes >= self.live_bytes.max():
             return -1
         return int(self.live_bytes.argmax())
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is allocated at one moment."""
+        """Peak bytes."""
         return self.start_bytes if self.peak_event < 0 else int(self.live_bytes[self.peak_event])
 
     @property
     def end_bytes(self) -> int:
-        """Allocated after the last event."""
+        """Bytes allocated after the last event."""
         return int(self.live_bytes[-1]) if len(self.live_bytes) else self.start_bytes
 
     def alive(self, event: int) -> Ints:
-        """Allocations that are there after an event."""
+        """Allocations that are live after an event."""
         return np.nonzero((self.born <= event) & (self.died > event))[0]
 
     def shares(self, event: int) -> tuple[LabelBytes, ...]:
@@ -123,46 +123,46 @@ class MemoryTimeline:
 
 
 class TimelineWriter:
-    """Puts a timeline together, event by event."""
+    """Builds a timeline event by event."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self._labels: dict[Label, int] = {}
         self._nbytes: list[int] = []
         self._label_of: list[int] = []
-        self._events: list[int] = []  # an allocation; ~allocation where it dies
+        self._events: list[int] = []  # the number of an allocation; ~number for its death
         self._times: list[int] = []
         self._marks: list[TimelineMark] = []
 
     @property
     def events(self) -> int:
-        """So far."""
+        """Number of events so far."""
         return len(self._events)
 
     def already(self, nbytes: int, label: Label) -> int:
-        """An allocation that was there before the first event; its number."""
+        """Add an allocation from before the first event; return its number."""
         self._nbytes.append(nbytes)
         self._label_of.append(self._labels.setdefault(label, len(self._labels)))
         return len(self._nbytes) - 1
 
     def relabel(self, number: int, label: Label) -> None:
-        """Give an allocation another label: its stack was found later."""
+        """Change the label of an allocation whose stack was found later."""
         self._label_of[number] = self._labels.setdefault(label, len(self._labels))
 
     def allocate(self, nbytes: int, label: Label, time_ns: int) -> int:
-        """An allocation; its number."""
+        """Add an allocation; return its number."""
         number = self.already(nbytes, label)
         self._events.append(number)
         self._times.append(time_ns)
         return number
 
     def free(self, number: int, time_ns: int) -> None:
-        """It is gone."""
+        """Free an allocation."""
         self._events.append(~number)
         self._times.append(time_ns)
 
     def mark(self, text: str) -> None:
-        """Before the next event."""
+        """Add a mark before the next event."""
         self._marks.append(TimelineMark(event=len(self._events), text=text))
 
     def timeline(self) -> MemoryTimeline:

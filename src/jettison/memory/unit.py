@@ -1,6 +1,6 @@
-"""Bytes of the units that a stage is a chain of: regions, or checkpoint segments of several; and their passes as spans.
+"""Units that a stage consists of (regions, or checkpoint segments of several), their bytes, and spans of their passes.
 
-A backward may be split: gradients of inputs first, those of weights when the schedule comes to it.
+A backward may be split: gradients of inputs first, gradients of weights when the schedule gets to them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jettison.memory.span import Phase, Span, Where
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightStep:
-    """One step of a second half: weights that one op reads, and their gradients.
+    """One step of the second half of a split backward: weights that one op reads, and their gradients.
 
     Args:
-        rise: bytes above what there is before it, without the gradients.
-        made: of these gradients where none are there before.
-        added: of what is added, where they are.
-        released: of what waited for it, freed after it.
-        computed: more after it than before of what is recomputed, which may be less.
+        rise: bytes above the level before the step, without the gradients.
+        made: bytes of gradients that the step allocates.
+        added: bytes of temporaries that are added to existing gradients.
+        released: bytes kept for the step and freed after it.
+        computed: change in bytes of recomputed tensors over the step; may be negative.
     """
 
     rise: int
@@ -35,7 +35,7 @@ class WeightStep:
 
     @property
     def change(self) -> int:
-        """Bytes more after it than before, without the gradients."""
+        """Change in bytes over the step, without the gradients."""
         return self.computed - self.released
 
 
@@ -44,10 +44,10 @@ class Halves:
     """A unit under a split backward.
 
     Args:
-        waiting: bytes that its first half makes and its second one needs: gradients of what reads weights.
-        input_peak: of a first half, above what is there when it comes to the unit.
-        detached: of what the unit holds, freed when the first half of all units is over.
-        steps: of the second half, in their order.
+        waiting: bytes that the first half makes and the second needs: gradients of outputs of ops with weights.
+        input_peak: highest bytes of the first half, above the level at which it reaches the unit.
+        detached: the part of the unit's saved bytes that is freed after the first half of all units.
+        steps: steps of the second half, in order.
     """
 
     waiting: int
@@ -58,15 +58,16 @@ class Halves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A region, or a checkpoint segment of several, and its neighbours that are alike: one name each, in order.
+    """A region, or a checkpoint segment of several, and equal neighbours: one name each, in order.
 
-    Bytes are of each one; peaks are above what is there when a pass comes to it, its own ``resident`` included in a
-    backward. ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there
-    already. ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last
-    one's backward. ``cached``: what autocast's cache has beside it until the forward is over. ``whole``: of what is
-    resident, weights that stay all-gathered. ``weights``: those that a chunk's passes all-gather and shard again.
-    ``halves``: of a backward that is split; None: it is not, or each half is taken for the full backward.
-    ``regions``: of each one, 1 but for segments. ``lingering``: beside it from its backward to the end of the pass.
+    Bytes count one region or segment; peaks are above the level when a pass reaches it, in a backward with its own
+    ``resident`` included. ``backward_peak`` counts its weight gradients; ``adding_peak`` is the peak where gradients
+    already exist. ``frozen``: the part of these peaks in a frozen model's forward, before the first unit's forward or
+    before the last one's backward. ``cached``: autocast's cached casts, until the forward ends. ``whole``: the part of
+    ``resident`` that is weights kept all-gathered. ``weights``: weights that a chunk's passes all-gather and reshard.
+    ``halves``: the split backward; None: it is not split, or each half is taken for the full backward.
+    ``regions``: regions in each one; above 1 only in segments. ``lingering``: bytes from its backward to the end of
+    the pass.
     """
 
     names: tuple[str, ...]
@@ -75,7 +76,7 @@ class Unit:
     backward_peak: int
     adding_peak: int
     gradient: int
-    pending: int = 0  # of it, what cannot be added before a tied weight's other use has passed
+    pending: int = 0  # part of ``gradient`` that waits for the backward of a tied weight's other use
     is_loss: bool = False
     frozen: int = 0
     cached: int = 0
@@ -87,14 +88,14 @@ class Unit:
 
     @property
     def half(self) -> int:
-        """Bytes of each one from the first half of its backward to the second."""
+        """Bytes held between the first and the second half of a split backward."""
         return self.resident if self.halves is None else self.resident + self.halves.waiting - self.halves.detached
 
     def named(self, names: tuple[str, ...]) -> Unit:
         """Return the same bytes under other names."""
         if names == self.names:
             return self
-        return Unit(  # `replace` would make dozens of calls, and every layer is named
+        return Unit(  # faster than `replace`, which matters for every layer
             names=names,
             resident=self.resident,
             forward_peak=self.forward_peak,
@@ -112,8 +113,8 @@ class Unit:
             lingering=self.lingering,
         )
 
-    def beside(self, *, resident: int = 0, forward: int = 0, backward: int = 0) -> Unit:
-        """Return it with buffers beside it: until its backward is over, and above what is held in either pass."""
+    def plus(self, *, resident: int = 0, forward: int = 0, backward: int = 0) -> Unit:
+        """Return the unit with more bytes: until its backward is over, and above either pass's peak."""
         if not (resident or forward or backward):
             return self
         return replace(
@@ -126,11 +127,12 @@ class Unit:
 
 
 class PassPiece(NamedTuple):
-    """Units that are alike, in one pass; names in the order in which the pass comes to them, bytes of each one.
+    """Equal units in one pass; names in the order of the pass, bytes of each one.
 
     Args:
-        kept: more after it than before of what is saved for backward.
-        gradients: the same of gradients; ``passing``: what goes when the pass is over; ``weights``: unsharded ones.
+        kept: change in bytes saved for backward.
+        gradients: change in bytes of gradients; ``passing``: bytes freed when the pass ends; ``weights``: change in
+            unsharded weights.
     """
 
     names: tuple[str, ...]
@@ -143,24 +145,24 @@ class PassPiece(NamedTuple):
 
     @property
     def net(self) -> int:
-        """Bytes more after each one than before."""
+        """Change in bytes over each one."""
         return self.kept + self.gradients + self.passing + self.weights
 
     @property
     def span(self) -> Span:
-        """All of them. Of equally high ones a forward's last has the label, as does a backward's first."""
+        """Span of all of them. Among equal peaks, the last unit of a forward and the first of a backward is named."""
         net = self.net
         last = net > 0 or (net == 0 and self.phase is Phase.FORWARD)
         return Span(net, self.peak, Where(self.phase, self.names[-1 if last else 0])).times(len(self.names))
 
 
 class PassKind(NamedTuple):
-    """What a pass through a chunk does, beside which chunk it is.
+    """Options of a pass through a chunk.
 
     Args:
-        fresh: gradients of weights appear in it, one by one; otherwise they are there already.
-        gathers: weights of units, which stay all-gathered; ``reshards``: they were, and are sharded after each unit.
-        late: bytes that are not there before the loss is differentiated.
+        fresh: the pass allocates weight gradients one by one; otherwise they exist.
+        gathers: all-gathers the units' weights and keeps them; ``reshards``: reshards them after each unit.
+        late: bytes that do not exist before the loss is differentiated.
     """
 
     work: Work
@@ -180,7 +182,7 @@ def pieces(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
 
 
 def span(units: Sequence[Unit], how: PassKind) -> Span:
-    """Return the product of a pass's pieces; ``net`` is what is there when the last one is over."""
+    """Return the span of a pass; ``net`` is the change over the whole pass."""
     return reduce(add, [piece.span for piece in pieces(units, how)] or [Span(0, 0)])
 
 
@@ -202,7 +204,7 @@ def _backward(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
 
 
 def _input_half(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
-    """Nothing that was resident is freed before the half is over, and gradients stay beside it."""
+    """Yield the first half of a split backward: no saved tensor is freed before its end, and gradients accumulate."""
     for unit in reversed(units):
         assert unit.halves is not None
         late = how.late if unit.is_loss else 0
@@ -210,7 +212,7 @@ def _input_half(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
 
 
 def _weight_half(units: Sequence[Unit], how: PassKind) -> Iterator[PassPiece]:
-    """A step's gradients are referenced until the next step has made its own.
+    """Yield the second half of a split backward. A step's gradients are referenced until the next step has its own.
 
     ``torch/distributed/pipelining/_backward.py``, ``stage_backward_weight``: ``dweights``.
     """

@@ -245,7 +245,7 @@ def beside(run: Run, unit: Unit, place: GroupPlace, treated: StageRegion | None 
         treated: its region as it is treated, where that is otherwise than in its place.
     """
     if run.layout.zero < 3:
-        return unit.beside(backward=0 if place.behind is None else place.behind.static.reduced)
+        return unit.plus(backward=0 if place.behind is None else place.behind.static.reduced)
     return _Sharded(run=run, unit=unit, place=place, treated=treated or place.own[0]).whole()
 
 

@@ -77,11 +77,11 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
         made = _with_names(run, groups, _without_masks(run, made))
     if run.holds_output:  # logits, beside every backward behind the head's
         held = groups[-1].part.region.program.kept_bytes(groups[-1].part.held)
-        made = [unit.beside(backward=0 if unit.is_loss else held) for unit in made]
+        made = [unit.plus(backward=0 if unit.is_loss else held) for unit in made]
     made = with_shards(run, groups, made)
     if run.recompute.to_host:  # NOTE [ What is on its way ] in `solve.problem`
         made = [
-            unit.beside(resident=-moved, forward=ahead, backward=moved + ahead)
+            unit.plus(resident=-moved, forward=ahead, backward=moved + ahead)
             for unit, moved, ahead in _sending(run, groups, made)
         ]
     if splits(run) and groups[0].part.name != EMBEDDING:  # the model's first chunk has no first half
@@ -292,9 +292,9 @@ def _with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *,
         return list(made)
     total = sum(unit.regions * len(unit.names) for unit in made)
     *inner, end = _apart(made, (made[0].regions, total - made[-1].regions))
-    inner = [unit.beside(backward=returned) for unit in inner]
-    found = [*inner, end.beside(resident=returned, backward=-arriving)]
-    return [found[0].beside(resident=own - given, forward=own - given), *found[1:]]
+    inner = [unit.plus(backward=returned) for unit in inner]
+    found = [*inner, end.plus(resident=returned, backward=-arriving)]
+    return [found[0].plus(resident=own - given, forward=own - given), *found[1:]]
 
 
 @lru_cache(maxsize=1024)
@@ -393,7 +393,7 @@ def _without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
     found, end = [], 0
     for unit in made:
         end += unit.regions * len(unit.names)
-        found.append(unit.beside(backward=-gone) if end <= 1 + firsts[later] else unit)
+        found.append(unit.plus(backward=-gone) if end <= 1 + firsts[later] else unit)
     return found
 
 
@@ -415,7 +415,7 @@ def _with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
     if leaf & set(embedding.region.program.outputs) and len(groups) > 1 and input_kept(groups[1].part):
         kept = 0  # a layer keeps it as its input
     return [
-        unit.beside(resident=kept) if EMBEDDING in unit.names else unit.beside(forward=0 if unit.is_loss else named)
+        unit.plus(resident=kept) if EMBEDDING in unit.names else unit.beside(forward=0 if unit.is_loss else named)
         for unit in made
     ]
 
@@ -429,7 +429,7 @@ def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
         decodes = any(isinstance(layer, Layer) and not layer.source for layer in ends)
         there = read if unit.is_loss or decodes else 0
         held = read if run.holds_output else there if run.recompute.mode in CHECKPOINTS else 0
-        yield unit.beside(forward=there, backward=held)
+        yield unit.plus(forward=there, backward=held)
 
 
 def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
@@ -450,7 +450,7 @@ def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit
         given = _given_bytes(run, layer) if isinstance(layer, Layer) else 0
         inner = unit.names[:-1] if at - 1 in last else unit.names
         if inner:
-            yield unit.beside(backward=given).named(inner)
+            yield unit.plus(backward=given).named(inner)
         if at - 1 in last:
             yield unit.named(unit.names[-1:])
 

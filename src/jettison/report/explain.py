@@ -1,7 +1,7 @@
 """Explanation of a run's peak, and of what would lower it: figures first, then sentences of them.
 
 NOTE [ Parts of a moment ]
-Bytes at a moment are a sum (NOTE [ What is there when ] in `memory.step`), linear in everything that a stage holds.
+Bytes at a moment are a sum (NOTE [ Memory over a step ] in `memory.step`), linear in everything that a stage holds.
 So the share of, say, optimizer state in the peak is the same moment of a stage that holds nothing else. No second
 account of the step is kept here that could disagree with the first.
 """
