@@ -290,7 +290,7 @@ def test_what_lora_is_told_wrongly() -> None:
 
 @pytest.mark.parametrize("targets", ["q_a_proj", "qkv_proj+gate_up_proj"])
 def test_adapters_that_no_product_has_are_refused(targets: str) -> None:
-    with pytest.raises(UsageError, match=r"llama3-8b has none of these products"):
+    with pytest.raises(UsageError, match=r"llama3-8b has none of these modules"):
         resolve(preset("llama3-8b"), RunRequest(lora=f"r=8,targets={targets}"))
     assert resolve(preset("llama3-8b"), RunRequest(lora=f"r=8,targets={targets}+q_proj")).run.tuning is not None
 

@@ -70,10 +70,10 @@ def test_layers_at_the_ends_are_as_without_a_recipe() -> None:
     first, other = regions(wide)[0], regions(narrow)[0]
     assert held == [r.saved_bytes for r in (first, *[other] * 29, first, first)]
     assert first.saved_bytes != other.saved_bytes
-    assert sum(w.narrow_bytes for w in regions(mixed)[-1].weights) == 0
+    assert sum(w.quantized_bytes for w in regions(mixed)[-1].weights) == 0
     assert set(dtypes(mixed, regions(mixed)[-1]).values()) == {"bfloat16"}
     assert set(dtypes(mixed, regions(mixed)[1]).values()) == {NARROW_MX}
-    copies = sum(w.narrow_bytes for w in other.weights)
+    copies = sum(w.quantized_bytes for w in other.weights)
     pairs = zip(forecast(narrow).stages, forecast(mixed).stages, strict=True)
     assert [a.static.parameters - b.static.parameters for a, b in pairs] == [3 * copies]
 
@@ -92,9 +92,9 @@ def test_globs_choose_products_and_the_first_counts() -> None:
         "mlp.shared.down",
     }
     out = next(w for w in scan.weights if w.name == "mixer.out_proj.weight")
-    assert out.narrow_bytes == fp8_recipe("mxfp8", "megatron").weight_bytes(out.shape)
+    assert out.quantized_bytes == fp8_recipe("mxfp8", "megatron").weight_bytes(out.shape)
     latent = next(w for w in experts.weights if "latent" in w.name)
-    assert latent.narrow_bytes == 0
+    assert latent.quantized_bytes == 0
 
 
 def test_further_tokens_stay_wide_and_one_layer_serves_both() -> None:

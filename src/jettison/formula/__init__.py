@@ -1,1 +1,1 @@
-"""Fills a ledger from a spec, tensor by tensor: one file an op family. Nothing here needs torch."""
+"""Closed form: programs and ledgers from a spec, tensor by tensor; one file an op family. Nothing here needs torch."""

@@ -1,4 +1,4 @@
-"""Self-attention: projections, rotary positions, and the core between them, eager or as one kernel.
+"""Self-attention: projections, rotary positions, and the attention core, written out or as one kernel.
 
 a heads · k key-value heads · d head dim. q, k and v are b × heads × s × d; tp shards the heads, cp the sequence.
 """
@@ -11,12 +11,12 @@ from typing import Final
 
 from jettison.formula.basic import (
     add,
-    batched_product,
+    batched_matmul,
     cast,
     copy,
     dropout,
     enter,
-    for_product,
+    for_matmul,
     leave,
     linear,
     multiply,
@@ -37,10 +37,10 @@ _LENGTH = Norm(kind=NormKind.RMS, weight=False)
 
 
 def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bool = False) -> Value:
-    """The whole block, from the normed residual stream to what is added to it (without its dropout).
+    """The attention block, from the normed residual stream to what is added to it (without its dropout).
 
     Args:
-        asks: keys and values are made of what the encoder returned, which no layer pays for.
+        asks: cross-attention: keys and values are projections of the encoder's output, which no layer pays for.
     """
     with w.tape.scope("cross_attention" if asks else "attention"):
         whole, kept = enter(w, x)
@@ -54,7 +54,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
         if spec.rotary_dim and not w.kernels.packed_heads:
             given = q, k
             q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
-            if not w.kernels.fused_rotary:  # one function has both, `apply_rotary_pos_emb`: names until it is over
+            if not w.kernels.fused_rotary:  # `apply_rotary_pos_emb` keeps references to both until it returns
                 w.tape.name(*given)
         if spec.qk_norm is QkNorm.HEAD and w.kernels.late_norms:
             q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
@@ -95,13 +95,13 @@ def head_places(w: Writer) -> Places:
 
 
 def heads_of(w: Writer, x: Value, heads: int, head_dim: int, seq: int | None = None) -> Value:
-    """s and the features of a projection as heads: a view."""
+    """View s and the features of a projection as heads."""
     rows = w.run.seq if seq is None else seq
     return w.tape.view(x, (w.run.micro_batch, heads, rows, head_dim), head_places(w))
 
 
 def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Value, Value]:
-    """Queries of the decoder, keys and values of the encoder's output."""
+    """Queries from the decoder, keys and values from the encoder's output."""
     length, model = w.run.source_seq, w.run.model
     b, d = w.run.micro_batch, spec.head_dim
     shape = (b, length, model.hidden) if w.kernels.batch_first else (length, b, model.hidden)
@@ -116,7 +116,7 @@ def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Valu
 
 
 def _opened(w: Writer, gate: Value) -> Value:
-    """A sigmoid of what stands beside the queries, which is copied from between them."""
+    """Sigmoid of the gate; its input is a copy, since gates and queries are interleaved."""
     gate = copy(w, gate)
     return w.tape.op("aten.sigmoid.default", [gate], keeps="attention gate")
 
@@ -124,7 +124,7 @@ def _opened(w: Writer, gate: Value) -> Value:
 def _project(
     w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm
 ) -> tuple[Value, Value, Value, Value | None]:
-    """Queries, keys and values, and what weighs the output."""
+    """Queries, keys, values, and the gate of the output, if there is one."""
     d, more = spec.head_dim, {"split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
     names, heads = ("query", "key", "value"), (spec.heads, spec.kv_heads, spec.kv_heads)
@@ -132,7 +132,7 @@ def _project(
     gates: list[Value] = []
 
     def of_heads(x: Value, number: int) -> Value:
-        """Its heads, normed where they are."""
+        """View as heads, with QK norm where the model has it."""
         if number == 0 and spec.gated:
             gates.append(w.tape.view(x, (*x.shape[:-1], spec.heads * d)))
         if number < 2 and spec.qk_norm is QkNorm.WIDTH:
@@ -171,14 +171,14 @@ def _project(
 
 
 def _indexed(w: Writer, x: Value, spec: Attention) -> Value:
-    """Keys or values as a list of one number finds them among the queries: copies, of a group for each of its heads."""
+    """Keys or values expanded to all query heads by an index tensor, which copies them."""
     number = w.tape.op("aten.lift_fresh.default", [w.table("place in a group", (1,), "int64")], grad=False)
     x = w.tape.op("aten.index.Tensor", [x, number], saves=[Saved(number, "place in a group")])
     return x if spec.kv_heads == 1 else _repeat(w, x, spec.heads)
 
 
 def _scaled(w: Writer, q: Value) -> Value:
-    """Queries times a factor of their position, which each block works out for itself."""
+    """Queries times a factor of their position, which each block computes itself."""
     positions = w.table("positions", (w.run.seq,), "float32")
     dtype = "float32" if w.kernels.wide_positions else q.dtype
     factor = w.tape.op("aten.log1p.default", [positions], (w.run.seq, 1), dtype)
@@ -186,7 +186,7 @@ def _scaled(w: Writer, q: Value) -> Value:
 
 
 def _clipped(w: Writer, x: Value) -> Value:
-    """Values beyond a bound become the bound; which they are is read off the input."""
+    """Values clamped to a bound; backward recomputes the mask from the input."""
     return w.tape.op("aten.clamp.default", [x], saves=[Saved(x, "clipped projection")])
 
 
@@ -200,7 +200,7 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     masked = added is not None or has_mask_tensor(w, spec)
     fused = w.kernels.attention is AttentionKernel.FLASH
     added = as_mask(w, spec, added) if fused and added is not None else added
-    lone = w.kernels.indexed_kv and k.shape[HEADS] < q.shape[HEADS]  # no fused kernel is asked to take groups
+    lone = w.kernels.indexed_kv and k.shape[HEADS] < q.shape[HEADS]  # never grouped by a fused kernel
     apart = not fused or (masked and not lone) or w.kernels.always_repeat_kv or not _takes_groups(k, v)
     if w.kernels.repeat_kv and apart:
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
@@ -223,9 +223,9 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
 def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Value, Value, Value, bool]:
     """Query, key and value in the layout of a fused kernel, and whether its output is copied back.
 
-    Parts of a joint product are taken as they are where heads of all three follow each other. Where keys have been
-    rotated and values have not, or a group of heads shares them, strides or offsets differ, and TransformerEngine makes
-    all three contiguous (``utils.py``, ``get_qkv_layout``): the joint product is let go of. The rest is
+    A fused QKV output is passed as views if heads of all three follow each other. If keys are rotated and values are
+    not, or a group of heads shares keys, strides or offsets differ: TransformerEngine makes all three contiguous
+    (``utils.py``, ``get_qkv_layout``), and the fused QKV output is freed. The other copies:
 
     ``transformer_engine/pytorch/attention/dot_product_attention/``: in ``backends.py``, ``FlashAttention.forward``,
     ``x.transpose(0, 1).contiguous()`` of each, and ``output.contiguous()``; in ``context_parallel.py``,
@@ -239,7 +239,7 @@ def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Valu
     exchange = w.kernels.context_exchange if w.run.layout.cp > 1 else ContextExchange.RING
     if exchange is ContextExchange.A2A:
         return copy(w, q), copy(w, k), copy(w, v), True
-    back = w.kernels.copied_attention and w.run.micro_batch > 1  # of one sequence, b × s is s × b
+    back = w.kernels.copied_attention and w.run.micro_batch > 1  # with one sequence, b × s and s × b are the same
     if w.kernels.copied_attention:
         q, k, v = (copy(w, x) if back or x.storage != x.index else x for x in (q, k, v))
     if exchange is ContextExchange.P2P:
@@ -253,8 +253,8 @@ def _takes_groups(k: Value, v: Value) -> bool:
 
 
 def _falls_back(w: Writer, q: Value, v: Value, added: Value | None) -> bool:
-    """Does scaled_dot_product_attention leave its fused kernel? PyTorch's for the CPU has no dropout, one width, and no
-    gradient of what is added to scores.
+    """Does scaled_dot_product_attention fall back to its math path? PyTorch's CPU kernel supports no dropout, no values
+    of another width, and no gradient of an additive mask.
     """
     dropped = w.run.model.dropout_sites.attention and w.run.dropout > 0
     learned = added is not None and added.grad
@@ -262,7 +262,7 @@ def _falls_back(w: Writer, q: Value, v: Value, added: Value | None) -> bool:
 
 
 def _repeat(w: Writer, x: Value, heads: int) -> Value:
-    """Copies of key-value heads until every query head has its own. A single head is looked at again and again."""
+    """Key-value heads copied so that every query head has its own. A single head is expanded as a view."""
     if x.shape[HEADS] == heads:
         return x
     shape = (x.shape[0], heads, *x.shape[2:])
@@ -280,18 +280,18 @@ def flash(
     alibi: bool = False,
     added: Value | None = None,
 ) -> Value:
-    """One kernel (arXiv 2205.14135): q, k, v, the output and a log-sum-exp a row stay; scores never exist.
+    """One kernel (arXiv 2205.14135): q, k, v, the output and a log-sum-exp a row are saved; scores never exist.
 
     Args:
-        masked: the kernel adds a mask to the scores, b × 1 × s × s, and keeps it.
+        masked: the kernel reads an additive mask, b × 1 × s × s, and saves it.
     """
     places = head_places(w)
-    q, k, v = (for_product(w, x) for x in (q, k, v))
+    q, k, v = (for_matmul(w, x) for x in (q, k, v))
     shape = (*q.shape[:-1], v.shape[-1])
     out = w.tape.empty(shape, q.dtype, places, grad=q.grad or k.grad or v.grad)
     rows = w.tape.empty(q.shape[:-1], "float32", places)
     keys = k.shape[ROWS]
-    seen = w.run.packed if w.run.packed and not masked else keys  # of them, by each row
+    seen = w.run.packed if w.run.packed and not masked else keys  # keys that each row attends to
     local = out.local_shape
     flops = 2 * local[0] * local[1] * local[2] * seen * (q.shape[-1] + v.shape[-1])
     reference = "arXiv 2205.14135, Algorithm 2"
@@ -319,12 +319,12 @@ def flash(
 
 
 def _gathered(w: Writer, q: Value, k: Value, v: Value) -> tuple[list[Value], int]:
-    """Keys and values of all ranks, which nothing keeps, and what backward has beside gradients of its own rows.
+    """Keys and values all-gathered over cp, which nothing saves, and the workspace of the backward.
 
-    ``jettison/parallel/context.py``, ``_CausalAttention``: each is gathered and put in order. Forward works on two
-    pieces of rows, and joins them. Backward has both gathered, and of the last rows' gradients as many keys and values
-    (rank 0, whose last piece is the end of the sequence), of the first rows' one piece of 2c; they are summed, and
-    keys' stacked in the ranks' order, scattered, joined, then values'.
+    ``jettison/parallel/context.py``, ``_CausalAttention``: each is all-gathered and put in order. Forward works on two
+    pieces of rows and joins them. Backward all-gathers both again; the last rows' gradients cover as many keys and
+    values (rank 0, whose last piece is the end of the sequence), the first rows' one piece of 2c. They are summed;
+    keys' gradients are stacked in the ranks' order, scattered and joined, then values'.
     """
     found = []
     for x in (k, v):
@@ -342,10 +342,10 @@ def _gathered(w: Writer, q: Value, k: Value, v: Value) -> tuple[list[Value], int
 
 
 def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
-    """0 and minus infinity, made of the booleans that all layers are given; or what they are given, with distances."""
+    """The additive mask of 0 and minus infinity, made from all layers' boolean mask, or the one with distances."""
     if alibi and w.kernels.made_masks:
         given = w.table(MASK, (*q.shape[:ROWS], q.shape[ROWS], keys), w.compute, head_places(w))
-        return for_product(w, given)  # one of fp32 is cast by each layer's kernel
+        return for_matmul(w, given)  # each layer's kernel casts an fp32 mask
     shape = (w.run.micro_batch, 1, q.shape[ROWS], keys)
     places = tuple(p for p in q.places if p[0] == "cp")
     given = w.table(MASK, shape, "bool", places)
@@ -353,12 +353,12 @@ def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
 
 
 def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None) -> Value:
-    """What scaled_dot_product_attention does without a fused kernel: everything fp32, scale and groups included.
+    """scaled_dot_product_attention without a fused kernel: in fp32, with scaling and grouped heads.
 
     ``aten/src/ATen/native/transformers/attention.cpp``, ``_scaled_dot_product_attention_math``: ``query_acc``,
-    ``key_acc``, ``value_acc`` and the scaled ``q`` have names until it returns, and it returns probabilities as well.
+    ``key_acc``, ``value_acc`` and the scaled ``q`` are referenced until it returns, and it also returns probabilities.
     """
-    q, k, v = (for_product(w, x) for x in (q, k, v))
+    q, k, v = (for_matmul(w, x) for x in (q, k, v))
     places, dtype = head_places(w), q.dtype
     k, v = (x if x.shape[HEADS] == 1 else _repeat(w, x, spec.heads) for x in (k, v))
     wide = q, k, v = tuple(cast(w, x, "float32") for x in (q, k, v))
@@ -368,13 +368,13 @@ def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added:
     q, k = (as_batch(w, x) for x in (q, k))
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     roles = ("attention query", "attention key")
-    scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, dtype="float32", inner=True)
+    scores = batched_matmul(w, q, k, scores_shape, places, q.shape[-1], roles, dtype="float32", inner=True)
     scores = _mask(w, scores, spec) if added is None else add(w, scores, added)
     seen = _softmax(w, scores, "float32", spec, "aten._safe_softmax.default")
     seen = dropout(w, seen, site=w.run.model.dropout_sites.attention)
     roles = ("attention probabilities", "attention value")
     shape = (*q.shape[:3], v.shape[-1])
-    made = batched_product(w, seen, as_batch(w, v), shape, places, k.shape[ROWS], roles, dtype="float32", inner=True)
+    made = batched_matmul(w, seen, as_batch(w, v), shape, places, k.shape[ROWS], roles, dtype="float32", inner=True)
     out = cast(w, made, dtype)
     returned = [seen] if seen.dtype == dtype else [w.tape.op("aten._to_copy.default", [seen], dtype=dtype, grad=False)]
     w.tape.name(*wide, scaled, made, *returned)
@@ -386,14 +386,14 @@ def eager(
 ) -> Value:
     """Scores, softmax and dropout as tensors: 2as^2b for the softmax, as^2b for the mask, 2as^2b for its result.
 
-    Products of b × heads × s × d tensors run as batches of matrices, for which torch copies what is no such batch.
+    Matmuls of b × heads × s × d tensors run as batched matmuls; torch copies operands without a single batch stride.
 
     Args:
-        joined: q and k are, as `core` has it.
+        joined: q and k come out of a concatenation, see `core`.
     """
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     places = head_places(w)
-    if w.run.layout.cp > 1:  # every rank's rows meet all keys
+    if w.run.layout.cp > 1:  # keys of all ranks
         k, v = (
             w.tape.collective(
                 "all_gather_into_tensor",
@@ -405,10 +405,10 @@ def eager(
             for x in (k, v)
         )
     dtype = "float32" if w.kernels.wide_scores else q.dtype
-    narrow = v.dtype if w.kernels.wide_scores else q.dtype
+    out_dtype = v.dtype if w.kernels.wide_scores else q.dtype
     q, k = (cast(w, x, dtype) if joined else as_batch(w, cast(w, x, dtype)) for x in (q, k))
     roles = ("attention query", "attention key")
-    scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE, dtype=dtype)
+    scores = batched_matmul(w, q, k, scores_shape, places, q.shape[-1], roles, CORE, dtype=dtype)
     if not w.kernels.fused_softmax:
         scores = scale(w, scores)
     if spec.softcap:
@@ -421,11 +421,11 @@ def eager(
     wide = "float32" if w.kernels.scores_float32 or w.listed else scores.dtype
     probabilities = _softmax(w, scores, wide, spec)
     if not w.kernels.uncast_probabilities:
-        probabilities = cast(w, probabilities, narrow)
+        probabilities = cast(w, probabilities, out_dtype)
     probabilities = dropout(w, probabilities, site=w.run.model.dropout_sites.attention, reference=f"{CORE}: as^2b")
     roles = ("attention probabilities", "attention value")
     out_shape = (*q.shape[:3], v.shape[-1])
-    return batched_product(w, probabilities, as_batch(w, v), out_shape, places, k.shape[ROWS], roles, CORE)
+    return batched_matmul(w, probabilities, as_batch(w, v), out_shape, places, k.shape[ROWS], roles, CORE)
 
 
 def as_batch(w: Writer, x: Value) -> Value:
@@ -436,7 +436,7 @@ def as_batch(w: Writer, x: Value) -> Value:
 
 
 def _mask(w: Writer, scores: Value, spec: Attention) -> Value:
-    """Scores with 0 or minus infinity added, or filled with it."""
+    """Scores with an additive mask, or with masked positions filled."""
     if w.kernels.filled_masks:
         mask = w.table(MASK, (w.run.micro_batch, 1, *scores.shape[ROWS:]), "bool")
         return w.tape.op("aten.masked_fill.Scalar", [scores, mask], saves=[Saved(mask, "attention mask")])
@@ -453,7 +453,7 @@ def _softcap(w: Writer, scores: Value) -> Value:
 
 
 def _softmax(w: Writer, scores: Value, dtype: str, spec: Attention, op: str = "aten._softmax.default") -> Value:
-    """In ``dtype``, on scores cast to it. The result stays."""
+    """Softmax in ``dtype`` of scores cast to it. The result is saved."""
     scores = cast(w, scores, dtype)
     if spec.sinks:
         return softmax_with_sinks(w, scores, op)
@@ -464,9 +464,8 @@ def _softmax(w: Writer, scores: Value, dtype: str, spec: Attention, op: str = "a
 #
 # arXiv 1910.10683 §2.1: distances are sorted into buckets, and a table has a number for each bucket and head. In
 # transformers (``models/t5/modeling_t5.py``, ``T5Attention.compute_bias``) the first layer looks all of them up and
-# hands the result on; attention that asks an encoder has zeros in their place. Under ``gradient_checkpointing_enable``
-# a gradient is asked of these (``T5Attention.forward``, ``position_bias.requires_grad``), which no fused kernel of a
-# CPU makes.
+# hands the result on; cross-attention has zeros in their place. Under ``gradient_checkpointing_enable`` they require
+# a gradient (``T5Attention.forward``, ``position_bias.requires_grad``), which no fused kernel of a CPU makes.
 
 
 REFERENCE = "arXiv 1910.10683 §2.1"
@@ -474,10 +473,10 @@ BIASES = "position biases"
 
 
 def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
-    """What is added to scores. What this layer hands on is not computed again: other layers read it, and have it."""
+    """Biases added to scores. Biases handed on to other layers are not recomputed, since those layers keep them."""
     shape = (1, spec.heads, rows, keys)
     places = (("tp", 1),) if w.tp > 1 else ()
-    dtype = w.compute if spec.buckets else w.products  # zeros are made in the dtype of queries
+    dtype = w.compute if spec.buckets else w.matmul_dtype  # zeros have the dtype of queries
     if spec.biases is Biases.GIVEN:
         return w.tape.source(BIASES, shape, dtype, places, grad=has_gradient(w, spec), free=True)
     anchor = Anchor.HANDED if spec.biases is Biases.FIRST else None
@@ -501,12 +500,12 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
 
 
 def has_gradient(w: Writer, spec: Attention) -> bool:
-    """Has what a layer is handed of biases a gradient? Frozen tables have none, unless one is asked of them."""
+    """Do a layer's position biases require a gradient? Frozen tables do not, unless the code asks for one."""
     return (spec.buckets > 0 and w.run.tuning is None) or w.kernels.learned_zeros
 
 
 def as_mask(w: Writer, spec: Attention, added: Value) -> Value:
-    """As a fused kernel takes them: heads outermost in memory, and what lies ahead masked. Zeros are so already.
+    """Position biases as a fused kernel takes them: heads outermost in memory, future keys masked. Zeros need no copy.
 
     transformers' ``integrations/sdpa_attention.py``, ``create_position_bias_mask``.
     """
@@ -520,19 +519,19 @@ def as_mask(w: Writer, spec: Attention, added: Value) -> Value:
 
 
 def biases_workspace(q: Value, added: Value | None) -> int:
-    """A kernel makes their gradient for each sequence of a batch before it is summed."""
+    """Bytes of the biases' gradient, which the kernel makes for each sequence of a batch before they are summed."""
     return 0 if added is None or not added.grad else q.local_shape[0] * added.nbytes
 
 
-# What attention is told of who sees whom: is a mask a tensor, and where do packed documents begin? --------------------
+# Masks and document bounds: is a mask a tensor, and where do packed documents begin? ----------------------------------
 
 
 MASK: Final = "attention mask"
-"""What layers are given of who sees whom."""
+"""Role of the mask that layers are given."""
 
 
 def has_mask_tensor(w: Writer, spec: Attention) -> bool:
-    """Does a fused kernel need to be given a mask? A window as long as the sequence already does."""
+    """Does a fused kernel need a mask tensor? A window no longer than the sequence needs one too."""
     windowed = spec.window is not None and spec.window <= w.run.seq
     both_ways = w.kernels.bidirectional_masks and not spec.causal
     if w.run.packed:
@@ -541,9 +540,9 @@ def has_mask_tensor(w: Writer, spec: Attention) -> bool:
 
 
 def document_bounds(w: Writer) -> Iterator[Value]:
-    """Where documents begin, and the kernel's random state, as `torch.nn.attention.varlen` keeps both.
+    """Offsets of packed documents, and the kernel's random state, as `torch.nn.attention.varlen` keeps both.
 
-    transformers makes bounds in each layer (``prepare_fa_kwargs_from_position_ids``), others once for all of them.
+    transformers makes bounds in each layer (``prepare_fa_kwargs_from_position_ids``), others once for all layers.
     """
     if not w.run.packed or w.kernels.documents is not Documents.VARLEN:
         return
@@ -604,7 +603,7 @@ def softmax_with_sinks(w: Writer, scores: Value, op: str) -> Value:
 # ``FlashRotaryEmbedding`` rotates queries where they are (flash-attn, ``layers/rotary.py``: ``apply_rotary_emb_func``
 # with ``inplace=True``). So the query that attention keeps is a third of the first copy, and all of it stays. - The
 # output goes back to s x b x h by ``transpose(0, 1)``. The product that reads it folds s and b into one dim, which
-# takes a copy where there are several sequences; attention keeps its output beside it.
+# takes a copy where there are several sequences; attention saves its output as well.
 
 
 def packed_heads(w: Writer, joint: Value, spec: Attention) -> tuple[Value, Value, Value]:
@@ -630,7 +629,7 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     wide = w.kernels.wide_rotary or (casts and not w.kernels.rotary_apiece)  # those tables take the dtype of keys
     dtype = "float32" if wide else x.dtype
     back = w.kernels.complex_rotary or (w.kernels.wide_rotary and not w.kernels.wide_scores)
-    narrow = dtype if casts and not back else x.dtype  # what comes out
+    out_dtype = dtype if casts and not back else x.dtype
     cosine, sine = (_table(w, f"rotary {name}", dim, dtype, whose) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
@@ -640,7 +639,7 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
     half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2), workspace=_still_joined(w, part) // 2)
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
-    out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), narrow)
+    out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), out_dtype)
     if dim == x.shape[-1] and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
@@ -663,8 +662,8 @@ def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
         return w.table(name, (w.run.seq, dim), dtype)
     key = f"{whose} {name}" if w.kernels.rotary_apiece else name
     if key not in w.spread:
-        narrow = w.table(name, (w.run.seq, dim // 2), dtype)
-        w.spread[key] = w.tape.op("aten.repeat_interleave.self_int", [narrow], (w.run.seq, dim))
+        half = w.table(name, (w.run.seq, dim // 2), dtype)
+        w.spread[key] = w.tape.op("aten.repeat_interleave.self_int", [half], (w.run.seq, dim))
     return w.spread[key]
 
 

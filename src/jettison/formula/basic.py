@@ -1,4 +1,4 @@
-"""Ops that every family uses: casts, sums, linear layers, dropout, and the passage into and out of parallel blocks."""
+"""Ops that every family uses: casts, sums, linear layers, dropout, entry and exit of tensor-parallel blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.narrow import QUANTISE, narrow
+from jettison.formula.quantized import QUANTISE, quantized_matmul
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
 from jettison.spec.tuning import Base, Tuning
@@ -15,13 +15,13 @@ WEIGHT_COPY, ADAPTER_COPY = "weight in the dtype of products", "adapter in the d
 
 
 def cast(w: Writer, x: Value, dtype: str) -> Value:
-    """x in another dtype; x itself where it has it already."""
+    """x in another dtype; x itself if it has that dtype."""
     return x if x.dtype == dtype else w.tape.op("aten._to_copy.default", [x], dtype=dtype)
 
 
-def for_product(w: Writer, x: Value) -> Value:
-    """x as a product reads it: under autocast a copy, which is made for each product that reads it."""
-    return cast(w, x, w.products) if w.run.precision.casts else x
+def for_matmul(w: Writer, x: Value) -> Value:
+    """x as a matmul reads it: under autocast a cast copy, made for each matmul that reads it."""
+    return cast(w, x, w.matmul_dtype) if w.run.precision.casts else x
 
 
 def copy(w: Writer, x: Value, shape: tuple[int, ...] | None = None, places: Places | None = None) -> Value:
@@ -36,7 +36,7 @@ def add(w: Writer, a: Value, b: Value) -> Value:
 
 
 def wider(a: Value, b: Value) -> str:
-    """The dtype of what is made of both."""
+    """The wider dtype of two values, which an op of both returns."""
     return max(a.dtype, b.dtype, key=DTYPE_BYTES.__getitem__)
 
 
@@ -46,7 +46,7 @@ def scale(w: Writer, x: Value) -> Value:
 
 
 def multiply(w: Writer, a: Value, b: Value, roles: tuple[str, str], dtype: str | None = None) -> Value:
-    """a * b: each factor's gradient needs the other factor. A smaller b's is made in a's shape and summed."""
+    """a * b: each factor's gradient needs the other factor. A smaller b's gradient is made in a's shape and summed."""
     kept = [Saved(b, roles[1])] if a.grad else []
     kept += [Saved(a, roles[0])] if b.grad else []
     workspace = a.nbytes if b.grad and b.local_shape != a.local_shape else 0
@@ -65,7 +65,7 @@ def weigh(w: Writer, x: Value, weight: Weight, role: str) -> Value:
 
 
 def power(w: Writer, x: Value, role: str, reference: str = "") -> Value:
-    """x to a constant. Backward makes a lower power and a multiple of it on its way to the gradient."""
+    """x to a constant power. Backward makes a lower power and a multiple of it for the gradient."""
     x = cast(w, x, "float32") if w.listed else x
     return w.tape.op("aten.pow.Tensor_Scalar", [x], saves=[Saved(x, role, reference)], workspace=2 * x.nbytes)
 
@@ -91,10 +91,10 @@ def linear(
     Args:
         split: "column" shards W's outputs over tp, "row" its inputs; the sum over ranks is the caller's (`leave`).
         tied: the weight is the embedding's.
-        keeps: what is saved in x's place (its shard, which backward gathers again).
-        head: the head's product is torch's, whatever library has those of layers.
-        weight: that an earlier product of the region has as well.
-        original: what is saved is kept by another op as well, as it is.
+        keeps: saved instead of x: its shard, which backward all-gathers again.
+        head: the matmul of the head, which is torch's whatever library computes those of layers.
+        weight: a weight that an earlier matmul of the region has declared.
+        original: another op saves the same tensor without quantizing it.
     """
     width = x.shape[-1]
     with w.tape.scope(name):
@@ -109,23 +109,23 @@ def linear(
         if split == "column" and w.tp > 1:
             places = tuple(sorted((*places, ("tp", last))))
         copies = weight_copies(w, weights)
-        given, shared, x = x, keeps is None or keeps is x, for_product(w, x)
-        kept = x if keeps is None or shared else for_product(w, keeps)
+        given, shared, x = x, keeps is None or keeps is x, for_matmul(w, x)
+        kept = x if keeps is None or shared else for_matmul(w, keeps)
         inputs, workspace = [x, *copies], 0
         if split == "column" and not shared and not weight.frozen and (x.grad or not weight.tied):
             workspace = _gathered_again(w, x, weight)
         copy_saved = tuple(Saved(c, WEIGHT_COPY) for c in copies[:1] if x.grad)
         saves: tuple[Saved, ...] = (Saved(kept, role, reference), *copy_saved)
-        if w.narrows(features, head=head):
+        if w.uses_recipe(features, head=head):
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
-            found = narrow(w, x, kept, local, name, role, original=original)
+            found = quantized_matmul(w, x, kept, local, name, role, original=original)
             saves, workspace = found.saves, found.workspace
         elif w.quantises:
             kept = quantise(w, kept)
             saves = (Saved(kept, role, reference),)
         eight = weight.packed_bytes > 0 and w.base is Base.INT8
-        if eight:  # forward multiplies bytes, backward has the matrix in 16 bits
-            workspace = weight.numel * DTYPE_BYTES[w.products]
+        if eight:  # forward multiplies int8, backward unpacks the matrix to 16 bits
+            workspace = weight.numel * DTYPE_BYTES[w.matmul_dtype]
         elif weight.packed_bytes:
             inputs += unpacked(w, weight, weight.shape)
             workspace = inputs[-1].nbytes
@@ -137,7 +137,7 @@ def linear(
             saves=saves if not weight.frozen or (eight and x.grad) else copy_saved,
             copied=bool(copies),
             weights=weights,
-            dtype=w.products,
+            dtype=w.matmul_dtype,
             contracted=x.local_shape[-1],
             workspace=workspace,
         )
@@ -153,21 +153,21 @@ def linear(
 
 
 def _gathered_again(w: Writer, x: Value, weight: Weight) -> int:
-    """What a backward gathers of its shards, beside the gradients of its input and of its weight.
+    """Bytes that a backward all-gathers of its input's shards, in addition to the gradients of input and weight.
 
-    ``jettison/parallel/styles.py``, ``_ColumnLinear.backward``: the product for the input's gradient, then the wait,
-    the copy that puts rows in order (`Tape`'s NOTE [ Rows of all ranks ]), and the product for the weight's.
+    ``jettison/parallel/styles.py``, ``_ColumnLinear.backward``: the matmul for the input's gradient, then the wait,
+    the copy that orders rows (`Tape`'s NOTE [ Rows of all ranks ]), and the matmul for the weight's gradient.
     """
-    if not w.kernels.batch_first:  # TransformerEngine's products, whose measured peaks have no room for it
+    if not w.kernels.batch_first:  # TransformerEngine: measured peaks leave no room for it
         return 0
     in_order = 0 if prod(x.local_shape[: w.seq_dim]) == 1 else max(0, x.nbytes - weight.nbytes)
     return x.nbytes + in_order
 
 
 def unpacked(w: Writer, weight: Weight, shape: tuple[int, ...]) -> list[Value]:
-    """A matrix as a product reads it; it is held as a parameter, which no activation is."""
+    """A packed matrix as a matmul reads it; the packed form is a parameter, not an activation."""
     held = w.tape.source("packed weight", (weight.packed_bytes,), "uint8", free=True)
-    return [w.tape.op("dequantise.nf4", [held], shape, w.products, grad=False)]
+    return [w.tape.op("dequantise.nf4", [held], shape, w.matmul_dtype, grad=False)]
 
 
 def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split: str | None, *, packed: bool) -> Value:
@@ -176,10 +176,10 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     assert tuning is not None
     if w.kernels.fused_adapters and w.tp == 1:
         return _fused_adapter(w, x, out, features, tuning)
-    autocast = w.run.precision.parameter != w.products
-    alone = tuning.wide and not autocast  # fp32, and nothing casts what they read and return but PEFT
+    autocast = w.run.precision.parameter != w.matmul_dtype
+    alone = tuning.wide and not autocast  # fp32 adapters, of which only PEFT casts inputs and outputs
     wide = "float32" if tuning.wide else w.run.precision.parameter
-    product = wide if alone else w.products
+    product = wide if alone else w.matmul_dtype
     if packed and w.base is not Base.GPTQ:
         out = copy(w, out)
     given = x
@@ -192,11 +192,11 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     rest = tuple(p for p in x.places if p[1] != last)
     down = w.parameter("lora_A", tuning.rank, x.shape[-1], split=1 if row else None, adapter=True, product=True)
     copies = [] if alone else cast_weights(w, [down])
-    narrow = cast(w, dropped, product)
-    kept = narrow if autocast and not (packed and narrow is given) else kept
+    read = cast(w, dropped, product)
+    kept = read if autocast and not (packed and read is given) else kept
     low = w.tape.op(
         "aten.mm.default",
-        [narrow, *copies],
+        [read, *copies],
         (*x.shape[:-1], tuning.rank),
         places=rest,
         saves=[Saved(kept, "adapter input"), *(Saved(c, ADAPTER_COPY) for c in copies if x.grad)],
@@ -228,7 +228,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
 
 
 def _fused_adapter(w: Writer, x: Value, out: Value, features: int, tuning: Tuning) -> Value:
-    """The adapter added to what the product has made: x alone is kept, and what has the adapter's rank made again.
+    """The adapter added to the matmul's output: only x is saved; the tensor of the adapter's rank is recomputed.
 
     unslothai/unsloth, ``unsloth/kernels/fast_lora.py``, ``LoRA_W``; ``unsloth/kernels/utils.py``, ``matmul_lora``:
     ``out.addmm_(XA, B.to(dtype), alpha = s)``.
@@ -236,8 +236,8 @@ def _fused_adapter(w: Writer, x: Value, out: Value, features: int, tuning: Tunin
     x = _dropped(w, x, "adapter's dropout mask") if tuning.dropout else x
     down = w.parameter("lora_A", tuning.rank, x.shape[-1], adapter=True, product=True)
     up = w.parameter("lora_B", features, tuning.rank, adapter=True, product=True)
-    again = w.one_block and w.tape.path.endswith("down")  # activation and product of gate and up, in their place
-    low = tuning.rank * DTYPE_BYTES[w.products] * prod(x.local_shape[:-1])
+    again = w.one_block and w.tape.path.endswith("down")  # recomputed from gate and up, which are saved instead
+    low = tuning.rank * DTYPE_BYTES[w.matmul_dtype] * prod(x.local_shape[:-1])
     return w.tape.op(
         "fused_adapter",
         [x, out],
@@ -255,14 +255,14 @@ def _fused_adapter(w: Writer, x: Value, out: Value, features: int, tuning: Tunin
 def convolution(
     w: Writer, x: Value, shape: tuple[int, ...], weights: list[Weight], contracted: int, role: str = "convolution input"
 ) -> Value:
-    """Backward is one op that is given the input and the weight, whichever gradients it makes: both stay."""
+    """Backward is one op that reads the input and the weight, whichever gradients it makes: both are saved."""
     copies = weight_copies(w, weights)
-    x = for_product(w, x)
+    x = for_matmul(w, x)
     return w.tape.op(
         "aten.convolution.default",
         [x, *copies],
         shape,
-        w.products,
+        w.matmul_dtype,
         saves=[Saved(x, role), *(Saved(c, WEIGHT_COPY) for c in copies[:1])],
         weights=weights,
         contracted=contracted,
@@ -271,44 +271,44 @@ def convolution(
 
 
 def name_given(w: Writer, x: Value, whole: Value | None = None) -> None:
-    """Callers of a block have names for its input, which matters where its products keep copies of it instead.
+    """Record that a block's callers reference its input, which matters if its matmuls save copies of it instead.
 
     Args:
-        whole: what the block was given of all ranks, which is its own argument until it returns.
+        whole: the all-gathered input, an argument of the block that is referenced until it returns.
     """
     tuning = w.run.tuning
     if w.run.precision.casts or (tuning is not None and tuning.targets):
         w.tape.name(x)
-    if whole is not None and whole is not x and w.kernels.batch_first:  # Megatron's is gone within its first layer
+    if whole is not None and whole is not x and w.kernels.batch_first:  # Megatron frees it in the first linear layer
         w.tape.name(whole)
 
 
 def weight_copies(w: Writer, weights: Sequence[Weight]) -> list[Value]:
-    """What a product reads of its weights under autocast; nothing without, where it reads them as they are."""
+    """Copies of weights that a matmul reads under autocast; none otherwise."""
     return cast_weights(w, weights) if w.run.precision.casts else []
 
 
 def cast_weights(w: Writer, weights: Sequence[Weight]) -> list[Value]:
-    """Copies of a product's weights in its dtype; of what has a gradient one for all that read it: NOTE [ Autocast ].
+    """Weights cast to the matmuls' dtype; a trained weight is cast once for all its readers: NOTE [ Autocast ].
 
-    The last of the weights is cast first, as arguments are taken from the right.
+    The last weight is cast first, since arguments are evaluated from the right.
     """
     wide, first = w.run.precision.parameter, weights[0]
-    narrow = first.packed_bytes or first.nbytes == first.numel * DTYPE_BYTES[w.products]
-    return [] if wide == w.products or narrow else [_cast_weight(w, weight) for weight in reversed(weights)][::-1]
+    equal = first.packed_bytes or first.nbytes == first.numel * DTYPE_BYTES[w.matmul_dtype]
+    return [] if wide == w.matmul_dtype or equal else [_cast_weight(w, weight) for weight in reversed(weights)][::-1]
 
 
 def _cast_weight(w: Writer, weight: Weight) -> Value:
     if weight.name in w.copies:
         return w.copies[weight.name]
-    copied = w.tape.op("aten._to_copy.default", [w.read(weight)], dtype=w.products, casts=weight)
+    copied = w.tape.op("aten._to_copy.default", [w.read(weight)], dtype=w.matmul_dtype, casts=weight)
     if not weight.frozen:
         w.copies[weight.name] = copied
     return copied
 
 
 def quantise(w: Writer, x: Value) -> Value:
-    """x in fp8 for a product; one copy for all products that read it. No gradient comes through what is only saved."""
+    """x in fp8; one copy for all matmuls that read it. A copy that is only saved passes no gradient."""
     if x.index not in w.quantised:
         product = w.run.precision.product
         assert product is not None
@@ -316,7 +316,7 @@ def quantise(w: Writer, x: Value) -> Value:
     return w.quantised[x.index]
 
 
-def batched_product(
+def batched_matmul(
     w: Writer,
     a: Value,
     b: Value,
@@ -329,12 +329,12 @@ def batched_product(
     *,
     inner: bool = False,
 ) -> Value:
-    """a @ b for two activations: both are needed in backward. ``contracted`` is the local size summed over.
+    """a @ b for two activations: backward needs both. ``contracted``: local elements summed over.
 
-    ``inner``: it is part of another op, where autocast is over.
+    ``inner``: part of another op, inside of which autocast does not apply.
     """
     if w.run.precision.casts and not inner:
-        a, b, dtype = for_product(w, a), for_product(w, b), w.products
+        a, b, dtype = for_matmul(w, a), for_matmul(w, b), w.matmul_dtype
     kept = [Saved(b, roles[1], reference)] if a.grad else []
     kept += [Saved(a, roles[0], reference)] if b.grad else []
     return w.tape.op(
@@ -343,12 +343,12 @@ def batched_product(
 
 
 def dropout(w: Writer, x: Value, *, site: bool, reference: str = "") -> Value:
-    """Dropout where the architecture has it and the run asks for it."""
+    """Dropout if the architecture has it at this site and the run enables it."""
     return _dropped(w, x, "dropout mask", reference) if site and w.run.dropout else x
 
 
 def _dropped(w: Writer, x: Value, role: str, reference: str = "") -> Value:
-    """Backward needs the mask."""
+    """Dropout, which saves its mask."""
     if w.kernels.byte_masks:
         out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
         mask = w.tape.empty(x.shape, "bool", x.places)
@@ -360,10 +360,10 @@ def _dropped(w: Writer, x: Value, role: str, reference: str = "") -> Value:
 
 
 def enter(w: Writer, x: Value) -> tuple[Value, Value]:
-    """Into a tensor-parallel block: x whole on every rank, and what a column-parallel product there saves of it.
+    """Enter a tensor-parallel block: the unsharded x, and the tensor that a column-parallel matmul saves of it.
 
     The operator g of arXiv 2205.05198 §4.2.2: all-gather along s, whose backward is a reduce-scatter. Without sequence
-    parallelism it is f: nothing, whose backward is an all-reduce.
+    parallelism it is f: no op in forward, an all-reduce in backward.
     """
     layout, step = w.run.layout, len(w.tape.steps)
     if w.tp == 1:
@@ -372,7 +372,7 @@ def enter(w: Writer, x: Value) -> tuple[Value, Value]:
         w.tape.collectives.append(Collective("all_reduce", "tp", x.nbytes, backward=True, step=step))
         return x, x
     if not layout.gathered_inputs:
-        x = for_product(w, x)  # once for all that read it: `parallel.styles.gather_input`
+        x = for_matmul(w, x)  # cast once for all readers: `parallel.styles.gather_input`
     whole = w.tape.collective("all_gather_into_tensor", "tp", x, w.inside(), backward="reduce_scatter_tensor")
     if layout.gathered_inputs:
         return whole, whole
@@ -381,7 +381,7 @@ def enter(w: Writer, x: Value) -> tuple[Value, Value]:
 
 
 def leave(w: Writer, y: Value) -> Value:
-    """Out of a tensor-parallel block: partial sums over tp become the residual stream. The operator g-bar."""
+    """Leave a tensor-parallel block: partial sums over tp become the residual stream. The operator g-bar."""
     if w.tp == 1:
         return y
     if w.run.layout.sp:
@@ -390,5 +390,5 @@ def leave(w: Writer, y: Value) -> Value:
 
 
 def discrete(w: Writer, x: Value, name: str, shape: tuple[int, ...], dtype: str = "int64") -> Value:
-    """A choice that may not be made a second time."""
+    """A discrete choice, which must not be recomputed."""
     return w.tape.op(name, [x], shape, dtype, grad=False, anchor=Anchor.DISCRETE)

@@ -1,10 +1,10 @@
-"""What stands before the first layer: token, position and segment embeddings; patches of images, frames of sound.
+"""The start of a model: token, position and segment embeddings; patches of images, frames of sound.
 
 NOTE [ Two stacks ]
-An encoder's layers come first in a model, then those of the decoder that asks it; each is a region as any other, at its
-own length. What is before the first layer and what is between the two stacks belongs to the region of the embedding, as
-in a recorded model: the input of the norm between them and its result are held as long as the embedding's own. Layers
-of the decoder read that result, and none pays for it.
+The encoder's layers come first, then those of the decoder with cross-attention. Each is a region like any other, at its
+own length. Whatever runs before the first layer and between the two stacks belongs to the embedding's region, as in a
+recorded model: the input of the norm between them and its result are held as long as the embedding's own tensors.
+Layers of the decoder read that result without paying for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jettison.formula.attention import READ
-from jettison.formula.basic import add, cast, convolution, copy, dropout, for_product, linear, scale, weight_copies
+from jettison.formula.basic import add, cast, convolution, copy, dropout, for_matmul, linear, scale, weight_copies
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
 from jettison.formula.tape import Saved, Value, Writer
@@ -35,7 +35,7 @@ _NORM = Norm(kind=NormKind.LAYER, bias=True)
 
 
 def embedding(w: Writer) -> Value:
-    """The residual stream as the first layer is given it. The vocabulary is sharded over tp."""
+    """The input of the first layer. The vocabulary is sharded over tp."""
     model = w.run.model
     if not (w.kernels.fused_rotary or w.kernels.spread_rotary or w.kernels.looked_up_rotary):
         rotary_tables(w)
@@ -69,7 +69,7 @@ def _scaled_tokens(w: Writer, *, declared: bool = True) -> Value:
 
 
 def _closed(w: Writer, x: Value) -> Value:
-    """With the embedding's norm and dropout."""
+    """The embedding's norm and dropout."""
     model = w.run.model
     if model.embedding_norm is not None:
         x = norm(w, x, model.embedding_norm, "norm")
@@ -78,7 +78,7 @@ def _closed(w: Writer, x: Value) -> Value:
 
 
 def read_source(w: Writer, spec: EncoderInput) -> None:
-    """What an encoder is given, and what it returns: NOTE [ Two stacks ]."""
+    """The encoder's input, and the encoder output that a decoder reads: NOTE [ Two stacks ]."""
     inner = replace(w, run=replace(w.run, seq=w.run.source_seq))
     model = w.run.model
     with w.tape.scope("encoder"):
@@ -93,13 +93,13 @@ def read_source(w: Writer, spec: EncoderInput) -> None:
         if model.final_norm is not None:
             read = norm(inner, read, model.final_norm, "output_norm")
             read = dropout(inner, read, site=model.dropout_sites.output)
-        if not w.run.precision.casts:  # under autocast each layer of the decoder keeps copies of its own
+        if not w.run.precision.casts:  # under autocast each layer of the decoder keeps its own copy
             w.tape.hold(read, READ)
     w.follow(inner)
 
 
 def _heard(w: Writer, rows: int) -> Value:
-    """A spectrum as tokens: convolutions over three frames, the second for every other one (arXiv 2212.04356 §2.2)."""
+    """A spectrum as tokens: convolutions over three frames, the second with stride 2 (arXiv 2212.04356 §2.2)."""
     b, frames, hidden = w.run.micro_batch, 2 * w.run.seq, w.run.model.hidden
     x = w.tape.source("spectrum", (b, rows, frames), w.compute)
     for name, width, length in (("first", rows, frames), ("second", hidden, w.run.seq)):
@@ -111,7 +111,7 @@ def _heard(w: Writer, rows: int) -> Value:
 
 
 def _seen(w: Writer, pair: Pair) -> None:
-    """Images, before the first layer of their tower and after the last."""
+    """The image tower's ends: before its first layer and after its last."""
     inner = tower(w, pair)
     assert pair.images.patches is not None, "a tower of images without images"
     with w.tape.scope("images"):
@@ -121,7 +121,7 @@ def _seen(w: Writer, pair: Pair) -> None:
 
 
 def _patched(w: Writer, spec: Patches) -> Value:
-    """An image as tokens: a convolution whose window moves by its own width, the class token, learned positions."""
+    """An image as tokens: a convolution with stride equal to its kernel, the class token, learned positions."""
     hidden, batch = w.run.model.hidden, w.run.micro_batch
     pixels = w.tape.source("pixels", (batch, spec.channels, spec.height, spec.width), w.compute)
     with w.tape.scope("patches"):
@@ -138,11 +138,11 @@ def _patched(w: Writer, spec: Patches) -> Value:
 
 
 def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) -> Value:
-    """Rows of the vocabulary's table.
+    """Token embeddings looked up in the vocabulary's table.
 
     Args:
-        tied: the table is another region's.
-        declared: it is this region that has the table, or the copy that its stage has.
+        tied: the table belongs to another region.
+        declared: this region declares the table, or its stage's copy.
     """
     model, layout = w.run.model, w.run.layout
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
@@ -170,17 +170,17 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
 
 
 def _whole_gradient(w: Writer) -> int:
-    """DTensor makes a sharded table's gradient as large as the table, and has its shard as a view of that.
+    """Bytes of a full table's gradient, which DTensor makes on every rank; the shard is a view of it.
 
-    ``torch/distributed/tensor/_ops/_embedding_ops.py``, ``embedding_dense_backward_strategy``: there is no rule that
-    shards rows, so every rank has the whole, of which ``Shard._split_tensor`` takes a part without a copy. nanotron
+    ``torch/distributed/tensor/_ops/_embedding_ops.py``, ``embedding_dense_backward_strategy``: no rule shards rows, so
+    every rank has the full gradient, of which ``Shard._split_tensor`` takes a part without a copy. nanotron
     has no DTensor: ids of other shards are masked (``parallel/tensor_parallel/nn.py``, ``TensorParallelEmbedding``).
     """
     return w.tp if w.run.layout.gathered_inputs and not w.kernels.packed_heads else 1
 
 
 def _masks(w: Writer) -> None:
-    """Which keys a query may not see, for each sequence; with distances, for each head. Kept for all layers."""
+    """Attention masks of each sequence, with distances of each head. Kept for all layers."""
     rows, heads = (
         (w.run.micro_batch, 1, w.run.seq, w.run.seq),
         [
@@ -193,15 +193,15 @@ def _masks(w: Writer) -> None:
         seen = w.table("seen", rows, "bool")
         if w.kernels.filled_masks:
             w.tape.hold(w.tape.op("aten.logical_not.default", [seen]), "attention mask")
-        elif heads and not w.run.precision.casts:  # each layer keeps a copy of its own
+        elif heads and not w.run.precision.casts:  # under autocast each layer keeps its own copy
             shape = (rows[0], heads[0], *rows[2:])
             w.tape.hold(w.tape.op("aten.masked_fill.Scalar", [seen], shape, w.compute), "attention mask")
 
 
 def rotary_tables(w: Writer) -> None:
-    """Cosines and sines, 1 × s × what is rotated of a head, or half of it. Made once and kept for all layers.
+    """Cosines and sines, 1 × s × the rotated dims of a head, or half of them. Made once and kept for all layers.
 
-    Code that places text among images has a table for each sequence, b × s.
+    Models with positions for images in text have a table for each sequence, b × s.
     """
     rows = w.run.micro_batch if w.kernels.batched_rotary or w.run.packed else 1
     mixers = [layer.attention for layer in w.run.model.described]
@@ -222,14 +222,14 @@ def rotary_tables(w: Writer) -> None:
 
 
 def _rotation(w: Writer, attention: Attention | LatentAttention) -> tuple[int, bool]:
-    """Layers for which this is equal share their tables."""
+    """Key of a layer's rotary tables: layers with equal keys share them."""
     if isinstance(attention, LatentAttention):
         return attention.rope_dim, False
     return attention.rotary_dim, w.kernels.rotary_by_window and attention.window is not None
 
 
 def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool = False) -> Value:
-    """Rows of a small table, in most code the same for every sequence of the batch."""
+    """Embeddings from a small table, in most code the same for every sequence of the batch."""
     weight = w.parameter(name, rows, w.run.model.hidden, table=True)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
     if w.kernels.batched_positions or batched or (w.run.packed and ids_name == POSITIONS):
@@ -248,16 +248,16 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool 
     )
 
 
-# Images held against texts, as far as images go: their tower's ends ---------------------------------------------------
+# Contrastive image-text models: both ends of the image tower ----------------------------------------------------------
 
 
 def tower(w: Writer, pair: Pair) -> Writer:
-    """Who writes what belongs to images."""
+    """Writer for the image tower."""
     return replace(w, run=replace(w.run, model=pair.images, seq=pair.tokens))
 
 
 def show(w: Writer, pair: Pair) -> None:
-    """From the first token of the last layer to features. ``w`` is the `tower`'s."""
+    """Project the first token of the last layer to image features. ``w`` is the `tower`'s."""
     batch = w.run.micro_batch
     first = w.tape.view(w.hidden("norm input"), (batch, pair.images.hidden))
     if pair.images.final_norm is not None:
@@ -267,11 +267,11 @@ def show(w: Writer, pair: Pair) -> None:
 
 # Sound as tokens: arXiv 2006.11477 §2 and transformers' ``models/wav2vec2/modeling_wav2vec2.py`` ---
 #
-# Convolutions are whole on every rank.
+# Convolutions are unsharded on every rank.
 
 
 def hear(w: Writer, spec: Audio) -> Value:
-    """Tokens, before the norm and the dropout that end an embedding."""
+    """Sound as tokens, before the norm and the dropout that end an embedding."""
     samples, hidden = spec.heard(w.run.source_seq, w.run.seq), w.run.model.hidden
     x = w.tape.source("sound", (w.run.micro_batch, 1, samples), w.compute, grad=True)
     layers = zip(spec.channels, spec.kernels, spec.lengths(samples), strict=True)
@@ -298,7 +298,7 @@ def _convolved(w: Writer, x: Value, channels: int, kernel: int, length: int, *, 
 
 
 def _channel_norm(w: Writer, x: Value) -> Value:
-    """Each channel over all of its sequence; the input and two numbers a channel stay."""
+    """Norm of each channel over its sequence; the input and two numbers a channel are saved."""
     x = cast(w, x, "float32") if w.listed else x
     dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
@@ -311,7 +311,7 @@ def _channel_norm(w: Writer, x: Value) -> Value:
 
 
 def _masked(w: Writer, x: Value, spec: Audio) -> Value:
-    """A learned vector over some tokens, zeros over some features (arXiv 1904.08779); the masks stay."""
+    """SpecAugment masks (arXiv 1904.08779): a learned vector over some tokens, zeros over some features; masks stay."""
     weights = [w.parameter("mask", w.run.model.hidden)] if spec.mask else []
     for name, wanted, shape in (
         ("mask of tokens", spec.masked_time, (w.run.micro_batch, w.run.seq)),
@@ -325,7 +325,7 @@ def _masked(w: Writer, x: Value, spec: Audio) -> Value:
 
 
 def _positions(w: Writer, x: Value, spec: Audio) -> Value:
-    """A convolution over neighbours, in groups of channels, whose weight is a direction and a length a column."""
+    """Convolutional positions in groups of channels, with weight norm: a direction and a length a column."""
     b, s, hidden, kernel = w.run.micro_batch, w.run.seq, w.run.model.hidden, spec.position_kernel
     width = hidden // spec.position_groups
     with w.tape.scope("positions"):
@@ -343,12 +343,12 @@ def _positions(w: Writer, x: Value, spec: Audio) -> Value:
         )
         bias = w.parameter("bias", hidden)
         copies = weight_copies(w, [bias])
-        weight, rows = for_product(w, weight), for_product(w, w.tape.view(x, (b, hidden, s)))
+        weight, rows = for_matmul(w, weight), for_matmul(w, w.tape.view(x, (b, hidden, s)))
         out = w.tape.op(
             "aten.convolution.default",
             [rows, weight, *copies],
             (b, hidden, s + 1 - kernel % 2),
-            dtype=w.products,
+            dtype=w.matmul_dtype,
             saves=[Saved(rows, "convolution input"), Saved(weight, "convolution weight")],
             weights=[bias],
             contracted=width * kernel,

@@ -1,4 +1,4 @@
-"""One layer: what mixes tokens and what works on each, norms and residual sums in the arrangement asked for."""
+"""One layer: token mixer and feed-forward block, with norms and residual sums in the model's arrangement."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _attend(w: Writer, x: Value, spec: Layer) -> Value:
         case SelectiveScan() as mixer:
             return selective_scan(w, x, mixer, spec.norm)
         case _:
-            raise AssertionError(f"nobody wrote down {spec.attention}")
+            raise AssertionError(f"no formula for {spec.attention}")
 
 
 def _feed(w: Writer, x: Value, spec: Layer) -> Value:
@@ -97,21 +97,21 @@ def _feed(w: Writer, x: Value, spec: Layer) -> Value:
 
 # latent ---------------------------------------------------------------------------------------------------------------
 #
-# Multi-head latent attention: queries and key-values pass a low rank, and positions travel beside them
-# DeepSeek-V2 (arXiv 2405.04434 §2.1). a heads · r_q, r_kv ranks · n, p, v the parts of a head: without positions, with
-# them, and of the value. Training expands keys and values for every head; the latent form that decoding uses is another
+# Multi-head latent attention: queries, keys and values pass through a low rank, positions in separate dims.
+# DeepSeek-V2 (arXiv 2405.04434 §2.1). a heads · r_q, r_kv ranks · n, p, v dims of a head: without positions, with
+# positions, of the value. Training expands keys and values for every head; the latent form of decoding is another
 # program. A fused kernel on CUDA is taken to accept keys that are wider than values, as FlashAttention-3 and cuDNN do;
 # PyTorch's for the CPU does not, and its scaled_dot_product_attention falls back.
 #
-# Tensor parallelism as in Megatron-LM: what leads down to the ranks is whole on every device and works on the sequence
-# shard, what leads up again is split by heads and enters like any column-parallel product.
+# Tensor parallelism as in Megatron-LM: down projections are unsharded on every device and work on the sequence
+# shard; up projections are split by heads, with the entry of any column-parallel linear layer.
 
 
 REFERENCE = "arXiv 2405.04434 §2.1"
 
 
 def latent_attention(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> Value:
-    """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
+    """The attention block, from the normed residual stream to what is added to it (without its dropout)."""
     with w.tape.scope("attention"):
         q = _query(w, x, spec, norm_spec)
         k, v = _key_value(w, x, spec, norm_spec)
@@ -132,7 +132,7 @@ def latent_attention(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm
 
 
 def _query(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> Value:
-    """b × a × s × (n + p)."""
+    """Queries, b × a × s × (n + p)."""
     if spec.query_rank is not None:
         down = linear(w, x, spec.query_rank, "query_down", bias=spec.bias, reference=f"{REFERENCE}, eq. 12")
         x = norm(w, down, norm_spec, "query_norm")
@@ -154,7 +154,7 @@ def _query(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> Value
 
 
 def _key_value(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> tuple[Value, Value]:
-    """b × a × s × (n + p), and b × a × s × v. All heads share the part of a key that has positions."""
+    """Keys, b × a × s × (n + p), and values, b × a × s × v. All heads share the part of a key with positions."""
     joint = linear(
         w, x, spec.kv_rank + spec.rope_dim, "key_value_down", bias=spec.bias, reference=f"{REFERENCE}, eq. 9 and 15"
     )
@@ -179,5 +179,5 @@ def _key_value(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> t
     turned = rotate(w, w.tape.view(shared, one_head, places), spec.rope_dim)
     key_shape = (*expanded.shape[:-1], spec.query_dim)
     k = w.tape.op("aten.cat.default", [plain, turned], key_shape, wider(plain, turned), expanded.places)
-    # Fused attention that keeps v would keep all of the expanded tensor that v is a part of. Megatron-LM copies it.
+    # A saved v would keep the expanded tensor of which it is a view, so Megatron-LM copies it.
     return k, copy(w, v) if w.kernels.fused_rotary else v

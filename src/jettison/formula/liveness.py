@@ -1,25 +1,25 @@
-"""What lives when: a region's forward and backward played through op by op, in bytes of one rank.
+"""Liveness of a region's tensors: its forward and backward replayed op by op, in bytes of one rank.
 
 NOTE [ How the replay counts ]
 Forward: a tensor lives from the op that makes it to the last op that reads it, or until backward if it is kept. The
-region's input is somebody else's reference and lives throughout. Backward: ops in reverse. Each needs its saved
-tensors, computed again where they were not kept (an op runs again once, when it is first needed, and its result lives
-until its last reader has run); then it allocates a gradient for each input that takes part, or passes on the one that
-it was given; then it lets go of what it needed. What a region was given and holds only to compute again stays to the
-end: a checkpoint has it for as long as anything refers to its frame (``torch/utils/checkpoint.py``,
+region's input is referenced by its caller and lives throughout. Backward: ops in reverse. Each needs its saved
+tensors, recomputed if they were not kept (an op is recomputed once, when it is first needed, and its result lives
+until its last reader has run). Then it allocates a gradient for each differentiable input, or passes on the incoming
+one, and frees what it needed. Inputs held only for recomputation live to the end: a checkpoint holds them as long as
+anything refers to its frame (``torch/utils/checkpoint.py``,
 ``_CheckpointFrame.input_saver``; Megatron's and the reentrant one are single nodes of the graph). A second contribution
-to a gradient lives beside the first until it has been added. Weight gradients stay. Python holds some values longer
-than their last reader needs them, and kernels take workspace: neither is counted, except where a tape says so.
+to a gradient is a temporary until it has been added. Weight gradients stay. Python references some values longer
+than their last reader needs them, and kernels take workspace: neither counts unless a tape states it.
 
 NOTE [ Frames ]
 A checkpoint of torch, around a layer or a part of one (``torch/utils/checkpoint.py``, ``unpack_hook`` of
-``_checkpoint_hook``), runs its whole function again when the first saved tensor is asked for, needed or not, op by op
-as the forward did, and holds all that is saved until it is asked for. It stops at the last tensor that is saved
-(``_StopRecomputationError``). What a planner chose is computed again tensor by tensor instead, each when it is needed.
-With torch's selective contexts (``_CachingTorchDispatchMode``) every output of a listed op waits, read or not; in the
-second forward (``_CachedTorchDispatchMode``) the op's turn takes it out, and it goes with its last reader. What comes
-behind the last saved tensor has no turn, and waits until the frame goes. A planner's choice, and a compiled layer, keep
-what is read and no more.
+``_checkpoint_hook``), recomputes its whole function when the first saved tensor is unpacked, needed or not, op by op
+as the forward did, and holds each saved tensor until it is unpacked. It stops at the last tensor that is saved
+(``_StopRecomputationError``). Under a planner's choice each tensor is recomputed on its own, when it is needed.
+Torch's selective contexts (``_CachingTorchDispatchMode``) hold every output of a listed op, read or not. In the
+second forward (``_CachedTorchDispatchMode``) each op takes its output from the cache, and the last reader frees it.
+Outputs after the last saved tensor are never taken, and are held until the frame is freed. A planner's choice, and a
+compiled layer, keep only what is read.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ B = TypeVar("B", bound="Backward")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Around:
-    """Peaks of a region's passes, cut at its last step that reads a weight: behind it there is, if anything, a loss.
+    """Peaks of a region's passes before and after the last step that reads a weight (after it may come a loss).
 
     Args:
-        forward, backward: up to it, and behind it; as those of `Passes`.
+        forward, backward: up to that step, and after it; as in `Passes`.
     """
 
     forward: tuple[int, int]
@@ -56,18 +56,18 @@ class Passes:
     """Bytes of a region's two passes on one rank.
 
     Args:
-        backward_peak: on top of what regions up to this one hold: the incoming gradient, what is computed again, this
-            region's weight gradients; it may let go of what it holds on the way.
+        backward_peak: above the bytes held by regions up to this one: the incoming gradient, recomputed tensors, this
+            region's weight gradients; it may free its own saved tensors on the way.
     """
 
-    resident: int  # held between them
-    forward_peak: int  # on top of what was there before, with the region's input and output
+    resident: int  # held from forward to backward
+    forward_peak: int  # above the bytes before it, the region's input and output included
     backward_peak: int
-    gradient: int  # of weights, left behind
-    recompute_flops: int  # of a backward
+    gradient: int  # weight gradients that remain after backward
+    recompute_flops: int  # recomputed in one backward
     output: int
-    around: Around  # the part of each peak at which no weight is read any more, or none yet
-    opening: int  # there in backward when weights are read first
+    around: Around  # peaks before and after the last read of a weight
+    opening: int  # bytes in backward when a weight is first read
 
 
 def replay(
@@ -80,16 +80,16 @@ def replay(
     held: frozenset[int] = frozenset(),
     reentrant: bool = False,
 ) -> Passes:
-    """Play a region through.
+    """Replay a region's forward and backward.
 
     Args:
-        kept: buffers of `region.program` that stay between the passes.
-        rule: of weight gradients.
-        accumulates: weight gradients are there already, and this backward adds to them.
-        frames: ops of each checkpoint, of which the first that needs something runs all again: NOTE [ Frames ].
-        held: buffers among ``kept`` that others have until the backward is over.
-        reentrant: its checkpoint's backward (``torch/utils/checkpoint.py``, ``CheckpointFunction.backward``) has a name
-            for the output that it makes again, and was given the gradient of that, until it is over.
+        kept: buffers of `region.program` that are held from forward to backward.
+        rule: dtype and accumulation of weight gradients.
+        accumulates: weight gradients exist already, and this backward adds to them.
+        frames: ops of each checkpoint, all recomputed when one of them is first needed: NOTE [ Frames ].
+        held: buffers among ``kept`` that others reference until the backward is over.
+        reentrant: its checkpoint's backward (``torch/utils/checkpoint.py``, ``CheckpointFunction.backward``) references
+            the recomputed output and its gradient until it returns.
     """
     program = region.program
     resident = program.kept_bytes(kept)
@@ -121,10 +121,10 @@ def begin(
     frames: Sequence[frozenset[int]] = (),
     held: frozenset[int] = frozenset(),
 ) -> B:
-    """A backward that has not run.
+    """Return a backward at its start.
 
     Args:
-        again: ops that are needed once more: `Program.recompute_set`. The others are those of `replay`.
+        again: ops to recompute: `Program.recompute_set`. The other arguments are those of `replay`.
     """
     begun = [CheckpointFrame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
     runs = frozenset[int]().union(*(frame.again for frame in begun)) if frames else again
@@ -137,7 +137,7 @@ def weight_gradients(region: Region, dtype: str) -> int:
 
 
 def _forward_peaks(region: Region, stays: Collection[int], last: Mapping[int, int], cut: int) -> tuple[int, int]:
-    """Peaks up to the op with the number ``cut``, and behind it; what does not stay goes with its last op."""
+    """Peaks up to op number ``cut``, and after it; tensors not in ``stays`` are freed after their last reader."""
     program = region.program
     freed: defaultdict[int, int] = defaultdict(int)
     for b, index in last.items():
@@ -156,14 +156,14 @@ def _forward_peaks(region: Region, stays: Collection[int], last: Mapping[int, in
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFrame:
-    """A checkpoint's ops, and those that it runs again."""
+    """A checkpoint's ops, and those that it recomputes."""
 
     ops: frozenset[int]
     again: frozenset[int]
 
 
 def _again(region: Region, kept: frozenset[int], frame: frozenset[int]) -> frozenset[int]:
-    """Ops that a checkpoint runs again: NOTE [ Frames ]."""
+    """Ops that a checkpoint recomputes: NOTE [ Frames ]."""
     buffers, steps = region.buffers, region.tape.steps
     last = max((i for i in frame if steps[i].differentiable and steps[i].saved), default=-1)
     if last >= 0:
@@ -174,7 +174,7 @@ def _again(region: Region, kept: frozenset[int], frame: frozenset[int]) -> froze
 
 
 class Backward:
-    """The replay of one backward. ``live`` is relative to what was resident when it began."""
+    """The replay of one backward. ``live`` is relative to the bytes resident when it began."""
 
     def __init__(
         self,
@@ -203,10 +203,10 @@ class Backward:
         self.pieces: dict[int, list[int]] = {}  # storage -> ~pieces that have gradients
         self.sizes: dict[int, int] = {}
         self.owners: dict[int, int] = {}  # gradient tensor -> storages that have it
-        self.learned: set[str] = set()  # weights that have a gradient of this backward
+        self.learned: set[str] = set()  # weights whose gradient this backward has made
 
     def _count_uses(self, again: frozenset[int]) -> dict[int, int]:
-        """How many backward ops and repeated ops will still read each buffer."""
+        """Number of pending reads of each buffer by backward ops and recomputed ops."""
         uses: dict[int, int] = defaultdict(int)
         for step in self.region.tape.steps:
             for b in self._saved(step):
@@ -223,7 +223,7 @@ class Backward:
         return {self.region.buffers[s.value.storage] for s in step.saved} if step.differentiable else set()
 
     def run(self, cut: int, *, reentrant: bool = False) -> tuple[int, int]:
-        """Peaks from the step with this number on, and before it comes to it."""
+        """Peaks from the step with this number on, and before it in the order of the backward."""
         output, steps = self.region.output, self.region.tape.steps
         self._give(output.storage, output.nbytes)
         if reentrant:
@@ -242,14 +242,14 @@ class Backward:
         return self.peak, behind
 
     def _runs(self, step: TapeOp) -> bool:
-        """Does this backward visit it?"""
+        """Does this backward run the step's backward?"""
         return step.differentiable
 
     def _grow(self, nbytes: int) -> None:
         self.live += nbytes
         self.peak = max(self.peak, self.live)
 
-    # what is saved, and computed again --------------------------------------------------------------------------------
+    # saved and recomputed tensors -------------------------------------------------------------------------------------
 
     def _visit(self, step: TapeOp) -> None:
         if self.pieces:
@@ -291,7 +291,7 @@ class Backward:
         return [w for w in step.makes if not self._added_within(w)]
 
     def _added_within(self, weight: Weight) -> bool:
-        """Does the product that makes this gradient add it as well?"""
+        """Does the matmul that makes this gradient also accumulate it?"""
         return self.fused and weight.product and (self.dummies or not weight.head)
 
     def _fetch(self, b: int) -> None:
@@ -309,7 +309,7 @@ class Backward:
         self._run(op)
 
     def _run_frame(self, frame: CheckpointFrame) -> None:
-        """All of it; what would be read later on stays until the frame is left."""
+        """Recompute a checkpoint; outputs that are read later stay until the frame is left."""
         stop = max(frame.again)
         read = [b for op in self.program.ops[stop + 1 :] if op.index in frame.ops for b in op.inputs]
         for b in read:
@@ -318,16 +318,16 @@ class Backward:
             self._run(self.program.ops[each])
         for b in read:
             if b in self.saved or (self.program.buffers[b].producer or 0) <= stop:
-                self._release(b)  # a cached output behind it has no turn, and waits
+                self._release(b)  # a cached output after it is never taken
 
     def _run(self, op: Op) -> None:
-        """What it reads is there."""
+        """Recompute an op whose inputs are live."""
         self.pending.discard(op.index)
         for out in op.outputs:
             if self.program.buffers[out].producer == op.index and out not in self.kept:
                 self.computed.add(out)
                 self._grow(self.program.buffers[out].nbytes)
-            elif self.frames and op.anchor is Anchor.HANDED:  # a checkpoint makes its own beside what it handed on
+            elif self.frames and op.anchor is Anchor.HANDED:  # a checkpoint makes a second copy of what it handed on
                 self._grow(self.program.buffers[out].nbytes)
         for i in set(op.inputs):
             self._release(i)
@@ -368,7 +368,7 @@ class Backward:
         return made
 
     def _join(self, storage: int) -> None:
-        """Gradients of pieces become one of the whole: `Tape.split`."""
+        """Merge gradients of pieces into one of the full tensor: `Tape.split`."""
         whole = self._tensor(self.region.tape.sizes[storage])
         for key in self.pieces.pop(storage):
             self._drop(key)
@@ -385,7 +385,7 @@ class Backward:
         self.gradient[storage] = self._tensor(nbytes)
 
     def _accept(self, storage: int, tensor: int) -> None:
-        """A contribution arrives; with one there already, the sum takes a tensor of its own if either is shared."""
+        """Accept a contribution; if there is one already, the sum is a new tensor if either is shared."""
         before = self.gradient.get(storage)
         if before is None:
             self.gradient[storage] = tensor
@@ -412,21 +412,21 @@ class Backward:
             self.live -= self.sizes[tensor]
 
 
-# How high a region's forward rises where nothing is kept for a backward -----------------------------------------------
+# Peak of a region's forward without saved tensors ---------------------------------------------------------------------
 #
 # NOTE [ What frames hold ]
-# Where autograd saves what ops read, it hardly matters how long Python's variables live: the graph holds the tensors
-# longer. Under ``torch.no_grad()`` only variables hold them, and they die with their function, not with their last use.
+# When autograd saves the operands of ops, it hardly matters how long Python's variables live: the graph holds them
+# longer. Under ``torch.no_grad()`` only variables hold them, which die with their function, not with their last use.
 # As ``transformers`` writes its models (``models/llama/modeling_llama.py``; others copy it):
 #
-# - ``LlamaDecoderLayer.forward`` and the module that it calls have a block's input until the block is over.
-# - ``LlamaAttention.forward`` has query, key and value (rotated) until it returns, and eager attention's weights.
-# - ``sdpa_attention_forward`` and ``eager_attention_forward`` have keys and values as ``repeat_kv`` spread them until
-#   they return. What a product copies for itself goes at once.
-# - ``LlamaModel.forward`` has ``inputs_embeds`` until the last layer has run: the caller of `forward_height` adds it.
-# - ``GPT2Block.forward`` has what attention returned until it is over itself (``names_outputs``).
+# - ``LlamaDecoderLayer.forward`` and the module that it calls reference a block's input until the block returns.
+# - ``LlamaAttention.forward`` references (rotated) query, key, value and eager attention's weights until it returns.
+# - ``sdpa_attention_forward`` and ``eager_attention_forward`` reference keys and values from ``repeat_kv`` until they
+#   return. A matmul's own copies are freed at once.
+# - ``LlamaModel.forward`` references ``inputs_embeds`` until the last layer returns: `forward_height`'s callers add it.
+# - ``GPT2Block.forward`` references attention's output until it returns (``names_outputs``).
 #
-# torchtitan and torchtune write the same but for the last two.
+# torchtitan and torchtune do the same, except for the last two.
 
 
 _PRODUCT, _COPY, _WEIGHTS = "aten.bmm.default", "aten.clone.default", "aten._softmax.default"
@@ -434,7 +434,7 @@ _CORE = frozenset((_PRODUCT, _WEIGHTS, "aten._scaled_dot_product_flash_attention
 
 
 def forward_height(region: Region, *, names_outputs: bool = False) -> tuple[int, int]:
-    """Bytes at its worst moment, its input and its output among them: while weights are read, and behind that."""
+    """Peak bytes of a forward with its input and output: while weights are read, and after that."""
     last = dict(region.last_ops)
     for value, until in _held(region, names_outputs):
         buffer = region.buffers[value.storage]
@@ -443,7 +443,7 @@ def forward_height(region: Region, *, names_outputs: bool = False) -> tuple[int,
 
 
 def _held(region: Region, names_outputs: bool) -> Iterator[tuple[Value, int]]:
-    """Values and the step until which a frame has them. See NOTE [ What frames hold ]."""
+    """Values, and the step until which a frame references them. See NOTE [ What frames hold ]."""
     steps = region.tape.steps
     makers = {v.storage: i for i, step in enumerate(steps) for v in step.outputs}
     for scope, run in groupby(range(len(steps)), lambda i: steps[i].path.partition(".")[0]):
@@ -461,7 +461,7 @@ def _held(region: Region, names_outputs: bool) -> Iterator[tuple[Value, int]]:
 def _of_attention(
     steps: list[TapeOp], core: list[int], makers: dict[int, int], end: int
 ) -> Iterator[tuple[Value, int]]:
-    """Query, key and value; what they were spread from; and weights."""
+    """Query, key and value; their inputs before ``repeat_kv``; and attention weights."""
     if not core:
         return
     within = set(core)
@@ -474,10 +474,10 @@ def _of_attention(
             made = makers.get(value.storage)
             if made is None or made in within:
                 continue
-            if steps[i].name == _PRODUCT and steps[made].name == _COPY:  # the product's own
+            if steps[i].name == _PRODUCT and steps[made].name == _COPY:  # the matmul's own copy
                 (value,) = steps[made].inputs
                 made = makers.get(value.storage)
-            if made is not None and steps[made].name == _COPY:  # spread over the heads that share it
+            if made is not None and steps[made].name == _COPY:  # expanded to the heads that share it
                 yield value, returned
                 (value,) = steps[made].inputs
             yield value, end

@@ -1,4 +1,4 @@
-"""What stands after the last layer: the final norm, the product with the vocabulary, and the loss."""
+"""The end of a model: the final norm, the LM head, and the loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Final
 
-from jettison.formula.basic import add, batched_product, cast, discrete, dropout, enter, linear, multiply, power, scale
+from jettison.formula.basic import add, batched_matmul, cast, discrete, dropout, enter, linear, multiply, power, scale
 from jettison.formula.embedding import FEATURES
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
@@ -21,7 +21,7 @@ IN_ROWS: Final = "rows_cross_entropy"
 
 
 def head(w: Writer, x: Value) -> Value:
-    """From the residual stream to the loss."""
+    """Final norm, head and loss, from the residual stream."""
     model = w.run.model
     if model.head.pooling is not Pooling.NONE:
         return classify(w, x)
@@ -51,11 +51,11 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple
     """Logits and their loss.
 
     Args:
-        weight: it is there where the region has given others before.
-        named: what the model's own forward has names for until it returns, where the head keeps a copy of it, or,
+        weight: the head's weight, if the region has declared it before.
+        named: values that the model's own forward references until it returns, where the head saves a copy of them or,
             frozen, nothing: ``modeling_llama.py``, ``LlamaForCausalLM.forward``: ``outputs``, ``hidden_states``;
             ``modeling_t5.py``, ``T5ForConditionalGeneration.forward``: ``decoder_outputs``, ``sequence_output``. A
-            loop's loss comes then.
+            training loop's own loss comes after that.
     """
     model = w.run.model
     whole, kept = enter(w, x)
@@ -87,7 +87,7 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple
 
 
 def classify(w: Writer, x: Value) -> Value:
-    """One prediction a sequence. A norm that only another use of the model needs runs all the same."""
+    """One prediction a sequence. A norm that only other uses of the model need runs all the same."""
     model = w.run.model
     batch = (w.run.micro_batch, model.hidden)
     if model.head.pooling is Pooling.FIRST:
@@ -110,7 +110,7 @@ def score(w: Writer, x: Value) -> Value:
 
 
 def _with_further(w: Writer, x: Value) -> Value:
-    """A loss of each depth, those of further tokens first: NOTE [ Further tokens ] in `formula.region`."""
+    """One loss for each depth, those of MTP first: NOTE [ Multi-token prediction ] in `formula.region`."""
     model = w.run.model
     parts = [w.tape.view(x, w.shape(model.hidden)) for _ in range(model.further + 1)]
     total = _from_logits(w, parts[0])
@@ -121,7 +121,7 @@ def _with_further(w: Writer, x: Value) -> Value:
 
 
 def _labels(w: Writer) -> Value:
-    """Next tokens. Padded and shifted within the model, a single sequence's are a view with the padding still there."""
+    """Next tokens. Padded and shifted within the model, a single sequence's are a view of the padded labels."""
     shape = w.shape()
     padded_once = w.kernels.shifted_labels and not _copies_logits(w)
     if not padded_once or w.run.micro_batch > 1 or w.run.layout.cp > 1:  # cp: shifted before sharding
@@ -135,14 +135,14 @@ def _copies_logits(w: Writer) -> bool:
 
 
 def _autocast_loss(w: Writer) -> bool:
-    """Is a loss in 16 bits under autocast, on whose list for fp32 it is, where layers of a frozen base need no cast?"""
+    """Is the loss in 16 bits under autocast, although on its fp32 list, where layers of a frozen base need no cast?"""
     precision = w.run.precision
     mixed = w.run.tuning is not None and precision.parameter == "float32" != precision.compute
     return mixed and w.kernels.model_code and w.kernels.device is not Device.CPU
 
 
 def _without_last(w: Writer, logits: Value, labels: Value) -> tuple[Value, Value]:
-    """Copies without a sequence's last position."""
+    """Logits and labels without a sequence's last position, as copies."""
     b, s, width = logits.shape
     copied = w.tape.op("aten.clone.default", [logits], (b, s - 1, width))
     return copied, w.tape.op("aten.clone.default", [labels], (b, s - 1), grad=False)
@@ -156,17 +156,18 @@ def _softcap(w: Writer, logits: Value) -> Value:
 
 
 def _gathered(w: Writer, logits: Value) -> Value:
-    """Logits of the whole vocabulary on each rank."""
+    """Logits of the full vocabulary, all-gathered."""
     return w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None) if w.tp > 1 else logits
 
 
 def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
-    """torch's cross_entropy, on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first.
+    """torch's cross_entropy on fp32 logits: the log-softmax is saved, 4sbV. Sharded logits are all-gathered first.
 
-    transformers before 4.49 left the last position out of the logits, not of the labels (``logits[..., :-1, :]
-    .contiguous()``): a copy beside them, whose gradient is put into zeros of their shape. Before 4.46 their one name
-    was the model's own (``logits = logits.float()`` in ``modeling_llama.py``, ``LlamaForCausalLM.forward``), which it
-    returned; since then a function's (``loss/loss_utils.py``, ``ForCausalLMLoss``), beside the model's 16-bit ones.
+    transformers before 4.49 dropped the last position of logits, not of labels (``logits[..., :-1, :].contiguous()``):
+    a copy in addition to the logits, whose gradient is put into zeros of their shape. Before 4.46 the model's forward
+    held the only reference (``logits = logits.float()`` in ``modeling_llama.py``, ``LlamaForCausalLM.forward``), and
+    returned it; since then a function holds it (``loss/loss_utils.py``, ``ForCausalLMLoss``) while the model holds the
+    16-bit logits.
     """
     logits = _gathered(w, logits)
     outside = w.kernels.loss is Loss.OUTSIDE
@@ -183,20 +184,20 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     weight = w.tape.empty((), wide.dtype)
     kept = [Saved(rows, "log-softmax output"), Saved(labels, "labels"), Saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
-    w.tape.name(*named)  # arguments of whoever casts or copies them
+    w.tape.name(*named)  # arguments of the function that casts or copies them
     return loss
 
 
 ROWS, DEVICE_CHUNKS, CPU_CHUNK_BYTES, SMALLEST_BYTES = 16, 32, 2 * 1024**2, 4 * 1024**2
-"""What `runtime.chunked_loss` cuts by: a multiple of these rows, so many chunks or chunks so large, and logits below
-the last are left whole. A test holds them to be the same."""
+"""Chunking of `runtime.chunked_loss`: multiples of these rows, number or size of chunks, and logits below which nothing
+is chunked. A test compares both."""
 
 
 def _rows(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy over chunks of rows: NOTE [ Cross entropy in chunks ] in `runtime.chunked_loss`.
 
-    Forward has the logits, whose 16-bit form the caller holds, and a chunk of their log-softmax. Backward makes that
-    and its gradient a chunk at a time, and writes the gradient of the logits over them.
+    Forward has the logits, whose 16-bit form the caller holds, and one chunk of their log-softmax. Backward recomputes
+    that and its gradient chunk by chunk, and writes the gradient of the logits over them.
     """
     logits = _gathered(w, logits)
     wide = cast(w, logits, "float32") if w.kernels.loss_float32 or w.run.precision.casts else logits
@@ -224,21 +225,21 @@ _OVER_SHARDS: Final = MappingProxyType(
     {
         # Megatron's: ``megatron/core/tensor_parallel/cross_entropy.py``: ``logits.float()``, then in place ``-=``,
         # ``torch.exp(..., out=)`` and ``div_``; ``prepare_gradient_calculation_operands`` takes the softmax for the
-        # gradient and multiplies it in place. One fp32 buffer from the cast to the gradient, beside 16-bit logits or
+        # gradient and multiplies it in place. One fp32 buffer from the cast to the gradient, and 16-bit logits or
         # their gradient: 6 bytes a logit at the most.
         Loss.VOCAB_PARALLEL: (None, "vocab_parallel_cross_entropy"),
         # Megatron's ``--cross-entropy-loss-fusion`` with the implementation "native",
         # ``megatron/core/fusions/fused_cross_entropy.py``: each piece is compiled, and a compiled piece returns new
-        # tensors: the exponentials stand beside the fp32 logits, and the 16-bit logits are held by the caller: 10 bytes
-        # a logit. The gradient is made in bf16 at once.
+        # tensors: exponentials in addition to fp32 logits and the caller's 16-bit logits: 10 bytes a logit. The
+        # gradient is made in bf16 directly.
         Loss.NATIVE: ("fused_cross_entropy.exp", "fused_vocab_parallel_cross_entropy"),
         # nanotron's, ``parallel/tensor_parallel/functional.py``, ``_ShardedCrossEntropy.forward``: ``sharded_logits =
         # sharded_logits - logits_max...``, from there on in place. ``models/llama.py``, ``LlamaForTraining.forward``,
-        # has a name for the fp32 logits meanwhile: 8 bytes a logit. Backward writes the gradient over the softmax.
+        # references the fp32 logits meanwhile: 8 bytes a logit. Backward writes the gradient over the softmax.
         Loss.SHARDED: ("aten.sub.Tensor", "sharded_cross_entropy"),
     }
 )
-"""Losses over a sharded vocabulary, whose fp32 softmax stays, 4sbV/t: the op that copies fp32 logits, and the loss."""
+"""Losses over a sharded vocabulary with a saved fp32 softmax, 4sbV/t: the op that copies fp32 logits, and the loss."""
 
 
 def _over_shards(w: Writer, logits: Value, labels: Value) -> Value:
@@ -254,7 +255,7 @@ def _over_shards(w: Writer, logits: Value, labels: Value) -> Value:
 
 
 def _sharded(w: Writer, wide: Value, labels: Value, name: str) -> Value:
-    """The softmax is where ``wide`` is, and so is the gradient."""
+    """Softmax written over ``wide``, as is its gradient."""
     mask = w.tape.empty(labels.shape, "bool", labels.places)
     target = w.tape.empty(labels.shape, "int64", labels.places)
     loss = w.tape.empty((), "float32", grad=True)
@@ -281,10 +282,10 @@ def _te(w: Writer, logits: Value, labels: Value) -> Value:
 
 
 def _in_place(w: Writer, logits: Value, labels: Value) -> Value:
-    """One kernel in Triton, which saves logits and a number a row, and writes the gradient over them.
+    """One Triton kernel, which saves logits and a number a row, and writes the gradient over them.
 
-    unslothai/unsloth, ``unsloth/kernels/cross_entropy_loss.py``, ``Fast_CrossEntropyLoss``. fms-acceleration has it
-    behind the cast and the copy of transformers (``kernels/unsloth/cross_entropy_loss.py``, ``FastForCausalLMLoss``).
+    unslothai/unsloth, ``unsloth/kernels/cross_entropy_loss.py``, ``Fast_CrossEntropyLoss``. fms-acceleration runs it
+    after the cast and the copy of transformers (``kernels/unsloth/cross_entropy_loss.py``, ``FastForCausalLMLoss``).
     """
     wide = cast(w, logits, "float32") if w.kernels.copied_logits and w.kernels.loss_float32 else logits
     named = [wide if w.kernels.widened_logits else logits]
@@ -302,9 +303,9 @@ def _in_place(w: Writer, logits: Value, labels: Value) -> Value:
 def _compiled(w: Writer, logits: Value, labels: Value) -> Value:
     """torch's cross_entropy under torch.compile: no fp32 logits.
 
-    Inductor fuses the cast, the row's maximum and sum of exponentials into one reduction over the 16-bit logits; what
-    the partitioner keeps is the logits and two numbers a row, and backward writes a 16-bit gradient in one kernel.
-    Sharded logits are gathered first, as without it.
+    Inductor fuses the cast, the row's maximum and sum of exponentials into one reduction over the 16-bit logits; the
+    partitioner keeps the logits and two numbers a row, and backward writes a 16-bit gradient in one kernel. Sharded
+    logits are all-gathered first, as without compilation.
     """
     logits = _gathered(w, logits)
     rows = [w.tape.empty((*logits.shape[:-1], 1), "float32", labels.places) for _ in range(2)]
@@ -331,7 +332,7 @@ def _dtensor(w: Writer, logits: Value, labels: Value) -> Value:
 
 
 def _unread(x: Value) -> Value:
-    """x where it is only held on to: no gradient comes from there."""
+    """x as an input through which no gradient passes."""
     return replace(x, grad=False)
 
 
@@ -352,15 +353,15 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
 
 
 TILE_TOKENS, TILE_WORDS = 4096, 32768
-"""Of a tile. TRL: ``kernels/chunked_logprob.py``, ``TOKEN_CHUNK_SIZE``; ``trainer/utils.py``, ``add_fused_lm_head``."""
+"""Rows of a tile. TRL: ``kernels/chunked_logprob.py``, ``TOKEN_CHUNK_SIZE``; ``utils.py``, ``add_fused_lm_head``."""
 
 
 def _tiled(w: Writer, x: Value) -> Value:
     """Log-probabilities of tokens by tiles of logits: TRL 1.16, ``ChunkedLogProbFunction``.
 
     ``add_fused_lm_head`` takes the rows whose next token counts (``hidden_states[mask]``), a copy: here all but the
-    last of each sequence. Kept are that copy, targets, and two numbers a row, the log of the sum and the entropy, which
-    is logged. Backward makes the tile again and adds up both gradients in fp32, the head's weight's whole.
+    last of each sequence. Saved are that copy, targets, and two numbers a row: the log of the sum, and the entropy for
+    the log. Backward recomputes each tile and adds up both gradients in fp32, the head weight's unsharded.
     """
     model, batch, rows = w.run.model, w.run.micro_batch, w.run.seq - 1
     with w.tape.scope("logits"):
@@ -369,7 +370,7 @@ def _tiled(w: Writer, x: Value) -> Value:
     targets = w.tape.op("aten.index.Tensor", [_labels(w)], (batch * rows,))
     numbers = [w.tape.empty((batch * rows,), "float32") for _ in range(2)]
     loss = w.tape.empty((), "float32", grad=True)
-    tile = w.tape.empty((min(batch * rows, TILE_TOKENS), TILE_WORDS), w.products)
+    tile = w.tape.empty((min(batch * rows, TILE_TOKENS), TILE_WORDS), w.matmul_dtype)
     wide = 4 * batch * rows * model.hidden if scored.dtype != "float32" else 0
     wide += 4 * weight.numel if not weight.frozen and w.run.precision.parameter != "float32" else 0
     w.tape.record(
@@ -389,9 +390,9 @@ def _tiled(w: Writer, x: Value) -> Value:
 
 
 def _without_logits(w: Writer, x: Value) -> Value:
-    """Head and loss together. FUSED makes gradients at once: dx and dW stay. CHUNKED keeps x and starts over.
+    """Head and loss together. FUSED makes gradients at once: dx and dW are saved. CHUNKED saves x and recomputes.
 
-    LISTED keeps the logits as well: the model returns a list of them, a chunk each, in the dtype of products, and the
+    LISTED saves the logits as well: the model returns a list of chunks of them in the matmuls' dtype, and the
     loss has one chunk in fp32 at a time (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390).
     """
     model = w.run.model
@@ -408,7 +409,7 @@ def _without_logits(w: Writer, x: Value) -> Value:
         kept_now, made = [Saved(kept, "linear input"), Saved(labels, "labels")], [loss]
         if w.kernels.loss is Loss.LISTED:
             places = w.on_tp(2)
-            made.append(w.tape.empty((*whole.shape[:-1], model.vocab), w.products, places))
+            made.append(w.tape.empty((*whole.shape[:-1], model.vocab), w.matmul_dtype, places))
             kept_now.append(Saved(made[-1], "logits", "16-bit logits: 2sbV"))
         w.tape.record(
             f"{w.kernels.loss}_cross_entropy",
@@ -423,7 +424,7 @@ def _without_logits(w: Writer, x: Value) -> Value:
     dx = w.tape.empty(whole.shape, whole.dtype, whole.places)
     kept_now, made = [Saved(dx, "gradient of the head's input")], [loss, dx]
     if not weight.frozen:
-        made.append(w.tape.empty(weight.shape, w.products, weight.places))
+        made.append(w.tape.empty(weight.shape, w.matmul_dtype, weight.places))
         kept_now.append(Saved(made[-1], "gradient of the head's weight"))
     w.tape.record(
         "fused_linear_cross_entropy",
@@ -437,13 +438,13 @@ def _without_logits(w: Writer, x: Value) -> Value:
     return loss
 
 
-# Images held against texts: arXiv 2103.00020 §2.3 and transformers' ``models/clip/modeling_clip.py`` ------------------
+# Contrastive loss of images and texts: arXiv 2103.00020 §2.3 and transformers' ``models/clip/modeling_clip.py`` -------
 #
 # Each rank compares its own batch.
 
 
 def contrast(w: Writer, x: Value, pair: Pair) -> Value:
-    """From the last layer of texts to the loss, over the rows of a micro-batch."""
+    """Project the last layer of texts, and compute the loss over the rows of a micro-batch."""
     model, batch = w.run.model, w.run.micro_batch
     if model.final_norm is not None:
         x = norm(w, x, model.final_norm, "norm")
@@ -453,33 +454,33 @@ def contrast(w: Writer, x: Value, pair: Pair) -> Value:
     kept = [Saved(rows, "rows"), Saved(ends, "ends of texts")]
     last = w.tape.op("aten.index.Tensor", [x, rows, ends], (batch, model.hidden), places=(), saves=kept)
     text = linear(w, last, pair.width, "projection", bias=False, head=True)
-    image = w.tape.source(FEATURES, (batch, pair.width), w.products, grad=True, free=True)
+    image = w.tape.source(FEATURES, (batch, pair.width), w.matmul_dtype, grad=True, free=True)
     image, text = (_direction(w, each) for each in (image, text))
     roles = ("text direction", "image direction")
-    logits = batched_product(w, text, image, (batch, batch), (), pair.width, roles)
+    logits = batched_matmul(w, text, image, (batch, batch), (), pair.width, roles)
     logits = multiply(w, logits, _temperature(w), ("logits", "temperature"))
     losses = [_cross_entropy(w, each, rows) for each in (logits, w.tape.view(logits, logits.shape))]
     return scale(w, add(w, *losses))
 
 
 def _direction(w: Writer, x: Value) -> Value:
-    """x over its length."""
+    """x divided by its norm."""
     square = power(w, x, "features")
     length = power(w, w.tape.op("aten.sum.dim_IntList", [square], (x.shape[0], 1)), "squared length")
     return w.tape.op("aten.div.Tensor", [x, length], saves=[Saved(length, "length"), Saved(x, "features")])
 
 
 def _temperature(w: Writer) -> Value:
-    """The exponential of a learned number."""
+    """The exponential of the learned logit scale."""
     weight = w.parameter("temperature")
     held = w.read(weight, "temperature")
-    narrow, out = cast(w, held, w.compute), w.tape.empty((), w.compute, grad=held.grad)
-    w.tape.record("aten.exp.default", [narrow], [out], saves=[Saved(out, "temperature")], weights=[weight])
+    log, out = cast(w, held, w.compute), w.tape.empty((), w.compute, grad=held.grad)
+    w.tape.record("aten.exp.default", [log], [out], saves=[Saved(out, "temperature")], weights=[weight])
     return out
 
 
 def _cross_entropy(w: Writer, logits: Value, rows: Value) -> Value:
-    """Each row's own column is the right one."""
+    """Cross entropy in which each row's own column is the target."""
     wide = cast(w, logits, "float32") if w.kernels.loss_float32 else logits
     found = w.tape.empty(wide.shape, wide.dtype, grad=True)
     w.tape.record("aten._log_softmax.default", [wide], [found], saves=[Saved(found, "log-softmax output")])
@@ -490,11 +491,11 @@ def _cross_entropy(w: Writer, logits: Value, rows: Value) -> Value:
     return loss
 
 
-# A text aligned with sound -------------------------------------------------------------------------------------------
+# Connectionist temporal classification (CTC) -------------------------------------------------------------------------
 
 
 def align(w: Writer, x: Value, spec: Audio) -> Value:
-    """Logits, and the loss over all ways to read a text off them (connectionist temporal classification).
+    """Logits, and the CTC loss over all alignments of a text with them.
 
     ``torch.nn.functional.ctc_loss``, which keeps log-probabilities in fp32 and a row of 2 labels + 1 for each token.
     """

@@ -1,4 +1,4 @@
-"""The feed-forward block: two products with a nonlinearity between them, or three with a gate."""
+"""The feed-forward block: two matmuls with a nonlinearity between them, or three with a gate."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KERNEL = {
 
 
 def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
-    """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
+    """The feed-forward block, from the normed residual stream to what is added to it (without its dropout)."""
     with w.tape.scope(name):
         whole, kept = enter(w, x)
-        routed = name != "mlp" and "shared_experts" not in w.run.again  # the router keeps the input
+        routed = name != "mlp" and "shared_experts" not in w.run.again  # the router saves the input
         block = _gated if spec.gated else _plain
         hidden = block(w, whole, kept, spec, routed)
         hidden = dropout(w, hidden, site=w.run.model.dropout_sites.inner)
@@ -49,14 +49,14 @@ def _gated(w: Writer, x: Value, kept: Value, spec: Mlp, routed: bool) -> Value:
 
 
 def halves(w: Writer, joint: Value, width: int) -> list[Value]:
-    """Gate and up of one product: by ``chunk``, or as views inside of a kernel that reads both."""
+    """Gate and up halves of one matmul's output: by ``chunk``, or as views inside a kernel that reads both."""
     if w.kernels.fused_gate:
         return [w.tape.view(joint, (*joint.shape[:-1], width)) for _ in range(2)]
     return w.tape.split(joint, (width, width))
 
 
 def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
-    """activation(gate) * up. As one kernel it keeps both halves and computes the rest again."""
+    """activation(gate) * up. As one kernel it saves both halves and recomputes the rest."""
     if w.kernels.fused_gate and (w.one_block or not w.kernels.fused_adapters):
         kept = [Saved(gate, "activation input"), Saved(up, "activation input")]
         return w.tape.op("gated_activation", [gate, up], saves=kept)
@@ -64,7 +64,7 @@ def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
 
 
 def activation(w: Writer, x: Value, kind: Activation) -> Value:
-    """The nonlinearity: its input stays, or for relu its output."""
+    """The nonlinearity: its input is saved, or for relu its output."""
     if kind is Activation.GELU_WRITTEN and w.kernels.fused_gelu:
         kind = Activation.GELU_TANH
     if kind is Activation.GELU_WRITTEN:

@@ -1,37 +1,38 @@
-"""A mixture of experts: tokens sorted by expert, one grouped product for all experts, and outputs summed by token.
+"""A mixture of experts: tokens sorted by expert, one grouped matmul for all experts, and outputs summed by token.
 
 T tokens · e experts · c choices a token · f width of an expert · N rows that experts work on.
 
 NOTE [ Rows do not depend on routing ]
 Without a capacity every choice is a row: N = Tc, however tokens are spread over experts. With one, every expert has
 ceil(capacity factor · Tc / e) rows, filled or not (arXiv 2101.03961 §2.2). What depends on routing is how rows divide
-over ranks: under expert parallelism a rank is given Tc of them when the router is balanced, and up to ep · Tc when it
+over ranks: under expert parallelism a rank receives Tc of them if the router is balanced, and up to ep · Tc if it
 is not. Balance is assumed here.
 
-Transformers' default, one grouped product, is what is written here. Its "eager" experts, a loop over those that were
-chosen, hold the same N rows in pieces, however many. They keep each output once more (N × h, for `index_add_`), and two
-int64 a row in the place of three (four with biases) and of e ends. Routing then decides only what an allocator rounds
-up: less than 512 bytes an expert and tensor on CUDA.
+The grouped matmul of transformers' default is modelled. Its "eager" experts, a loop over the chosen ones, hold the same
+N rows in pieces, however many. They save each output once more (N × h, for `index_add_`), and two int64 a row instead
+of three (four with biases) and of e ends. Routing then only decides what an allocator rounds up: less than 512 bytes
+an expert and tensor on CUDA.
 
 NOTE [ Experts and mesh axes ]
 Experts are spread over "ep" (which takes its ranks from dp and cp), their width f over "tp". Rows travel over "ep" by
-all-to-all, there and back. Under sequence parallelism the block is given a shard of the sequence: it routes T/t tokens
-and gathers their rows over "tp" when they have arrived, where every rank has a slice of each expert; partial sums are
-reduce-scattered before they travel back. That is Megatron-LM's all-to-all dispatcher, and the gathered rows stay for
-the first product. Without sequence parallelism every rank of "tp" routes all T tokens and sums are reduced at the end.
+all-to-all, there and back. Under sequence parallelism the block receives a shard of the sequence: it routes T/t tokens
+and all-gathers their rows over "tp" after they arrive, where every rank has a slice of each expert; partial sums are
+reduce-scattered before they travel back. That is Megatron-LM's all-to-all dispatcher; the all-gathered rows are saved
+for the first matmul. Without sequence parallelism every rank of "tp" routes all T tokens and sums are reduced at the
+end.
 
-With fewer ranks for an expert's width than "tp" has (Megatron's ``--expert-tensor-parallel-size``), "tp" is "etp" x
-"tpx": rows are gathered over "etp" alone, and "ep" takes its ranks from "tpx", too. `imbalance` is how many rows arrive
-at a rank, as a multiple of an even share.
+If an expert's width has fewer ranks than "tp" (Megatron's ``--expert-tensor-parallel-size``), "tp" is "etp" x
+"tpx": rows are all-gathered over "etp" alone, and "ep" takes ranks from "tpx" as well. `imbalance` is the number of
+rows that arrive at a rank, as a multiple of an even share.
 
 NOTE [ Latent experts ]
-Nemotron 3's experts read and return a narrower width: ``fc1_latent_proj`` makes it of the tokens, beside the router,
-which reads them as they are, and ``fc2_latent_proj`` tokens of the sum (``transformers/models/nemotron_h``,
-``NemotronHMoE``; Megatron-Core's ``moe_layer.py``, ``moe_latent_size``, whose two weights every rank of "tp" has). So
-rows that travel are narrower. Shared experts read tokens.
+Nemotron 3's experts work at a smaller width: ``fc1_latent_proj`` projects tokens to it (the router reads the
+original tokens), and ``fc2_latent_proj`` projects their sum back (``transformers/models/nemotron_h``,
+``NemotronHMoE``; Megatron-Core's ``moe_layer.py``, ``moe_latent_size``, whose two weights every rank of "tp" has). Rows
+that travel have this width. Shared experts read tokens.
 
-What a grouped product saves are its rows and where each expert's end. Its kernel rounds a row up to 16 bytes; widths
-are multiples of that in all published models, and rounding is left out.
+A grouped matmul saves its rows and the end of each expert's rows. Its kernel rounds a row up to 16 bytes; widths
+are multiples of that in all published models, so rounding is left out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from jettison.formula.basic import (
     copy,
     discrete,
     enter,
-    for_product,
+    for_matmul,
     leave,
     linear,
     multiply,
@@ -56,7 +57,7 @@ from jettison.formula.basic import (
     weight_copies,
 )
 from jettison.formula.mlp import activation, gate_product, halves, mlp
-from jettison.formula.narrow import narrow_rows, padded, unpadded
+from jettison.formula.quantized import padded, quantized_rows, unpadded
 from jettison.formula.tape import Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
 from jettison.spec.kernels import Combine
@@ -69,7 +70,7 @@ CLAMPED = "gated_activation.clamped"
 
 
 def moe(w: Writer, x: Value, spec: Moe) -> Value:
-    """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
+    """The MoE block, from the normed residual stream to what is added to it (without its dropout)."""
     with w.tape.scope("mlp"):
         sharded = w.tp > 1 and w.run.layout.sp
         whole = x if sharded else enter(w, x)[0]
@@ -96,20 +97,20 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
             shared = Mlp(
                 ffn=spec.shared_ffn, activation=spec.activation, gated=spec.gated, fused_gate_up=spec.shared_fused
             )
-            beside = mlp(w, x, shared, "shared")
-            out = add(w, out, _gated(w, x, beside) if spec.shared_gate else beside)
+            own = mlp(w, x, shared, "shared")
+            out = add(w, out, _gated(w, x, own) if spec.shared_gate else own)
         return out
 
 
 def _gated(w: Writer, x: Value, out: Value) -> Value:
-    """What shared experts return, weighted by one number a token."""
+    """Output of the shared experts, weighted by one number a token."""
     score = linear(w, x, 1, "shared_gate", bias=False)
     gate = w.tape.op("aten.sigmoid.default", [score], keeps="shared gate", grad=True)
     return multiply(w, gate, out, ("shared gate", "shared output"))
 
 
 def _token_places(w: Writer, whole: Value) -> Places:
-    """Tokens are sharded over all axes that shard the sequence; "tp" by its two parts where experts use one of them."""
+    """Placement of tokens: sharded over all axes of the sequence, "tp" by its two parts if experts use one of them."""
     axes = [axis for axis, _ in whole.places]
     if w.run.layout.splits_tp and "tp" in axes:
         axes = sorted([axis for axis in axes if axis != "tp"] + ["etp", "tpx"])
@@ -130,14 +131,14 @@ class _TokenOrder:
     """Tokens sorted by expert.
 
     Args:
-        permutation: N, which choice each row is. ``origin``: N, which token.
+        permutation: N, the choice of each row. ``origin``: N, its token.
     """
 
     permutation: Value
     origin: Value
-    ends: Value  # e, where each expert's rows end
-    local: Value | None  # N, rows as they arrive, sorted by expert; None: they arrive so
-    expert: Value | None  # N, whose row each is; None: nobody asks
+    ends: Value  # e, end of each expert's rows
+    local: Value | None  # N, received rows sorted by expert; None: they arrive sorted
+    expert: Value | None  # N, expert of each row; None: not needed
 
 
 def _experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe) -> Value:
@@ -168,7 +169,7 @@ def _sort(w: Writer, choice: Value, rows: int, places: Places, spec: Moe) -> _To
     permutation = index("aten.sort.default", choice, (rows,), "int64", places)
     origin = index("aten.floor_divide.default", permutation, (rows,), "int64", places)
     ends = index("aten.cumsum.default", choice, (spec.experts,), "int32", (("ep", 0),) if ep > 1 else ())
-    mixed = 1 < ep < spec.experts  # rows of several experts arrive from each rank
+    mixed = 1 < ep < spec.experts  # each rank sends rows of several experts
     there, arrived = _gathered(w, places), _arrived(w, rows)
     local = index("aten.sort.default", ends, (arrived,), "int64", there) if mixed else None
     expert = index("aten.repeat_interleave.self_Tensor", ends, (arrived,), "int64", there) if spec.bias else None
@@ -181,7 +182,7 @@ def _gathered(w: Writer, places: Places) -> Places:
 
 
 def _arrived(w: Writer, rows: int) -> int:
-    """Rows of all ranks, were each sent as many as the busiest."""
+    """Rows of all ranks, if each received as many as the busiest."""
     return rows if w.run.imbalance == 1 else ceil(rows * w.run.imbalance)
 
 
@@ -192,7 +193,7 @@ def _take(w: Writer, x: Value, index: Value) -> Value:
 
 
 def _send(w: Writer, x: Value, order: _TokenOrder, copies: int) -> Value:
-    """Rows to the ranks that have their experts."""
+    """Send rows to the ranks of their experts."""
     arrived = _arrived(w, x.shape[0])
     x = w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single", copies=copies)
     if arrived != x.shape[0]:
@@ -206,7 +207,7 @@ def _send(w: Writer, x: Value, order: _TokenOrder, copies: int) -> Value:
 
 
 def _return(w: Writer, x: Value, order: _TokenOrder, places: Places, copies: int) -> Value:
-    """The way back."""
+    """Send rows back to the ranks of their tokens."""
     if order.local is not None:
         x = w.tape.op("aten.index_put.default", [x, order.local], saves=[Saved(order.local, ORDER)])
     if places != x.places:
@@ -218,7 +219,7 @@ def _return(w: Writer, x: Value, order: _TokenOrder, places: Places, copies: int
 
 
 def _matrices(w: Writer, x: Value, features: int, experts: int, split: str) -> tuple[Weight, Places]:
-    """A weight of one matrix for each expert, and the placement of what x becomes by it."""
+    """One weight matrix for each expert, and the placement of the matmul's result."""
     last = len(x.shape) - 1
     shape = (experts, features, x.shape[last])
     weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True, product=True)
@@ -235,7 +236,7 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _TokenOrder, 
         saves, workspace = [Saved(x, "linear input")], 0
         if w.recipe is not None:
             original = split == "row" and "moe_act" in w.run.again
-            found = narrow_rows(w, x, weight, spec.experts // w.run.layout.ep, "linear input", original=original)
+            found = quantized_rows(w, x, weight, spec.experts // w.run.layout.ep, "linear input", original=original)
             saves, workspace = [*found.saves], found.workspace
         elif w.quantises:
             saves = [Saved(quantise(w, x), "linear input")]
@@ -266,14 +267,14 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _TokenOrder, 
 
 
 def _hidden(w: Writer, x: Value, scores: Value | None, order: _TokenOrder, spec: Moe) -> Value:
-    """N × f: what goes into the last product, times each row's weight where ``scores`` are given."""
+    """N × f: input of the last matmul, times each row's weight if ``scores`` are given."""
     if not spec.gated:
         up = _product(w, x, spec.ffn, "up", order, spec, split="column")
         hidden = activation(w, up, spec.activation)
         return hidden if scores is None else multiply(w, hidden, scores, SCORES, w.compute)
     joint = _product(w, x, 2 * spec.ffn, "gate_up", order, spec, split="column")
     clamped = spec.activation is Activation.CLAMPED_SWIGLU
-    if clamped:  # every second column each: gpt-oss
+    if clamped:  # gate and up are interleaved columns: gpt-oss
         gate, up = (w.tape.view(joint, (joint.shape[0], spec.ffn)) for _ in range(2))
     else:
         gate, up = halves(w, joint, spec.ffn)
@@ -287,7 +288,7 @@ def _hidden(w: Writer, x: Value, scores: Value | None, order: _TokenOrder, spec:
 
 
 def _clamped(w: Writer, gate: Value, up: Value) -> Value:
-    """g · sigmoid(α g) · (u + 1) for both halves clamped, op by op: gpt-oss."""
+    """g · sigmoid(α g) · (u + 1) with both halves clamped, op by op: gpt-oss."""
     gate, up = (w.tape.op("aten.clamp.default", [v], saves=[Saved(v, "activation input")]) for v in (gate, up))
     wide = w.tape.op("aten.mul.Tensor", [gate])
     sigmoid = w.tape.op("aten.sigmoid.default", [wide], keeps="activation output")
@@ -297,8 +298,8 @@ def _clamped(w: Writer, gate: Value, up: Value) -> Value:
 
 
 def _combined(w: Writer, out: Value, scores: Value | None, order: _TokenOrder, tokens: Value) -> Value:
-    """N outputs as T sums. Weights that come after the experts keep their outputs, in fp32 where they are added up
-    (torchtitan's ``combine``); those that entered the activation do not (Megatron-LM's grouped experts).
+    """N outputs as T sums. Weights applied after the experts save their outputs, in fp32 where they are accumulated
+    (torchtitan's ``combine``); weights applied in the activation do not (Megatron-LM's grouped experts).
     """
     if w.kernels.combine is Combine.SORTED:
         dtype = None if w.run.precision.casts or scores is None else scores.dtype
@@ -316,9 +317,9 @@ def _combined(w: Writer, out: Value, scores: Value | None, order: _TokenOrder, t
 
 # router ---------------------------------------------------------------------------------------------------------------
 #
-# The router of a mixture of experts: from tokens to the experts of each, and the weight of each choice
-# T tokens · e experts · c choices a token. What is chosen may not be chosen a second time: a bit of difference in the
-# logits sends a token elsewhere.
+# The router of a mixture of experts: from tokens to the experts of each, and the weight of each choice.
+# T tokens · e experts · c choices a token. Choices must not be recomputed: one different bit in the logits sends a
+# token elsewhere.
 
 
 CHOICE = "router choice"
@@ -329,15 +330,15 @@ REFERENCE = "arXiv 2101.03961 §2.1, router"
 def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
     """(weights, int64 choices), both T × c. ``tokens`` is T × h.
 
-    Which groups of experts may be chosen from is worked out without gradients. Transformers' code asks autograd for it,
-    but lets go of the results before the layer is over, and so nothing of that is held.
+    Groups of experts are selected without gradients. Transformers' code records a graph for that selection, but frees
+    its results before the layer ends, so nothing of it is held.
     """
     shape = (tokens.shape[0], spec.top_k)
     with w.tape.scope("router"):
         logits = _logits(w, tokens, spec)
-        narrow = w.compute
+        dtype = w.compute
         if w.run.precision.casts:
-            narrow = tokens.dtype if w.kernels.softmax_float32 else logits.dtype
+            dtype = tokens.dtype if w.kernels.softmax_float32 else logits.dtype
         if spec.correction_frozen:
             w.parameter("correction", 1, spec.experts, fixed=True)
         if spec.router is Router.SPARSE_MIXER:
@@ -349,16 +350,16 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
             values, choice = _topk(w, logits, shape)
             wide = w.kernels.weights_float32 or w.kernels.softmax_float32
             weights = _softmax(w, cast(w, values, "float32" if wide else logits.dtype))
-            return (cast(w, weights, narrow) if w.kernels.softmax_float32 else weights), choice
+            return (cast(w, weights, dtype) if w.kernels.softmax_float32 else weights), choice
         weights, choice = _scored(w, logits, shape, spec)
         if spec.normalise_top_k:
             weights = _normalise(w, weights, clamped=spec.clamped_sum)
-        as_logits = w.kernels.wide_routers and w.run.precision.casts  # which come out of a product in 16 bits
-        return (weights if w.kernels.weights_float32 and not as_logits else cast(w, weights, narrow)), choice
+        as_logits = w.kernels.wide_routers and w.run.precision.casts  # logits of a 16-bit matmul
+        return (weights if w.kernels.weights_float32 and not as_logits else cast(w, weights, dtype)), choice
 
 
 def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
-    """T × e, never from fp8. In fp32 copies stay: of the tokens for the weight's gradient, and the other way round."""
+    """T × e, never from fp8. In fp32, casts of tokens and weight are saved for each other's gradient."""
     with w.tape.scope("gate"):
         wide = w.kernels.router_float32 or w.kernels.wide_routers
         weight = w.parameter("weight", spec.experts, tokens.shape[-1], wide=w.kernels.wide_routers)
@@ -366,7 +367,7 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         tokens = cast(w, tokens, "float32") if wide else tokens
         casts = w.run.precision.casts is not None and not w.kernels.routers_apart
         copies = weight_copies(w, weights) if casts else []
-        x = for_product(w, tokens) if casts else tokens
+        x = for_matmul(w, tokens) if casts else tokens
         inputs, kept = [x, *copies], [] if weight.frozen else [Saved(x, "router input", REFERENCE)]
         if wide and not copies and not w.kernels.wide_routers:
             inputs.append(cast(w, w.read(weight), "float32"))
@@ -374,21 +375,21 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         kept += [Saved(c, "router weight") for c in copies[:1] if x.grad]
         name = "aten.addmm.default" if spec.router_bias else "aten.mm.default"
         shape = (tokens.shape[0], spec.experts)
-        made = w.products if casts else x.dtype
+        made = w.matmul_dtype if casts else x.dtype
         return w.tape.op(
             name, inputs, shape, made, saves=kept, weights=weights, contracted=tokens.shape[-1], copied=bool(copies)
         )
 
 
 def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:
-    """Scores of all experts in fp32, and of them those that are chosen."""
+    """Scores of all experts in fp32, and the scores that choose experts."""
     wide = logits if w.kernels.narrow_routers else cast(w, logits, "float32")
     if spec.router is Router.SOFTMAX_TOPK:
         scores = _softmax(w, wide)
         if spec.groups > 1:
             allowed = w.tape.op("aten.topk.default", [scores], dtype="bool", grad=False, anchor=Anchor.DISCRETE)
             scores = w.tape.op("aten.masked_fill.Scalar", [scores, allowed], saves=[Saved(allowed, "expert mask")])
-    else:  # what was cast before the product comes out of it narrow under autocast
+    else:  # inputs cast before the matmul come out of it in 16 bits under autocast
         as_made = w.run.precision.casts is not None and w.kernels.router_float32
         scores = _sigmoid(w, logits if as_made else wide, wide=not as_made)
     choice = discrete(w, scores, "aten.topk.default", shape)
@@ -396,7 +397,7 @@ def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tupl
 
 
 def scores_of_all(w: Writer, tokens: Value, spec: Moe) -> Value:
-    """T × e: the weights of those that were chosen, 0 for all others. ``tokens`` is T × h."""
+    """T × e: the weights of the chosen experts, 0 for all others. ``tokens`` is T × h."""
     with w.tape.scope("router"):
         logits = _logits(w, tokens, spec)
         values, choice = _topk(w, logits, (tokens.shape[0], spec.top_k))
@@ -405,10 +406,10 @@ def scores_of_all(w: Writer, tokens: Value, spec: Moe) -> Value:
 
 
 def sparse_mixer(w: Writer, logits: Value, top_k: int) -> tuple[Value, Value]:
-    """Each choice is drawn from a softmax over the scores that are near the best; those before it are left out.
+    """Draw each choice from a softmax over the scores near the best, without earlier choices.
 
-    What was the best of each softmax is asked for as well, with its place; nothing is differentiated by that, and it is
-    let go of when the router returns, as above.
+    Autograd also records each softmax's maximum and its position; no gradient comes from them, and the router frees
+    them when it returns.
     """
     weights, choices, scores, column = [], [], logits, (logits.shape[0], 1)
     for _ in range(top_k):
@@ -426,7 +427,7 @@ def sparse_mixer(w: Writer, logits: Value, top_k: int) -> tuple[Value, Value]:
 
 
 def _sigmoid(w: Writer, x: Value, *, wide: bool = True) -> Value:
-    """In fp32, or as they come."""
+    """Sigmoid in fp32, or in the scores' dtype."""
     x = cast(w, x, "float32") if wide else x
     return w.tape.op("aten.sigmoid.default", [x], keeps="router scores")
 
@@ -446,7 +447,7 @@ def _topk(w: Writer, logits: Value, shape: tuple[int, int]) -> tuple[Value, Valu
 
 
 def _normalise(w: Writer, weights: Value, *, clamped: bool) -> Value:
-    """Weights that sum to 1: both sides of the division stay."""
+    """Normalise weights to a sum of 1: both operands of the division are saved."""
     dtype = "float32" if w.listed else weights.dtype
     total = w.tape.op("aten.sum.dim_IntList", [weights], (weights.shape[0], 1), dtype)
     if clamped:
@@ -454,14 +455,13 @@ def _normalise(w: Writer, weights: Value, *, clamped: bool) -> Value:
     return w.tape.op("aten.div.Tensor", [weights, total], saves=[Saved(weights, WEIGHTS), Saved(total, WEIGHTS)])
 
 
-# looped experts -------------------------------------------------------------------------------------------------------
+# looped experts: one after the other, each with its own tokens, gate and up separate (transformers' DBRX, and most
+# families until its version 5) ---------------------------------------------------------------------------------------
 #
-# Experts one after the other, each with the tokens that chose it, gate and up apart: transformers' DBRX, and most
-# families until its version 5
-# T tokens · c choices a token · N = Tc rows · f width of an expert. Each expert has tensors of its own; together they
-# have these rows, however tokens are spread (what an allocator rounds up for each is left out). Written are `GROUPS`
-# experts at the most, each of them several of the model's: what a backward has of one at a time is no less than that.
-# Matrices of modules are packed as those of any other linear layer, one of them unpacked at a time.
+# T tokens · c choices a token · N = Tc rows · f width of an expert. Each expert has its own tensors; together they
+# have these rows, however tokens are routed (what an allocator rounds up for each is left out). At most `GROUPS`
+# experts are written, each of which stands for several of the model's: a backward's transients of one are no smaller.
+# Matrices of modules are packed like those of any other linear layer, and unpacked one at a time.
 
 GROUPS: Final = 8
 
@@ -484,7 +484,7 @@ def looped_experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec
 def _looped(
     w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe, rows: int, experts: int
 ) -> tuple[Value, Value]:
-    """Weighted rows of some experts, and where they belong."""
+    """Weighted rows of some experts, and the tokens that they belong to."""
     places = tuple(p for p in tokens.places if p[1] == 0)
     pairs = w.tape.op("aten.nonzero.default", [choice], (rows, 2), "int64", places, grad=False)
     x = _taken(w, tokens, pairs, tokens.shape[1])
@@ -505,13 +505,13 @@ def _each(w: Writer, x: Value, features: int, name: str, experts: int, *, split:
     with w.tape.scope(name):
         weight, places = _matrices(w, x, features, experts, split)
         copies = weight_copies(w, [weight])
-        given, x = x, for_product(w, x)
+        given, x = x, for_matmul(w, x)
         one = unpacked(w, weight, weight.shape[1:]) if weight.packed_bytes else []
         out = w.tape.op(
             "aten.mm.default" if len(x.shape) == 2 else "aten.bmm.default",
             [x, *copies, *one],
             (*x.shape[:-1], features),
-            w.products,
+            w.matmul_dtype,
             places,
             saves=[] if weight.frozen else [Saved(x, "linear input"), *(Saved(c, WEIGHT_COPY) for c in copies)],
             weights=[weight],
@@ -522,10 +522,10 @@ def _each(w: Writer, x: Value, features: int, name: str, experts: int, *, split:
         return cast(w, out, given.dtype) if one else out
 
 
-# Experts that are each given all tokens, weighted before they come: transformers' Llama 4 -----------------------------
+# Experts that each process all tokens, weighted before the experts: transformers' Llama 4 -----------------------------
 #
-# T tokens · e experts · f width of an expert. Three products of e matrices with T rows each, whatever was chosen: e / c
-# times the work of c choices a token, and as much more of everything between the products.
+# T tokens · e experts · f width of an expert. Three matmuls of e matrices with T rows each, whatever the routing: e / c
+# times the work of c choices a token, and as much more of all ops between the matmuls.
 
 
 def every_token(w: Writer, tokens: Value, scores: Value, spec: Moe) -> Value:

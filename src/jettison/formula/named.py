@@ -1,7 +1,7 @@
-"""A model whose sizes are named, for walks that leave formulas behind: NOTE [ A formula is what the walk did ].
+"""A model with named sizes, from which the walk derives formulas: NOTE [ A formula is what the walk did ].
 
 b s h a k d f V t cp ep as in docs/symbols.md; the rest is below. Sizes that are 0 or None are choices (no rotary
-positions, no shared expert) and stay what they are, as do all words and flags.
+positions, no shared expert) and keep their value, as do all strings and flags.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ MODEL_NAMES: Final = MappingProxyType({"hidden": "h", "vocab": "V", "max_positio
 
 
 def has_names(layer: Layer) -> bool:
-    """Is each of its sizes one of those that formulas have names for?"""
+    """Does each of the layer's sizes have a symbol?"""
     return layer.cross is None and type(layer.attention) in NAMES and type(layer.mlp) in NAMES
 
 
 def layer_sizes(layer: Layer) -> dict[str, int]:
-    """What a layer's named sizes are."""
+    """Values of a layer's named sizes."""
     return {
         name: getattr(part, field)
         for part in (layer.attention, layer.mlp)
@@ -52,18 +52,18 @@ def layer_sizes(layer: Layer) -> dict[str, int]:
 
 
 def model_sizes(model: ModelSpec) -> dict[str, int]:
-    """Those of the model around its layers."""
+    """Values of the model's named sizes outside its layers."""
     return {name: getattr(model, field) for field, name in MODEL_NAMES.items() if getattr(model, field)}
 
 
 def structure(model: ModelSpec, layer: Layer) -> str:
-    """Equal for layers that differ in their sizes alone, drop-out sites of their models included."""
+    """Key that is equal for layers that differ only in sizes; includes the model's dropout sites."""
     plain = replace(layer, attention=_numbered(layer.attention), mlp=_numbered(layer.mlp))
     return json.dumps([asdict(plain), asdict(model.dropout_sites)], sort_keys=True)
 
 
 def resized(model: ModelSpec, layer: Layer, sizes: Mapping[str, int]) -> tuple[ModelSpec, Layer]:
-    """A model of this one layer at other sizes."""
+    """Return a model of this one layer with other sizes."""
 
     def at(part: Any) -> Any:
         return replace(part, **{f: sizes[name] for f, name in NAMES[type(part)].items() if name in sizes})
@@ -75,7 +75,7 @@ def resized(model: ModelSpec, layer: Layer, sizes: Mapping[str, int]) -> tuple[M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """What is no size in a layer's formulas; ``parallel``: several tensor-parallel ranks, or one."""
+    """Choices in a layer's formulas that are not sizes; ``parallel``: several tensor-parallel ranks, or one."""
 
     kernels: str
     attention: str
@@ -87,14 +87,14 @@ class Choices:
 
     @property
     def key(self) -> str:
-        """Its words, as documents have them."""
+        """Text key, as documents have it."""
         layout = ("sp-gathered" if self.gathered_inputs else "sp" if self.sp else "tp") if self.parallel else "one"
         drop = "dropout" if self.dropout else "plain"
         return " ".join((self.kernels, self.attention, self.precision, drop, layout))
 
 
 def traced_scene(scene: RegionSignature, layer: Layer, book: GuardBook) -> tuple[RegionSignature, Layer]:
-    """The same scene and layer with sizes that remember. Neither may meet a cache."""
+    """Return the scene and layer with traced sizes. Neither may be used as a cache key."""
     layout, model = scene.layout, scene.model
     named_layer = replace(layer, attention=_named(layer.attention, book), mlp=_named(layer.mlp, book))
     sizes = {f: book.size(name, getattr(model, f)) for f, name in MODEL_NAMES.items() if getattr(model, f)}
@@ -123,11 +123,11 @@ def traced_scene(scene: RegionSignature, layer: Layer, book: GuardBook) -> tuple
 
 
 def _named(part: Any, book: GuardBook) -> Any:
-    """An attention or feed-forward block of traced sizes."""
+    """An attention or feed-forward block with traced sizes."""
     sizes = {field: getattr(part, field) for field in NAMES[type(part)]}
     return replace(part, **{f: book.size(NAMES[type(part)][f], n) for f, n in sizes.items() if n})
 
 
 def _numbered(part: Any) -> Any:
-    """A block whose named sizes are all 1, or nothing."""
+    """A block whose named sizes are all 1, or None."""
     return replace(part, **{field: 1 for field in NAMES[type(part)] if getattr(part, field)})

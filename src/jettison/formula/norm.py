@@ -17,9 +17,9 @@ def norm(
     """Normalise the last dim of x.
 
     Args:
-        width: of the weight, where it is not the last dim's size.
-        split: the weight is sharded over tp with what it multiplies.
-        apiece: each head has a weight of its own. x is b × heads × s × d.
+        width: size of the weight, if not the last dim's.
+        split: the weight is sharded over tp like its input.
+        apiece: one weight for each head; x is b × heads × s × d.
     """
     size = x.shape[-1] if width is None else width
     with w.tape.scope(name):
@@ -42,23 +42,23 @@ def norm(
             return cast(w, multiply(w, normal, shifted, ("normalised input", "norm weight")), x.dtype)
         if w.kernels.wide_norm:  # (weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm
             return cast(w, _weighed_wide(w, normal, weight), x.dtype)
-        # weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value stays for the weight
+        # weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value is saved for the weight
         return weigh(w, cast(w, normal, x.dtype), weight, "normalised input")
 
 
 def _fused(
     w: Writer, x: Value, spec: Norm, weights: list[Weight], shifted: Value | None = None, *, apiece: bool = False
 ) -> Value:
-    """One kernel: the input and the statistics stay. CUDA's are fp32, the CPU's have the dtype of the input.
+    """One kernel: input and statistics are saved. On CUDA statistics are fp32, on CPU they have the input's dtype.
 
     Args:
-        shifted: 1 + weight, which then stays as well.
+        shifted: 1 + weight, which is saved as well.
         apiece: one kernel for each head.
     """
     if w.listed:
         x = cast(w, x, "float32")
-    narrow = w.kernels.device is Device.CPU and not w.run.precision.casts
-    dtype = x.dtype if narrow else "float32"
+    of_input = w.kernels.device is Device.CPU and not w.run.precision.casts
+    dtype = x.dtype if of_input else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or any(not weight.frozen for weight in weights))
     layer = spec.kind is NormKind.LAYER
     rows = (*x.shape[:-1], 1)
@@ -83,7 +83,7 @@ def _fused(
 
 
 def root_mean_square(w: Writer, x: Value) -> Value:
-    """x / rms(x) in fp32, op by op: the fp32 copy and the reciprocal root stay."""
+    """x / rms(x) in fp32, op by op: the fp32 copy and the reciprocal root are saved."""
     wide = cast(w, x, "float32")
     rows = (*x.shape[:-1], 1)
     places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
@@ -99,7 +99,7 @@ def _reciprocal_root(w: Writer, mean: Value) -> Value:
 
 
 def _weighed_wide(w: Writer, normal: Value, weight: Weight) -> Value:
-    """In fp32; where the weight is cast for that, its copy stays for the gradient of what it multiplies."""
+    """Multiply by the weight in fp32; a weight cast for that is saved for the gradient of the normalised input."""
     if not w.kernels.cast_weights or w.held(frozen=weight.frozen) == "float32":
         return weigh(w, normal, weight, "normalised input")
     wide = w.tape.op("aten._to_copy.default", [w.read(weight)], dtype="float32", weights=[weight])
@@ -121,5 +121,5 @@ def _written_layer(w: Writer, x: Value, weight: Weight) -> Value:
 
 
 def _shifted(w: Writer, weight: Weight, dtype: str) -> Value:
-    """1 + weight, made anew by each call."""
+    """1 + weight, computed in each call."""
     return w.tape.op("aten.add.Tensor", [cast(w, w.read(weight), dtype)], passes=True, weights=[weight])

@@ -1,4 +1,4 @@
-"""A region written out: its program, its saved tensors, its parameters. Equal regions are written once."""
+"""A region's program, saved tensors and parameters in closed form. Equal regions are computed once."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from jettison.spec.run import RegionSignature, Run
 from jettison.spec.tuning import ALL, TARGETS, Tuning
 
 EMBEDDING, HEAD = "embedding", "head"
-"""Names of the two regions that are no layers."""
+"""Names of the two regions that are not layers."""
 _GATHERING = (f"c10d.{GATHER}", "aten.cat.default", NAMES)
 HELD = "kept for recompute"
-"""Role of what no op saves and a recompute starts from."""
+"""Role of tensors that no op saves and a recomputation starts from."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """One region of a scene, as its tape has it. All bytes and FLOPs are one rank's.
+    """One region of a scene, from its tape. All bytes and FLOPs are one rank's.
 
     ``output`` is the residual stream, or the loss.
     """
@@ -43,7 +43,7 @@ class Region:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Its parameters."""
+        """Parameters of the region."""
         return tuple(self.tape.weights)
 
     @property
@@ -53,12 +53,12 @@ class Region:
 
     @cached_property
     def flops(self) -> int:
-        """Of one forward."""
+        """FLOPs of one forward."""
         return sum(step.flops for step in self.tape.steps)
 
     @cached_property
     def last_read(self) -> int:
-        """The last step that reads a weight, with a gather of what it made, which its module does; -1: none does."""
+        """The last step that reads a weight, a gather of its output by the module included; -1: none does."""
         steps = self.tape.steps
         found = max((number for number, step in enumerate(steps) if step.weights), default=-1)
         within = found >= 0 and steps[found + 1 :] and steps[found + 1].name == f"c10d.{GATHER}"
@@ -68,18 +68,18 @@ class Region:
 
     @cached_property
     def returned(self) -> frozenset[int]:
-        """The buffer of what a model returns beside its loss: logits; none where it has none."""
+        """Buffer of the logits that a model returns with its loss; empty if it returns none."""
         return frozenset(self.buffers[value.storage] for value in self.tape.returned)
 
     @cached_property
     def buffers(self) -> dict[int, int]:
-        """Storage -> its buffer in the program."""
+        """Buffer in the program of each storage."""
         owners = [v.index for v in self.tape.values if v.storage == v.index]
         return {storage: index for index, storage in enumerate(owners)}
 
     @cached_property
     def program(self) -> Program:
-        """The region as ledgers, policies and planners read it. Every tensor of it could be kept."""
+        """The region as ledgers, policies and planners read it. Every tensor of it may be kept."""
         tape, of = self.tape, self.buffers
         makers = {v.storage: i for i, step in enumerate(tape.steps) for v in step.outputs}
         buffers = []
@@ -124,16 +124,16 @@ class Region:
 
     @cached_property
     def last_ops(self) -> dict[int, int]:
-        """By buffer of the program, the last op that makes or reads it."""
+        """The last op that makes or reads each buffer of the program."""
         return {b: op.index for op in self.program.ops for b in (*op.inputs, *op.outputs)}
 
     @cached_property
     def saved_bytes(self) -> int:
-        """What one rank holds between forward and backward without recompute."""
+        """Bytes that one rank holds between forward and backward without recomputation."""
         return self.program.kept_bytes(self.program.saved_buffers())
 
     def entries(self, layer: str, kept: frozenset[int] | None = None) -> Iterator[SavedTensor]:
-        """The saved tensors, one entry a slot, storages named after the layer.
+        """Saved tensors, one entry a slot, storages named after the layer.
 
         Args:
             kept: buffers that stay under a policy; None: what autograd saves.
@@ -188,19 +188,19 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedRegion(Region):
-    """A block as a trace has it: its program is the recording's own, of which the tape is another form, op by op."""
+    """A block from a trace: its program is the recording's own, which the tape repeats op by op."""
 
     recording: Program
 
     @cached_property
     def program(self) -> Program:
-        """As it was recorded: with what the runtime sees of it, and what may not run again."""
+        """The recorded program: with the tensors that the runtime sees, and the ops that must not be recomputed."""
         return self.recording
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRegions:
-    """A recorded model: what is around its blocks, and by call of a block its region; alike calls share one."""
+    """A recorded model: the region around its blocks, and the region of each call of a block; equal calls share one."""
 
     before: Region
     blocks: tuple[Region, ...]
@@ -212,10 +212,10 @@ class RegionRecorder(BlockRecorder):
 
     @abstractmethod
     def regions(self, scene: RegionSignature) -> RecordedRegions:
-        """All of them.
+        """Return all regions.
 
         Raises:
-            UsageError: the model cannot be recorded like that.
+            UsageError: the model cannot be recorded this way.
         """
 
 
@@ -235,14 +235,14 @@ def layer_region(scene: RegionSignature, layer: AnyLayer) -> Region:
         scene = replace(scene, seq=scene.source_seq, model=scene.model if pair is None else pair.images)
     writer = Writer.of(scene)
     writer.repeats, writer.rules = layer.repeats, layer.products
-    hidden = writer.hidden(detached=layer.detached, narrow=layer.narrow)
+    hidden = writer.hidden(detached=layer.detached, low_precision=layer.narrow)
     output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)
 
 
 @lru_cache(maxsize=1024)
 def embedding_region(scene: RegionSignature) -> Region:
-    """What stands before the layers."""
+    """Ops before the layers."""
     if scene.model.recorder is not None:
         return _recorded(scene).before
     writer = Writer.of(scene)
@@ -251,7 +251,7 @@ def embedding_region(scene: RegionSignature) -> Region:
 
 @lru_cache(maxsize=1024)
 def head_region(scene: RegionSignature) -> Region:
-    """What stands after the layers."""
+    """Ops after the layers."""
     if scene.model.recorder is not None:
         return _recorded(scene).after
     writer = Writer.of(scene)
@@ -260,32 +260,32 @@ def head_region(scene: RegionSignature) -> Region:
 
 @lru_cache(maxsize=64)
 def score_region(scene: RegionSignature) -> Region:
-    """What stands after the layers of a reward model."""
+    """Ops after the layers of a reward model."""
     writer = Writer.of(scene)
     return Region(output=score(writer, writer.hidden()), tape=writer.tape)
 
 
 # further --------------------------------------------------------------------------------------------------------------
 #
-# Layers that predict further tokens (arXiv 2412.19437 §2.2), as Megatron-Core builds them: `--mtp-num-layers`
-# NOTE [ Further tokens ]
+# NOTE [ Multi-token prediction ]
+# MTP layers (arXiv 2412.19437 §2.2) as Megatron-Core builds them with `--mtp-num-layers`:
 # ``megatron/core/transformer/multi_token_prediction.py``: on the last stage, after the final norm, each depth embeds
-# the tokens one place on (with a copy of the embedding, ``gpt_model.py``, where that is another stage's), norms them
-# and the hidden states (``enorm``, ``hnorm``), joins both and multiplies (``eh_proj``, 2h to h, its columns over tp,
-# gathered and scattered along s again), runs one layer as the last of the model is, and norms.
+# the tokens shifted by one (with a copy of the embedding, ``gpt_model.py``, if another stage has it), norms them
+# and the hidden states (``enorm``, ``hnorm``), joins and projects both (``eh_proj``, 2h to h, its columns over tp,
+# all-gathered, and scattered along s again), runs one layer like the model's last one, and norms.
 # ``MultiTokenPredictionBlock.forward`` joins the hidden states of all depths at its end; ``process_mtp_loss`` gives
-# each to the model's own head and loss, those of further tokens first, and ``MTPLossAutoScaler`` ties their losses to
-# the hidden states that the head reads last. A checkpoint of such a layer begins behind the final norm and the
-# embedding (``_checkpointed_forward``).
+# each to the model's own head and loss, MTP depths first, and ``MTPLossAutoScaler`` ties their losses to the hidden
+# states that the head reads last. A checkpoint of such a layer begins after the final norm and the embedding
+# (``_checkpointed_forward``).
 
 
 JOINED: Final = "joined hidden states"
 
 
 def further(w: Writer, x: Value, spec: Layer) -> Value:
-    """From the residual stream, or the hidden states of the depth before, to those of this depth; of the last, to all.
+    """MTP layer: from the residual stream, or the depth before, to its hidden states; the last one returns all depths'.
 
-    See NOTE [ Further tokens ].
+    See NOTE [ Multi-token prediction ].
     """
     model = w.run.model
     if spec.ahead == 1 and model.final_norm is not None:
@@ -299,7 +299,7 @@ def further(w: Writer, x: Value, spec: Layer) -> Value:
     rows = list(hidden.shape)
     rows[w.seq_dim] *= model.further + 1
     parts = [hidden]
-    if spec.ahead > 1:  # what depths before have given to the list is held by their norms
+    if spec.ahead > 1:  # norms of earlier depths hold their hidden states
         rest = list(hidden.shape)
         rest[w.seq_dim] *= model.further - 1
         parts.append(w.table(JOINED, tuple(rest), w.compute, w.outside()))
@@ -308,7 +308,7 @@ def further(w: Writer, x: Value, spec: Layer) -> Value:
 
 
 def _joined(w: Writer, tokens: Value, hidden: Value, spec: Layer) -> Value:
-    """Norms, and the product of both."""
+    """Norms of both, and their joint projection."""
     width = w.run.model.hidden
     tokens, hidden = norm(w, tokens, spec.norm, "enorm"), norm(w, hidden, spec.norm, "hnorm")
     both = w.tape.op("aten.cat.default", [tokens, hidden], w.shape(2 * width))
@@ -320,7 +320,7 @@ def _joined(w: Writer, tokens: Value, hidden: Value, spec: Layer) -> Value:
     return w.tape.op("aten.clone.default", [out], places=w.outside()) if w.run.layout.sp else out
 
 
-# How many parameters a model has: the sum over its regions, each weight once ------------------------------------------
+# Parameter counts: sums over regions, each weight once ----------------------------------------------------------------
 
 
 def regions(model: ModelSpec, tuning: Tuning | None = None) -> Iterator[tuple[Region, int]]:
@@ -334,7 +334,7 @@ def regions(model: ModelSpec, tuning: Tuning | None = None) -> Iterator[tuple[Re
 
 
 def parameter_count(model: ModelSpec) -> int:
-    """Parameters of the whole model; a tied weight counts once."""
+    """Parameters of the full model; a tied weight counts once."""
     return sum(n * sum(w.total for w in region.weights if not w.tied) for region, n in regions(model))
 
 
@@ -344,16 +344,16 @@ def trained_parameter_count(model: ModelSpec, tuning: Tuning) -> int:
 
 
 def refuse_idle(model: ModelSpec, tuning: Tuning) -> None:
-    """Refuse adapters that no product of a model has: nothing would be trained."""
+    """Refuse adapters whose target modules a model does not have: nothing would be trained."""
     if ALL not in tuning.targets and not trained_parameter_count(model, tuning):
         raise UsageError(
-            f"got --lora targets={'+'.join(sorted(tuning.targets))}; {model.name} has none of these products, so that "
+            f"got --lora targets={'+'.join(sorted(tuning.targets))}; {model.name} has none of these modules, so that "
             f"nothing would be trained: expected {ALL}, or others of {', '.join(TARGETS)}"
         )
 
 
 def active_parameter_count(model: ModelSpec) -> int:
-    """Parameters that one token meets: of each layer's experts those that it is sent to."""
+    """Parameters that one token uses: of each layer's experts only the chosen ones."""
     scene = Run(model=model, seq=model.shortest, source_seq=model.shortest_source).scene
     idle = 0
     for kind, layers in Counter(model.layers).items():

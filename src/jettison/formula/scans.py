@@ -1,11 +1,11 @@
-"""State-space (SSM) and linear-attention layers: as one kernel, and op by op as transformers writes them.
+"""State-space (SSM) and linear-attention layers: as one kernel, and op by op as in transformers.
 
 The kernels: flash-linear-attention bc3b101d (``fla/ops/gated_delta_rule/chunk.py``, ``ChunkGatedDeltaRuleFunction``),
 mamba e9594ce1 (``mamba_ssm/ops/triton/ssd_combined.py``, ``MambaSplitConv1dScanCombinedFn``) and causal-conv1d
-(``CausalConv1dFn``: input and weights). Each names what it keeps in ``ctx.save_for_backward``; the rest its backward
-works out again, of which the largest are counted: states and their gradients, and what is made of keys and values or
-what the convolution returned. FLOPs are those of the mathematics; seconds are those of the bytes that go in and out,
-or of the FLOPs at what scans reach (`Reached.scan`), if a device's file says that.
+(``CausalConv1dFn``: input and weights). Each lists its saved tensors in ``ctx.save_for_backward``; backward recomputes
+the rest, of which the largest are counted: states and their gradients, and the tensors made of keys and values or by
+the convolution. FLOPs are those of the mathematics. Seconds come from the bytes read and written, or from the FLOPs at
+the rate that scans reach (`Reached.scan`), if a device's file has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.basic import (
     WEIGHT_COPY,
     add,
-    batched_product,
+    batched_matmul,
     cast,
     convolution,
     copy,
@@ -56,7 +56,7 @@ def fused_convolution(w: Writer, x: Value, channels: int, taps: int) -> Value:
 
 
 def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: GatedDelta) -> Value:
-    """b × s × a × dv. Queries and keys are normalised within, not repeated; what is not contiguous is copied first."""
+    """b × s × a × dv. The kernel normalises queries and keys and does not repeat them; it copies strided inputs."""
     b, s = w.run.micro_batch, w.run.seq
     keys, values = (b, s, spec.key_heads, spec.key_dim), (b, s, spec.value_heads, spec.value_dim)
     q, k = (copy(w, mixed, keys) for _ in range(2))
@@ -71,9 +71,9 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
     kept += [Saved(root, "norm statistics", DELTA) for root in roots]
     kept += [Saved(v, "scan operand", DELTA), Saved(sums, "decay", DELTA), Saved(strength, "write strength", DELTA)]
     kept += [Saved(system, "triangular system", DELTA)]
-    within = spec.chunk * (3 * spec.key_dim + 2 * spec.value_dim)  # of each token with its chunk
+    within = spec.chunk * (3 * spec.key_dim + 2 * spec.value_dim)  # each token with its chunk
     again = prod(values[:-1]) * (spec.key_dim + 2 * spec.value_dim)
-    across = 3 * spec.key_dim * spec.value_dim  # and with the state
+    across = 3 * spec.key_dim * spec.value_dim  # each token with the state
     w.tape.record(
         "fused_scan",
         [q, k, v, rate, strength],
@@ -86,7 +86,7 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
 
 
 def fused_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> Value:
-    """Convolution, scan, norm and the product behind them, whose input is worked out again in backward."""
+    """Convolution, scan, norm and output projection, whose input backward recomputes."""
     b, s, hidden = w.run.micro_batch, w.run.seq, w.run.model.hidden
     weights = [w.parameter("dt_bias", spec.heads), w.parameter("D", spec.heads), *_convolution(w, spec)]
     with w.tape.scope("norm"):
@@ -113,7 +113,7 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> V
         weights = [w.parameter("weight", hidden, spec.inner, product=True)]
         weights += [w.parameter("bias", hidden)] if spec.bias else []
         name = "aten.addmm.default" if spec.bias else "aten.mm.default"
-        copies = weight_copies(w, weights)  # of its own: the kernel casts what it is given
+        copies = weight_copies(w, weights)  # the kernel casts its inputs itself
         return w.tape.op(
             name,
             [normal, *copies],
@@ -126,13 +126,12 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> V
 
 
 def shared_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> Value:
-    """Convolution, scan and gate; the norm and the product behind it are operators of their own.
+    """Convolution, scan and gate in one kernel; the norm and the output projection are separate ops.
 
-    Megatron-Core, ``ssm/mamba_mixer.py``, ``_ssm_training``: ``rmsnorm_weight`` and ``outproj_weight`` are not given,
-    so that the kernel returns what it gated beside what it keeps (``out_x``), and ``RMSNormGated`` keeps the first,
-    ``TERowParallelLinear`` the normalised. Megatron has sequences innermost, and copies them there and back
-    (``rearrange(...).contiguous()``), which for one sequence does nothing. Channels, heads and groups are shared over
-    tp.
+    Megatron-Core, ``ssm/mamba_mixer.py``, ``_ssm_training``: without ``rmsnorm_weight`` and ``outproj_weight`` the
+    kernel returns its gated output in addition to the saved ``out_x``; ``RMSNormGated`` saves the gated output, and
+    ``TERowParallelLinear`` the normalised one. Megatron's layout is s × b × h, copied there and back
+    (``rearrange(...).contiguous()``), a no-op for one sequence. Channels, heads and groups are sharded over tp.
     """
     b, s = w.run.micro_batch, w.run.seq
     weights = [w.parameter("dt_bias", spec.heads, split=0), w.parameter("D", spec.heads, split=0, wide=True)]
@@ -170,15 +169,15 @@ def shared_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> 
 
 
 def _convolution(w: Writer, spec: StateSpaceDual) -> list[Weight]:
-    """Of the channels that pass it, which ranks of tp share."""
+    """Weights of the convolution on its channels, which are sharded over tp."""
     with w.tape.scope("convolution"):
         weights = [w.parameter("weight", spec.convolved, 1, spec.taps, split=0)]
         return weights + ([w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else [])
 
 
 def _dual(w: Writer, joint: Value, spec: StateSpaceDual) -> tuple[int, int]:
-    """FLOPs of a rank's convolution and scan, and what only their backward has: states with their gradients, and what
-    the convolution returned.
+    """FLOPs of a rank's convolution and scan, and the workspace of their backward: states with their gradients, and
+    the convolution's output.
     """
     tokens = w.run.micro_batch * w.run.seq
     each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
@@ -188,19 +187,19 @@ def _dual(w: Writer, joint: Value, spec: StateSpaceDual) -> tuple[int, int]:
 
 
 def _states(w: Writer, chunk: int, each: int) -> int:
-    """Numbers of the states before all chunks."""
+    """Number of elements of the states before all chunks."""
     return w.run.micro_batch * -(-w.run.seq // chunk) * each
 
 
 # short convolution ----------------------------------------------------------------------------------------------------
 #
-# What stands before a scan: a convolution over the last few tokens, each channel by itself; and what padding is
+# A causal convolution over the last few tokens, each channel by itself, before a scan; and masked padding.
 # b sequences · s tokens · C channels.
 
 
 def short_convolution(w: Writer, x: Value, channels: int, taps: int, *, bias: bool, kind: Activation) -> Value:
-    """b × s × C. ``causal_conv1d_fn`` of transformers: padding on both sides, of which the end is cut off again, so
-    that what the activation keeps is longer than the sequence.
+    """b × s × C. ``causal_conv1d_fn`` of transformers pads both sides and cuts off the end, so that the activation
+    saves a longer sequence.
     """
     b, s = w.run.micro_batch, w.run.seq
     with w.tape.scope("convolution"):
@@ -213,7 +212,7 @@ def short_convolution(w: Writer, x: Value, channels: int, taps: int, *, bias: bo
 
 
 def without_padding(w: Writer, x: Value) -> Value:
-    """Tokens that fill a sequence up are 0 before anything is carried on. The batch's own mask stays for that."""
+    """Zero the tokens that pad a sequence before the scan. The batch's own mask is saved."""
     if not w.run.padding:
         return x
     mask = w.table("token mask", (*x.shape[:2], 1), "int64")
@@ -222,33 +221,33 @@ def without_padding(w: Writer, x: Value) -> Value:
 
 # delta rule -----------------------------------------------------------------------------------------------------------
 #
-# The gated delta rule as transformers writes it where no kernel of flash-linear-attention is installed
+# The gated delta rule of transformers without kernels of flash-linear-attention:
 # b sequences · s tokens, S of them once chunks are full · n chunks of c tokens · k heads of keys, a of values, whose
 # widths are dk and dv. Source: ``models/qwen3_next/modeling_qwen3_next.py``, ``Qwen3NextGatedDeltaNet`` and
 # ``torch_chunk_gated_delta_rule``; ``models/qwen3_5`` has the same with projections of its own.
 #
 # NOTE [ A loop is one op ]
-# Chunks follow one another: each reads the state that the one before it left. The tape has that loop as one op, and
-# what its rounds keep as one tensor of n: as many bytes, whatever the length. `ledger.compare` pairs it with the n of a
-# trace. What the last round would hand on is asked for and let go of, as nothing reads it: a trace counts it, a real
-# forward does not hold it, and neither does this. With one chunk that is the whole of the decayed keys.
+# Chunks follow one another: each reads the state after the one before it. The tape has that loop as one op, and the
+# tensors that its rounds save as one tensor of n: as many bytes, whatever the length. `ledger.compare` pairs it with
+# the n tensors of a trace. The last round's state is computed and freed, as nothing reads it: a trace counts it, a real
+# forward does not hold it, and neither does this. With one chunk that state is all of the decayed keys.
 #
 # NOTE [ Heads apart ]
-# In 16 bits all five inputs become fp32 copies with heads outermost, and a batched product takes them as they are. In
-# fp32 they are views with tokens outermost. Where no padding makes copies of them, each product copies its operands,
-# and the loop copies a chunk of queries and of keys in each round. Queries and keys of which no head shares another's
-# are views of what the convolution made, with tokens innermost: a chunk of those is taken as it is.
+# In 16 bits all five inputs become fp32 copies with heads outermost, which a batched matmul reads without a copy. In
+# fp32 they are views with tokens outermost. Without padding, which would copy them, each matmul copies its operands,
+# and the loop copies a chunk of queries and of keys in each round. If heads do not share queries and keys, these are
+# views of the convolution's output, with tokens innermost: a chunk of them needs no copy.
 
 
 RULE = "arXiv 2412.06464 §3.3, chunkwise form"
 OPERAND, DECAY = "scan operand", "decay"
 DELTA_STATE, NEW, SLICE = (f"{EACH_ROUND}{what}" for what in ("state", "value", "operand"))
 KERNELS_OF_A_CHUNK = 9
-"""Three slices' products with the state or with what is written, the update's, sums, and the write into the result."""
+"""Three slices' matmuls with the state or with the written values, the update's, sums, and the write of the result."""
 
 
 def gated_delta(w: Writer, x: Value, spec: GatedDelta) -> Value:
-    """The whole block, from the normed residual stream to what is added to it."""
+    """The linear-attention block, from the normed residual stream to what is added to it."""
     with w.tape.scope("mixer"):
         qkv, z, beta, rate = _delta_project(w, without_padding(w, x), spec)
         channels = 2 * spec.keys + spec.values
@@ -264,7 +263,7 @@ def gated_delta(w: Writer, x: Value, spec: GatedDelta) -> Value:
 
 
 def _delta_written(w: Writer, mixed: Value, strength: Value, rate: Value, spec: GatedDelta) -> Value:
-    """The rule op by op: b × s × a × dv."""
+    """The delta rule op by op: b × s × a × dv."""
     b, s = w.run.micro_batch, w.run.seq
     q, k = (_heads_spread(w, w.tape.view(mixed, (b, s, spec.key_heads, spec.key_dim)), spec) for _ in range(2))
     v = w.tape.view(mixed, (b, s, spec.value_heads, spec.value_dim))
@@ -272,8 +271,8 @@ def _delta_written(w: Writer, mixed: Value, strength: Value, rate: Value, spec: 
 
 
 def _delta_project(w: Writer, x: Value, spec: GatedDelta) -> tuple[Value, Value, Value, Value]:
-    """Query, key and value together; the gate of the output; how strongly a token is written, and what decays. All but
-    the first b × s × a, in whatever order a code has its activations otherwise.
+    """Query, key and value as one tensor; the output gate; write strength, and decay rate. All but the first b × s × a,
+    in the code's usual layout of activations.
     """
     b, s, joint = w.run.micro_batch, w.run.seq, 2 * spec.keys + spec.values
     each, per_head = (b, s, spec.value_heads), (b, s, spec.value_heads, spec.value_dim)
@@ -284,21 +283,21 @@ def _delta_project(w: Writer, x: Value, spec: GatedDelta) -> tuple[Value, Value,
     both = linear(w, x, joint + spec.values, "in_qkvz", bias=False)
     rates = linear(w, x, 2 * spec.value_heads, "in_ba", bias=False)
     z = w.tape.view(both, per_head)
-    if 1 < spec.key_heads < spec.value_heads:  # heads of one group lie side by side, groups do not
+    if 1 < spec.key_heads < spec.value_heads:  # heads of one group are contiguous, groups are not
         z = copy(w, z)
     beta, rate = (w.tape.view(rates, each) for _ in range(2))
     return w.tape.op("aten.cat.default", [both], w.shape(joint)), z, beta, rate
 
 
 def _heads_spread(w: Writer, x: Value, spec: GatedDelta) -> Value:
-    """Queries or keys, once for each head of values."""
+    """Queries or keys, repeated for each head of values."""
     if spec.key_heads == spec.value_heads:
         return x
     return w.tape.op("aten.repeat_interleave.self_int", [x], (*x.shape[:2], spec.value_heads, spec.key_dim))
 
 
 def _decay(w: Writer, rate: Value, heads: int) -> Value:
-    """-exp(A_log) softplus(rate + dt_bias): b × s × a, of what a state keeps the logarithm."""
+    """-exp(A_log) softplus(rate + dt_bias): b × s × a, the logarithm of the state's decay."""
     bias = w.parameter("dt_bias", heads)
     wide = w.tape.op("aten.add.Tensor", [cast(w, rate, WIDE)], weights=[bias])
     step = w.tape.op("aten.softplus.default", [wide], saves=[Saved(wide, "time step input")])
@@ -306,7 +305,7 @@ def _decay(w: Writer, rate: Value, heads: int) -> Value:
 
 
 def negative_rate(w: Writer, *shape: int) -> Value:
-    """-exp(A_log), made anew by each call."""
+    """-exp(A_log), computed in each call."""
     weight = w.parameter("A_log", *shape, split=0)
     held = w.read(weight, "A_log")
     rate = w.tape.empty(shape, WIDE, weight.places, grad=held.grad)
@@ -333,7 +332,7 @@ def _exp(w: Writer, x: Value, reference: str, *, kept: bool = True) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class _DeltaRule:
-    """The rule over chunks, all of it in fp32."""
+    """The delta rule over chunks, all of it in fp32."""
 
     w: Writer
     spec: GatedDelta
@@ -345,7 +344,7 @@ class _DeltaRule:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """b × a, of which products are batches."""
+        """b × a, the batch of matmuls."""
         return self.w.run.micro_batch, self.spec.value_heads
 
     @property
@@ -362,15 +361,15 @@ class _DeltaRule:
 
     @property
     def _tokens_outermost(self) -> bool:
-        return self.w.products == WIDE and self.w.run.seq % self.spec.chunk == 0
+        return self.w.matmul_dtype == WIDE and self.w.run.seq % self.spec.chunk == 0
 
     @property
     def _spread(self) -> bool:
-        """Do heads share keys, of which each has a copy?"""
+        """Do heads share keys, of which each gets a copy?"""
         return self.spec.key_heads < self.spec.value_heads
 
     def chunks(self, q: Value, k: Value, v: Value, strength: Value, rate: Value) -> Value:
-        """b × s × a × dv. ``Args`` as they come, with tokens before heads."""
+        """b × s × a × dv. Arguments have tokens before heads."""
         w, tape, (b, a) = self.w, self.w.tape, self.heads
         q, k, v, strength, rate = (self._heads_first(each) for each in (q, k, v, strength, rate))
         q, k = scale(w, self._unit(q)), self._unit(k)
@@ -391,20 +390,20 @@ class _DeltaRule:
             "aten.bmm.default",
             [asked, states],
             shape,
-            w.products,
+            w.matmul_dtype,
             saves=[Saved(states, DELTA_STATE), *([] if last else [Saved(*kept_of_asked, RULE)])],
             contracted=self.spec.key_dim,
         )
         within, role = self._for_rounds(within, self.count, "query scores")
-        here = batched_product(w, within, new, shape, (), self.spec.chunk, (role, NEW), RULE, WIDE)
+        here = batched_matmul(w, within, new, shape, (), self.spec.chunk, (role, NEW), RULE, WIDE)
         out = tape.view(add(w, before, here), (*self.heads, self.count * self.spec.chunk, self.spec.value_dim))
-        return tape.op("aten._to_copy.default", [out], (b, w.run.seq, a, self.spec.value_dim), w.products)
+        return tape.op("aten._to_copy.default", [out], (b, w.run.seq, a, self.spec.value_dim), w.matmul_dtype)
 
     def _states(self, corrected: Value, read: Value, k: Value, sums: Value) -> tuple[Value, Value]:
-        """The state before each chunk, and what the chunk writes: NOTE [ A loop is one op ]."""
+        """The state before each chunk, and the values that the chunk writes: NOTE [ A loop is one op ]."""
         w, n, (b, a), spec = self.w, self.count, self.heads, self.spec
         several = n > 1
-        left = w.tape.op("aten.sub.Tensor", [sums])  # from each token to the end of its chunk
+        left = w.tape.op("aten.sub.Tensor", [sums])  # decay from each token to the end of its chunk
         fade = _column(w, _exp(w, left, RULE, kept=several))
         faded = w.tape.op("aten.mul.Tensor", [k, fade], grad=several, saves=[Saved(k, OPERAND), Saved(fade, DECAY)])
         ends = _exp(w, w.tape.view(sums, (b, a, n)), RULE, kept=several)
@@ -420,7 +419,7 @@ class _DeltaRule:
             results = self._copied(states, n), self._copied(new, n)
             made = [copy_read := self._copied(states, n), *results]
             kept[:2] = [Saved(copy_read, DELTA_STATE)]
-            if several:  # what the last round would hand on is let go of
+            if several:  # the last round's state is freed
                 states, again = w.tape.empty((n - 1, *states.shape[1:]), WIDE, grad=True), self._copied(new, n - 1)
                 made += [states, again]
                 kept += [Saved(states, DELTA_STATE), Saved(again, NEW)]
@@ -430,19 +429,19 @@ class _DeltaRule:
         return results
 
     def _copied(self, x: Value, rounds: int) -> Value:
-        """What one product of so many rounds reads of the state, or of what is written: copies of autocast's."""
-        return self.w.tape.empty((rounds, *x.shape[1:]), self.w.products, grad=x.grad)
+        """The state, or the written values, as one matmul in each round reads it: a copy under autocast."""
+        return self.w.tape.empty((rounds, *x.shape[1:]), self.w.matmul_dtype, grad=x.grad)
 
     def _for_rounds(self, x: Value, rounds: int, role: str) -> tuple[Value, str]:
-        """An operand as products of so many rounds read it: under autocast they copy a chunk each."""
+        """An operand as matmuls in each round read it: under autocast each copies a chunk."""
         w = self.w
         if not w.run.precision.casts or not rounds:
             return x, role
         shape = (rounds, *self.heads, *x.shape[-2:])
-        return w.tape.op("aten._to_copy.default", [x], shape, w.products), SLICE
+        return w.tape.op("aten._to_copy.default", [x], shape, w.matmul_dtype), SLICE
 
     def _slices(self, x: Value) -> tuple[Value, str]:
-        """Chunks of an operand as the loop's products take them; the last round's, or the first's, is not held."""
+        """Chunks of an operand as the loop's matmuls read them; the last round's, or the first's, is not held."""
         if not self.slices_copied or self.count == 1:
             return self._for_rounds(x, self.count - 1, OPERAND)
         return copy(self.w, x, (self.count - 1, *self.heads, *x.shape[-2:])), SLICE
@@ -452,12 +451,12 @@ class _DeltaRule:
     def _heads_first(self, x: Value) -> Value:
         """b × heads × s × width. NOTE [ Heads apart ]."""
         b, s, heads, *width = x.shape
-        if self.w.products == WIDE:
+        if self.w.matmul_dtype == WIDE:
             return self.w.tape.view(x, (b, heads, s, *width))
         return self.w.tape.op("aten._to_copy.default", [x], (b, heads, s, *width), WIDE)
 
     def _unit(self, x: Value) -> Value:
-        """Each row as long as 1."""
+        """Each row normalised to length 1."""
         w, rows = self.w, (*x.shape[:-1], 1)
         total = w.tape.op("aten.sum.dim_IntList", [multiply(w, x, x, (OPERAND, OPERAND))], rows)
         total = w.tape.op("aten.add.Tensor", [total], passes=True)
@@ -466,7 +465,7 @@ class _DeltaRule:
         return multiply(w, x, root, (OPERAND, "norm statistics"))
 
     def _filled(self, x: Value) -> Value:
-        """Up to whole chunks: a copy whether something is missing or not."""
+        """Padded to full chunks: a copy even if nothing is padded."""
         b, heads, _, *width = x.shape
         return self.w.tape.op("aten.constant_pad_nd.default", [x], (b, heads, self.count * self.spec.chunk, *width))
 
@@ -475,7 +474,7 @@ class _DeltaRule:
         return self.w.tape.view(x, (b, heads, self.count, self.spec.chunk, *width))
 
     def _pairs(self, sums: Value) -> Value:
-        """What is left of a token at each later one of its chunk: b × a × n × c × c."""
+        """Decay from each token to each later one of its chunk: b × a × n × c × c."""
         w, chunk = self.w, self.spec.chunk
         later = w.tape.empty((chunk, chunk), "bool")
         w.tape.record("aten.triu.default", [], [later])
@@ -489,33 +488,33 @@ class _DeltaRule:
         if self.operands_copied:
             rows, keys = copy(w, rows), copy(w, keys)
         shape = (*rows.shape[:-1], self.spec.chunk)
-        return batched_product(w, rows, keys, shape, (), self.spec.key_dim, (OPERAND, OPERAND), RULE, WIDE)
+        return batched_matmul(w, rows, keys, shape, (), self.spec.key_dim, (OPERAND, OPERAND), RULE, WIDE)
 
     def _solved(self, system: Value, right: Value) -> Value:
-        """The triangular system of each chunk, which takes the place of updates one after the other."""
+        """The triangular system of each chunk, which replaces sequential updates."""
         out = self.w.tape.empty(right.shape, WIDE, grad=True)
         kept = [Saved(system, "triangular system", RULE), Saved(out, OPERAND, RULE)]
         self.w.tape.record("aten.linalg_solve_triangular.default", [system, right], [out], saves=kept)
         return out
 
 
-# Mamba 1 as transformers writes it where no kernel of mamba-ssm is installed: a loop over tokens ----------------------
+# Mamba 1 of transformers without kernels of mamba-ssm: a loop over tokens ---------------------------------------------
 #
 # b sequences · s tokens · I channels · N numbers of state for each · r rank of time steps. Source:
 # ``models/jamba/modeling_jamba.py``, ``JambaMambaMixer`` and ``mamba_selective_scan``; ``models/mamba`` has the same
-# without norms. The loop is one op: NOTE [ A loop is one op ] . The state is fp32 from the first token
-# on; in 16 bits each token's is kept a second time, as the product with what is asked takes it. The first state, which
-# is 0, has the dtype of activations.
+# without norms. The loop is one op: NOTE [ A loop is one op ] . The state is fp32 from the first token on; in 16 bits
+# each token's state is saved a second time, cast for the matmul with the read vector. The first state, which is 0, has
+# the dtype of activations.
 
 
 SELECTIVE = "arXiv 2312.00752 §3.2, Algorithm 2"
-TOKEN_STATE, NARROW = (f"{EACH_ROUND}{what}" for what in ("state", "state, narrow"))
+TOKEN_STATE, CAST = (f"{EACH_ROUND}{what}" for what in ("state", "state, narrow"))
 KERNELS_OF_A_TOKEN = 4
-"""A product, a sum, a cast, and the product with what is asked."""
+"""A multiplication, a sum, a cast, and the matmul with the read vector."""
 
 
 def selective_scan(w: Writer, x: Value, spec: SelectiveScan, norm_spec: Norm) -> Value:
-    """The whole block, from the normed residual stream to what is added to it."""
+    """The Mamba block, from the normed residual stream to what is added to it."""
     b, s = w.run.micro_batch, w.run.seq
     channels = (b, s, spec.inner)
     with w.tape.scope("mixer"):
@@ -535,9 +534,9 @@ def selective_scan(w: Writer, x: Value, spec: SelectiveScan, norm_spec: Norm) ->
 
 
 def _selected(w: Writer, mixed: Value, spec: SelectiveScan, norm_spec: Norm) -> tuple[Value, Value, Value]:
-    """Time steps, b × s × I, what is written and what is asked, b × s × N: all made of what is scanned."""
+    """Time steps, b × s × I, write and read vectors, b × s × N: all projections of the scan's input."""
     b, s, _ = mixed.shape
-    rows = copy(w, mixed) if b > 1 and s > 1 else mixed  # tokens are innermost in it
+    rows = copy(w, mixed) if b > 1 and s > 1 else mixed  # its tokens are innermost
     joint = linear(w, rows, spec.rank + 2 * spec.state, "x_proj", bias=False)
     widths = {"dt_norm": spec.rank, "b_norm": spec.state, "c_norm": spec.state}
     parts = [w.tape.view(joint, (b, s, width)) for width in widths.values()]
@@ -552,7 +551,7 @@ def _selected(w: Writer, mixed: Value, spec: SelectiveScan, norm_spec: Norm) -> 
 
 
 def _selective(w: Writer, x: Value, step: Value, rate: Value, write: Value, ask: Value) -> Value:
-    """b × s × I: what is asked of each token's state."""
+    """b × s × I: each token's state times its read vector."""
     b, s, channels = x.shape
     state = rate.shape[-1]
     each = (b, channels, s, state)
@@ -562,44 +561,44 @@ def _selective(w: Writer, x: Value, step: Value, rate: Value, write: Value, ask:
     w.tape.record("aten.exp.default", [logs], [decay], saves=[Saved(decay, "decay", SELECTIVE)])
     written = _outer(w, column, cast(w, write, WIDE), each, (STEP, OPERAND))
     written = _outer(w, written, cast(w, x, WIDE), each, (OPERAND, "scan input"))
-    narrow = x.dtype != WIDE
+    cast_states = x.dtype != WIDE
     first = w.tape.empty((b, channels, state), x.dtype)
-    states = w.tape.empty((max(1, s - 1) if narrow else s, b, channels, state), WIDE, grad=True)
+    states = w.tape.empty((max(1, s - 1) if cast_states else s, b, channels, state), WIDE, grad=True)
     kept = [Saved(first, OPERAND)]
     kept += [Saved(decay, "decay", SELECTIVE)] if s > 1 else []
-    kept += [Saved(states, TOKEN_STATE, SELECTIVE)] if s > 1 or not narrow else []
+    kept += [Saved(states, TOKEN_STATE, SELECTIVE)] if s > 1 or not cast_states else []
     w.tape.record(
         "scan.tokens",
         [decay, written],
         [states, first],
         saves=kept,
-        workspace=decay.nbytes,  # each round's share of a gradient is as large as the whole, and is added to it
+        workspace=decay.nbytes,  # each round's contribution to a gradient has its full size
         rounds=s * KERNELS_OF_A_TOKEN,
     )
-    asked = w.tape.op("aten._to_copy.default", [states], (s, b, channels, state), x.dtype) if narrow else states
+    asked = w.tape.op("aten._to_copy.default", [states], (s, b, channels, state), x.dtype) if cast_states else states
     asks = Saved(ask, OPERAND)
     if ask.dtype != asked.dtype:  # under autocast, made by a norm
-        ask = w.tape.op("aten._to_copy.default", [ask], (s, b, state, 1), w.products)
+        ask = w.tape.op("aten._to_copy.default", [ask], (s, b, state, 1), w.matmul_dtype)
         asks = Saved(ask, SLICE)
     return w.tape.op(
         "aten.bmm.default",
         [asked, ask],
         (b, s, channels),
-        w.products,
-        saves=[Saved(asked, NARROW if narrow else TOKEN_STATE, SELECTIVE), asks],
+        w.matmul_dtype,
+        saves=[Saved(asked, CAST if cast_states else TOKEN_STATE, SELECTIVE), asks],
         contracted=state,
     )
 
 
 def _outer(w: Writer, a: Value, b: Value, shape: tuple[int, ...], roles: tuple[str, str]) -> Value:
-    """a * b in fp32, each spread over what it lacks."""
+    """a * b in fp32, each broadcast."""
     kept = [Saved(b, roles[1], SELECTIVE)] if a.grad else []
     kept += [Saved(a, roles[0], SELECTIVE)] if b.grad else []
     return w.tape.op("aten.mul.Tensor", [a, b], shape, WIDE, saves=kept, gradients=(a.nbytes, b.nbytes))
 
 
 def _skipped(w: Writer, x: Value) -> Value:
-    """x times D in fp32, of which a copy stays where it is held in fewer bits."""
+    """x times D in fp32; its fp32 copy is saved if x has fewer bits."""
     weight = w.parameter("D", x.shape[-1])
     dtype = w.held(frozen=weight.frozen)
     held = w.tape.source("D", weight.shape, dtype, weight.places, grad=not weight.frozen, free=True)
@@ -610,17 +609,17 @@ def _skipped(w: Writer, x: Value) -> Value:
     return multiply(w, x, wide, ("scan input", "skip weight"), WIDE)
 
 
-# Mamba 2 as transformers writes it where no kernel of mamba-ssm is installed ------------------------------------------
+# Mamba 2 of transformers without kernels of mamba-ssm -----------------------------------------------------------------
 #
 # b sequences · s tokens, S of them once chunks are full · n chunks of c tokens · H heads of width p · N state. Source:
 # ``models/mamba2/modeling_mamba2.py``, ``Mamba2Mixer`` and ``mamba2_chunk_scan``, of which ``models/nemotron_h`` and
 # others have copies.
 #
 # NOTE [ Operands as they lie ]
-# ``einsum`` makes batches of sequences, chunks and heads, and copies an operand in which one stride does not lead from
-# each matrix to the next. What is written and asked lies token by token, and is copied unless there is one head, or one
-# chunk of one sequence. What is scanned comes out of a convolution with tokens innermost, and stays so: it is copied
-# where there are several chunks.
+# ``einsum`` makes batches of sequences, chunks and heads, and copies an operand without a single batch stride. Write
+# and read vectors are stored token by token, and copied unless there is one head, or one chunk of one sequence. The
+# scan's input comes out of a convolution with tokens innermost, and keeps that layout: it is copied if there are
+# several chunks.
 
 
 DUAL = "arXiv 2405.21060 §6, block decomposition"
@@ -628,7 +627,7 @@ STEP, CARRIED = "time step", "carried state"
 
 
 def state_space(w: Writer, x: Value, spec: StateSpaceDual) -> Value:
-    """The whole block, from the normed residual stream to what is added to it."""
+    """The Mamba 2 block, from the normed residual stream to what is added to it."""
     b, s = w.run.micro_batch, w.run.seq
     with w.tape.scope("mixer"):
         width = spec.inner + spec.convolved + spec.heads
@@ -680,11 +679,11 @@ class _DualScan:
         return -(-self.w.run.seq // self.spec.chunk)
 
     def run(self, mixed: Value, step: Value, rate: Value) -> Value:
-        """b × s × H p, of the tokens that are there.
+        """b × s × H p, without padding.
 
         Args:
-            mixed: what is scanned, what is written and what is asked, side by side. step: b × s × H.
-            rate: what a state loses, for each head.
+            mixed: scan input, write and read vectors in one tensor. step: b × s × H.
+            rate: decay rate of each head's state.
         """
         w, tape, spec = self.w, self.w.tape, self.spec
         b, s, _ = mixed.shape
@@ -710,7 +709,7 @@ class _DualScan:
         return tape.view(add(w, out, skipped), (b, s, spec.inner))
 
     def _before(self, made: Value, ends: Value) -> Value:
-        """The state before each chunk: what all earlier ones made, as far as it is left. b × n × H × p × N."""
+        """The state before each chunk: the decayed contributions of all earlier ones. b × n × H × p × N."""
         w, (b, n, heads, *wide) = self.w, made.shape
         shape = (b, heads, n + 1, *wide)
         made = copy(w, w.tape.op("aten.cat.default", [made], (b, n + 1, heads, *wide)), shape)
@@ -732,17 +731,17 @@ class _DualScan:
         return copy(self.w, x) if self.count > 1 < x.shape[0] * self.spec.heads else x
 
     def _spread(self, x: Value) -> Value:
-        """Of groups, once for each head."""
+        """Groups repeated for each head."""
         shape = (*x.shape[:2], self.spec.heads, self.spec.state)
         return self.w.tape.op("aten.repeat_interleave.self_int", [x], shape)
 
     def _filled(self, x: Value) -> Value:
-        """Up to whole chunks: a copy whether something is missing or not."""
+        """Padded to full chunks: a copy even if nothing is padded."""
         shape = (x.shape[0], self.count * self.spec.chunk, *x.shape[2:])
         return self.w.tape.op("aten.constant_pad_nd.default", [x], shape)
 
     def _between(self, logs: Value, length: int) -> Value:
-        """What is left of each place at each later one: ``segment_sum``, and its exponential."""
+        """Decay from each position to each later one: ``segment_sum``, and its exponential."""
         tape, shape = self.w.tape, (*logs.shape, length)
         filled = logs
         for number in range(2):
@@ -754,4 +753,4 @@ class _DualScan:
         return _exp(self.w, filled, DUAL)
 
     def _product(self, one: Value, other: Value, shape: tuple[int, ...], contracted: int) -> Value:
-        return batched_product(self.w, one, other, shape, (), contracted, (OPERAND, OPERAND), DUAL, WIDE)
+        return batched_matmul(self.w, one, other, shape, (), contracted, (OPERAND, OPERAND), DUAL, WIDE)

@@ -1,32 +1,32 @@
-"""A backward in two halves, as ``torch.distributed.pipelining`` splits it, played through in bytes of one rank.
+"""A backward in two halves, as ``torch.distributed.pipelining`` splits it, replayed in bytes of one rank.
 
 NOTE [ Two halves ]
 ``torch/distributed/pipelining/_backward.py``, of 2.13. The first half (``stage_backward_input``) differentiates a
-stage's output by its input, with ``retain_graph=True``: no node lets go of what it saved. A *group* is the weights that
+stage's output by its input, with ``retain_graph=True``: no node frees its saved tensors. A *group* is the weights that
 one op reads, and that op's node, found from the weight upwards (``get_param_groups``); a prehook keeps the gradient
-that the node was given (``param_group["grads"]``). In the end the stage's outputs are detached, which frees the nodes
-behind the last group: of a loss all that it saved.
+that the node receives (``param_group["grads"]``). At the end the stage's outputs are detached, which frees the nodes
+after the last group: of a loss all of its saved tensors.
 
 The second half (``stage_backward_weight``) takes group after group, in the order of the module's parameters. The node
-runs again for its weights alone, with ``retain_graph=False``, and lets go of what it saved; then the group's gradients
-go. A node without a weight does not run, and what it saved stays until the last group that it leads to is done: to
-the end. The new gradients have a name (``dweights``) until the next group's are made.
+runs a second time for its weights alone, with ``retain_graph=False``, and frees its saved tensors; then the group's gradients
+are freed. A node without a weight does not run, and its saved tensors stay until the last group that it leads to is
+done, so to the end. New gradients are referenced (``dweights``) until the next group's are made.
 
-The first stage of a model has no input to differentiate by. Its first half does nothing, and its second is the whole
+The first stage of a model has no input to differentiate by. Its first half does nothing, and its second is the full
 backward (``stage.py``, ``backward_one_chunk``).
 
 NOTE [ Checkpoints under two halves ]
-``torch/utils/checkpoint.py``, not reentrant. A checkpoint computes everything again once for each call of
+``torch/utils/checkpoint.py``, not reentrant. A checkpoint recomputes everything once for each call of
 ``torch.autograd.grad`` that unpacks any of it (``is_recomputed[gid]``): once in the first half, and once for each group
-of the second. What is unpacked goes at once, as the handle does. In the first half that is everything. In the second
-one node alone unpacks, and what was computed for the others stays in ``frame.recomputed[gid]`` as long as the node has
-its holder: for nodes without a weight until the end. So a segment of g groups comes to have g copies of what such nodes
-save. Nothing is computed behind what is saved last (``early_stop``).
+of the second. An unpacked tensor is freed at once with its handle. In the first half that is everything. In the second
+half only one node unpacks, and tensors recomputed for the others stay in ``frame.recomputed[gid]`` as long as the node
+has its holder: for nodes without a weight until the end. So a segment of g groups ends up with g copies of what such
+nodes save. Nothing after the last saved tensor is recomputed (``early_stop``).
 
 NOTE [ Policies under two halves ]
-A selective checkpoint of torch's cannot be differentiated twice. Where something else is kept than one of the two
-above, it is carried out by `jettison.runtime` (`frame.is_asked_again`): what a node with a weight saves stays computed
-until it runs again, and nothing is computed twice.
+A selective checkpoint of torch's cannot be differentiated twice. If a policy keeps something other than the two
+above, `jettison.runtime` carries it out (`frame.is_asked_again`): tensors saved by a node with a weight stay recomputed
+until the node runs again, and nothing is recomputed twice.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from jettison.spec.precision import GradientRule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputHalf:
-    """A region's first half, in bytes of one rank.
+    """Bytes of a region's first half on one rank.
 
     Args:
-        gradients: what the groups keep of gradients; ``incoming``: of these, the one of the output.
+        gradients: gradients that the groups keep; ``incoming``: the part that is the output's gradient.
     """
 
-    peak: int  # above what was there before, with the gradient of the region's output
+    peak: int  # above the bytes before it, with the gradient of the region's output
     gradients: int
     incoming: int
-    detached: int  # of what the region holds, what nothing with a weight is behind
+    detached: int  # saved tensors after which no op has a weight
 
 
 def input_half(
@@ -65,12 +65,12 @@ def input_half(
     stays: frozenset[int] = frozenset(),
     lets_go: bool = False,
 ) -> InputHalf:
-    """Play a region's first half. See NOTE [ Two halves ].
+    """Replay a region's first half. See NOTE [ Two halves ].
 
     Args:
-        kept: buffers of `region.program` that are there when it begins.
-        stays: those that wait for the second half, where it lets go of others.
-        lets_go: what is kept goes with its last reader, as what is computed again does.
+        kept: buffers of `region.program` that exist when it begins.
+        stays: the buffers that stay for the second half, if others are freed.
+        lets_go: free kept buffers after their last reader, as recomputed ones are.
     """
     half = _InputReplay(region, kept, rule, stays, lets_go)
     half.run(-1)
@@ -81,7 +81,7 @@ def input_half(
 
 
 class _InputReplay(Backward):
-    """The replay of a first half: no gradients of weights, and nothing that was kept goes."""
+    """The replay of a first half: no weight gradients, and no kept buffer is freed."""
 
     def __init__(
         self, region: Region, kept: frozenset[int], rule: GradientRule, stays: frozenset[int], lets_go: bool
@@ -100,7 +100,7 @@ class _InputReplay(Backward):
         return step.differentiable and any(v.grad for v in step.inputs)
 
     def _workspace(self, step: TapeOp) -> int:
-        return 0 if step.learned else step.workspace  # it is the weights'
+        return 0 if step.learned else step.workspace  # the workspace of the weights' half
 
     def _made(self, step: TapeOp, incoming: list[int]) -> list[Weight]:
         if step.learned:
@@ -115,12 +115,13 @@ class _InputReplay(Backward):
 
 
 def _groups(region: Region) -> list[tuple[int, TapeOp]]:
-    """Steps that read weights which learn, and their numbers, as the module lists its parameters.
+    """Steps that read trained weights, with their numbers, in the order of the module's parameters.
 
-    That is the order of the forward, but for a layer's RMS norms, which come behind what they stand before: so
-    transformers has it (``models/llama/modeling_llama.py``, ``LlamaDecoderLayer``; ``models/qwen3/modeling_qwen3.py``,
-    ``Qwen3Attention``) and torchtitan (``models/llama3/model/model.py``, ``TransformerBlock``). Layer norms come first
-    (``models/gpt2/modeling_gpt2.py``, ``GPT2Block``). It matters little, but under checkpoints.
+    That is the order of the forward, except for a layer's RMS norms, which are declared after the block that they
+    precede in transformers (``models/llama/modeling_llama.py``, ``LlamaDecoderLayer``;
+    ``models/qwen3/modeling_qwen3.py``, ``Qwen3Attention``) and torchtitan (``models/llama3/model/model.py``,
+    ``TransformerBlock``). Layer norms come first (``models/gpt2/modeling_gpt2.py``, ``GPT2Block``). The order matters
+    little, except under checkpoints.
     """
     steps = region.tape.steps
     found = [(number, step) for number, step in enumerate(steps) if step.learned and step.differentiable]
@@ -140,17 +141,17 @@ def _groups(region: Region) -> list[tuple[int, TapeOp]]:
 
 
 def computing_groups(region: Region) -> int:
-    """Groups for which a checkpoint is computed again: those whose node has saved anything."""
+    """Number of groups for which a checkpoint is recomputed: those whose node has saved anything."""
     return sum(bool(step.saved) for _, step in _groups(region))
 
 
 def read_by_groups(region: Region) -> frozenset[int]:
-    """Buffers that a second half needs."""
+    """Buffers that a second half reads."""
     return frozenset(b for _, step in _groups(region) for b in _saved(region, step))
 
 
 def _saved(region: Region, step: TapeOp) -> Iterator[int]:
-    """Buffers that a step saves and that cost something."""
+    """Buffers that a step saves and that have bytes."""
     for each in step.saved:
         buffer = region.buffers[each.value.storage]
         if not region.program.buffers[buffer].free:
@@ -158,7 +159,7 @@ def _saved(region: Region, step: TapeOp) -> Iterator[int]:
 
 
 def _detached(region: Region, kept: frozenset[int]) -> int:
-    """What is kept for steps behind the last group alone."""
+    """Buffers kept only for steps after the last group."""
     steps = region.tape.steps
     last = max((number for number, step in enumerate(steps) if step.learned), default=-1)
     before = {b for step in steps[: last + 1] for b in _saved(region, step)}
@@ -172,12 +173,12 @@ def _detached(region: Region, kept: frozenset[int]) -> int:
 def weight_half(
     region: Region, kept: frozenset[int], rule: GradientRule, *, last: bool = False, given: int = 0
 ) -> tuple[WeightStep, ...]:
-    """A region's second half, where nothing is computed again for it.
+    """Steps of a region's second half without recomputation.
 
     Args:
-        kept: what stays between forward and backward.
-        last: the region's output is the stage's.
-        given: of what the region saves of its input, bytes that are somebody else's.
+        kept: buffers held between forward and backward.
+        last: the region's output is the stage's output.
+        given: bytes of the saved input that another region owns.
     """
     groups = _groups(region)
     until = _until(region, groups, last=last)
@@ -201,17 +202,17 @@ def checkpointed_weight_half(
     """The second half of a checkpoint over ``regions``. See NOTE [ Checkpoints under two halves ].
 
     Args:
-        last: what they return is the stage's output.
+        last: the last region's output is the stage's output.
     """
     groups = [_groups(region) for region in regions]
     total = sum(map(len, groups))
-    sizes: defaultdict[int, int] = defaultdict(int)  # by the group that lets go of it, of what is computed again
+    sizes: defaultdict[int, int] = defaultdict(int)  # recomputed bytes by the group that frees them
     saved: set[tuple[int, int]] = set()
     begin = 0
     for place, (region, own) in enumerate(zip(regions, groups, strict=True)):
         top = last and place == len(regions) - 1
         for b, end in _until(region, own, last=top).items():
-            if place or region.program.buffers[b].producer is not None:  # the frame has its input anyway
+            if place or region.program.buffers[b].producer is not None:  # the frame holds its input anyway
                 sizes[begin + end if end < len(own) else total] += region.program.buffers[b].nbytes
                 saved.add((place, b))
         begin += len(own)
@@ -230,14 +231,14 @@ def checkpointed_weight_half(
 
 
 def _until(region: Region, groups: Sequence[tuple[int, TapeOp]], *, last: bool) -> dict[int, int]:
-    """Of what steps save, by buffer: the place of the group that lets go of it, or as many as there are groups.
+    """By saved buffer, the position of the group that frees it, or the number of groups if none does.
 
-    A node with a weight does when it runs, any other when all groups that it leads to are done. Those of the stage's
-    end that lead to none are gone when the second half begins.
+    A node with a weight frees it when it runs, any other when all groups that it leads to are done. Buffers at the
+    stage's end that lead to no group are freed before the second half begins.
     """
     places = {number: place for place, (number, _) in enumerate(groups)}
     steps, end = region.tape.steps, len(groups)
-    behind: dict[int, int] = {}  # storage -> the last group that reads it, or reads what is made of it
+    behind: dict[int, int] = {}  # storage -> the last group that reads it, or reads a result of it
     found: defaultdict[int, int] = defaultdict(lambda: -1)
     for number in reversed(range(len(steps))):
         step = steps[number]
@@ -264,20 +265,20 @@ def _made_bytes(step: TapeOp, dtype: str) -> int:
 
 @dataclass(slots=True)
 class _GroupGradients:
-    """What groups keep of gradients, let go of with the last group that has it."""
+    """Gradients that groups keep, each freed with its last group."""
 
     sizes: dict[int, int]
     owners: dict[int, set[int]]  # gradient -> groups, by the ids of their steps
 
     @classmethod
     def of(cls, region: Region, rule: GradientRule, *, last: bool) -> _GroupGradients:
-        """Args: last: the gradient of the region's output is somebody else's."""
+        """Args: last: the gradient of the region's output belongs to another region."""
         half = _InputReplay(region, region.program.saved_buffers(), rule, frozenset(), False)
         half.run(-1)
         return cls(half.sizes | ({0: 0} if last else {}), half.owned)
 
     def drop(self, step: TapeOp) -> int:
-        """Bytes that go with a group."""
+        """Bytes freed with a group."""
         freed = 0
         for tensor, groups in self.owners.items():
             if id(step) in groups:
@@ -287,10 +288,10 @@ class _GroupGradients:
 
 
 def _computing(regions: Sequence[Region], saved: set[tuple[int, int]]) -> int:
-    """The most that is there while regions run once more, one after the other, up to what is saved last.
+    """Most bytes while regions are recomputed in order, up to the last saved tensor.
 
     Args:
-        saved: buffers, each with the number of its region, which stay until all is over.
+        saved: buffers, each with the number of its region, that stay until the end.
     """
     live = peak = 0
     waits = set(saved)

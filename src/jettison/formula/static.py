@@ -1,15 +1,15 @@
-"""What lives all through training: parameters, gradients and optimizer state, by precision and as ZeRO shards them.
+"""Memory for all of training: parameters, gradients and optimizer state, by precision and ZeRO stage.
 
 NOTE [ A loop's names ]
 ``torch/optim/adam.py``, ``_single_tensor_adam``: ``denom = (exp_avg_sq.sqrt() / ...)`` makes two tensors as large as a
-parameter, while ``denom`` is still the one before's. Parameters are taken in the order in which modules declare them
-(``torch.nn.Module.parameters``): region after region, and within a layer as `declared` has it.
+parameter while ``denom`` still references that of the parameter before. Parameters are in declaration order
+(``torch.nn.Module.parameters``): region after region, and within a layer as `declared` orders them.
 
 NOTE [ Groups of one rank ]
-Experts that are spread over all data-parallel ranks are nobody else's, and yet ``fully_shard`` has them, over a mesh of
-one rank: torchtitan keeps that mesh whenever there is expert parallelism, since products in 16 bits need it
-(``torchtitan/distributed/parallel_dims.py``, ``_mesh_exist`` of "efsdp"). Nothing travels, but whole weights are a copy
-in the dtype of products (``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, ``wait_for_unshard``,
+Experts that are spread over all data-parallel ranks have no replicas, but ``fully_shard`` wraps them over a mesh of
+one rank: torchtitan keeps that mesh whenever there is expert parallelism, since 16-bit matmuls need it
+(``torchtitan/distributed/parallel_dims.py``, ``_mesh_exist`` of "efsdp"). Nothing is transferred, but unsharded weights
+are a copy in the matmuls' dtype (``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, ``wait_for_unshard``,
 ``world_size == 1``), and gradients are copied into a buffer and out of it (``_fsdp_collectives.py``,
 ``foreach_reduce``).
 """
@@ -31,20 +31,20 @@ from jettison.spec.states_on_host import NOT_MOVED, StatesOnHost
 SCALE_BLOCK, NARROW_BLOCK = 256, 128
 """8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861), torchao's 4-bit for each 128."""
 SMALL_TENSOR = 4096
-"""Tensors of fewer numbers have fp32 moments (bitsandbytes, ``optim/optimizer.py``, ``min_8bit_size``)."""
+"""Smaller tensors have fp32 moments (bitsandbytes, ``optim/optimizer.py``, ``min_8bit_size``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """Bytes on one rank. ``gathered`` is what ZeRO 3 makes of a region's shards while the region runs.
+    """Bytes on one rank. ``gathered``: unsharded parameters that ZeRO 3 holds while the region runs.
 
-    ``master``: of the state, what is there before the first optimizer step: the copy that the optimizer updates.
-    ``copies``: of gradients, which the optimizer makes for its masters.
-    ``host_state``: states in the host's memory, of ``host_elements`` numbers of parameters; ``host_parameters``: shards
-    that wait there to be gathered.
-    ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight, in
-    the dtype of moments. ``stepping``: what a loop of AdamW has of its own at the most: NOTE [ A loop's names ]; and of
-    that the ``first`` weight and the ``last``, 0 where there is none.
+    ``master``: the part of the state that exists before the first optimizer step: the copy that the optimizer updates.
+    ``copies``: copies of gradients that the optimizer makes for its master weights.
+    ``host_state``: optimizer state offloaded to CPU, for ``host_elements`` elements; ``host_parameters``: parameter
+    shards offloaded to CPU.
+    ``reduced``: gradients before they are sharded, under ZeRO 2 and 3; ``largest``: the biggest weight, in the dtype
+    of moments. ``stepping``: most temporaries of an AdamW loop: NOTE [ A loop's names ]; and the part of them for the
+    ``first`` weight and the ``last``, 0 if there is none.
     """
 
     parameters: int = 0
@@ -68,13 +68,13 @@ _counted = attrgetter(*_COUNTED)
 
 
 def together(several: Iterable[tuple[Static, int]]) -> Static:
-    """Regions one after another, each so many times."""
+    """Sum of several regions in order, each with its count."""
     sums, largest, stepping, first, last = [0] * len(_COUNTED), 0, 0, 0, 0
     for each, count in several:
         sums = [n + count * own for n, own in zip(sums, _counted(each), strict=True)]
         largest = each.largest if each.largest > largest else largest
         stepping = each.stepping if each.stepping > stepping else stepping
-        if each.first:  # a loop goes from the last weight of one region to the first of the next
+        if each.first:  # the loop continues with the next region's first weight
             before = each.last if count > 1 and each.last > last else last
             crossing = before + 2 * each.first
             stepping = crossing if crossing > stepping else stepping
@@ -84,7 +84,7 @@ def together(several: Iterable[tuple[Static, int]]) -> Static:
 
 
 def declared(weights: list[Weight], order: Sequence[str]) -> list[Weight]:
-    """Weights as modules declare them: `spec.kernels.Kernels.declared`."""
+    """Weights in the order of their declaration: `spec.kernels.Kernels.declared`."""
     if not order:
         return weights
 
@@ -104,33 +104,33 @@ def static(
     in_layer: bool,
     on_host: StatesOnHost = NOT_MOVED,
 ) -> Static:
-    """Bytes of a region's weights and of what goes with them on one rank.
+    """Parameters, gradients and optimizer state of a region's weights on one rank.
 
     Args:
-        in_layer: they belong to a transformer layer, which is what Muon asks about.
+        in_layer: the weights belong to a transformer layer, which decides whether Muon updates them.
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = first = 0
-    host_state = host_elements = beside = 0
+    host_state = host_elements = unsharded = 0
     moves = on_host.moves
     freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
         wrapped = ranks > 1 or (w.expert and layout.shards > 1) or waits  # NOTE [ Groups of one rank ]
-        owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
+        owned = -(-w.numel // ranks)  # elements of one rank's shard
         at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
-        if w.frozen:  # whoever shards trains in full shards what is frozen as well
+        if w.frozen:  # ZeRO 3 shards frozen weights as well
             shared = layout.zero == 3 and (ranks > 1 or waits)
-            alone = bool(w.narrow_bytes) and precision.recipe is not None and precision.recipe.parameters
+            alone = bool(w.quantized_bytes) and precision.recipe is not None and precision.recipe.parameters
             held_bytes = 0 if alone else w.held_bytes - w.scale_bytes
-            parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.narrow_bytes
-            beside += w.scale_bytes  # which no host has
+            parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.quantized_bytes
+            unsharded += w.scale_bytes  # which are never offloaded
             whole = w.packed_bytes - w.scale_bytes if w.packed_bytes else w.numel * DTYPE_BYTES[precision.compute]
             gathered += whole if shared else 0
             continue
         held = _wide(precision) if w.wide else precision
-        narrow = precision.recipe if w.narrow_bytes else None
-        parameters += w.narrow_bytes
-        if narrow is None or not narrow.parameters:
+        recipe = precision.recipe if w.quantized_bytes else None
+        parameters += w.quantized_bytes
+        if recipe is None or not recipe.parameters:
             parameters += at[2] * DTYPE_BYTES[held.parameter]
         accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
         summed = at[1] if layout.zero >= 2 else w.gradient_numel
@@ -153,7 +153,7 @@ def static(
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
         largest, stepping, before, first = max(largest, size), max(stepping, before + 2 * size), size, first or size
     return Static(
-        parameters=beside if waits else parameters + beside,
+        parameters=unsharded if waits else parameters + unsharded,
         host_parameters=parameters if waits else 0,
         gradients=gradients,
         state=state + master,
@@ -171,27 +171,27 @@ def static(
 
 
 def _travels_narrow(weight: Weight, precision: Precision) -> bool:
-    """Do FSDP's units gather it as bytes? Of torchao: NOTE [ Copies in torchao ] in `spec.fp8`."""
+    """Does FSDP all-gather the weight in FP8? For torchao: NOTE [ Copies in torchao ] in `spec.fp8`."""
     held = precision.recipe is not None and precision.recipe.parameters
     return held and weight.product and not weight.head
 
 
 def _wide(precision: Precision) -> Precision:
-    """Of a weight that is fp32 already: nothing is narrower, and no copy of it is needed."""
+    """Precision of a weight held in fp32: no copy of it in another dtype."""
     wide = "float32"
     return replace(precision, parameter=wide, gradient=wide, accumulator=None, master=None, optimizer_gradient=None)
 
 
 def _paged(elements: int, kind: Optimizer) -> int:
-    """Of bitsandbytes' two moments: numbers of one byte, whose scales stay, or fp32 whatever the parameter has."""
+    """Bytes of bitsandbytes' two moments: one byte an element plus scales, or fp32, whatever the parameter's dtype."""
     return 2 * elements * (1 if kind is Optimizer.ADAM8BIT else 4)
 
 
 def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:
-    """Bytes of the optimizer's own state for ``elements`` of a weight; the master copy is not among them.
+    """Bytes of the optimizer's state for ``elements`` of a weight, without the master copy.
 
-    Moments have the dtype of what the optimizer updates, fp32 where there is a master copy, unless a precision says
-    otherwise.
+    Moments have the dtype of the tensor that the optimizer updates, fp32 with a master copy, unless the precision sets
+    another.
     """
     moment = DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2
@@ -217,7 +217,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
 
 
 def _factored(weight: Weight, elements: int) -> int:
-    """One fp32 number a row and one a column of each matrix, sharded as the weight is."""
+    """One fp32 number for each row and each column of a matrix, sharded like the weight."""
     rows, columns = weight.shape[-2:]
     matrices = prod(weight.shape[:-2])
     whole = 4 * matrices * (rows + columns)

@@ -1,7 +1,7 @@
-"""Whole numbers as sums of products over named sizes: ``2·b·s·h + 5·a·b·s·s``, with divisions rounded up or down.
+"""Whole-number sums of monomials in named sizes: ``2·b·s·h + 5·a·b·s·s``, with divisions rounded up or down.
 
-A `Sum` has one form: like terms are added, factors are sorted. Two that are equal as polynomials are equal objects, so
-that a published equation can be compared with a sum of tensors for all sizes at once, and not point by point.
+A `Sum` has one form: like terms are added, factors are sorted. Two sums that are equal as polynomials are equal
+objects, so a published equation can be compared with a sum of tensors for all sizes at once, not point by point.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn, Self
 
 @dataclass(frozen=True, eq=False)
 class Quotient:
-    """A division of whole numbers that does not come out even by itself."""
+    """A division of whole numbers with a remainder, rounded."""
 
     above: Sum
     below: Sum
@@ -24,28 +24,28 @@ class Quotient:
 
     @cached_property
     def text(self) -> str:
-        """What identifies it."""
+        """Canonical text, which identifies it."""
         return f"{'ceil' if self.up else 'floor'}(({self.above}) / ({self.below}))"
 
     def __str__(self) -> str:
-        """As documents print it."""
+        """Text for documents."""
         return self.text
 
     def __eq__(self, other: object) -> bool:
-        """The same division."""
+        """Is it the same division?"""
         return self is other or (isinstance(other, Quotient) and self.text == other.text)
 
     def __hash__(self) -> int:
         return hash(self.text)
 
     def value(self, sizes: Mapping[str, int]) -> int:
-        """At these sizes."""
+        """Value at these sizes."""
         above, below = self.above.value(sizes), self.below.value(sizes)
         return -(-above // below) if self.up else above // below
 
 
 REMEMBERED: Final = 1 << 14
-"""Results of each kind of arithmetic that are kept: a page of six models asks for some eight thousand."""
+"""Cached results of each arithmetic function: a page of six models needs about eight thousand."""
 Factor = str | Quotient
 Product = tuple[Factor, ...]
 """Factors in the order of their names; a power is a repetition."""
@@ -53,23 +53,23 @@ Product = tuple[Factor, ...]
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """Whole-number multiples of products, in one order. Make them with `constant`, `symbol` and arithmetic."""
+    """Whole-number multiples of monomials, sorted. Make them with `constant`, `symbol` and arithmetic."""
 
     terms: tuple[tuple[Product, int], ...]
 
     @cached_property
     def text(self) -> str:
-        """What identifies it."""
+        """Canonical text, which identifies it."""
         if not self.terms:
             return "0"
         return " + ".join("*".join([str(n), *map(str, factors)]) for factors, n in self.terms)
 
     def __str__(self) -> str:
-        """As documents print it."""
+        """Text for documents."""
         return self.text
 
     def __eq__(self, other: object) -> bool:
-        """Equal as polynomials."""
+        """Is it equal as a polynomial?"""
         return isinstance(other, Sum) and self.text == other.text
 
     def __hash__(self) -> int:
@@ -77,13 +77,13 @@ class Sum:
 
     @property
     def number(self) -> int | None:
-        """Its value where it has no symbols."""
+        """The value of a sum without symbols; None with symbols."""
         if not self.terms:
             return 0
         return self.terms[0][1] if len(self.terms) == 1 and not self.terms[0][0] else None
 
     def __add__(self, other: Sum) -> Sum:
-        """Both."""
+        """Return the sum of both."""
         if not self.terms or not other.terms:
             return self if self.terms else other
         return _added(self, other)
@@ -92,24 +92,24 @@ class Sum:
         return _negated(self)
 
     def __sub__(self, other: Sum) -> Sum:
-        """The difference."""
+        """Return the difference."""
         return self + -other
 
     def __mul__(self, other: Sum) -> Sum:
-        """The product, multiplied out."""
+        """Return the product, multiplied out."""
         return _multiplied(self, other)
 
     def divided(self, by: Sum, *, up: bool) -> Sum:
-        """A division rounded up or down; multiplied out where it is even whatever the sizes."""
+        """Return a division rounded up or down; multiplied out if it is even for all sizes."""
         return _divided(self, by, up)
 
     def value(self, sizes: Mapping[str, int]) -> int:
-        """At these sizes."""
+        """Value at these sizes."""
         return sum(n * prod(_value(f, sizes) for f in factors) for factors, n in self.terms)
 
     @cached_property
     def least(self) -> int | None:
-        """No value is below this, whatever sizes of 1 or more; None: not known."""
+        """A lower bound for all sizes of 1 or more; None: not known."""
         total = 0
         for factors, n in self.terms:
             if n < 0 and factors:
@@ -119,7 +119,7 @@ class Sum:
         return total
 
 
-# arithmetic: walks over a layer do the same few thousand operations again and again
+# arithmetic, cached: walks over a layer repeat the same few thousand operations
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -164,13 +164,13 @@ def _even(above: Sum, below: Sum) -> Sum | None:
 
 @lru_cache(maxsize=REMEMBERED)
 def constant(number: int) -> Sum:
-    """A plain number."""
+    """Return a plain number as a sum."""
     return Sum((((), int(number)),)) if number else ZERO
 
 
 @lru_cache(maxsize=REMEMBERED)
 def symbol(name: str) -> Sum:
-    """A named size of 1 or more."""
+    """Return a named size of 1 or more as a sum."""
     return Sum((((name,), 1),))
 
 
@@ -191,7 +191,7 @@ def _value(factor: Factor, sizes: Mapping[str, int]) -> int:
 
 
 def _least(factor: Factor) -> int:
-    """Rounded up, what is at least 1 stays so, since nothing is divided by less than 1."""
+    """Lower bound of a factor. Rounded up, a factor of at least 1 stays so: divisors are 1 or more."""
     if isinstance(factor, str):
         return 1
     return 1 if factor.up and (factor.above.least or 0) >= 1 else 0
@@ -202,48 +202,48 @@ ZERO: Final = Sum(())
 
 # traced ---------------------------------------------------------------------------------------------------------------
 #
-# Sizes that remember how they were worked out, so that a walk over numbers leaves its formulas behind
 # NOTE [ A formula is what the walk did ]
+# Traced sizes remember how they were computed, so that a walk over numbers also yields its formulas.
 # The walk over a layer (NOTE [ One walk, every figure ]) multiplies, adds and divides whole numbers. Given `Traced`
-# ones it does the same, and each byte and FLOP that comes out carries the `Sum` that led to it. So a formula is never
-# written down a second time. Where the walk decides something by a size (more than one rank? heads that share keys?),
-# the comparison acts on the number, and is written into a `GuardBook` as a guard: the formulas hold wherever all guards
-# of their walk come out as they did. What a guard cannot change (a size of 1 or more is above 0) is left out.
+# ones it does the same, and each number of bytes and FLOPs carries its `Sum`, so no formula is written down
+# a second time. Each decision by a size (more than one rank? heads that share keys?) compares the numbers, and is noted
+# in a `GuardBook` as a guard: the formulas hold at all sizes at which every guard has the same outcome. Guards with one
+# possible outcome (a size of 1 or more is above 0) are left out.
 #
-# A traced number equals a plain one, and hashes like it: hand none to anything that caches by equality.
+# A traced number equals a plain one, and hashes like it: never use one as a cache key.
 
 
 @dataclass(frozen=True, slots=True)
 class SizeGuard:
-    """A decision of a walk: is ``difference`` above 0, or with ``zero`` equal to 0? It was ``held``."""
+    """A decision of a walk: is ``difference`` above 0 (or equal to 0, with ``zero``)? The outcome was ``held``."""
 
     difference: Sum
     zero: bool
     held: bool
 
     def same(self, sizes: Mapping[str, int]) -> bool:
-        """Does it come out so at these sizes?"""
+        """Does it have the same outcome at these sizes?"""
         value = self.difference.value(sizes)
         return (value == 0 if self.zero else value > 0) is self.held
 
     def __str__(self) -> str:
-        """As documents print it."""
+        """Text for documents."""
         words = {(False, True): "> 0", (False, False): "<= 0", (True, True): "== 0", (True, False): "!= 0"}
         return f"{self.difference} {words[self.zero, self.held]}"
 
 
 @dataclass(slots=True)
 class GuardBook:
-    """What one walk decided by sizes, in order, each once."""
+    """Decisions of one walk by sizes, in order, each once."""
 
     guards: dict[SizeGuard, None] = field(default_factory=dict)
 
     def size(self, name: str, value: int) -> Traced:
-        """A named size of this walk."""
+        """Return a named size for this walk."""
         return Traced(value, symbol(name), self)
 
     def decide(self, difference: Sum, held: bool, *, zero: bool) -> bool:
-        """Note a decision, unless no size of 1 or more could change it; the decision."""
+        """Note a decision, unless it is the same for all sizes of 1 or more; return its outcome."""
         least, most = difference.least, (-difference).least
         always = difference.number is not None or (least is not None and least > 0)
         never = most is not None and (most > 0 or (most == 0 and not zero))
@@ -255,13 +255,13 @@ class GuardBook:
 
 
 class Traced(int):
-    """A whole number with the sum that it came from. What it cannot do, it refuses: nothing is lost on the way."""
+    """A whole number with its formula. Unsupported arithmetic raises, so that no formula is lost."""
 
     sum: Sum
     book: GuardBook
 
     def __new__(cls, value: int, made: Sum, book: GuardBook) -> Self:
-        """A number and how it was worked out."""
+        """Return a number with its formula."""
         self = super().__new__(cls, value)
         self.sum, self.book = made, book
         return self
@@ -353,11 +353,11 @@ LOSING: Final = [
     "abs",
     "round",
 ]
-"""What `int` can do and a `Sum` cannot say."""
+"""Operations of `int` that a `Sum` cannot express."""
 for _name in LOSING:
     setattr(Traced, f"__{_name}__", _refused(_name))
 
 
 def sum_of(number: int) -> Sum:
-    """How a number was worked out: a plain one is itself."""
+    """Formula of a number; a plain number is a constant."""
     return number.sum if isinstance(number, Traced) else constant(number)

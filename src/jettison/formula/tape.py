@@ -1,19 +1,19 @@
-"""A forward written down symbolically: values without numbers, the ops between them, and what autograd keeps of each.
+"""Symbolic tape of a forward: values without data, the ops between them, and the tensors that autograd saves.
 
 NOTE [ One walk, every figure ]
-A layer is described once, as the ops that its forward runs. Each op states what it saves for its backward. Parameters,
-saved tensors, FLOPs, bytes moved, collectives and the transients of both passes are all read off that one walk, so
-none of them can disagree with another. Ops have PyTorch's names for them, so that what is decided on a recorded
-program (`ledger.program`) can be decided here as well.
+A layer is described once, as the ops of its forward. Each op states what it saves for its backward. Parameters,
+saved tensors, FLOPs, bytes moved, collectives and the transients of both passes are all derived from that one walk, so
+that they cannot disagree. Ops have PyTorch's names, so that decisions on a recorded program (`ledger.program`) apply
+here as well.
 
-Shapes are logical, the whole tensor's; a placement says which mesh axis shards which dim, and what one rank holds
-follows from it and from the mesh. A view shares the storage of what it views.
+Shapes are logical, of the unsharded tensor; a placement says which mesh axis shards which dim, and the local shape
+follows from it and from the mesh. A view shares the storage of its base.
 
 NOTE [ Rows of all ranks ]
-A gather returns what ranks have one after the other. Where the dim that it joins is not the outermost (b × s × h), they
-are put in order by a copy, beside it: ``torch/distributed/_functional_collectives.py``, ``all_gather_tensor``
+An all-gather returns the ranks' parts one after the other. If they are joined along a dim that is not the outermost
+(b × s × h), a copy puts them in order: ``torch/distributed/_functional_collectives.py``, ``all_gather_tensor``
 (``torch.cat(torch.chunk(...), dim=gather_dim)``); before a scatter it is the other way round
-(``reduce_scatter_tensor``), and what was given has a name until it is over.
+(``reduce_scatter_tensor``), and the input is referenced until it is over.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from jettison.spec.tuning import Base, Upcast
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 NAMES = "names"
-"""Of a step that reads values and does nothing: `Tape.name`."""
+"""Name of a step that reads values and computes nothing: `Tape.name`."""
 Places = tuple[tuple[str, int], ...]
-"""Mesh axis and the dim that it shards, sorted; what is not named is whole on every rank."""
+"""Mesh axis and the dim that it shards, sorted; axes not in it do not shard the tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One tensor of the forward. ``storage`` is the index of the value that owns its memory; ``piece`` that of the
-    value which was split off it, -1 where none was.
+    """One tensor of the forward. ``storage`` is the index of the value that owns its memory; ``piece`` the index of the
+    value that was split off it, or -1.
     """
 
     index: int
@@ -49,15 +49,15 @@ class Value:
     dtype: str
     places: Places
     storage: int
-    grad: bool  # backward passes a gradient through it
+    grad: bool  # requires a gradient
     local_shape: tuple[int, ...]
-    nbytes: int  # that one rank holds of this view
+    nbytes: int  # of this view on one rank
     piece: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A value that an op keeps for its backward, and what people call it."""
+    """A value that an op saves for its backward, and its role in the ledger."""
 
     value: Value
     role: str
@@ -66,24 +66,24 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter: its logical shape and how it is placed.
+    """A parameter: its logical shape and its placement.
 
-    ``expert``: ZeRO spreads it over the ranks of one expert only. ``tied``: another region's weight, read again.
-    ``product``: a matrix whose gradient can be added to a buffer within the product that makes it. ``head``: that
-    product is the head's, after which autograd is still given a gradient of that size: ``torch.empty`` in Megatron-LM's
+    ``expert``: ZeRO shards it over the ranks of one expert only. ``tied``: another region's weight, read again.
+    ``product``: a matrix whose gradient can be accumulated by the matmul that makes it. ``head``: the LM head's matrix;
+    autograd still receives a gradient of its size: ``torch.empty`` in Megatron-LM's
     ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept. ``frozen``: it has no gradient.
-    ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
-    ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not. ``scale_bytes``:
-    of these, what lies beside the parameter, where no ZeRO shards it.
-    ``narrow_bytes``: of copies for narrow products that are held for good, on one rank.
-    ``adapter``: it belongs to an adapter, whose products are as wide as activations. ``recipe``: of its product, where
-    that is not the run's. ``gradient_ways``: its gradient takes so many times what a rank has of it.
+    ``wide``: held in fp32 whatever the precision of others, with its gradient and its state.
+    ``packed_bytes``: bytes on one rank if it is quantized (0: it is not); ``scale_bytes``: the part of them that is
+    stored separately and that ZeRO does not shard.
+    ``quantized_bytes``: persistent FP8/FP4 copies on one rank.
+    ``adapter``: belongs to an adapter, whose matmuls have the activations' dtype. ``recipe``: its matmul's FP8 recipe,
+    if not the run's. ``gradient_ways``: size of its gradient, as a multiple of its shard.
     """
 
     name: str
     shape: tuple[int, ...]
     places: Places
-    nbytes: int  # on one rank, in the dtype that forward reads
+    nbytes: int  # on one rank, in the dtype of the forward
     numel: int  # on one rank
     expert: bool = False
     tied: bool = False
@@ -93,33 +93,33 @@ class Weight:
     packed_bytes: int = 0
     scale_bytes: int = 0
     wide: bool = False
-    narrow_bytes: int = 0
+    quantized_bytes: int = 0
     adapter: bool = False
     recipe: Fp8Recipe | None = None
     gradient_ways: int = 1
 
     @property
     def gradient_numel(self) -> int:
-        """Elements of its gradient on one rank, whatever is looked at of them."""
+        """Elements of its gradient on one rank, including parts that are not used."""
         return self.numel * self.gradient_ways
 
     @property
     def held_bytes(self) -> int:
-        """Of a frozen one, on one rank."""
+        """Bytes of a frozen weight on one rank."""
         return self.packed_bytes or self.nbytes
 
     @property
     def total(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A transfer between the ranks of one axis. ``nbytes`` is the whole tensor's, the gathered or reduced one.
+    """A transfer between the ranks of one axis. ``nbytes`` counts the unsharded tensor, all-gathered or reduced.
 
-    ``step``: how many steps stand before the place in the forward where it, or what it is the backward of, belongs.
-    ``copies``: rows that stand for the same token, each for another expert.
+    ``step``: number of forward steps before it; for a collective of the backward, before its forward counterpart.
+    ``copies``: rows for each token, one for each expert that it is sent to.
     """
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all
@@ -134,8 +134,8 @@ class Collective:
 class TapeOp:
     """One op. ``passes``: the gradient of an input is the output's, or a view of it; otherwise it is a new tensor.
 
-    ``casts``: a weight that it copies in another dtype; the gradient of its input is that weight's. ``copied``: copies
-    of its weights are among its inputs and take their gradients. ``differentiable``: backward visits it.
+    ``casts``: the weight that it casts; the gradient of its result is that weight's. ``copied``: cast copies of its
+    weights are among its inputs and take their gradients. ``differentiable``: backward runs it.
     """
 
     name: str
@@ -148,20 +148,20 @@ class TapeOp:
     bytes_moved: int = 0
     passes: bool = False
     anchor: Anchor | None = None
-    gradients: tuple[int, ...] | None = None  # bytes of each input's gradient where it has another size than the input
-    workspace: int = 0  # bytes that only live while its backward runs
-    in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
-    rounds: int = 1  # kernels that follow one another, where it is a loop
+    gradients: tuple[int, ...] | None = None  # bytes of each input's gradient, if they differ from the input's
+    workspace: int = 0  # bytes that live only during its backward
+    in_place: bool = False  # its backward writes the input's gradient over a saved tensor
+    rounds: int = 1  # iterations of a loop, one kernel each
     casts: Weight | None = None
     copied: bool = False
-    differentiable: bool = field(init=False, compare=False)  # asked far more often than ops are made
+    differentiable: bool = field(init=False, compare=False)  # cached: read far more often than ops are made
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "differentiable", any(v.grad for v in self.outputs))
 
     @property
     def learned(self) -> tuple[Weight, ...]:
-        """Its weights that have a gradient."""
+        """Trained weights that it reads."""
         return tuple(w for w in self.weights if not w.frozen)
 
     @property
@@ -173,7 +173,7 @@ class TapeOp:
 
 
 class OpTraits(TypedDict, total=False):
-    """Fields of a `TapeOp` that most ops leave as they are."""
+    """Optional fields of a `TapeOp`."""
 
     passes: bool
     anchor: Anchor | None
@@ -186,7 +186,7 @@ class OpTraits(TypedDict, total=False):
 
 @dataclass(slots=True, kw_only=True)
 class Tape:
-    """What has been written so far. Make values with `source` and `op`; read `steps`, `weights` and `collectives`."""
+    """The tape so far. Make values with `source` and `op`; read `steps`, `weights` and `collectives`."""
 
     mesh: Mapping[str, int]
     steps: list[TapeOp] = field(default_factory=list)
@@ -195,7 +195,7 @@ class Tape:
     sources: dict[int, tuple[Source, str, bool]] = field(default_factory=dict)  # storage -> kind, name, free
     sizes: list[int] = field(default_factory=list)  # bytes on one rank of the storage that a value owns, else 0
     values: list[Value] = field(default_factory=list)
-    returned: list[Value] = field(default_factory=list)  # what the model gives its caller beside the loss
+    returned: list[Value] = field(default_factory=list)  # values that the model returns in addition to the loss
     _scope: list[str] = field(default_factory=list)
 
     # values -----------------------------------------------------------------------------------------------------------
@@ -211,20 +211,20 @@ class Tape:
         kind: Source = Source.INPUT,
         free: bool = False,
     ) -> Value:
-        """A value that reaches the region from outside. ``free``: somebody else pays for its bytes."""
+        """Add an input of the region. ``free``: its bytes are counted elsewhere."""
         value = self._new(tuple(shape), dtype, places, None, grad)
         self.sources[value.storage] = (kind, name, free)
         return value
 
     def view(self, value: Value, shape: Sequence[int], places: Places | None = None) -> Value:
-        """The same memory under another shape."""
+        """Return the same memory with another shape."""
         return self._new(tuple(shape), value.dtype, value.places if places is None else places, value, value.grad)
 
     def split(self, value: Value, widths: Sequence[int]) -> list[Value]:
-        """Pieces along the last dim, which have gradients of their own until they are put together.
+        """Split along the last dim into pieces with gradients of their own.
 
-        ``torch.split``, ``chunk``, ``unbind``: their backward is one ``cat``, where that of each slice is as large as
-        the whole (``torch/csrc/autograd/FunctionsManual.cpp``, ``split_with_sizes_backward``).
+        ``torch.split``, ``chunk``, ``unbind``: their backward is one ``cat``, whereas each slice's gradient is as large
+        as the full tensor (``torch/csrc/autograd/FunctionsManual.cpp``, ``split_with_sizes_backward``).
         """
         views = [self.view(value, (*value.shape[:-1], width)) for width in widths]
         pieces = [replace(each, piece=each.index) for each in views]
@@ -252,11 +252,11 @@ class Tape:
         grad: bool | None = None,
         **traits: Unpack[OpTraits],
     ) -> Value:
-        """Run an op with one result, by default of the first input's shape, dtype and placement.
+        """Record an op with one result, by default of the first input's shape, dtype and placement.
 
         Args:
-            keeps: what people call the result, where the op saves that; ``reference``: where it is published.
-            contracted: a matrix product sums over this many local elements; its FLOPs count a multiply-add as two.
+            keeps: role of the result, if the op saves it; ``reference``: where it is published.
+            contracted: local elements that a matmul sums over; its FLOPs count a multiply-add as two.
         """
         like = inputs[0]
         carries = any(v.grad for v in inputs) or any(not each.frozen for each in weights)
@@ -284,7 +284,7 @@ class Tape:
         flops: int = 0,
         **traits: Unpack[OpTraits],
     ) -> None:
-        """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
+        """Record an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + (0 if copied else sum(w.nbytes for w in weights))
         self.steps.append(
             TapeOp(
@@ -302,15 +302,15 @@ class Tape:
         )
 
     def hold(self, value: Value, role: str, reference: str = "") -> None:
-        """Keep a value through backward for other regions, which read it as theirs but do not pay for it."""
+        """Keep a value through backward for other regions, whose ledgers do not count it."""
         self.steps.append(TapeOp("hold", self.path, (value,), (), (Saved(value, role, reference),)))
 
     def name(self, *values: Value) -> None:
-        """Values that Python has names for up to here, whoever read them last."""
+        """Keep Python references to values up to here, whatever reads them last."""
         self.steps.append(TapeOp(NAMES, self.path, values, (), ()))
 
     def empty(self, shape: Sequence[int], dtype: str, places: Places = (), *, grad: bool = False) -> Value:
-        """A value that the next recorded op makes."""
+        """Return a value that the next recorded op makes."""
         return self._new(tuple(shape), dtype, places, None, grad)
 
     def collective(
@@ -329,18 +329,18 @@ class Tape:
 
     @property
     def path(self) -> str:
-        """Where it is being written."""
+        """Path of the current scope."""
         return ".".join(self._scope)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Paths inside are below ``name``."""
+        """Put paths inside below ``name``."""
         self._scope.append(name)
         yield
         self._scope.pop()
 
     def _moved(self, kind: str, axis: str, value: Value, places: Places) -> Value:
-        """NOTE [ Rows of all ranks ]."""
+        """Move between placements: NOTE [ Rows of all ranks ]."""
         name, larger = f"c10d.{kind}", places if kind == GATHER else value.places
         dim = next((dim for each, dim in {*value.places} ^ {*places} if each == axis), 0)
         outer = prod(self.local_shape(value.shape, larger)[:dim])
@@ -359,7 +359,7 @@ class Tape:
     # ------------------------------------------------------------------------------------------------------------------
 
     def local_shape(self, shape: tuple[int, ...], places: Places) -> tuple[int, ...]:
-        """What one rank holds: a size that an axis does not divide is rounded up."""
+        """Shape on one rank: a size that an axis does not divide is rounded up."""
         if not places:
             return shape
         local = list(shape)
@@ -378,16 +378,16 @@ class Tape:
         return value
 
 
-# What every op family needs at hand: the tape, the run, and where activations are sharded -----------------------------
+# The context that every op family needs: the tape, the run, and placements of activations -----------------------------
 
 
 RANDOM_STATE_BYTES = {Device.CPU: 5056, Device.CUDA: 0}
-"""Of the default generator. A CUDA generator's 16 bytes are a host tensor."""
+"""Bytes of the default generator's state. A CUDA generator's 16 bytes are a CPU tensor."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Writer:
-    """Writes one region (the embedding, a layer, the head) of a run."""
+    """Writes one region (the embedding, a layer, the head) of a run to a tape."""
 
     run: RegionSignature
     tape: Tape
@@ -395,21 +395,21 @@ class Writer:
     spread: dict[str, Value] = field(default_factory=dict)
     copies: dict[str, Value] = field(default_factory=dict)
     repeats: bool = False
-    """Are all parameters another region's?"""
+    """Do all parameters belong to another region?"""
     rules: tuple[Rule, ...] = ()
-    """Recipes of products that have not the run's."""
+    """FP8 recipes of layers that differ from the run's."""
     _random: Value | None = None
 
     @classmethod
     def of(cls, run: RegionSignature) -> Writer:
-        """An empty region."""
+        """Return a writer of an empty region."""
         return cls(run=run, tape=Tape(mesh=run.layout.mesh_sizes))
 
-    # what was chosen ------------------------------------------------------------------------------------------------
+    # options of the run ---------------------------------------------------------------------------------------------
 
     @property
     def kernels(self) -> Kernels:
-        """Which ops are one kernel."""
+        """Fused kernels of the run."""
         return self.run.kernels
 
     @property
@@ -418,23 +418,23 @@ class Writer:
         return self.run.precision.compute
 
     @property
-    def products(self) -> str:
-        """Dtype of matrix products: under autocast narrower than other ops'. See NOTE [ Autocast ]."""
+    def matmul_dtype(self) -> str:
+        """Dtype of matmuls: under autocast not that of other ops. See NOTE [ Autocast ]."""
         return self.run.precision.casts or self.compute
 
     @property
     def stream(self) -> str:
-        """Dtype of the residual stream. What convolutions made of sound stays as narrow as products under autocast,
-        unless a norm comes before the first layer that is on its list (`listed`).
+        """Dtype of the residual stream. Convolutions of sound output the matmuls' dtype under autocast, unless a norm,
+        which is on autocast's fp32 list (`listed`), comes before the first layer.
         """
         model = self.run.model
         if model.audio is not None and self.run.precision.casts and not (self.listed and model.embedding_norm):
-            return self.products
+            return self.matmul_dtype
         return "float32" if model.wide_stream else self.compute
 
     @property
     def listed(self) -> bool:
-        """Are ops on autocast's list for fp32 that CUDA alone has there: norms, softmax, powers? NOTE [ Autocast ]."""
+        """Do norms, softmax and powers run in fp32 under autocast, as on CUDA only? NOTE [ Autocast ]."""
         return self.run.precision.casts is not None and self.kernels.device is not Device.CPU
 
     @property
@@ -444,12 +444,12 @@ class Writer:
 
     @property
     def expert_axis(self) -> str:
-        """Which mesh axis shards an expert's width."""
+        """Mesh axis that shards an expert's width."""
         return "etp" if self.run.layout.splits_tp else "tp"
 
     @property
     def seq_dim(self) -> int:
-        """Which dim of an activation is the sequence."""
+        """Dim of an activation that is the sequence."""
         return 1 if self.kernels.batch_first else 0
 
     # shapes ---------------------------------------------------------------------------------------------------------
@@ -460,12 +460,12 @@ class Writer:
         return (b, s, *width) if self.kernels.batch_first else (s, b, *width)
 
     def inside(self, *more: tuple[str, int]) -> Places:
-        """Placement within attention and feed-forward blocks: s over cp, and what is given."""
+        """Placement inside attention and feed-forward blocks: s over cp, and the given axes."""
         cp = (("cp", self.seq_dim),) if self.run.layout.cp > 1 else ()
         return tuple(sorted((*cp, *more)))
 
     def outside(self) -> Places:
-        """Placement between the blocks: under sequence parallelism s is sharded over tp as well."""
+        """Placement between blocks: under sequence parallelism s is sharded over tp as well."""
         sp = self.run.layout.sp and self.tp > 1
         return self.inside(("tp", self.seq_dim)) if sp else self.inside()
 
@@ -477,41 +477,41 @@ class Writer:
 
     @property
     def table_dtype(self) -> str:
-        """Dtype of rows of embeddings, which TRL leaves as narrow as products: NOTE [ What is not packed ]."""
+        """Dtype of embeddings; TRL leaves them in the matmuls' dtype: NOTE [ What is not packed ]."""
         tuning = self.run.tuning
-        return self.products if tuning is not None and tuning.upcast is Upcast.NORMS else self.compute
+        return self.matmul_dtype if tuning is not None and tuning.upcast is Upcast.NORMS else self.compute
 
     def hidden(
-        self, role: str = "block input", *, detached: bool = False, narrow: bool = False, depths: int = 1
+        self, role: str = "block input", *, detached: bool = False, low_precision: bool = False, depths: int = 1
     ) -> Value:
-        """The residual stream as the region is given it. ``detached``: no gradient goes further back.
+        """The residual stream as the region's input. ``detached``: no gradient is passed on.
 
-        ``narrow``: in the dtype of products. ``depths``: hidden states of so many, joined.
+        ``low_precision``: in the matmuls' dtype. ``depths``: number of joined hidden states (MTP).
         """
         rows = list(self.shape(self.run.model.hidden))
         rows[self.seq_dim] *= depths
         shape = tuple(rows)
-        dtype = self.products if narrow else self.stream
+        dtype = self.matmul_dtype if low_precision else self.stream
         return self.tape.source(role, shape, dtype, self.outside(), grad=not detached)
 
     def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
-        """Something that every layer reads and none pays for."""
+        """A tensor that every layer reads and no layer counts."""
         return self.tape.source(name, shape, dtype, places, kind=Source.INPUT, free=True)
 
     def read(self, weight: Weight, name: str = "weight") -> Value:
-        """A parameter as an op takes it that is no product."""
+        """A parameter as read by an op that is not a matmul."""
         dtype, learned = self.held(frozen=weight.frozen), not weight.frozen
         return self.tape.source(name, weight.shape, dtype, weight.places, grad=learned, free=True)
 
     def random(self) -> Value:
-        """The state of the random generator where the region starts: masks can be drawn from it again."""
+        """State of the random generator at the region's start, from which masks are recomputed."""
         if self._random is None:
             size = RANDOM_STATE_BYTES[self.kernels.device]
             self._random = self.tape.source("random state", (size,), "uint8", kind=Source.RANDOM)
         return self._random
 
     def follow(self, other: Writer) -> None:
-        """One random state for both, who write on one tape."""
+        """Share one random state with another writer on the same tape."""
         self._random = other._random
 
     def parameter(
@@ -531,28 +531,28 @@ class Writer:
     ) -> Weight:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
-        ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
-        ``product``: it is the matrix of a product; ``head``: of the head's. ``adapter``: it is trained while the others
-        are frozen. ``table``: its rows are looked up. ``fixed``: the model's own code never trains it. ``wide``: it is
-        held in fp32, whatever others are.
+        ``tied``: it belongs to another region; held once more only on another pipeline stage.
+        ``product``: a matmul's matrix; ``head``: the LM head's. ``adapter``: trained while the others are frozen.
+        ``table``: an embedding table. ``fixed``: the model's own code never trains it. ``wide``: held in fp32, whatever
+        the others are.
         """
         axis = self.expert_axis if expert else "tp"
         places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
         frozen = fixed or (self.run.tuning is not None and not adapter)
-        packed = copies = beside = 0
+        packed = copies = scales = 0
         held = self.recipe
         spread = tuple(sorted(places))
         local = self.tape.local_shape(shape, spread)
-        if held is not None and self.narrows(shape[-2] if product else 1, head=head) and not adapter:
+        if held is not None and self.uses_recipe(shape[-2] if product else 1, head=head) and not adapter:
             copies = held.weight_bytes(local)
         modules = not expert or (self.kernels.looped_experts and self.run.layout.ep == 1)
         if frozen and product and not head and modules and self.base.packed:
             count = local[0] if expert else 1  # matrices
             packed = count * self.base.packed_bytes(prod(local) // count, local[-2])
             if self.kernels.model_code:  # bitsandbytes' ``quant_state``, say
-                beside = count * self.base.beside_bytes(prod(local) // count, local[-2])
+                scales = count * self.base.beside_bytes(prod(local) // count, local[-2])
         wide = wide or (adapter and self.run.tuning is not None and self.run.tuning.wide)
         dtype = "float32" if wide else self.held(frozen=frozen)
         dtype = self.table_dtype if frozen and (table or head) and self.base.packed else dtype
@@ -568,9 +568,9 @@ class Writer:
             head=head,
             frozen=frozen,
             packed_bytes=packed,
-            scale_bytes=beside,
+            scale_bytes=scales,
             wide=wide,
-            narrow_bytes=copies,
+            quantized_bytes=copies,
             adapter=adapter,
             recipe=self.other_recipe if product else None,
             gradient_ways=gradient_ways,
@@ -578,25 +578,25 @@ class Writer:
         self.tape.weights.append(weight)
         return weight
 
-    def narrows(self, features: int, *, head: bool) -> bool:
-        """Is a product with so many results done with narrow copies by a recipe? The head is torch's, as are gates."""
+    def uses_recipe(self, features: int, *, head: bool) -> bool:
+        """Does an FP8/FP4 recipe apply to a matmul with so many outputs? The head's is torch's, as are gates'."""
         return self.recipe is not None and features > 1 and not head
 
     @property
     def one_block(self) -> bool:
-        """Is a gated block with its adapters one op? Only where all its products have one."""
+        """Is a gated block with its adapters one op? Only if all its linear layers have adapters."""
         tuning = self.run.tuning
         fused = self.kernels.fused_adapters and self.kernels.fused_gate
         return fused and tuning is not None and all(map(tuning.adapts, ("gate", "up", "down")))
 
     @property
     def other_recipe(self) -> Fp8Recipe | None:
-        """Of products here, where that is not the run's."""
+        """FP8 recipe of the current layers, if not the run's."""
         return rule_for(self.rules, self.tape.path) if self.rules else None
 
     @property
     def recipe(self) -> Fp8Recipe | None:
-        """Of products here; None: they are as wide as activations, or the run has none."""
+        """FP8 recipe of the current layers; None: they run in the activations' dtype, or the run has none."""
         run, other = self.run.precision.recipe, self.other_recipe
         if run is None or other is None:
             return run
@@ -604,17 +604,17 @@ class Writer:
 
     @property
     def quantises(self) -> bool:
-        """Are products here narrow, without a recipe that says how?"""
+        """Do matmuls run in fp8 without a recipe?"""
         precision = self.run.precision
         return precision.product is not None and precision.recipe is None and self.other_recipe != WIDE
 
     @property
     def base(self) -> Base:
-        """How frozen matrices are held."""
+        """Storage format of frozen matrices."""
         return Base.PLAIN if self.run.tuning is None else self.run.tuning.base
 
     def held(self, *, frozen: bool) -> str:
-        """Dtype of a parameter; of one that is held in fewer bits, of what it becomes to be read."""
+        """Dtype of a parameter; of a quantized one, its dtype after dequantization."""
         if frozen:
             return "float32" if self.base is Base.FP32 else self.compute
         return self.run.precision.parameter

@@ -571,7 +571,7 @@ def _quantised_bytes(region: Region, precision: Precision, execution: Execution)
         own = w.recipe or recipe
         if w.product and not w.head and not w.frozen and not w.tied and own != WIDE:
             copies = 1 if own.either_way else 2
-            total += each * (1 + own.looks) * w.numel + (w.narrow_bytes or copies * w.numel * own.bits // 8)
+            total += each * (1 + own.looks) * w.numel + (w.quantized_bytes or copies * w.numel * own.bits // 8)
     return total
 
 

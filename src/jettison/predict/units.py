@@ -415,7 +415,7 @@ def _with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
     if leaf & set(embedding.region.program.outputs) and len(groups) > 1 and input_kept(groups[1].part):
         kept = 0  # a layer keeps it as its input
     return [
-        unit.plus(resident=kept) if EMBEDDING in unit.names else unit.beside(forward=0 if unit.is_loss else named)
+        unit.plus(resident=kept) if EMBEDDING in unit.names else unit.plus(forward=0 if unit.is_loss else named)
         for unit in made
     ]
 

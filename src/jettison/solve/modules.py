@@ -63,7 +63,7 @@ def parts_of(program: Program, module: str) -> frozenset[int]:
             up = ("attention.query", "attention.key_value")
             first = min(core, default=0)
             return _where(program, lambda op: op.path in up or (op.path == "attention" and op.index < first))
-        case "mtp":  # NOTE [ Further tokens ] in `formula.region`
+        case "mtp":  # NOTE [ Multi-token prediction ] in `formula.region`
             return _where(program, lambda op: op.path not in ("norm", "mtp") and not _joins_depths(program, op))
         case "mlp" | "moe":
             return _where(program, _in_mlp) if sparse == (module == "moe") else frozenset()

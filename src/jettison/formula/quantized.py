@@ -1,4 +1,4 @@
-"""What products of narrow copies keep and take: NOTE [ Copies in TransformerEngine ] in `spec.fp8`."""
+"""Saved copies and workspace of FP8/FP4 matmuls: NOTE [ Copies in TransformerEngine ] in `spec.fp8`."""
 
 from __future__ import annotations
 
@@ -12,52 +12,54 @@ from jettison.spec.fp8 import QUANTISED_THROUGH_BYTES, SCALE_DTYPE, Fp8Recipe, L
 QUANTISE, PAD = "quantise.fp8", "pad.rows"
 SCALE_ROLE = "scales of linear input"
 SCALED_BYTES: Final = 12
-"""Of a number of a result, while it is multiplied with scales: the matrix of these, and the result in fp32 twice."""
+"""Bytes for each element of a result while it is scaled: the matrix of scales, and the result in fp32 twice."""
 _WIDE: Final = 2
-"""Bytes of a number of what a backward returns."""
+"""Bytes of an element of a gradient that a backward returns."""
 _NORMED = frozenset({"qkv", "query", "key", "value", "gate", "up", "gate_up", "key_value"})
-"""Products that TransformerEngine makes one module with the norm before them, where Megatron builds a dense layer."""
+"""Linear layers that TransformerEngine fuses with the norm before them, if Megatron builds a dense layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NarrowProduct:
-    """Of one product: what stays, and bytes that live while its backward runs."""
+class QuantizedMatmul:
+    """Tensors that one matmul saves, and bytes that live only during its backward."""
 
     saves: tuple[Saved, ...]
     workspace: int
 
 
-def narrow(w: Writer, x: Value, kept: Value, features: int, name: str, role: str, *, original: bool) -> NarrowProduct:
-    """A linear layer's product by the run's recipe.
+def quantized_matmul(
+    w: Writer, x: Value, kept: Value, features: int, name: str, role: str, *, original: bool
+) -> QuantizedMatmul:
+    """A linear layer's matmul under the run's recipe.
 
     Args:
-        x: what it multiplies; ``kept``: what is left of it for backward, a shard where it is gathered again.
+        x: its input; ``kept``: the part saved for backward, a shard if backward all-gathers it again.
         features: of its result on one rank.
-        original: another op keeps ``kept`` as it is, too.
+        original: another op also saves ``kept`` unquantized.
     """
     recipe = w.recipe
     assert recipe is not None
     rows, columns = prod(x.local_shape[:-1]), x.local_shape[-1]
     if recipe.library is Library.TORCHAO:
-        return NarrowProduct(saves=(Saved(kept, role),), workspace=torchao_bytes(recipe, rows, columns, features))
+        return QuantizedMatmul(saves=(Saved(kept, role),), workspace=torchao_bytes(recipe, rows, columns, features))
     gathered = kept.index != x.index
     gradient = recipe.both_bytes(recipe.inputs, rows, features)
     again = recipe.both_bytes(recipe.inputs, rows, columns) if gathered else 0
     if original and recipe.keeps_original:
         again = recipe.both_bytes(recipe.inputs, rows, columns)
-        return NarrowProduct(saves=(Saved(kept, role),), workspace=gradient + again)
+        return QuantizedMatmul(saves=(Saved(kept, role),), workspace=gradient + again)
     both = gathered and name in _NORMED and recipe.inputs is Scales.NV
     columnwise = not recipe.either_way and not (gathered and recipe.rows_are_gathered)
-    return NarrowProduct(
+    return QuantizedMatmul(
         saves=_copies(w, recipe, kept, role, columnwise=columnwise, both=both), workspace=gradient + again
     )
 
 
-def narrow_rows(w: Writer, x: Value, weight: Weight, experts: int, role: str, *, original: bool) -> NarrowProduct:
-    """The product of rows with their experts' matrices: each expert's rows are quantised apart, and stay by columns.
+def quantized_rows(w: Writer, x: Value, weight: Weight, experts: int, role: str, *, original: bool) -> QuantizedMatmul:
+    """The grouped matmul of rows with their experts' matrices: each expert's rows are quantized separately, by columns.
 
     Args:
-        original: unless the rows are computed again, which then stay as they are.
+        original: save the rows unquantized; backward quantizes them again.
     """
     recipe = w.recipe
     assert recipe is not None
@@ -67,15 +69,15 @@ def narrow_rows(w: Writer, x: Value, weight: Weight, experts: int, role: str, *,
     gradient = experts * recipe.both_bytes(recipe.inputs, each, features)
     if original:
         again = experts * recipe.both_bytes(recipe.inputs, each, columns)
-        return NarrowProduct(saves=(Saved(x, role),), workspace=gradient + again)
+        return QuantizedMatmul(saves=(Saved(x, role),), workspace=gradient + again)
     saves = _copies(w, recipe, x, role, columnwise=not recipe.either_way, both=False, experts=experts)
-    return NarrowProduct(saves=saves, workspace=gradient)
+    return QuantizedMatmul(saves=saves, workspace=gradient)
 
 
 def _copies(
     w: Writer, recipe: Fp8Recipe, x: Value, role: str, *, columnwise: bool, both: bool, experts: int = 1
 ) -> tuple[Saved, ...]:
-    """Both copies are made, and one stays, or both."""
+    """Quantized copies by rows and by columns; one of them is saved, or both."""
     rows, columns = prod(x.local_shape[:-1]) // experts, x.local_shape[-1]
     made: list[Value] = []
     kept: list[Saved] = []
@@ -89,7 +91,7 @@ def _copies(
 
 
 def _data(w: Writer, recipe: Fp8Recipe, x: Value) -> Value:
-    """In a quarter of 16 bits two numbers are a byte."""
+    """Quantized data; at 4 bits two numbers share a byte."""
     if recipe.bits == 8:
         return w.tape.empty(x.shape, "float8_e4m3fn", x.places)
     return w.tape.empty((*x.shape[:-1], x.shape[-1] // 2), "uint8", x.places)
@@ -98,7 +100,7 @@ def _data(w: Writer, recipe: Fp8Recipe, x: Value) -> Value:
 def _scales(
     w: Writer, recipe: Fp8Recipe, rows: int, columns: int, *, columnwise: bool, experts: int
 ) -> tuple[Value, ...]:
-    """Of one rank: how they are padded follows from what it has."""
+    """Scales of one rank; their padding depends on its shard."""
     shape = scale_shape(recipe.inputs, rows, columns, columnwise=columnwise)
     shape = shape if experts == 1 else (experts, *shape)
     found = w.tape.empty(shape, SCALE_DTYPE[recipe.inputs])
@@ -108,11 +110,11 @@ def _scales(
 
 
 def torchao_bytes(recipe: Fp8Recipe, rows: int, columns: int, features: int) -> int:
-    """Of a backward beside both gradients that it returns: NOTE [ Copies in torchao ] in `spec.fp8`.
+    """Workspace of a backward in addition to both gradients: NOTE [ Copies in torchao ] in `spec.fp8`.
 
-    Copies of gradient, weight and input are held until the end. `float8_ops.py`, ``preprocess_addmm``, copies again
-    what lies by columns; ``addmm_float8_unwrapped`` multiplies a row-wise product's result with a matrix of scales.
-    MX tensors were not looked at: as if they had one scale.
+    Copies of gradient, weight and input are held until the end. `float8_ops.py`, ``preprocess_addmm``, copies
+    column-major operands again; ``addmm_float8_unwrapped`` scales a row-wise result by a matrix of scales.
+    MX tensors have not been read: they count as if they had one scale.
     """
     g, weight, x = rows * features, features * columns, rows * columns
     through, scaled = QUANTISED_THROUGH_BYTES, SCALED_BYTES if recipe.inputs is Scales.ROW else 0
@@ -130,7 +132,7 @@ def torchao_bytes(recipe: Fp8Recipe, rows: int, columns: int, features: int) -> 
 
 
 def padded(w: Writer, x: Value, experts: int) -> Value:
-    """Rows of each expert, filled up to what the recipe multiplies: Megatron's ``Fp8Padding``. Even shares."""
+    """Rows of each expert padded to the recipe's multiple: Megatron's ``Fp8Padding``. Even shares."""
     recipe = w.recipe
     if recipe is None or recipe.library is not Library.TE:
         return x
@@ -139,7 +141,7 @@ def padded(w: Writer, x: Value, experts: int) -> Value:
 
 
 def unpadded(w: Writer, x: Value, rows: int) -> Value:
-    """The other way round: ``rows`` of all ranks."""
+    """Undo `padded`; ``rows`` counts all ranks."""
     return x if x.shape[0] == rows else w.tape.op(PAD, [x], (rows, *x.shape[1:]))
 
 
