@@ -1,8 +1,8 @@
 """From a Hugging Face ``config.json`` to a `ModelSpec`: the text model alone, without torch or transformers.
 
-What `families` fixes for the architecture and what the file says are put together here. Sizes have to be in the file;
-the rest falls back on the architecture's defaults. Vision towers, modules that predict further tokens and quantised
-weights are left out, and said to be: `ModelSpec.left_out`.
+Fixed values of the architecture come from `families`, the rest from the file. Sizes must be in the file; other keys
+fall back on the architecture's defaults. Vision towers, multi-token prediction (MTP) layers and quantised weights are left
+out, and listed in `ModelSpec.left_out`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
 
 
 def read_config(path: Path | str) -> ModelSpec:
-    """Read a ``config.json``, or the one in this folder. The model is named after the folder, or after another file.
+    """Read a ``config.json``, given as a file or as its folder. The model is named after the folder, or after the file.
 
     Raises:
         UsageError: no such file, not JSON, not an object, or `parse_config` refuses it.
@@ -39,7 +39,7 @@ def read_config(path: Path | str) -> ModelSpec:
 
 
 def read_values(path: Path) -> tuple[Any, str]:
-    """What a ``config.json`` says, or the one in this folder, and what the model is called.
+    """Return the values of a ``config.json``, given as a file or as its folder, and the model's name.
 
     Raises:
         UsageError: no such file, or not JSON.
@@ -56,10 +56,10 @@ def read_values(path: Path) -> tuple[Any, str]:
 
 
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
-    """Make a model out of a decoded ``config.json``. ``text_config`` is used where it holds the language model.
+    """Make a model from a decoded ``config.json``; the language model may be nested in ``text_config``.
 
     Raises:
-        UsageError: an architecture that is not known, missing sizes, or a value that makes no sense, by its key.
+        UsageError: an unknown architecture, missing sizes, or an invalid value, named by its key.
     """
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
@@ -83,17 +83,17 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
 
 
 def _pair(values: Mapping[str, Any], family: Family, name: str) -> ModelSpec:
-    """Both towers of a configuration, that of images first, as an encoder is."""
+    """Both towers of a configuration, the image tower first, like an encoder."""
     parts = [values.get(key) or {} for key in ("text_config", "vision_config")]
     if not all(isinstance(part, Mapping) for part in parts):
         raise UsageError(f"{name}: got {short(parts)} for text_config and vision_config; expected two objects")
-    beside = family.pair["images"]
+    tower = family.pair["images"]
     texts = ConfigFields(name=name, family=family, values=_inherit(parts[0], values))
     sizes = {**family.pair["sizes"], **parts[1]}
-    images = ConfigFields(name=name, family=FAMILIES[beside], values=_inherit(sizes, values))
+    images = ConfigFields(name=name, family=FAMILIES[tower], values=_inherit(sizes, values))
     for fields in (texts, images):
         fields.check_complete()
-    text, image, width = _model(texts, values["model_type"]), _model(images, beside), values.get("projection_dim", 512)
+    text, image, width = _model(texts, values["model_type"]), _model(images, tower), values.get("projection_dim", 512)
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise UsageError(f"{name}: got projection_dim {width!r}; expected a whole number of 1 or more")
     first = tuple(replace(layer, source=True) for layer in image.layers if isinstance(layer, Layer))
@@ -101,7 +101,7 @@ def _pair(values: Mapping[str, Any], family: Family, name: str) -> ModelSpec:
 
 
 def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
-    """The model_type and the values of the language model, which may stand inside ``text_config``."""
+    """The model_type and the values of the language model, which may be nested in ``text_config``."""
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return kind, values
@@ -113,7 +113,7 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
         if isinstance(kind, str) and kind in FAMILIES:
             return kind, _inherit(inner, values)
     elif default is not None and inner is None and "vision_config" in values and "hidden_size" in values:
-        return default, values  # as first files of Qwen2-VL have it
+        return default, values  # as in early files of Qwen2-VL
     elif default is not None:
         raise UsageError(f"{name}: got {part} {short(inner)}; expected the object that {kind} keeps it in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"
@@ -124,7 +124,7 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
 
 
 def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The inner configuration with what counts from around it: the wrapper owns the head, so it ties the embeddings."""
+    """The inner configuration with keys of the outer one that apply: the wrapper owns the head and ties embeddings."""
     merged = dict(inner)
     for key in ("tie_word_embeddings", "num_labels", "id2label"):
         if outer.get(key) is not None:
@@ -203,7 +203,7 @@ def _patches(fields: ConfigFields) -> Patches:
 
 
 def _classes(fields: ConfigFields) -> int:
-    """What an image may show: as many as are named, or two, as transformers has it."""
+    """Number of classes of an image classifier: the named ones, or 2, the default of transformers."""
     names = fields.values.get("id2label")
     count = fields.values.get("num_labels", len(names) if isinstance(names, Mapping) and names else 2)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -212,7 +212,7 @@ def _classes(fields: ConfigFields) -> int:
 
 
 def _audio(fields: ConfigFields) -> Audio:
-    """The convolutions that make tokens of sound."""
+    """The convolutions that turn sound into tokens."""
     channels = _convolved(fields, "conv_dim", None)
     kernels, strides = (_convolved(fields, key, len(channels)) for key in ("conv_kernel", "conv_stride"))
     norm, reduction = fields.value("feat_extract_norm"), fields.value("ctc_loss_reduction")
@@ -262,8 +262,8 @@ def _dtype(fields: ConfigFields) -> str:
 
 
 def _dropout(fields: ConfigFields) -> tuple[DropoutSites, float]:
-    """Where the model drops out and with which probability (the largest, where they differ). A site whose probability
-    is 0 is switched off, unless all are: then the sites are those of the code, for a probability given elsewhere.
+    """Dropout sites and their probability (the largest, if they differ). A site of probability 0 is off, unless all
+    are: then the sites are those of the code, for a probability given elsewhere.
     """
     keys = fields.family.dropout
     chances = {}
@@ -276,11 +276,11 @@ def _dropout(fields: ConfigFields) -> tuple[DropoutSites, float]:
     return DropoutSites(**{site: chance > 0 or not most for site, chance in chances.items()}), most
 
 
-# What a configuration has that its closed form does not, in words -----------------------------------------------------
+# Parts of a configuration that the closed form leaves out, as remarks -------------------------------------------------
 
 
 TOWERS: Final = ("vision", "audio")
-"""What may stand beside a text model."""
+"""Keys of towers next to a text model."""
 _OTHER_HEADS: Final = (
     "ForSequenceClassification",
     "ForTokenClassification",
@@ -294,7 +294,7 @@ _OTHER_HEADS: Final = (
     "ForTextEncoding",
     "EncoderModel",
 )
-"""How names of classes end whose head is not the one that is described."""
+"""Suffixes of class names whose head differs from the one described."""
 _HEAD_APART: Final = (
     "published weights with tie_word_embeddings false have a head of their own, which a closed form counts and a trace "
     "does not: transformers builds none from the configuration alone"
@@ -306,12 +306,12 @@ LEFT_OUT_TOWER: Final = " is left out: "
 
 
 def of_another_model(remark: str) -> bool:
-    """Is it about a head or a tower, which the class that is built has and the described model has not?"""
+    """Is the remark about a head or a tower that the built class has and the described model lacks?"""
     return remark.startswith((OTHER_HEAD, "the ")) and (OTHER_HEAD in remark or LEFT_OUT_TOWER in remark)
 
 
 def left_out_of(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """What a configuration has that the text model does not, one remark each."""
+    """Parts of a configuration that the text model lacks, one remark each."""
     if family.images:
         if "vision_config" in outer:
             yield (
@@ -333,7 +333,7 @@ def left_out_of(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Fami
 
 
 def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
-    """What a configuration has that the code of transformers does not build, one remark each."""
+    """Parts of a configuration that transformers' code does not build, one remark each."""
     further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
     if isinstance(further, int) and further > 0:
         count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
@@ -350,7 +350,7 @@ def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
 
 
 def _other_head(outer: Mapping[str, Any], family: Family) -> str:
-    """The class that the file names, where it ends in another head or in none, or is one stack of two; else empty."""
+    """The class that the file names, if it has another head or none, or is one of two stacks; else empty."""
     names = outer.get("architectures")
     name = names[0] if isinstance(names, list | tuple) and names and isinstance(names[0], str) else ""
     bare = name.endswith("Model") and not name.endswith(("HeadModel", "HeadsModel"))
@@ -359,7 +359,7 @@ def _other_head(outer: Mapping[str, Any], family: Family) -> str:
 
 
 def _tower_parameters(tower: Mapping[str, Any]) -> int:
-    """Of an encoder's layers: four projections of attention, and two of the feed-forward block or three where gated."""
+    """Parameters of an encoder's layers: four attention projections, two of the feed-forward block (three if gated)."""
     sizes = [tower.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
     sizes[0] = sizes[0] or tower.get("embed_dim") or tower.get("width") or tower.get("d_model")
     sizes[2] = sizes[2] or tower.get("depth") or tower.get("encoder_layers")
@@ -367,5 +367,5 @@ def _tower_parameters(tower: Mapping[str, Any]) -> int:
     if not width or not depth:
         return 0
     ffn = ffn or 4 * width
-    products = 3 if tower.get("hidden_act") in ("silu", "swish") else 2
-    return depth * (4 * width * width + products * width * ffn)
+    projections = 3 if tower.get("hidden_act") in ("silu", "swish") else 2
+    return depth * (4 * width * width + projections * width * ffn)

@@ -1,31 +1,31 @@
-"""Model families: what the code of an architecture fixes, and what its configuration may leave out.
+"""Model families: the fixed choices of an architecture's code, and the keys that its configuration may omit.
 
 ``models/<model_type>.toml`` describes one ``model_type`` of Hugging Face's ``config.json``:
 
-    like = "llama"                  # begin with all that this other family says
-    blocks = ["decoder"]            # and with all that these files of ``blocks/`` say, the last one counting most
+    like = "llama"                  # start from all values of this other family
+    blocks = ["decoder"]            # then merge these files of ``blocks/``, the last one has priority
     norm = { kind = "rms" }         # fields of `Norm`
     gated = false                   # any field of `Family`; a choice is written as the name of its enum member
-    required = ["hidden_size"]      # keys without which a configuration says too little
-    optional = ["head_dim"]         # keys that may be left out or null
-    refused = ["clip_qkv"]          # keys that may not be set: what the code does then is not described
-    [defaults]                      # keys that may be left out, and what they are then
-    [spelling]                      # how this family writes a key, where it does not write it as most do
+    required = ["hidden_size"]      # keys that must be set
+    optional = ["head_dim"]         # keys that may be missing or null
+    refused = ["clip_qkv"]          # keys that may not be set: no closed form for their effect
+    [defaults]                      # keys that may be missing, with their default
+    [spelling]                      # this family's spelling of a key, if it is not the usual one
     [dropout]                       # fields of `DropoutKeys`
     [experts]                       # fields of `Experts`
-    [when.KEY]                      # fields of `Family`, and of its `Experts`, where the file has KEY true
-    [unless.KEY]                    # and where it has it false
-    reader = "falcon"               # a function of `readers`, for what no table says
+    [when.KEY]                      # fields of `Family`, and of its `Experts`, if the file has KEY true
+    [unless.KEY]                    # the same if the file has KEY false
+    reader = "falcon"               # a function of `fields`, for conversions that no table can express
     [kernels]                       # fields of `Kernels` in which transformers' code of this family differs
 
-    described_kernels = ["liger"]   # not passed on to those that are like it
-    [tensor_parallel]               # nor this: how classes and parts are called, for parallel/known_models.py
-    name = "Llama"                  # how its classes begin
-    parts = "llama_parts"           # a file of ``blocks/``, unless the parts stand here
+    described_kernels = ["liger"]   # not inherited by families that are like it
+    [tensor_parallel]               # not inherited either: names of classes and parts, for parallel/known_models.py
+    name = "Llama"                  # prefix of its class names
+    parts = "llama_parts"           # a file of ``blocks/``, unless the parts are listed here
 
-Tables are merged key by key, but for ``norm``; anything else that is said again replaces what was said before.
+Tables are merged key by key, except for ``norm``; any other repeated key replaces the earlier value.
 ``defaults`` are those of the configuration classes of transformers 5 (``models/*/configuration_*.py``). A key that is
-neither required nor among the defaults is not read by the architecture, and so not by us.
+neither required nor among the defaults is not read by the architecture, so it is ignored here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ScanKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropoutKeys:
-    """Which key holds the probability of each site; empty: the code has no dropout there."""
+    """Key of each site's dropout probability; empty: the code has no dropout there."""
 
     embedding: str = ""
     attention: str = "attention_dropout"
@@ -70,7 +70,7 @@ class DropoutKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """What the code of a mixture of experts fixes. ``width`` is the key of one expert's feed-forward width."""
+    """Fixed choices in the code of a mixture of experts. ``width`` is the key of one expert's feed-forward width."""
 
     router: Router
     width: str = "moe_intermediate_size"
@@ -81,13 +81,13 @@ class Experts:
     correction_frozen: bool = False
     clamped_sum: bool = False
     weighted_inputs: bool = False
-    shared_width: str = ""  # the key of the shared experts' width, where it is none of one expert's
+    shared_width: str = ""  # key of the shared experts' width, if it has one of its own
     shared_gate: bool = False
     shared_fused: bool = False  # their gate and up are one weight
-    jitters: int = 0  # how often tokens are multiplied by noise before they are routed, where jitter_key is set
+    jitters: int = 0  # number of times that tokens are multiplied by noise before routing, if jitter_key is set
     jitter_key: str = ""
-    only_top_k: int = 0  # experts of a token, of which the code knows no other number
-    one_is_dense: bool = False  # one expert is none
+    only_top_k: int = 0  # the only number of experts a token that the code supports
+    one_is_dense: bool = False  # with one expert the layer is dense
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,16 +95,16 @@ class Family:
     """One architecture.
 
     Args:
-        spelling: how this family writes a key, where it does not write it as most do; the first is preferred.
-        qkv_bias: fixed in code, as are the other choices here; where the configuration decides, ``attention_bias``
+        spelling: this family's spelling of a key, if it is not the usual one; the first is preferred.
+        qkv_bias: fixed in code, like the other choices here; if the configuration decides, ``attention_bias``
             or ``mlp_bias`` is among the defaults.
-        described_kernels: sets of kernels that are described for few families, of which this is one.
+        described_kernels: sets of kernels with closed forms for few families, this one included.
     """
 
     norm: Norm
     defaults: Mapping[str, Any] = field(default_factory=dict)
     required: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()  # keys that may not be set: what the code does then is not described
+    refused: tuple[str, ...] = ()  # keys that may not be set: no closed form for their effect
     spelling: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     arrangement: Arrangement = Arrangement.PRE
     activation: Activation | None = None
@@ -119,41 +119,41 @@ class Family:
     fused_gate_up: bool = False
     qk_norm: QkNorm = QkNorm.NONE
     scaled_queries: bool = False
-    scaled_where_nope: bool = False  # in layers without rotary positions alone
+    scaled_where_nope: bool = False  # only in layers without rotary positions
     rotary: bool = True
-    learned_positions: bool | None = None  # None: where nothing else says positions
-    rotary_key: str = ""  # a top-level key that says which share of a head is rotated
-    nope_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
+    learned_positions: bool | None = None  # None: if no other kind of positions is set
+    rotary_key: str = ""  # a top-level key for the rotated share of a head
+    nope_where_full: bool = False  # if some layers have a window, those without one have no rotary positions: EXAONE 4
     latent: bool = False
     sinks: bool = False
     alibi: bool = False
-    gated_attention: bool = False  # what it returns is weighted by a part of the queries' product
-    floored_heads: bool = False  # where heads do not divide the hidden size, they are as wide as it has room for
+    gated_attention: bool = False  # its output is gated by a part of the query projection
+    floored_heads: bool = False  # if heads do not divide the hidden size, head_dim is rounded down
     position_biases: Biases = Biases.NONE  # of scores, by distance
     position_offset: int = 0  # rows of learned positions beyond the longest sequence
     bidirectional: bool = False
-    full_first: bool = False  # of a period of layers the first sees all, and not the last
-    half_window: bool = False  # the configuration says how wide it is, both ways together
-    full_where_nope: bool = False  # layers with rotary positions have a window, unless each layer is named: Llama 4
-    layer_words: Mapping[str, str] = field(default_factory=dict)  # usual words by its own in layer_types
-    scan: ScanKind | None = None  # what layers have that are not of attention; ``layer_types`` says which
-    scan_activation: str = ""  # a key that may say silu alone
+    full_first: bool = False  # the first layer of a period has full attention, not the last
+    half_window: bool = False  # the configuration gives the window in both directions together
+    full_where_nope: bool = False  # layers with rotary positions have a window, unless layer_types is set: Llama 4
+    layer_words: Mapping[str, str] = field(default_factory=dict)  # usual values of layer_types by this family's
+    scan: ScanKind | None = None  # token mixer of layers without attention; ``layer_types`` selects them
+    scan_activation: str = ""  # a key whose only supported value is silu
     single_block: bool = False  # a layer is one block
     experts: Experts | None = None
     embedding_norm: bool = False  # the embedding ends with a norm
     embedding_scale: bool = False
-    first_unnormed: bool = False  # and the first layer's attention therefore has none
+    first_unnormed: bool = False  # so the first layer's attention has none
     masked_language_model: bool = False
-    scaled_head: bool = False  # what its head reads is multiplied by a number
-    tied_where_built: bool = False  # transformers ties its head, whatever is said, unless loaded weights have one
-    encoder_decoder: bool = False  # an encoder beside a decoder, whose sizes have names of their own
-    spectrogram: bool = False  # which reads a spectrum
-    waveform: bool = False  # it hears sound as it was recorded
-    images: bool = False  # it reads images; ``pooling`` is what of them it classifies
+    scaled_head: bool = False  # its head's input is scaled
+    tied_where_built: bool = False  # transformers ties its head, whatever the key, unless loaded weights have one
+    encoder_decoder: bool = False  # an encoder and a decoder, with separate keys for their sizes
+    spectrogram: bool = False  # whose encoder reads a spectrum
+    waveform: bool = False  # it reads raw audio
+    images: bool = False  # it reads images; ``pooling`` selects the classifier's input
     pooling: Pooling = Pooling.NONE
     dropout: DropoutKeys = field(default_factory=DropoutKeys)
     kernels: Mapping[str, Any] = field(default_factory=dict)
-    pair: Mapping[str, Any] = field(default_factory=dict)  # what stands beside it
+    pair: Mapping[str, Any] = field(default_factory=dict)  # the other tower
     described_kernels: tuple[str, ...] = ()
     tensor_parallel: Mapping[str, Any] = field(default_factory=dict)
     when: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -171,11 +171,11 @@ _CHOICES: Final[Mapping[str, type[Enum]]] = {
     "router": Router,
     "attention": AttentionKernel,
 }
-"""Fields that are written as the name of a member."""
+"""Fields written as the name of an enum member."""
 
 
 def _typed(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with members of enums in the place of their names, tuples in that of lists, and a `Norm`."""
+    """The table with enum members for names, tuples for lists, and a `Norm`."""
     return {key: _typed_value(key, value) for key, value in table.items()}
 
 
@@ -196,7 +196,7 @@ def _merge(into: dict[str, Any], table: Mapping[str, Any]) -> None:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """All that a file says, with all that it begins with."""
+    """All values of a file, merged with those that it starts from."""
     own, merged = read_table(file), dict[str, Any]()
     if like := own.pop("like", ""):
         _merge(merged, _table(_HERE / "models" / f"{like}.toml"))
@@ -211,7 +211,7 @@ def _table(file: Path) -> dict[str, Any]:
 
 @cache
 def _family(file: Path) -> Family:
-    """Read a file."""
+    """Read a family's file."""
     table = _table(file)
     own = _typed({key: value for key, value in table.items() if key == "norm" or not isinstance(value, Mapping)})
     experts = _typed(table.get("experts", {}))
@@ -231,14 +231,14 @@ def _family(file: Path) -> Family:
 
 
 class Named(Mapping[str, Any]):
-    """Entries by name: the names are listed when one is asked for, and an entry is read when it is."""
+    """Entries by name; names are listed on first use, and each entry is read on first use."""
 
     def __init__(self, listed: Callable[[], Mapping[str, Any]], read: Callable[[Any], Any]) -> None:
         self._listed, self._read = listed, read
 
     @cached_property
     def names(self) -> Mapping[str, Any]:
-        """What `read` is given, by name."""
+        """Arguments of `read`, by name."""
         return self._listed()
 
     def __getitem__(self, name: str) -> Any:
@@ -255,7 +255,7 @@ class Named(Mapping[str, Any]):
 
 
 def read_table(file: Path) -> dict[str, Any]:
-    """A TOML file."""
+    """Read a TOML file."""
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
@@ -265,23 +265,23 @@ def files(folder: Path) -> Mapping[str, Family]:
 
 
 FAMILIES: Final[Mapping[str, Family]] = files(_HERE / "models")
-"""By ``model_type``."""
+"""Families by ``model_type``."""
 PLAIN: Final = "llama"
-"""What to suggest where no name is similar."""
+"""Hint where no name is similar."""
 PAIRS: Final[Mapping[str, Family]] = files(_HERE / "pairs")
-"""Towers of texts by the ``model_type`` of two encoders beside each other, one of texts and one of images."""
+"""Text towers by the ``model_type`` of models with two encoders, one of texts and one of images."""
 
 
 WRAPPERS: Final[Mapping[str, str]] = Named(lambda: read_table(_HERE / "wrappers.toml"), str)
-"""Models around a language model: which family that is where their ``text_config`` does not say. Of two encoders beside
-each other, the one that a batch of images with classes runs."""
+"""Family of a wrapped language model whose ``text_config`` names none. With two encoders, the one that a batch of
+images with classes runs."""
 
 
 def kernels_for(model: ModelSpec, name: str) -> Kernels:
-    """The named set, as the code of this model's family has it.
+    """The named set of kernels, adapted to this model's family.
 
     Raises:
-        UsageError: no such set, or one that is not described for this family.
+        UsageError: no such set, or no closed form of it for this family.
     """
     chosen = kernels(name, model.family)
     family = FAMILIES.get(model.family) or PAIRS.get(model.family)

@@ -1,4 +1,4 @@
-"""The values of a configuration, each read with its type, its spelling and its default."""
+"""Values of a configuration, each read with its type, its spelling and its default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import Family
 from jettison.spec.model import Activation, Arrangement
 
-MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
+MOST_LAYERS: Final = 100_000  # a typo must not fill the memory with layers
 TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
 
@@ -29,12 +29,12 @@ _ACTIVATIONS: Final = {
     "relu": Activation.RELU,
     "relu2": Activation.RELU_SQUARED,
 }
-"""By the word that a configuration uses."""
+"""Activations by the value of the configuration."""
 _SAID: Final = re.compile(r"\b([a-z]+(?:_[a-z0-9]+)+|expand) (?:-?[\d.]+|None|True|False|'[^']*')")
 
 
 def unstated(message: str, values: Mapping[str, Any]) -> str:
-    """About values in a message that nobody wrote: they are the architecture's defaults. Empty where there are none."""
+    """A note that values in a message are the architecture's defaults and not the file's; empty if none is."""
     clause = message.partition("got ")[2].partition(";")[0]
     said = [key for key in _SAID.findall(clause) if key not in values]
     if not said:
@@ -45,14 +45,14 @@ def unstated(message: str, values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFields:
-    """A configuration's values, each read with its type, its spelling and its default."""
+    """Values of a configuration, each read with its type, its spelling and its default."""
 
     name: str
     family: Family
     values: Mapping[str, Any]
 
     def check_complete(self) -> None:
-        """Are all sizes there, and nothing that a `ModelSpec` cannot say?"""
+        """Check that all sizes are set, and no key that a `ModelSpec` cannot express."""
         missing = [self.spelled(key) for key in self.family.required if self.spelled(key) not in self.values]
         if missing:
             lacking = ", ".join(dict.fromkeys(missing))
@@ -68,21 +68,21 @@ class ConfigFields:
         return key in self.family.defaults or key in self.family.required
 
     def spelled(self, key: str) -> str:
-        """The key as this configuration writes it; as the family does where it is not there."""
+        """The key as spelled in this configuration, or in the family if it is missing."""
         spellings = self.family.spelling.get(key, (key,))
         present = [s for s in spellings if s in self.values]
         return next((s for s in present if self.values[s] is not None), (*present, *spellings)[0])
 
     def value(self, key: str) -> Any:
-        """As it stands in the file, else the default; None where the architecture does not read it."""
+        """The value in the file, else the default; None if the architecture does not read the key."""
         return self.values.get(self.spelled(key), self.family.defaults.get(key)) if self.knows(key) else None
 
     def error(self, key: str, expected: str) -> UsageError:
-        """One line about a key."""
+        """Return an error about a key."""
         return UsageError(f"{self.name}: got {self.spelled(key)} {short(self.value(key))}; expected {expected}")
 
     def size(self, key: str, *, least: int = 1) -> int:
-        """A whole number."""
+        """Return a whole number."""
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"a whole number of {least} or more")
@@ -91,24 +91,24 @@ class ConfigFields:
         return value
 
     def depth(self, key: str) -> int:
-        """A number of layers."""
+        """Return a number of layers."""
         found = self.size(key)
         if found > MOST_LAYERS:
             raise self.error(key, f"at most {MOST_LAYERS}")
         return found
 
     def optional_size(self, key: str, *, least: int = 1) -> int | None:
-        """A whole number, or None."""
+        """Return a whole number, or None."""
         return None if self.value(key) is None else self.size(key, least=least)
 
     def step(self, key: str, unread: int, *, least: int = 0) -> int:
-        """A whole number, null being the default; ``unread`` where the architecture does not read the key."""
+        """Return a whole number, with the default for null; ``unread`` if the architecture does not read the key."""
         if not self.knows(key):
             return unread
         return self.family.defaults[key] if self.value(key) is None else self.size(key, least=least)
 
     def layers(self, key: str) -> Sequence[int] | None:
-        """Numbers of layers, or None."""
+        """Return numbers of layers, or None."""
         found = self.value(key)
         if not found and not isinstance(found, list | tuple):
             return None
@@ -118,7 +118,7 @@ class ConfigFields:
         return found
 
     def flag(self, key: str) -> bool:
-        """True or false; null is the default."""
+        """Return true or false; null is the default."""
         value = self.value(key)
         value = bool(self.family.defaults.get(key)) if value is None else value
         if not isinstance(value, bool):
@@ -126,7 +126,7 @@ class ConfigFields:
         return value
 
     def number(self, key: str) -> float:
-        """A number; null is 0."""
+        """Return a number; null is 0."""
         value = self.value(key)
         if value is None:
             return 0.0
@@ -135,7 +135,7 @@ class ConfigFields:
         return value
 
     def activation(self, key: str = "hidden_act") -> Activation:
-        """The nonlinearity. Gemma's first files say "gelu" and mean the approximation."""
+        """Return the nonlinearity. Gemma's first files say "gelu" and mean the approximation."""
         if self.family.activation is not None:
             return self.family.activation
         word = self.value(key)
@@ -146,18 +146,18 @@ class ConfigFields:
         return Activation.GELU_TANH if self.family.embedding_scale and found is Activation.GELU else found
 
 
-# Configurations in words of their own, put into the usual ones, and what of a family they decide ----------------------
+# Non-standard configurations: conversion to the usual keys, and fields of a family that they decide -------------------
 #
-# Most files say their sizes in keys that `Family.spelling` finds. A few keep them in parts, or say in one word what
-# others say in several; each of those has a function here that ``reader`` of its TOML file names: from its family and
-# its values to both as all others have them.
+# Most files have sizes under keys that `Family.spelling` finds. A few nest them, or express in one key what others
+# express in several; each of those has a function here, named by ``reader`` of its TOML file, that returns the family
+# and the values in the usual form.
 
 
 Read = tuple[Family, Mapping[str, Any]]
 
 
 def read(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """The family and the values of a configuration, in the usual words; a `UsageError` names what makes none."""
+    """The family and the values of a configuration under the usual keys; invalid values raise a `UsageError`."""
     for default, cases in ((False, family.when), (True, family.unless)):
         for key, then in cases.items():
             if _flag(values, key, default, name) is not default:
@@ -174,7 +174,7 @@ def _flag(values: Mapping[str, Any], key: str, default: bool, name: str) -> bool
 
 
 def _part(values: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
-    """An object within the configuration."""
+    """A nested object of the configuration."""
     part = values.get(key) or {}
     if not isinstance(part, Mapping):
         raise UsageError(f"{name}: got {key} {short(part)}; expected an object")
@@ -190,7 +190,7 @@ def _size(values: Mapping[str, Any], key: str, default: int, name: str, *, least
 
 
 def _gpt_bigcode(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """One key and value for all heads, unless it says otherwise."""
+    """One key and value for all heads (multi-query), unless the file sets otherwise."""
     return family, {**values, "num_key_value_heads": 1 if _flag(values, "multi_query", True, name) else None}
 
 
@@ -211,7 +211,7 @@ def _gpt_neo(family: Family, values: Mapping[str, Any], name: str) -> Read:
 
 
 def _dbrx(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """Attention and experts have parts of their own."""
+    """Attention and experts are nested objects."""
     attention, experts = (_part(values, key, name) for key in ("attn_config", "ffn_config"))
     kind = _part(experts, "ffn_act_fn", name).get("name", "silu")
     weights = experts.get("moe_normalize_expert_weights", 1.0)
@@ -229,23 +229,21 @@ def _dbrx(family: Family, values: Mapping[str, Any], name: str) -> Read:
 
 
 def _falcon(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """Three generations: one key and value for all heads, groups of heads, and heads of their own with distances."""
+    """Three generations: multi-query, grouped-query, and multi-head with ALiBi."""
     groups = _flag(values, "new_decoder_architecture", False, name)
     parallel = _flag(values, "parallel_attn", True, name)
     norms = _size(values, "num_ln_in_parallel_attn", 2 if groups else 1, name, least=1)
     if groups and not parallel:
-        raise NotDescribed(
-            f"{name}: got parallel_attn false beside new_decoder_architecture, which its code cannot run"
-        )
-    beside = Arrangement.PARALLEL if groups and norms == 2 else Arrangement.SHARED
+        raise NotDescribed(f"{name}: got parallel_attn false with new_decoder_architecture, which its code cannot run")
+    fused = Arrangement.PARALLEL if groups and norms == 2 else Arrangement.SHARED
     lone = None if not _flag(values, "multi_query", True, name) else 1
     read = {**values, "num_key_value_heads": values.get("num_kv_heads") if groups else lone}
-    arrangement = beside if parallel else Arrangement.PRE
+    arrangement = fused if parallel else Arrangement.PRE
     return replace(family, arrangement=arrangement), read
 
 
 def _hunyuan_v1_moe(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """Sizes may be listed layer by layer."""
+    """Sizes may be lists, one entry a layer."""
     read = dict(values)
     for key in ("num_experts", "moe_topk"):
         if isinstance(listed := values.get(key), list | tuple):
@@ -256,7 +254,7 @@ def _hunyuan_v1_moe(family: Family, values: Mapping[str, Any], name: str) -> Rea
 
 
 def _nemotron_h(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """One block a layer: a list of words, or a letter for each of them."""
+    """One block a layer: a list of names, or a letter for each of them."""
     letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
     words = values.get("layers_block_type") or values.get("layer_types") or values.get("hybrid_override_pattern")
     if isinstance(words, str):
@@ -268,12 +266,12 @@ def _nemotron_h(family: Family, values: Mapping[str, Any], name: str) -> Read:
 
 
 def _mpt(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """Attention has a part of its own."""
+    """Attention is a nested object."""
     return family, {**values, **_part(values, "attn_config", name)}
 
 
 def _t5(family: Family, values: Mapping[str, Any], name: str) -> Read:
-    """An activation, "gated" before it or not; and a head that is tied is one whose input is scaled."""
+    """An activation with or without "gated-" before it; a tied head has a scaled input."""
     word = values.get("feed_forward_proj", family.defaults["feed_forward_proj"])
     parts = word.split("-") if isinstance(word, str) else []
     if not 1 <= len(parts) <= 2 or (len(parts) == 2 and parts[0] != "gated"):

@@ -1,5 +1,5 @@
-"""The layers of a Hugging Face ``config.json`` in their order: which have a window, rotary positions, experts, a scan,
-and what each of their blocks is. Sizes have to be in the file; the rest falls back on the family's defaults.
+"""The layers of a Hugging Face ``config.json`` in order: which have a window, rotary positions, experts, an SSM scan,
+and the sizes of their blocks. Sizes must be in the file; the rest falls back on the family's defaults.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attentio
 
 
 def layers_of(fields: ConfigFields, norm: Norm) -> tuple[Layer, ...]:
-    """All layers, one object a kind."""
+    """Return all layers; equal layers share one object."""
     family = fields.family
     depth = fields.depth("num_hidden_layers")
     if family.scan is not None:
@@ -63,7 +63,7 @@ def _placed(attention: Attention, family: Family, window: int | None, rotates: b
 
 
 def _rotates(fields: ConfigFields, windows: Sequence[int | None]) -> Iterator[bool]:
-    """Which layers have rotary positions."""
+    """Yield whether each layer has rotary positions."""
     if fields.family.nope_where_full and any(window is not None for window in windows):
         yield from (window is not None for window in windows)
         return
@@ -81,7 +81,7 @@ def _rotates(fields: ConfigFields, windows: Sequence[int | None]) -> Iterator[bo
 
 
 def _windows(fields: ConfigFields, depth: int) -> Iterator[int | None]:
-    """How far each layer looks back; None: to the beginning."""
+    """Yield each layer's attention window; None: full attention."""
     off = fields.knows("use_sliding_window") and not fields.flag("use_sliding_window")
     window = None if off else fields.optional_size("sliding_window")
     if window is not None and fields.family.half_window:
@@ -93,7 +93,7 @@ def _windows(fields: ConfigFields, depth: int) -> Iterator[int | None]:
 
 
 def _slides(fields: ConfigFields, depth: int) -> list[bool]:
-    """Which layers have the window: those that ``layer_types`` says, else those of the family's rule."""
+    """Whether each layer has the window: from ``layer_types``, else by the family's rule."""
     types = fields.value("layer_types")
     if types is not None:
         if not isinstance(types, list | tuple) or len(types) != depth:
@@ -118,7 +118,7 @@ def _slides(fields: ConfigFields, depth: int) -> list[bool]:
 
 
 def _sparse(fields: ConfigFields, depth: int) -> list[bool]:
-    """Which layers are mixtures of experts: those that are listed, else of a range every so many."""
+    """Whether each layer is a mixture of experts: the listed ones, else every n-th of a range."""
     style = fields.family.experts
     if style is None or (style.one_is_dense and fields.size("num_experts") == 1):
         return [False] * depth
@@ -146,11 +146,11 @@ _ATTENTION: Final = "full_attention"
 _SCAN: Final = "linear_attention"
 _OLD_WORDS: Final = {"attention": _ATTENTION, "mamba": _SCAN}
 _ALONE: Final = ("mlp", "moe")
-"""Words of a layer that is a feed-forward block alone."""
+"""Values of layer_types for a feed-forward block alone."""
 
 
 def _mixed(fields: ConfigFields, norm: Norm, depth: int) -> tuple[Layer, ...]:
-    """All layers where attention is not all that mixes tokens, one object a kind."""
+    """All layers of a model whose token mixers are not only attention; equal layers share one object."""
     single, key = fields.family.single_block, fields.family.scan_activation
     if key and (word := fields.values.get(key, "silu")) not in ("silu", "swish"):
         knows = "of which the closed form of a scan knows silu alone"
@@ -166,13 +166,13 @@ def _mixed(fields: ConfigFields, norm: Norm, depth: int) -> tuple[Layer, ...]:
 
 
 def _words(fields: ConfigFields, depth: int) -> list[str]:
-    """What each layer is: as the file lists it, or attention in every so many layers, or a scan in all."""
+    """The kind of each layer: from the file's list, or attention in every n-th layer, or scans throughout."""
     listed = fields.value("layer_types")
     if listed is None and fields.knows("full_attention_interval"):
         period = fields.step("full_attention_interval", 1, least=1)
         return [_SCAN if (index + 1) % period else _ATTENTION for index in range(depth)]
     if not fields.knows("layer_types"):
-        # unless the family reads these, no layer attends
+        # unless the family reads these keys, no layer has attention
         period, offset = fields.step("attn_layer_period", depth + 1, least=1), fields.step("attn_layer_offset", depth)
         return [_ATTENTION if index % period == offset else _SCAN for index in range(depth)]
     if not isinstance(listed, list | tuple) or len(listed) != depth:
@@ -187,7 +187,7 @@ def _words(fields: ConfigFields, depth: int) -> list[str]:
 
 
 def scan_of(fields: ConfigFields) -> Scan:
-    """What carries a state along the sequence."""
+    """The state-space or linear-attention block."""
     match fields.family.scan:
         case ScanKind.DELTA | ScanKind.GROUPED_DELTA:
             return _delta(fields, grouped=fields.family.scan is ScanKind.GROUPED_DELTA)
@@ -254,7 +254,7 @@ _OF_STYLE: Final = (
     *("router", "bias", "router_bias", "correction_bias", "correction_frozen", "clamped_sum", "weighted_inputs"),
     *("shared_gate", "shared_fused"),
 )
-"""What the code of a family fixes, by the names of `Attention` and of `Moe`."""
+"""Fixed choices of a family's code, by the names of fields of `Attention` and `Moe`."""
 _OUT_BIAS: Final = "attention_out_bias"
 _ROTARY_DIM: Final = "rotary_dim"
 
@@ -295,14 +295,14 @@ def _causal(fields: ConfigFields) -> bool:
 
 
 def _rotated(fields: ConfigFields, head_dim: int) -> int:
-    """How much of a head is rotated: two numbers for each frequency, of which an odd share has one more."""
+    """Number of rotated dims of a head: two for each frequency; an odd share is rounded up."""
     dim = int(head_dim * _rotated_share(fields, head_dim))
     return dim + dim % 2 if dim < head_dim else dim
 
 
 def _rotated_share(fields: ConfigFields, head_dim: int) -> float:
-    """Share of a head that is rotated. transformers 5 writes it into ``rope_parameters``, and that counts first; older
-    files may say how much of a head it is.
+    """Share of a head that is rotated. ``rope_parameters`` of transformers 5 has priority; older files may give the
+    share in a key of their own.
     """
     key = fields.family.rotary_key
     if not key:
@@ -380,14 +380,14 @@ def experts_of(fields: ConfigFields) -> Moe:
 
 
 def _may_lack_shared(fields: ConfigFields) -> bool:
-    """Granite's and Megatron's experts may stand alone."""
+    """Granite's and Megatron's experts may have no shared experts."""
     style = fields.family.experts
     assert style is not None
     return style.shared_fused or fields.family.defaults.get(style.shared_width) == 0
 
 
 def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:
-    """Into how many groups the experts are sorted, and how many of them a token may reach."""
+    """Number of groups of experts, and number of groups that a token may reach."""
     if fields.knows("topk_method"):
         method = fields.value("topk_method") or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
@@ -404,7 +404,7 @@ def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:
 
 
 def stacks(fields: ConfigFields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The encoder's layers, which read both ways, and after them the decoder's, which ask what came out of it."""
+    """The encoder's layers, which are bidirectional, then the decoder's, with cross-attention to the encoder output."""
     first = decoder[0]
     assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
     heads = fields.size("encoder_attention_heads")
@@ -422,7 +422,7 @@ def stacks(fields: ConfigFields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...
 
 
 def _handed_on(layer: Layer, depth: int) -> tuple[Layer, ...]:
-    """So many of these, of which the first makes the biases of all."""
+    """So many equal layers, the first of which makes the position biases of all."""
     assert isinstance(layer.attention, Attention)
     if layer.attention.biases is not Biases.FIRST:
         return (layer,) * depth
@@ -432,7 +432,7 @@ def _handed_on(layer: Layer, depth: int) -> tuple[Layer, ...]:
 
 
 def source(fields: ConfigFields) -> EncoderInput:
-    """What the encoder reads."""
+    """The encoder's input."""
     key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
     longest, family = fields.size(key), fields.family
     return EncoderInput(
@@ -444,6 +444,6 @@ def source(fields: ConfigFields) -> EncoderInput:
 
 
 def biases(fields: ConfigFields) -> dict[str, Any]:
-    """Of a decoder's attention."""
+    """Position biases of a decoder's attention."""
     kind = fields.family.position_biases
     return {} if kind is Biases.NONE else {"biases": kind, "buckets": fields.size("relative_attention_num_buckets")}

@@ -1,4 +1,4 @@
-"""Published models by name, as the configurations that their publishers give; a `ModelSpec` is made when asked for."""
+"""Published models by name, as their publishers' configurations; each becomes a `ModelSpec` on use."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def _preset(table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _PRESETS: Final = Named(lambda: read_table(_FILE), _preset)
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = _PRESETS
-"""Configurations by name, in the form of a ``config.json``: transformers' own classes take them too."""
+"""Configurations by name, in the form of a ``config.json``: transformers' own classes accept them too."""
 
 
 def unknown_preset(name: str, others: str) -> UsageError:
-    """What to say to a name that is none. ``others``: what else will do, where a sentence begins."""
-    from difflib import get_close_matches  # only where it is needed: every start of the command line counts
+    """Error for an unknown model name. ``others``: alternatives, as the start of a sentence."""
+    from difflib import get_close_matches  # imported on use, to keep the command line's start fast
 
     close = get_close_matches(name.lower(), PRESETS, n=4, cutoff=0.5)
     hint = f"the closest are {', '.join(close)}" if close else f"expected one of {', '.join(PRESETS)}"
-    return UsageError(f"got the model {name!r}; {hint}. {others} will do as well")
+    return UsageError(f"got the model {name!r}; {hint}. {others} will work as well")
 
 
 @cache
 def preset(name: str) -> ModelSpec:
-    """A published model by name.
+    """Return a published model by name.
 
     Raises:
-        UsageError: no such name; the message has those that are close.
+        UsageError: no such name; the message has similar ones.
     """
     if name not in PRESETS:
         raise unknown_preset(name, "A config.json or its folder")
@@ -52,21 +52,21 @@ def preset(name: str) -> ModelSpec:
     return replace(model, family=_PRESETS.names[name].get("family", model.family))
 
 
-# Models by their Hugging Face id: the `config.json` that a cache has, or that the Hub gives ---------------------------
+# Models by their Hugging Face id: `config.json` from the local cache, or from the Hub ---------------------------------
 
 
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _SECONDS: Final = 5.0
-"""That the Hub has to answer in."""
+"""Timeout for the Hub, in seconds."""
 
 
 def is_hub_id(model: str) -> bool:
-    """Is this ``organisation/name``, and no file or folder that is here?"""
+    """Is this ``organisation/name``, and not an existing file or folder?"""
     return bool(_ID.fullmatch(model)) and not model.endswith(".json") and not Path(model).exists()
 
 
 def hub_config(model: str) -> Path:
-    """The ``config.json`` of a Hugging Face id: from the cache, else from the Hub where its library is installed.
+    """Return the ``config.json`` of a Hugging Face id: from the cache, else from the Hub if its library is installed.
 
     Raises:
         UsageError: neither has it.
@@ -76,7 +76,7 @@ def hub_config(model: str) -> Path:
 
 
 def hub_cache() -> Path:
-    """Where Hugging Face's libraries keep what they have fetched."""
+    """Folder of Hugging Face's download cache."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return Path(os.environ[name])
@@ -85,7 +85,7 @@ def hub_cache() -> Path:
 
 
 def cached_config(model: str) -> Path | None:
-    """Of the revision that ``main`` was when it was fetched, else of the newest that is there."""
+    """File of the revision that ``main`` pointed to when it was fetched, else of the newest cached one."""
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
         main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
@@ -102,9 +102,9 @@ def _fetched(model: str) -> Path:
         from huggingface_hub.constants import ENDPOINT
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
-        raise _unknown(model, f"the Hub is not asked without its library ({install('hf')})") from None
+        raise _unknown(model, f"fetching from the Hub needs its library ({install('hf')})") from None
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no", "off"):
-        raise _unknown(model, "HF_HUB_OFFLINE forbids to ask the Hub")
+        raise _unknown(model, "HF_HUB_OFFLINE forbids access to the Hub")
     if not _answers(f"{ENDPOINT}/{model}/resolve/main/config.json"):
         raise _unknown(model, "the Hub cannot be reached")
     try:
@@ -117,7 +117,7 @@ def _fetched(model: str) -> Path:
 
 
 def _answers(url: str) -> bool:
-    """Is there anybody? The Hub's own library asks six times, for half a minute, before it says no."""
+    """Does the Hub respond? Its own library retries six times, for half a minute, before it fails."""
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
@@ -131,7 +131,7 @@ def _answers(url: str) -> bool:
 
 
 def _nearest(model: str) -> str:
-    """The preset whose name is most like the repository's, as a sentence; empty where none is."""
+    """The preset with the name most similar to the repository's, as a sentence; empty if none is similar."""
     from difflib import get_close_matches
 
     asked = _letters(model.partition("/")[2])
@@ -146,11 +146,11 @@ def _nearest(model: str) -> str:
 _SAME_SIZES: Final = frozenset(
     ("meta", "hf", "instruct", "chat", "it", "pt", "v0.1", "bf16", "fp16", "uncased", "4k", "1124", "thinking", "2507")
 )
-"""Words of a repository's name that say nothing of sizes."""
+"""Parts of a repository's name that do not affect sizes."""
 
 
 def preset_named(model: str) -> str | None:
-    """The preset that a name or a Hugging Face id stands for, word for word but for what says nothing of sizes."""
+    """The preset that a name or a Hugging Face id equals, ignoring parts that do not affect sizes."""
     words = re.split(r"[-_ ]", model.rpartition("/")[2].lower())
     for left_away in (_SAME_SIZES, _SAME_SIZES | {"base"}):
         asked = "".join(word for word in words if word not in left_away)
@@ -166,7 +166,7 @@ def _letters(name: str) -> str:
 
 def _unknown(model: str, why: str) -> UsageError:
     return UsageError(
-        f"got the model {model!r}: no such file or folder is here, it is not in the Hugging Face cache "
+        f"got the model {model!r}: no such file or folder exists, it is not in the Hugging Face cache "
         f"({hub_cache()}), and {why}. {_nearest(model)}Give a config.json, its folder, or a name that `jettison list "
         "models` has"
     )
