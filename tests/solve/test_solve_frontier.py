@@ -118,7 +118,7 @@ def test_what_can_neither_be_kept_nor_computed_is_named() -> None:
     )
     op = Op(index=0, name="op", inputs=(0,), outputs=(1,), flops=1, bytes_moved=1)
     slot = Slot(index=0, buffer=1, shape=(1,), dtype="float32")
-    with pytest.raises(ValueError, match=r"buffer 1 .*neither be kept nor computed again"):
+    with pytest.raises(ValueError, match=r"buffer 1 .*neither be kept nor recomputed"):
         pareto_frontier(Program(buffers=buffers, ops=(op,), slots=(slot,)), [1.0])
 
 

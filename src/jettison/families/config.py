@@ -1,8 +1,8 @@
 """From a Hugging Face ``config.json`` to a `ModelSpec`: the text model alone, without torch or transformers.
 
 Fixed values of the architecture come from `families`, the rest from the file. Sizes must be in the file; other keys
-fall back on the architecture's defaults. Vision towers, multi-token prediction (MTP) layers and quantised weights are left
-out, and listed in `ModelSpec.left_out`.
+fall back on the architecture's defaults. Vision towers, multi-token prediction (MTP) layers and quantised weights are
+left out, and listed in `ModelSpec.left_out`.
 """
 
 from __future__ import annotations

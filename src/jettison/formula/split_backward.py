@@ -9,8 +9,8 @@ after the last group: of a loss all of its saved tensors.
 
 The second half (``stage_backward_weight``) takes group after group, in the order of the module's parameters. The node
 runs a second time for its weights alone, with ``retain_graph=False``, and frees its saved tensors; then the group's
-gradients are freed. A node without a weight does not run, and its saved tensors stay until the last group that it leads to is
-done, so to the end. New gradients are referenced (``dweights``) until the next group's are made.
+gradients are freed. A node without a weight does not run, and its saved tensors stay until the last group that it leads
+to is done, so to the end. New gradients are referenced (``dweights``) until the next group's are made.
 
 The first stage of a model has no input to differentiate by. Its first half does nothing, and its second is the full
 backward (``stage.py``, ``backward_one_chunk``).

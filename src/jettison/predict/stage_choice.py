@@ -7,8 +7,8 @@ backward, where the peak mostly is, and too little for earlier ones, whose succe
 choice is therefore played through the stage's real timeline, which is the judge (`solve.refine`).
 
 What is offloaded is on the host n times, and on the device once: a stage does one pass of one micro-batch at a time,
-and only neighbours' copies stand beside it (NOTE [ What is on its way ] in `solve.problem`). Of each chunk the last
-layer sends nothing: what comes after it is the head, another micro-batch's pass, or its own backward at once.
+and only neighbours' copies stand beside it (NOTE [ Offloaded bytes in flight ] in `solve.problem`). Of each chunk the
+last layer sends nothing: what comes after it is the head, another micro-batch's pass, or its own backward at once.
 
 NOTE [ Which segments ]
 Runs of layers may be segments, which hold the first one's input alone. One may begin at any layer of a chunk. Its

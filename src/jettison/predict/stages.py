@@ -11,7 +11,7 @@ from math import prod
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, declared, static
 from jettison.formula.tape import Weight
-from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
+from jettison.solve.modules import OWN, Recomputed, is_mtp, recomputed, sent
 from jettison.solve.policy import COMPILED, COMPILED_QUANTIZED, Compiled, SelectiveOp, kept_apart, policy_named
 from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.layout import Layout
@@ -126,7 +126,7 @@ def kept_by(region: Region, policy: str) -> frozenset[int]:
         return kept_apart(region.program)
     if policy.startswith(f"{COMPILED} "):
         return _selective(policy.removeprefix(f"{COMPILED} ")).kept(region.program)
-    found = again_by(region, FURTHER if policy == FULL and predicts_further(region.program) else policy)
+    found = again_by(region, FURTHER if policy == FULL and is_mtp(region.program) else policy)
     return policy_named(policy).kept(region.program) if found is None else found.kept
 
 
@@ -137,10 +137,10 @@ def _selective(policy: str) -> SelectiveOp:
 
 
 @lru_cache(maxsize=4096)
-def again_by(region: Region, policy: str) -> Again | None:
+def again_by(region: Region, policy: str) -> Recomputed | None:
     """What a list of modules computes again; None: the policy is none."""
     word, _, names = policy.partition(":")
-    return computed_again(region.program, tuple(names.split("+"))) if word == Mode.MODULES else None
+    return recomputed(region.program, tuple(names.split("+"))) if word == Mode.MODULES else None
 
 
 @lru_cache(maxsize=4096)

@@ -79,7 +79,7 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
         held = groups[-1].part.region.program.kept_bytes(groups[-1].part.held)
         made = [unit.plus(backward=0 if unit.is_loss else held) for unit in made]
     made = with_shards(run, groups, made)
-    if run.recompute.to_host:  # NOTE [ What is on its way ] in `solve.problem`
+    if run.recompute.to_host:  # NOTE [ Offloaded bytes in flight ] in `solve.problem`
         made = [
             unit.plus(resident=-moved, forward=ahead, backward=moved + ahead)
             for unit, moved, ahead in _sending(run, groups, made)

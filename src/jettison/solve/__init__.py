@@ -1,1 +1,1 @@
-"""Chooses: each region's frontier, one option a region under a budget in bytes, and the plan as a document."""
+"""Choices: each region's Pareto front, one option a region under a budget in bytes, and the plan as a document."""

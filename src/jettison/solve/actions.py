@@ -1,17 +1,17 @@
-"""What one region can trade where saved tensors may also go to the host: bytes held, bytes sent, seconds of recompute.
+"""Options of a region with CPU offload: bytes kept on the device, bytes offloaded, seconds of recomputation.
 
 NOTE [ Three actions ]
-A region's backward gets what it needs from buffers that stay, on the device or on the host, and from ops that run
-again. What stays decides the seconds and the peaks; of what stays, any part that may move can be on the host. Bytes are
-alike on the link, so of the parts of one size one stands for all.
+A region's backward reads kept buffers, on the device or offloaded, and results of recomputed ops. The kept buffers
+decide the seconds and the peaks; any part of them that may move can be offloaded. All bytes cost the link the same, so
+one part of each size is enough.
 
-*Small programs* (`EXACT_BUFFERS`): every set that may stay, with every size that can be sent of it, less what another
-one beats or equals in all respects. No plan over them is missed.
+*Small programs* (`EXACT_BUFFERS`): every set of kept buffers, with every size of an offloaded part of it, without
+dominated ones. No plan over them is missed.
 
-*Large programs*: at a price of a byte of the device and one of a byte that moves, what stays is a vertex of the hull of
-NOTE [ Keep or recompute is a cut ], and of it all moves or nothing does, but for what copies wait: that grows in kinks,
-where a copy is as long as what it hides behind. So of each vertex the largest part below each kink is offered, beside
-all and nothing. That leaves out points inside the hull, and a plan's gap is to the best one of what is offered.
+*Large programs*: at a price of a byte on the device and a price of a byte that moves, the kept buffers are a vertex of
+the hull of NOTE [ Keep or recompute is a cut ], and all of them move or none does, except for waiting: its cost has
+kinks where a copy is as long as the work that hides it. So for each vertex the options are: nothing, everything, and
+the largest part below each kink. That misses points inside the hull; a plan's gap refers to the best of the options.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from jettison.ledger.program import Program
 from jettison.solve.frontier import FrontierPoint, pareto_frontier
 
 EXACT_BUFFERS: Final = 10
-"""Up to so many buffers that could stay, all points of a region are found."""
+"""Up to this number of buffers that could be kept, all options of a region are found."""
 SUMMED: Final = 14
-"""Up to so many buffers, their sums are tried; of more the largest that fits is taken first."""
+"""Up to this number of buffers all subset sums are tried; above it the largest that fits is taken first."""
 HULL_POINTS: Final = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionPoint:
-    """One way to treat a region: buffers that stay on the device, buffers on the host, and the rest computed again.
+    """One option of a region: buffers kept on the device, buffers offloaded to CPU; the rest is recomputed.
 
-    Bytes are of one micro-batch; ``seconds`` of recompute in its backward. ``key`` names it within its program.
+    Bytes are of one micro-batch; ``seconds`` of recomputation in its backward. ``key`` names it within its program.
     """
 
     key: str
@@ -47,12 +47,12 @@ class ActionPoint:
 
     @property
     def stays(self) -> frozenset[int]:
-        """On the device or on the host."""
+        """Buffers kept, on the device or on the host."""
         return self.kept | self.offloaded
 
 
 Peaks = Callable[[frozenset[int]], tuple[int, int]]
-"""Bytes of the forward's and of the backward's peak with these buffers staying, as `RegionOption` has them."""
+"""Bytes of the forward's and of the backward's peak when these buffers are kept, as in `RegionOption`."""
 
 
 def action_points(
@@ -64,16 +64,16 @@ def action_points(
     peaks: Peaks,
     max_points: int = HULL_POINTS,
 ) -> tuple[ActionPoint, ...]:
-    """The undominated ways to treat a region, from the fewest bytes of the device on; see NOTE [ Three actions ].
+    """Undominated options of a region, fewest device bytes first; see NOTE [ Three actions ].
 
     Args:
-        seconds: by op.
-        movable: buffers that may go to the host.
-        kinks: bytes whose copy is as long as what it hides behind.
-        max_points: of the hull of a large program.
+        seconds: of each op.
+        movable: buffers that may be offloaded.
+        kinks: numbers of bytes whose copy is as long as the work that hides it.
+        max_points: number of points on the hull of a large program.
 
     Raises:
-        ValueError: a needed buffer can neither be kept nor computed again.
+        ValueError: a needed buffer can neither be kept nor recomputed.
     """
     candidates = [b.index for b in program.buffers if b.keepable and not b.free]
     small = len(candidates) <= EXACT_BUFFERS
@@ -87,7 +87,7 @@ def action_points(
 
 
 def kept_points(points: Iterable[FrontierPoint]) -> tuple[ActionPoint, ...]:
-    """The same without a link: nothing moves."""
+    """Points of the frontier as options that offload nothing."""
     return tuple(
         ActionPoint(
             key=p.key, kept=p.kept, offloaded=frozenset(), kept_bytes=p.kept_bytes, offloaded_bytes=0, seconds=p.seconds
@@ -97,7 +97,7 @@ def kept_points(points: Iterable[FrontierPoint]) -> tuple[ActionPoint, ...]:
 
 
 def undominated(points: Iterable[ActionPoint], peaks: Peaks) -> tuple[ActionPoint, ...]:
-    """Those that no other beats or equals in bytes held, bytes sent, seconds and both peaks; fewest bytes first."""
+    """Points not dominated in bytes kept, bytes offloaded, seconds and both peaks; fewest bytes first."""
     kept: list[tuple[tuple[float, ...], ActionPoint]] = []
     ranked = []
     for p in points:
@@ -113,14 +113,14 @@ def undominated(points: Iterable[ActionPoint], peaks: Peaks) -> tuple[ActionPoin
 def _every(
     program: Program, seconds: Sequence[float], candidates: Sequence[int], movable: frozenset[int]
 ) -> Iterator[ActionPoint]:
-    empty = frozenset(b for b in candidates if not program.buffers[b].nbytes)  # they stay whatever else does
+    empty = frozenset(b for b in candidates if not program.buffers[b].nbytes)  # always kept: they cost nothing
     some = [b for b in candidates if b not in empty]
     for chosen in chain.from_iterable(combinations(some, n) for n in range(len(some) + 1)):
         stays = empty.union(chosen)
         try:
             again = program.recompute_set(stays)
         except ValueError:
-            continue  # something needed can neither be had nor computed
+            continue  # a needed buffer can be neither kept nor recomputed
         spent = sum(seconds[o] for o in again)
         for sent in _by_size(program, [b for b in chosen if b in movable]).values():
             yield _point(program, stays, frozenset(sent), spent)
@@ -136,7 +136,7 @@ def _parts(
 def parts_to_send(
     program: Program, stays: frozenset[int], movable: frozenset[int], targets: Sequence[int]
 ) -> list[frozenset[int]]:
-    """Of what stays: nothing, as much as there is below each target, and all; fewest bytes first."""
+    """Offloaded parts of the kept buffers: nothing, as much as fits below each target, and all; fewest bytes first."""
     free = [b for b in sorted(stays) if b in movable and not program.buffers[b].free]
     sums = _by_size(program, free) if len(free) <= SUMMED else None
     parts = {frozenset[int](), frozenset(free)}
@@ -149,7 +149,7 @@ def parts_to_send(
 
 
 def _by_size(program: Program, buffers: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Of every size that some of them have together, the first that have it."""
+    """For each size that a subset of the buffers has, the first such subset."""
     found: dict[int, tuple[int, ...]] = {0: ()}
     for b in buffers:
         for size, part in list(found.items()):
@@ -158,7 +158,7 @@ def _by_size(program: Program, buffers: Sequence[int]) -> dict[int, tuple[int, .
 
 
 def _filled(program: Program, buffers: Sequence[int], target: int) -> frozenset[int]:
-    """The largest first, as long as they fit."""
+    """Fill up to the target, largest buffers first."""
     part, left = set(), target
     for b in sorted(buffers, key=lambda b: -program.buffers[b].nbytes):
         if program.buffers[b].nbytes <= left:
@@ -180,28 +180,27 @@ def _point(program: Program, stays: frozenset[int], sent: frozenset[int], spent:
     )
 
 
-# Keeping a little more so that backward holds less --------------------------------------------------------------------
+# Keeping a little more, for a lower peak in backward ------------------------------------------------------------------
 #
-# The hull of bytes and seconds (frontier.py) knows what a region holds between forward and backward. The fewest bytes
-# held are not the lowest peak: the first tensor that backward asks for is often the last of a long chain, and
-# everything that is computed on the way to it stays until its own turn comes. One narrow buffer kept in the middle
-# (the residual between attention and MLP, say) cuts the chain, so that each half is computed when it is its turn.
-# Which buffers these are is found by walking through backward as the runtime does, on sizes alone; it hangs on no
-# measured seconds.
+# The hull of bytes and seconds (frontier.py) counts bytes held between forward and backward. The fewest bytes held are
+# not the lowest peak: the first tensor that backward reads is often the last of a long chain, and every tensor
+# recomputed on the way to it stays until its own turn. One small buffer kept in the middle (the residual between
+# attention and MLP, say) cuts the chain, so that each half is recomputed at its own turn. The replay below finds these
+# buffers by walking through backward like the runtime, from sizes alone; measured seconds play no part.
 
 
-MOST_CUTS = 3  # of a block
-LEAST_GAIN = 0.02  # of the peak, for one more buffer
+MOST_CUTS = 3  # for each block
+LEAST_GAIN = 0.02  # lower peak, as a share, for one more buffer
 
 
 def lean_points(
     program: Program, kept: frozenset[int], seconds: Sequence[float], *, most: int = MOST_CUTS
 ) -> tuple[FrontierPoint, ...]:
-    """Points that hold ``kept`` and one, two or more buffers with them, each with a lower peak in backward.
+    """Points that keep ``kept`` and one, two or more buffers in addition, each with a lower peak in backward.
 
     Args:
-        seconds: by op, for what the points cost; it has no part in choosing them.
-        most: points. Each takes a walk through backward for each buffer that could be kept.
+        seconds: of each op, for the cost of the points; they play no part in the choice.
+        most: number of points. Each one replays backward for each buffer that could be kept.
     """
     found = []
     peak = _peak(program, kept)
@@ -222,24 +221,24 @@ def lean_points(
 
 
 def is_lean(key: str) -> bool:
-    """Whether an option is one of these."""
+    """Is the option one of `lean_points`?"""
     return key.startswith("lean-")
 
 
 def _candidates(program: Program, kept: frozenset[int]) -> list[int]:
-    """Buffers that are computed again and could be kept."""
+    """Recomputed buffers that could be kept."""
     again = program.recompute_set(kept)
     made = {b for i in again for b in program.ops[i].outputs if program.buffers[b].producer == i}
     return sorted(b for b in made if program.buffers[b].keepable and not program.buffers[b].free and b not in kept)
 
 
 def _peak(program: Program, kept: frozenset[int]) -> int:
-    """Bytes that are held and computed again at the worst moment of backward, gradients aside."""
+    """Most bytes of kept and recomputed buffers at one moment of backward, without gradients."""
     return program.kept_bytes(kept) + _BackwardWalk(program, kept).peak_bytes()
 
 
 class _BackwardWalk:
-    """Backward as the runtime walks it: a buffer lives from when it is computed to its last use."""
+    """Replay of a backward like the runtime's: a buffer lives from its computation to its last use."""
 
     def __init__(self, program: Program, kept: frozenset[int]) -> None:
         self.program = program
@@ -255,14 +254,14 @@ class _BackwardWalk:
         self.most_bytes = 0
 
     def peak_bytes(self) -> int:
-        """Of what is computed again."""
-        for b in reversed(self.slots):  # backward asks in the opposite order
+        """Peak bytes of recomputed buffers."""
+        for b in reversed(self.slots):  # backward reads in the opposite order
             self._make(b)
             self._release(b)
         return self.most_bytes
 
     def _make(self, wanted: int) -> None:
-        """An op runs as soon as its inputs are there, without recursion: chains are long."""
+        """Recompute a buffer and its inputs; without recursion, since chains are long."""
         stack = [wanted]
         while stack:
             b = stack[-1]
@@ -283,7 +282,7 @@ class _BackwardWalk:
         self.live_bytes += sum(self.program.buffers[b].nbytes for b in fresh)
         self.most_bytes = max(self.most_bytes, self.live_bytes)
         for b in fresh:
-            if self.counts[b] == 0:  # a result that nobody asked for
+            if self.counts[b] == 0:  # a result without readers
                 self._drop(b)
         for b in inputs:
             if b in self.makers:

@@ -3,13 +3,13 @@
 Each position's constraint "prefix + need <= budget" (NOTE [ The step is a path ]) gets a multiplier, in picoseconds per
 byte. Relaxed that way the cheapest rest of the walk is a shortest path, so that from position r with P bytes held
 
-    seconds so far + P * held_price[r] + (bytes of the host so far) * host_price + rest[r][what is on its way]
+    seconds so far + P * held_price[r] + (bytes of the host so far) * host_price + rest[r][bytes in flight]
 
 is a lower bound on every completion, for *any* multipliers that are not negative: the certificate does not depend on
 the solver that proposed them. The best ones are the duals of the linear relaxation, which HiGHS solves; relaxed paths
-have integral vertices, so the bound then equals the relaxation's (Geoffrion 1974). Where something is offloaded, the
-relaxation sums up what copies wait over all that may stand beside each other, and `relax` tells pairs apart: its bound
-is then the relaxation's or a better one. Where HiGHS is not installed, an ascent comes close to them (ascent.py).
+have integral vertices, so the bound then equals the relaxation's (Geoffrion 1974). If tensors are offloaded, the
+relaxation sums waiting times over all pairs of neighbours, and `relax` distinguishes the pairs: its bound is then the
+relaxation's or a better one. Without HiGHS, a subgradient ascent comes close (`ascend`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-ROUNDING = 1e-9  # share of the dearest path by which bounds are lowered, far above the rounding of their sums
-SCALE = 1e3  # the relaxation counts in thousandths of the budget and of the dearest path: well-scaled for simplex
+ROUNDING = 1e-9  # relative margin below computed bounds, far above the rounding of their sums
+SCALE = 1e3  # the relaxation counts in thousandths of the budget and of the slowest path: well-scaled for simplex
 
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers:
-    """Picoseconds per byte, each 0 or more: one a position and one for the loss; and one for the host's budget."""
+    """Picoseconds per byte, each 0 or more: one for each position, one for the loss, and one for the host's budget."""
 
     device: Sequence[float] | Floats
     host: float = 0.0
@@ -42,9 +42,9 @@ class Multipliers:
 
 @dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """A solved linear relaxation: its duals, and how much of each move its vertex takes, in their order.
+    """A solved linear relaxation: its duals, and the share of each move in its vertex, in the order of the moves.
 
-    ``shares`` are empty where HiGHS is not installed or finds none.
+    ``shares`` are empty if HiGHS is not installed or finds no vertex.
     """
 
     multipliers: Multipliers
@@ -53,13 +53,13 @@ class Relaxation:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """See the module's docstring; both tuples have one entry a position, and one for the end."""
+    """A bound, see the module's docstring; both tuples have one entry for each position, and one for the end."""
 
     held_price: tuple[float, ...]  # picoseconds per byte held before the position
-    rest: tuple[tuple[float, ...], ...]  # picoseconds, by class of what is on its way
+    rest: tuple[tuple[float, ...], ...]  # picoseconds, by class of bytes in flight
     picoseconds: float  # of the whole walk, root included
     host_price: float  # picoseconds per byte of the host
-    multipliers: Multipliers  # that it comes from
+    multipliers: Multipliers  # the multipliers of this bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,9 @@ class BudgetedWalk:
 
     @classmethod
     def of(cls, walk: StepWalk, budget_bytes: int) -> BudgetedWalk:
-        """Drop a move if it does not fit even after the shortest prefix that leads to it, with the least on its way."""
+        """Drop moves that do not fit even after the shortest prefix that leads to them with the fewest bytes in
+        flight.
+        """
         shortest: list[int | None] = [0] + [None] * walk.count
         kept: list[tuple[WalkMove, ...]] = []
         for r, moves in enumerate(walk.moves):
@@ -92,13 +94,13 @@ class BudgetedWalk:
 
 
 def relax(budgeted: BudgetedWalk, multipliers: Multipliers) -> Bound:
-    """The bound that these multipliers give."""
+    """Return the bound of these multipliers."""
     walk, budget = budgeted.walk, budgeted.budget_bytes
     prices = [max(0.0, float(p)) for p in multipliers.device]
     limited = walk.host_budget_bytes
     host = max(0.0, float(multipliers.host)) if limited is not None else 0.0
     held = list(accumulate(reversed(prices)))[::-1]
-    skipped = [0.0, *accumulate(prices)]  # sums of multipliers, for positions that a segment passes over
+    skipped = [0.0, *accumulate(prices)]  # prefix sums, for positions inside a segment
     most = sum(max((m.picoseconds + m.copying for m in moves), default=0) for moves in budgeted.moves)
     end = prices[-1] * (walk.loss_need_bytes - budget) - host * (limited or 0) - ROUNDING * (1 + most)
     rest: list[tuple[float, ...]] = [()] * walk.count + [(end,)]
@@ -124,7 +126,7 @@ def relax(budgeted: BudgetedWalk, multipliers: Multipliers) -> Bound:
 
 
 def _least(through: Sequence[tuple[float, int]], copying: int) -> float:
-    """The cheapest way on, where copies of so many picoseconds come back beside the next backward."""
+    """The cheapest continuation, if copies of ``copying`` picoseconds return during the next backward."""
     if not copying:
         return min((cost for cost, _ in through), default=float("inf"))
     return min((cost + max(0, copying - hides) for cost, hides in through), default=float("inf"))
@@ -132,10 +134,10 @@ def _least(through: Sequence[tuple[float, int]], copying: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Fixing:
-    """A walk, and for each of its moves the picoseconds that no plan with it goes below.
+    """A walk, and for each of its moves a lower bound in picoseconds on plans that contain it.
 
-    The cheapest path through a move at a bound's prices is the cheapest way there, the move, the cheapest rest: the
-    fixing of variables by reduced costs of integer programming, with the pairs that `relax` tells apart.
+    The cheapest path through a move at a bound's prices is the cheapest way there, the move, the cheapest rest: reduced
+    cost fixing of integer programming, with the pairs that `relax` distinguishes.
     """
 
     budgeted: BudgetedWalk
@@ -143,9 +145,9 @@ class Fixing:
 
     @classmethod
     def of(cls, budgeted: BudgetedWalk, bound: Bound) -> Fixing:
-        """By the prices of a bound."""
+        """Fix by the prices of a bound."""
         walk, budget = budgeted.walk, budgeted.budget_bytes
-        ways = [[float("inf")] * len(sizes) for sizes in walk.sent]  # the cheapest to each position and class
+        ways = [[float("inf")] * len(sizes) for sizes in walk.sent]  # lowest cost to each position and class
         ways[0][0] = float(walk.root_picoseconds)
         prices = [max(0.0, float(price)) for price in bound.multipliers.device]
         found = []
@@ -163,7 +165,7 @@ class Fixing:
         return cls(budgeted=budgeted, bounds=tuple(found))
 
     def below(self, picoseconds: int | None) -> BudgetedWalk:
-        """With the moves that a plan of fewer picoseconds may take; None: any plan."""
+        """Return the walk with only the moves that a plan below ``picoseconds`` may take; None: any plan."""
         if picoseconds is None:
             return self.budgeted
         return replace(
@@ -176,7 +178,7 @@ class Fixing:
 
 
 def relaxation(budgeted: BudgetedWalk) -> Relaxation:
-    """The linear relaxation, solved."""
+    """Solve the linear relaxation."""
     try:
         import highspy
         import numpy as np
@@ -187,7 +189,7 @@ def relaxation(budgeted: BudgetedWalk) -> Relaxation:
         return Relaxation(multipliers=Multipliers(device=np.zeros(1)))
     highs = _quiet(highspy)()
     highs.silent()
-    # these programs are small, and looking for what can be left out of them takes longer than it saves
+    # these programs are so small that presolve takes longer than it saves
     for option, value in (("threads", 1), ("random_seed", 0), ("presolve", "off")):
         highs.setOptionValue(option, value)
     dearest = sum(max((m.picoseconds + m.copying for m in moves), default=0) for moves in budgeted.moves)
@@ -207,8 +209,9 @@ def relaxation(budgeted: BudgetedWalk) -> Relaxation:
 
 @lru_cache(maxsize=1)
 def _quiet(highspy: Any) -> Any:
-    """A solver that prints nothing: highspy 1.16 prints its banner as it registers its callbacks, while it is being
-    constructed, where no option can have been set yet."""
+    """Return a solver that prints nothing: highspy 1.16 prints its banner while it registers callbacks in its
+    constructor, before any option can be set.
+    """
 
     class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:
@@ -219,9 +222,9 @@ def _quiet(highspy: Any) -> Any:
 
 
 def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte_scale: float) -> Any:
-    """Columns: every move, the prefix at positions 1 .. R, and where moves offload the waits at positions 1 .. R-1.
+    """Columns: every move, the prefix at positions 1 .. R, and with offloading the waits at positions 1 .. R-1.
 
-    Rows: R paths, R prefixes, R budgets, the loss; where moves offload R-1 waits; under a host budget that.
+    Rows: R paths, R prefixes, R budgets, the loss; with offloading R-1 waits; with a host budget one for it.
     """
     import numpy as np
 
@@ -255,11 +258,11 @@ def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte
 def _columns(
     moves: Sequence[WalkMove], count: int, waiting: int, host_row: int | None, seconds_scale: float, byte_scale: float
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], Floats]:
-    """Where each column starts, and rows and values of all entries: moves, then prefixes, then waits.
+    """Start of each column, and rows and values of all entries: moves, then prefixes, then waits.
 
     Args:
-        waiting: rows for waits, of which there is none at position 0: it is the loss's.
-        host_row: of the host's budget.
+        waiting: number of rows for waits; position 0 has none, since its row is the loss's.
+        host_row: row of the host's budget.
     """
     import numpy as np
 
@@ -269,7 +272,7 @@ def _columns(
     start, stop, resident, need, sent, copying, host, hides = np.array(figures, dtype=np.int64).reshape(-1, 8).T
     prefix_row, budget_row, wait_row = count, 2 * count, 3 * count
     each = np.arange(len(moves))
-    parts: list[tuple[Any, Any, Any]] = []  # columns, rows and values; of one column in the order of the parts
+    parts: list[tuple[Any, Any, Any]] = []  # columns, rows and values; within a column in the order of the parts
 
     def add(which: Any, columns: Any, rows: Any, entries: Any) -> None:
         parts.append((columns[which], np.broadcast_to(rows, columns.shape)[which], entries[which]))
@@ -304,20 +307,19 @@ def _columns(
 
 # ascent ---------------------------------------------------------------------------------------------------------------
 #
-# Multipliers for `bound.relax` where HiGHS is not installed: subgradient ascent, as of Held & Karp (1971) Any
-# multipliers give a bound (bound.py), so these need not be the best ones: what they miss is paid in labels, and told by
-# the certificate. The path that is the cheapest at some prices says by how much it breaks each budget; prices move
-# along that, by Polyak's step towards the cheapest path known that breaks none. What copies wait for backwards, and the
-# host's budget, are left out.
+# Multipliers for `relax` without HiGHS: subgradient ascent as in Held & Karp (1971). Any multipliers give a bound, so
+# these need not be the best: a weaker bound costs labels, and shows in the certificate. The cheapest path at some
+# prices shows by how much it exceeds each budget; prices move in that direction, by Polyak's step towards the cheapest
+# known path that fits. Waiting for copies, and the host's budget, are left out.
 
 
 ROUNDS = 120
 PATIENCE = 5
-"""Rounds without a better bound after which steps are halved."""
+"""Number of rounds without a better bound after which steps are halved."""
 
 
 def ascend(budgeted: BudgetedWalk) -> list[float]:
-    """Picoseconds per byte, one a position and one for the loss, each 0 or more."""
+    """Picoseconds per byte, one for each position and one for the loss, each 0 or more."""
     count = budgeted.walk.count
     prices = best = [0.0] * (count + 1)
     most = target = float(sum(max((m.picoseconds for m in moves), default=0) for moves in budgeted.moves))
@@ -344,7 +346,7 @@ def ascend(budgeted: BudgetedWalk) -> list[float]:
 
 
 def _cheapest(budgeted: BudgetedWalk, prices: Sequence[float]) -> list[WalkMove]:
-    """The path of the fewest picoseconds where a byte needed, or held, at a position costs its price."""
+    """The path with the fewest picoseconds if each byte needed, or held, at a position costs its price."""
     count = budgeted.walk.count
     held = list(accumulate(reversed(prices)))[::-1]
     rest = [float("inf")] * count + [0.0]
@@ -358,19 +360,19 @@ def _cheapest(budgeted: BudgetedWalk, prices: Sequence[float]) -> list[WalkMove]
     path, r = [], 0
     while r < count:
         move = chosen[r]
-        assert move is not None, "a walk above its smallest budget has a way through"
+        assert move is not None, "a walk above its smallest budget has a path"
         path.append(move)
         r = move.stop
     return path
 
 
 def _excess(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> list[float]:
-    """Bytes above the budget at each position, and at the loss; below zero where there is room."""
+    """Bytes above the budget at each position, and at the loss; negative below the budget."""
     budget = budgeted.budget_bytes
     found: list[float] = []
     prefix = sent = 0
     for m in path:
         found.append(prefix + sent + m.need_bytes - budget)
-        found += [float(prefix - budget)] * (m.stop - m.start - 1)  # passed over by a segment
+        found += [float(prefix - budget)] * (m.stop - m.start - 1)  # inside a segment
         prefix, sent = prefix + m.resident_bytes, m.sent_bytes
     return [*found, float(prefix + budgeted.walk.loss_need_bytes - budget)]

@@ -1,20 +1,20 @@
-"""Plans under a host budget: around the vertex that the linear relaxation ends at, and made better by exchanges.
+"""Plans under a host budget: rounded from the vertex of the linear relaxation, and improved by exchanges.
 
-Under a host budget labels are many, and what is left of them misses plans in which one region gives bytes of the device
-or of the host to another. Nothing is proven here.
+Under a host budget there are many labels, and thinning misses plans in which one region gives bytes of the device or of
+the host to another. Nothing is proven here.
 
 NOTE [ Rounding ]
-A vertex takes one move in all regions but about as many as there are budgets that bind: two or three of a hundred. In
-these regions moves are tried together, all of each as long as they are few. The promising of these plans, whether they
-fit or not, are mended and improved, among moves that a better plan may take (`Fixing`). Promising is what costs little
-with what it lacks paid at the bound's prices.
+A vertex has one move in all regions except for about as many as there are binding budgets: two or three in a hundred.
+In these regions combinations of moves are tried, all of them if they are few. The promising plans, whether they fit or
+not, are repaired and improved with moves that a better plan may take (`Fixing`). A plan is promising if its cost is low
+with its excess over budgets priced at the bound's prices.
 
 NOTE [ Exchanges ]
-Given a plan that fits, each region is asked for its best change, alone or together with a change of a later one that is
-not its neighbour, that fits both budgets and saves seconds; until none does. A plan that breaks a budget is mended
-first, by the cheapest of all such changes after which it fits. With s_r the room that is left at position r (NOTE [ The
-step is a path ] in `walk`), a change at i of the bytes that stay by d, of the need by e and of what is sent by f fits
-where s_i >= e, s_{i+1} >= d + f, and s_q >= d for all q behind.
+For a plan that fits, take each region's best change (alone, or together with a change of a later region that is not its
+neighbour) that fits both budgets and saves seconds, until there is none. A plan that exceeds a budget is repaired
+first, by the cheapest such change after which it fits. With s_r the free bytes at position r (NOTE [ The step is a path
+] in `walk`), a change at i of the kept bytes by d, of the need by e and of the offloaded bytes by f fits if s_i >= e,
+s_{i+1} >= d + f, and s_q >= d for all later q.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jettison.solve.walk import Path, WalkMove
 
 try:
     import numpy as np
-except ImportError:  # torch comes without it; nothing is rounded or exchanged then
+except ImportError:  # optional for torch; without it nothing is rounded or exchanged
     np = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 TOGETHER = 600
-"""Plans, at most, that the regions between moves give when more than the vertex's own moves are tried."""
+"""Most plans from regions with fractional moves when more than the vertex's own moves are tried."""
 SPLIT = 6
-"""Regions between moves that are looked at, those that are most so."""
+"""Most regions with fractional moves that are tried, the most fractional first."""
 TRIED = 6
 PATIENCE = 2
-"""Plans that are mended, and so many without a better one end it."""
+"""Most plans to repair, and number of plans without improvement after which to stop."""
 WHOLE = 1e-7
 SWEEPS = 12
-"""Over all regions, at most."""
+"""Most sweeps over all regions."""
 _AMPLE = 1 << 60
 
 
 def rounded(fixing: Fixing, bound: Bound, shares: Sequence[float] | Floats) -> Iterator[Path]:
-    """Paths that fit, each better than those before; none with segments, or where the relaxation was not solved."""
+    """Yield fitting paths, each better than those before; none with segments, or without a solved relaxation."""
     budgeted, best, waited = fixing.budgeted, None, 0
     if np is None:
         return
@@ -73,7 +73,7 @@ def rounded(fixing: Fixing, bound: Bound, shares: Sequence[float] | Floats) -> I
 
 
 def _starts(budgeted: BudgetedWalk, bound: Bound, shares: Floats) -> Iterator[tuple[WalkMove, ...]]:
-    """The promising plans around the vertex, most so first; alike ones once."""
+    """Yield distinct plans around the vertex, the most promising first."""
     by_region = np.split(shares, np.cumsum([len(moves) for moves in budgeted.moves])[:-1])
     split = sorted((r for r, each in enumerate(by_region) if each.max() < 1 - WHOLE), key=lambda r: by_region[r].max())
     ways = [[int(each.argmax())] for each in by_region]
@@ -95,7 +95,7 @@ def _starts(budgeted: BudgetedWalk, bound: Bound, shares: Floats) -> Iterator[tu
 def _by_promise(
     budgeted: BudgetedWalk, bound: Bound, plans: Sequence[Sequence[WalkMove]]
 ) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """Numbers of plans, and what they take and lack of each budget."""
+    """Yield indices of plans, with their cost and their excess over each budget."""
     walk = budgeted.walk
     rows = [
         [(m.resident_bytes, m.need_bytes, m.sent_bytes, m.host_bytes, m.picoseconds, m.copying, m.hides) for m in plan]
@@ -114,7 +114,7 @@ def _by_promise(
 
 
 def exchanged(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> tuple[WalkMove, ...]:
-    """The moves of a path that fits both budgets, or better ones. Paths with segments come back as they are."""
+    """Improve the moves of a path that fits both budgets. Paths with segments are returned unchanged."""
     if np is None:
         return tuple(path)
     if any(m.segment for m in path):
@@ -125,7 +125,7 @@ def exchanged(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> tuple[WalkMov
 
 
 def mended(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> tuple[WalkMove, ...] | None:
-    """The same of a path without segments that may break budgets; None where no exchange makes it fit."""
+    """Repair and improve a path without segments that may exceed budgets; None if no exchange makes it fit."""
     alternatives = _Alternatives.of(budgeted, path)
     if not alternatives.fits and not alternatives.mend():
         return None
@@ -134,10 +134,10 @@ def mended(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> tuple[WalkMove, 
 
 
 class _Changes(NamedTuple):
-    """The room that there is, and what each alternative would change in the place of what its region does now."""
+    """Free bytes, and the difference that each alternative makes in place of its region's current move."""
 
-    slack: Integers  # by position, one for the loss, and ample room behind
-    behind: Integers  # the least of it from a position on
+    slack: Integers  # free bytes by position, one for the loss, and ample room after it
+    later: Integers  # the least of ``slack`` from a position on
     host_left: int
     resident: Integers
     need: Integers
@@ -147,18 +147,18 @@ class _Changes(NamedTuple):
 
 
 _Change = tuple[int, list[int]]
-"""Picoseconds that it adds, and which alternatives are taken."""
+"""Added picoseconds, and the alternatives that are taken."""
 
 
 @dataclass(kw_only=True)
 class _Alternatives:
-    """The moves of all regions, one after another; ``first`` of each region, and which are ``chosen``."""
+    """The moves of all regions, one after another; ``first`` of each region, and the ``chosen`` ones."""
 
     budgeted: BudgetedWalk
     moves: tuple[WalkMove, ...]
     first: Integers
     chosen: list[int]
-    last: tuple[list[int], _Changes] | None = None  # what was chosen when changes were worked out, and these
+    last: tuple[list[int], _Changes] | None = None  # the chosen moves of the last computed changes, and these changes
 
     @classmethod
     def of(cls, budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> _Alternatives:
@@ -172,18 +172,20 @@ class _Alternatives:
 
     @property
     def path(self) -> tuple[WalkMove, ...]:
-        """What is chosen."""
+        """The chosen moves."""
         return tuple(self.moves[at] for at in self.chosen)
 
     @property
     def fits(self) -> bool:
-        """Does it, both budgets?"""
+        """Do the chosen moves fit both budgets?"""
         changes = self.known
-        return int(changes.behind[0]) >= 0 and changes.host_left >= 0
+        return int(changes.later[0]) >= 0 and changes.host_left >= 0
 
     @cached_property
     def figures(self) -> tuple[Integers, ...]:
-        """Region, bytes that stay, need, sent, of the host, and picoseconds: own, of a copy, and hidden behind it."""
+        """Region, kept bytes, need, offloaded bytes, host bytes, and picoseconds: own, of a copy, and of hidden
+        copies.
+        """
         rows = [
             (m.start, m.resident_bytes, m.need_bytes, m.sent_bytes, m.host_bytes, m.picoseconds, m.copying, m.hides)
             for m in self.moves
@@ -195,9 +197,9 @@ class _Alternatives:
         walk, budget = self.budgeted.walk, self.budgeted.budget_bytes
         at = np.array(self.chosen)
         held = np.concatenate([[0], np.cumsum(resident[at])])
-        beside = np.concatenate([[0], sent[at][:-1]])
+        arriving = np.concatenate([[0], sent[at][:-1]])
         loss = budget - held[-1] - walk.loss_need_bytes
-        slack = np.concatenate([budget - (held[:-1] + beside + need[at]), [loss, _AMPLE, _AMPLE]])
+        slack = np.concatenate([budget - (held[:-1] + arriving + need[at]), [loss, _AMPLE, _AMPLE]])
         before = np.concatenate([[0], copying[at][:-1]])
         after = np.concatenate([hides[at][1:], [_AMPLE]])
         spent = own + np.maximum(0, before[region] - hides) + np.maximum(0, copying - after[region])
@@ -210,8 +212,8 @@ class _Alternatives:
         )
 
     def sweep(self) -> None:
-        """Take each region's best change that saves seconds, alone or with one of a region behind its neighbour, until
-        there is none, or `SWEEPS` times.
+        """Take each region's best change that saves seconds, alone or with one of a later region that is not its
+        neighbour, until there is none, or `SWEEPS` times.
         """
         for _ in range(SWEEPS):
             before = list(self.chosen)
@@ -223,11 +225,11 @@ class _Alternatives:
                 break
 
     def mend(self) -> bool:
-        """Take the cheapest change of any region, or any two, after which the plan fits; False where none does."""
+        """Take the cheapest change of one or two regions after which the plan fits; False if there is none."""
         known, found = self.known, []
         for i in range(len(self.chosen)):
             found.append(self._best_change(i, known))
-            if known.slack[i] < 0:  # no change of later regions makes up for it
+            if known.slack[i] < 0:  # no change of later regions can compensate
                 break
         fitting = [change for change in found if change is not None]
         if not fitting:
@@ -237,7 +239,7 @@ class _Alternatives:
 
     @property
     def known(self) -> _Changes:
-        """`changes`, worked out once for what is chosen."""
+        """`changes`, computed once for the chosen moves."""
         if self.last is None or self.last[0] != self.chosen:
             self.last = list(self.chosen), self.changes()
         return self.last[1]
@@ -247,10 +249,10 @@ class _Alternatives:
             self.chosen[int(self.figures[0][at])] = at
 
     def _best_change(self, i: int, c: _Changes) -> _Change | None:
-        """Of region i, alone or with a later one that is not its neighbour: the cheapest after which the plan fits."""
+        """The cheapest fitting change of region i, alone or with a later region that is not its neighbour."""
         own = np.arange(self.first[i], self.first[i + 1])
         own = own[(c.need[own] <= c.slack[i]) & (c.resident[own] + c.sent[own] <= c.slack[i + 1])]
-        alone = own[(c.resident[own] <= c.behind[i + 2]) & (c.host[own] <= c.host_left)]
+        alone = own[(c.resident[own] <= c.later[i + 2]) & (c.host[own] <= c.host_left)]
         best = None
         if len(alone):
             at = alone[np.argmin(c.picoseconds[alone])]
@@ -261,7 +263,7 @@ class _Alternatives:
         return best
 
     def _pair(self, i: int, own: Integers, c: _Changes) -> _Change | None:
-        """The best change of region i and a later one."""
+        """The best change of region i together with a later one."""
         others = np.arange(self.first[min(i + 2, len(self.chosen))], self.first[-1])
         if not len(own) or not len(others):
             return None
@@ -269,7 +271,7 @@ class _Alternatives:
         between = np.concatenate([[_AMPLE], np.minimum.accumulate(c.slack[i + 2 :])])[j - (i + 2)]
         room = np.minimum(between, c.slack[j] - c.need[others])
         room = np.minimum(room, c.slack[j + 1] - c.resident[others] - c.sent[others])
-        room = np.minimum(room, c.behind[j + 2] - c.resident[others])
+        room = np.minimum(room, c.later[j + 2] - c.resident[others])
         fits = (c.resident[own][:, None] <= room) & (c.host[own][:, None] + c.host[others] <= c.host_left)
         added = np.where(fits, c.picoseconds[own][:, None] + c.picoseconds[others], _AMPLE)
         at = int(added.argmin())

@@ -1,15 +1,15 @@
-"""What one region can trade: bytes held until backward against seconds of recompute, the exact lower hull of it.
+"""Pareto front of one region: bytes kept until backward against seconds of recomputation, its exact lower hull.
 
 NOTE [ Keep or recompute is a cut ]
-For a price per byte, choose what backward computes again so that `seconds of it + price * bytes kept` is least. Let
-`n_b` say that backward needs buffer b, and `r_o` that op o runs again. Slots are needed; an op that runs again needs
-its inputs; a needed buffer is kept unless its op runs again:
+For a price per byte, choose the recomputed ops so that `seconds of recomputation + price * bytes kept` is least. Let
+`n_b` mean that backward needs buffer b, and `r_o` that op o is recomputed. Slots are needed; a recomputed op needs
+its inputs; a needed buffer is kept unless its op is recomputed:
 
     minimise  sum_o seconds_o r_o + price * sum_b bytes_b max(0, n_b - r_op(b))
     with      n_b = 1 for slots,   r_o <= n_b for every input b of o
 
-Free buffers stand outside. This is a minimum s-t cut, with n_b -> r_op(b) at the price of the bytes (to the sink where
-the op may not run again; unbounded where the buffer cannot be kept), r_o -> sink at its seconds, and r_o -> n_b
+Free buffers are left out. This is a minimum s-t cut, with n_b -> r_op(b) at the price of the bytes (to the sink if the
+op must not be recomputed; unbounded if the buffer cannot be kept), r_o -> sink at its seconds, and r_o -> n_b
 unbounded. Sweeping the price walks the lower hull of all (bytes, seconds) pairs; a query at the slope between two
 neighbours either finds a vertex between them or proves that there is none (Eisner & Severance 1976). Seconds are
 counted in whole picoseconds and prices as multiples of 1 / resolution with resolution > 2 * (all bytes)^2, which is
@@ -33,11 +33,11 @@ NONE_KEY = "none"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontierPoint:
-    """One way to treat a region: the buffers kept, what they hold in bytes, and the seconds of recompute in backward.
+    """One option of a region: the buffers kept, their bytes, and the seconds of recomputation in backward.
 
     ``price`` (seconds per byte) is one at which no other choice is cheaper. ``key`` names the point within its program.
-    Of the buffers kept, those ``moved`` wait on the host, and those ``narrowed`` in fewer bytes; ``kept_bytes`` are
-    what then stays on the device.
+    Of the buffers kept, ``moved`` are offloaded to CPU and ``narrowed`` are packed losslessly; ``kept_bytes`` counts
+    the bytes that remain on the device.
     """
 
     key: str
@@ -50,7 +50,7 @@ class FrontierPoint:
 
 
 def plain_point(program: Program) -> FrontierPoint:
-    """What plain autograd keeps; nothing is computed again."""
+    """The point of plain autograd, without recomputation."""
     kept = program.saved_buffers()
     return FrontierPoint(key=NONE_KEY, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0, price=0.0)
 
@@ -58,18 +58,18 @@ def plain_point(program: Program) -> FrontierPoint:
 def pareto_frontier(
     program: Program, seconds: Callable[[int], float] | Sequence[float], *, max_points: int = 16
 ) -> tuple[FrontierPoint, ...]:
-    """The hull's points from the fewest bytes (and the fewest seconds for these) to plain autograd, sorted by bytes.
+    """Points of the hull from the fewest bytes (with the fewest seconds for these) to plain autograd, sorted by bytes.
 
-    Both ends are always there. Where the hull has more than ``max_points`` vertices, those with the widest gaps around
-    them stand for the rest. See NOTE [ Keep or recompute is a cut ].
+    Both ends are always included. If the hull has more than ``max_points`` vertices, those with the widest gaps around
+    them are returned. See NOTE [ Keep or recompute is a cut ].
 
     Args:
         program: the region.
-        seconds: how long each op takes, by op index; anything below a picosecond counts as one.
+        seconds: of each op, by op index; values below a picosecond count as one.
         max_points: at least 2.
 
     Raises:
-        ValueError: a needed buffer can neither be kept nor computed again, or an argument is out of range.
+        ValueError: a needed buffer can neither be kept nor recomputed, or an argument is out of range.
     """
     if max_points < 2:
         raise ValueError(f"max_points is {max_points}; a frontier has two ends")
@@ -82,14 +82,14 @@ def pareto_frontier(
 
 
 def fewest_bytes_point(program: Program, seconds: Callable[[int], float] | Sequence[float]) -> FrontierPoint:
-    """Fewest bytes kept; among these the fewest seconds."""
+    """The point with the fewest bytes kept, and among these the fewest seconds."""
     sweep = _Sweep.of(program, seconds)
     return sweep.query(sweep.highest_price, None).point
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Vertex:
-    """A point of the hull in the sweep's integers, and the flow that found it."""
+    """A point of the hull in the sweep's integers, and its flow."""
 
     point: FrontierPoint
     nbytes: int
@@ -109,8 +109,8 @@ class _Sweep:
     picoseconds: tuple[int, ...]
     resolution: int
     network: CutNetwork
-    needed_node: dict[int, int]  # keepable buffer -> "backward needs it"
-    again_node: dict[int, int]  # op -> "it runs again"
+    needed_node: dict[int, int]  # keepable buffer -> node "backward needs it"
+    again_node: dict[int, int]  # op -> node "it is recomputed"
 
     @classmethod
     def of(cls, program: Program, seconds: Callable[[int], float] | Sequence[float]) -> _Sweep:
@@ -135,7 +135,7 @@ class _Sweep:
 
     @property
     def highest_price(self) -> int:
-        """At this price one byte outweighs every op together."""
+        """A price at which one byte outweighs all ops together."""
         return self.resolution * (sum(self.picoseconds) + 1)
 
     def query(self, price: int, start: Flow | None) -> _Vertex:
@@ -163,7 +163,7 @@ class _Sweep:
 def _build_network(
     program: Program, picoseconds: Sequence[int], resolution: int, unbounded: int
 ) -> tuple[CutNetwork, dict[int, int], dict[int, int]]:
-    """The cut of NOTE [ Keep or recompute is a cut ], over what backward may ask for."""
+    """The network of NOTE [ Keep or recompute is a cut ], over buffers that backward may need."""
     repeatable = _repeatable_ops(program)
     wanted, again = _reachable(program, repeatable)
     network = CutNetwork(unbounded=unbounded)
@@ -173,12 +173,12 @@ def _build_network(
     needed_node = {b: network.add_node() for b in wanted if program.buffers[b].keepable}
 
     def producer(b: int) -> int | None:
-        """The op that may compute b again."""
+        """The op that may recompute b."""
         made_by = program.buffers[b].producer
         return made_by if made_by in repeatable else None
 
     def node(b: int) -> int:
-        """Stands for "backward needs b": where b cannot be kept, its op has to run again."""
+        """Node of "backward needs b"; if b cannot be kept, the node of its op, which has to be recomputed."""
         made_by = producer(b)
         return needed_node[b] if program.buffers[b].keepable or made_by is None else again_node[made_by]
 
@@ -196,17 +196,17 @@ def _build_network(
 
 
 def _reachable(program: Program, repeatable: frozenset[int]) -> tuple[list[int], list[int]]:
-    """Buffers that backward may come to need, and ops that it may come to run again.
+    """Buffers that backward may need, and ops that it may recompute.
 
     Raises:
-        ValueError: a slot's buffer can neither be kept nor computed again.
+        ValueError: a slot's buffer can neither be kept nor recomputed.
     """
     wanted = set(_costly(program, program.needed_buffers()))
     for b in sorted(wanted):
         buffer = program.buffers[b]
         if not buffer.keepable and buffer.producer not in repeatable:
             what = f"buffer {b} ({buffer.source}, {buffer.name or 'unnamed'})"
-            raise ValueError(f"{what} is needed in backward and can neither be kept nor computed again")
+            raise ValueError(f"{what} is needed in backward and can neither be kept nor recomputed")
     again = []
     for op in reversed(program.ops):
         if op.index in repeatable and any(b in wanted and program.buffers[b].producer == op.index for b in op.outputs):
@@ -216,10 +216,10 @@ def _reachable(program: Program, repeatable: frozenset[int]) -> tuple[list[int],
 
 
 def _leaders(program: Program, wanted: Iterable[int], again: Iterable[int]) -> dict[int, int]:
-    """For each op, last first, the op that decides whether it runs again: itself, or its only reader.
+    """For each op, last first, the op that decides whether it is recomputed: itself, or its only reader.
 
-    An op whose results can neither be kept nor are saved, and that one op alone reads, has no choice of its own. Runs
-    of such ops become one node, which keeps the network small.
+    An op with a single reader whose results can be neither kept nor are saved has no choice of its own. Chains of such
+    ops become one node, which keeps the network small.
     """
     readers: dict[int, set[int]] = {b: set() for b in wanted}
     leaders: dict[int, int] = {}
@@ -235,12 +235,12 @@ def _leaders(program: Program, wanted: Iterable[int], again: Iterable[int]) -> d
 
 
 def _costly(program: Program, buffers: Iterable[int]) -> list[int]:
-    """Those that are not free, each once, in order."""
+    """Buffers that are not free, each once, in order."""
     return sorted({b for b in buffers if not program.buffers[b].free})
 
 
 def _repeatable_ops(program: Program) -> frozenset[int]:
-    """Ops that may run again and whose inputs can all be had."""
+    """Ops that may be recomputed and whose inputs are all available."""
     repeatable: set[int] = set()
     for op in program.ops:
         if op.anchor is None and all(
@@ -252,7 +252,7 @@ def _repeatable_ops(program: Program) -> frozenset[int]:
 
 
 def _hull(sweep: _Sweep, max_points: int) -> list[_Vertex]:
-    """Vertices by bytes, ascending; the interval with the widest gap is asked first."""
+    """Vertices by bytes, ascending; the widest gap is queried first."""
     fastest = sweep.query(1, None)
     smallest = sweep.query(sweep.highest_price, fastest.flow)
     if smallest.nbytes == fastest.nbytes:
@@ -281,15 +281,13 @@ def _hull(sweep: _Sweep, max_points: int) -> list[_Vertex]:
     return sorted(found, key=lambda v: v.nbytes)
 
 
-# mincut
-
 # minimum cut ----------------------------------------------------------------------------------------------------------
 #
 # NOTE [ A cut whose price rises ]
-# Capacities are exact integers that grow with a price. A flow that is feasible at one price stays feasible at any
-# higher one, so a sweep of prices only ever augments, and a copy of the residual is the whole state. The minimal
-# source side of a minimum cut does not depend on the flow that found it, which makes the answer unique. Sources: Ford
-# & Fulkerson 1956 (maximum flow = minimum cut); Dinic 1970 (blocking flows); Picard 1976 (closures).
+# Capacities are exact integers that grow with a price. A flow that is feasible at one price is feasible at any higher
+# one, so a sweep of prices only ever augments, and a copy of the residual is the whole state. The minimal source side
+# of a minimum cut does not depend on the flow that found it, so the answer is unique. Sources: Ford & Fulkerson 1956
+# (maximum flow = minimum cut); Dinic 1970 (blocking flows); Picard 1976 (closures).
 
 
 SOURCE, SINK = 0, 1
@@ -306,12 +304,12 @@ class CutNetwork:
     leaving: list[list[int]] = field(default_factory=lambda: [[], []])
 
     def add_node(self) -> int:
-        """The new node's number."""
+        """Add a node; return its number."""
         self.leaving.append([])
         return len(self.leaving) - 1
 
     def add_edge(self, tail: int, head: int, *, fixed: int = 0, priced: int = 0) -> None:
-        """An edge and its empty reverse."""
+        """Add an edge and its empty reverse."""
         edge = len(self.heads)
         self.heads += (head, tail)
         self.fixed += (fixed, 0)
@@ -345,7 +343,7 @@ def maximum_flow(network: CutNetwork, price: int, start: Flow | None = None) -> 
 
 
 def _distances_to_sink(network: CutNetwork, residual: list[int]) -> list[int]:
-    """Edges to the sink along the residual, -1 where there is no way."""
+    """Number of edges to the sink along the residual, -1 without a path."""
     heads, leaving = network.heads, network.leaving
     distance = [-1] * len(leaving)
     distance[SINK] = 0
@@ -363,7 +361,7 @@ def _distances_to_sink(network: CutNetwork, residual: list[int]) -> list[int]:
 
 
 def _blocking_flow(network: CutNetwork, residual: list[int], distance: list[int]) -> None:
-    """Saturate every shortest path, depth first, each edge looked at once."""
+    """Saturate every shortest path, depth first; each edge is visited once."""
     heads, leaving = network.heads, network.leaving
     tried = [0] * len(leaving)
     path: list[int] = []
@@ -389,7 +387,7 @@ def _blocking_flow(network: CutNetwork, residual: list[int], distance: list[int]
 
 
 def _push(path: list[int], heads: list[int], residual: list[int]) -> int:
-    """Send what the path can carry; cut ``path`` before its first full edge and return the node there."""
+    """Send as much as the path can carry; cut ``path`` before its first full edge and return the node there."""
     amount = min([residual[edge] for edge in path])
     first_full = -1
     for i, edge in enumerate(path):

@@ -1,21 +1,21 @@
-"""The fastest path under a budget by labels: (bytes held, seconds so far) pairs that nothing else beats in both.
+"""The fastest path under a budget by labels: undominated pairs of (bytes held, seconds so far).
 
 NOTE [ Labels and what thinning costs ]
-At each position keep the labels (prefix, seconds; where something is offloaded also what is on its way and bytes of the
-host) that no other label dominates (NOTE [ The step is a path ]), drop those whose lower bound (bound.py) is no better
-than the best plan known, and extend them by every move. That is exact. Where more than `width` labels are left, the
+At each position keep the labels (prefix, seconds; with offloading also bytes in flight and bytes of the host) that no
+other label dominates (NOTE [ The step is a path ]), drop those whose lower bound (bound.py) is no better than the best
+known plan, and extend the rest by every move. That is exact. If more than `width` labels are left, the
 list is thinned:
 
-- with a `beam`, and wherever moves offload: keep those with the best bounds. The least bound of those that go is told:
-  `dropped`. No plan that went with them is faster than that.
-- otherwise: cut the range of seconds into `width` equal buckets and keep the shortest prefix of each. Whatever was
-  dropped has a stand-in that holds no more and is slower by less than a bucket, so the result is within the sum of the
-  bucket widths of the optimum (the scaling argument of Ibarra & Kim 1975 for knapsacks). The sum is reported as `loss`.
+- with a `beam`, and wherever moves offload: keep those with the best bounds, and report the least bound of the rest as
+  `dropped`. No plan through a dropped label is faster than that.
+- otherwise: cut the range of seconds into `width` equal buckets and keep the shortest prefix of each. A dropped label
+  has a stand-in that holds no more and is slower by less than a bucket, so the result is within the sum of the bucket
+  widths of the optimum (the scaling argument of Ibarra & Kim 1975 for knapsacks). The sum is reported as `loss`.
 
-Under a host budget a label goes where what is left of it is not enough for any rest of the walk that fits. The floors
-that say so may be rounded up (NOTE [ The step is a path ]); then what goes by them counts as dropped.
+Under a host budget a label is dropped if no rest of the walk fits into the host bytes that it leaves. The floors for
+that test may be rounded up (NOTE [ The step is a path ]); labels that only a rounded floor rules out count as dropped.
 
-Labels are columns of an array. Where numpy is not installed they are tuples of the same six numbers, some times slower.
+Labels are columns of an array. Without numpy they are tuples of the same six numbers, several times slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     import numpy as np
-except ImportError:  # torch comes without it
+except ImportError:  # optional for torch
     np = None  # type: ignore[assignment]
 
 from jettison.solve.bound import Bound, BudgetedWalk
@@ -43,23 +43,23 @@ if TYPE_CHECKING:
 
 
 PREFIX, SPENT, SENT, HOST, PARENT, MOVE = range(6)
-"""Of a label: bytes held, picoseconds so far, the class of what is on its way, the host's bytes; its label where the
-move starts, and the move's number among those that arrive."""
+"""Fields of a label: bytes held, picoseconds so far, class of bytes in flight, bytes of the host; its label at the
+start of the last move, and that move's number among the arriving ones."""
 LISTED = 2_048
-"""Labels a position where there is no numpy."""
+"""Most labels a position without numpy."""
 COMPARED = 8_192
-"""Labels a position that are compared pair by pair, under a host budget; so many at a time as the next says."""
+"""Most labels a position that are compared pair by pair, under a host budget, in blocks of `BLOCK`."""
 BLOCK = 256
 STRONG = 1_024
-"""Of those that nothing beats, each is compared with so many: those with the best bounds."""
+"""Most undominated labels that others are compared with: those with the best bounds."""
 CELLS = 24
-"""Of what labels hold, from the least to the most, here and on the host."""
+"""Cells along each of device bytes and host bytes, from least to most, that diversify a beam."""
 INFINITE = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """``path`` is None where nothing beats the limit.
+    """Result of a search; ``path`` is None if nothing beats the limit.
 
     The optimum is at most ``loss`` picoseconds below the answer, or at least ``dropped``.
     """
@@ -101,7 +101,7 @@ def fastest_path(
 
 
 def _trace_back(steps: Any, labels: list[Any], arriving: list[list[WalkMove]]) -> Path:
-    """From the fastest label at the end to the start."""
+    """Follow parents from the fastest label at the end to the start."""
     at = steps.fastest(labels[-1])
     picoseconds, r, moves = steps.label(labels[-1], at)[SPENT], len(labels) - 1, []
     while r:
@@ -115,7 +115,7 @@ def _trace_back(steps: Any, labels: list[Any], arriving: list[list[WalkMove]]) -
 
 
 class _Arrays:
-    """Labels as columns of an array, sorted by prefix; of one class seconds descend."""
+    """Labels as columns of an array, sorted by prefix; within a class seconds descend."""
 
     def __init__(self, budgeted: BudgetedWalk, bound: Bound) -> None:
         self.budgeted, self.walk, self.bound = budgeted, budgeted.walk, bound
@@ -131,15 +131,15 @@ class _Arrays:
         return int(labels[SPENT].argmin())
 
     def plain(self, r: int) -> bool:
-        """Are labels at a position told by what they hold and their seconds alone?"""
+        """Do labels at a position only differ in bytes held and seconds?"""
         return self.walk.host_budget_bytes is None and len(self.walk.sent[r]) == 1
 
     def extended(self, labels: list[Integers], arriving: Sequence[WalkMove], r: int, below: int | None) -> Integers:
-        """Every label that a move brings to position r, if the move fits, the rest of the walk can still fit and it may
-        still end below the limit; sorted by move, and then as their sources are.
+        """Extend labels by every move to position r that fits, whose rest can still fit, and that may still end below
+        the limit; sorted by move, and then in the order of their sources.
         """
         parts, first = [], 0
-        for start, group in groupby(arriving, lambda m: m.start):  # sorted by where they start
+        for start, group in groupby(arriving, lambda m: m.start):  # sorted by start
             moves = list(group)
             parts.append(self._brought(labels[start], moves, start, first, plain=self.plain(r)))
             first += len(moves)
@@ -153,11 +153,11 @@ class _Arrays:
         rows = []
         for m in moves:
             number = walk.arrives(m)
-            after = m.resident_bytes + walk.floors[m.stop][number][0][0]  # what the rest of the walk needs at least
+            after = m.resident_bytes + walk.floors[m.stop][number][0][0]  # least bytes that the rest of the walk needs
             rows.append((m.need_bytes, m.resident_bytes, m.picoseconds, m.host_bytes, m.hides, after, number))
         need, resident, picoseconds, host, hides, after, sent = np.array(rows, dtype=np.int64).T
         prefix, room = source[PREFIX], budget - after
-        if len(walk.sent[start]) == 1:  # then nothing is on its way
+        if len(walk.sent[start]) == 1:  # then nothing is in flight
             which, parent = np.nonzero(prefix <= np.minimum(room, budget - need)[:, None])
             spent = source[SPENT, parent] + picoseconds[which]
         else:
@@ -174,16 +174,16 @@ class _Arrays:
         return found
 
     def _bounds(self, labels: Integers, r: int) -> NDArray[np.float64]:
-        """Picoseconds that no completion of a label goes below."""
+        """Lower bound in picoseconds on completions of each label."""
         rest = self.bound.rest[r][0] if len(self.bound.rest[r]) == 1 else np.array(self.bound.rest[r])[labels[SENT]]
         found: NDArray[np.float64] = labels[SPENT] + self.bound.held_price[r] * labels[PREFIX] + rest
         return found + self.bound.host_price * labels[HOST] if self.bound.host_price else found
 
     def undominated(self, labels: Integers, r: int, most: int) -> tuple[Integers, float]:
-        """Sorted by prefix; each one faster than all before it with no more on its way and no more on the host.
+        """Undominated labels by prefix: each is faster than all before it with no more in flight or on the host.
 
-        Under a host budget they are compared in pairs; of more than ``most`` some go before, and the least bound of
-        them is told, and of those that rounded floors leave out.
+        Under a host budget they are compared in pairs; beyond ``most`` some are dropped first. Returns the least bound
+        of these and of labels that only rounded floors rule out.
         """
         if self.walk.host_budget_bytes is None:
             if len(self.walk.sent[r]) == 1:
@@ -198,7 +198,7 @@ class _Arrays:
         return labels[:, ~_beaten(labels, self._bounds(labels, r))], gone
 
     def _affordable(self, labels: Integers, host_budget_bytes: int, r: int) -> tuple[Integers, float]:
-        """Those whose rest the host has room for, and the least bound of those that rounded floors leave out."""
+        """Labels whose rest fits the host, and the least bound of those that only rounded floors rule out."""
         fits = np.zeros(labels.shape[1], dtype=np.bool_)
         for number, floors in enumerate(self.walk.floors[r] if len(fits) else ()):
             own = labels[SENT] == number
@@ -210,7 +210,7 @@ class _Arrays:
         return labels[:, fits], float(gone)
 
     def _by_class(self, labels: Integers, classes: int) -> Integers:
-        """Which ones, class by class: those that no label of their class or of one with less on its way dominates."""
+        """Indices, class by class, of labels not dominated by one of their class or with less in flight."""
         front = kept = np.zeros(0, dtype=np.int64)  # the fastest so far
         for number in range(classes):
             own = np.nonzero(labels[SENT] == number)[0]
@@ -224,10 +224,10 @@ class _Arrays:
         return kept
 
     def closest(self, labels: Integers, r: int, width: int) -> tuple[Integers, float]:
-        """Those with the best bounds, and the least bound of the others.
+        """Labels with the best bounds, and the least bound of the others.
 
-        Where the host's bytes have a price, bounds of plans that take many and few of them are alike, and the best of
-        each cell of what is held here and there come first.
+        If the host's bytes have a price, bounds of plans with many and with few of them are equal, so the best label of
+        each cell of device and host bytes comes first.
         """
         bounds = self._bounds(labels, r)
         order = np.argsort(bounds, kind="stable")
@@ -240,7 +240,7 @@ class _Arrays:
         return labels[:, np.sort(order[:width])], float(bounds[order[width:]].min())
 
     def thin(self, labels: Integers, width: int) -> tuple[Integers, int]:
-        """The shortest prefix of each bucket of seconds, and by how much another may have been faster."""
+        """The shortest prefix of each bucket of seconds, and by how much a dropped label may have been faster."""
         fastest, slowest = int(labels[SPENT, -1]), int(labels[SPENT, 0])
         bucket = (slowest - fastest) // width + 1
         buckets = (labels[SPENT] - fastest) // bucket
@@ -250,22 +250,22 @@ class _Arrays:
 
 
 def _faster(prefix: Integers, picoseconds: Integers) -> Integers:
-    """Those that are faster than all of no longer prefix, and of equal ones the first; sorted by prefix."""
-    order = np.argsort(prefix, kind="stable")  # what comes in sorted runs is sorted quickly
+    """Indices of labels faster than all with no longer prefix, the first of equal ones; sorted by prefix."""
+    order = np.argsort(prefix, kind="stable")  # stable sort is fast on sorted runs
     prefix, picoseconds = prefix[order], picoseconds[order]
     faster = np.ones(len(order), dtype=np.bool_)
     faster[1:] = picoseconds[1:] < np.minimum.accumulate(picoseconds)[:-1]
     order, prefix = order[faster], prefix[faster]
-    last = np.ones(len(order), dtype=np.bool_)  # of equal prefixes, which are faster and faster now
+    last = np.ones(len(order), dtype=np.bool_)  # the last of equal prefixes is the fastest
     last[:-1] = prefix[1:] != prefix[:-1]
     kept: Integers = order[last]
     return kept
 
 
 def _beaten(labels: Integers, bounds: NDArray[np.float64]) -> Flags:
-    """Of labels in lexicographic order, which another one before them beats or equals in everything.
+    """Mark labels, in lexicographic order, that an earlier label dominates.
 
-    Of more than `STRONG` that nothing beats, only these are asked: then some that are beaten stay.
+    Only `STRONG` undominated labels are compared with, so some dominated labels may stay.
     """
     count = labels.shape[1]
     beaten = np.zeros(count, dtype=np.bool_)
@@ -283,7 +283,7 @@ def _beaten(labels: Integers, bounds: NDArray[np.float64]) -> Flags:
 
 
 def _ranks(cells: Integers) -> Integers:
-    """How many before each one are of the same cell."""
+    """Rank of each element within its cell."""
     order = np.argsort(cells, kind="stable")
     sizes = np.unique(cells, return_counts=True)[1]
     ranks = np.empty(len(cells), dtype=np.int64)
@@ -298,7 +298,7 @@ _Tuples = list[tuple[int, ...]]
 
 
 class _Lists:
-    """`_Arrays` where numpy is not installed: labels are tuples."""
+    """`_Arrays` without numpy: labels are tuples."""
 
     def __init__(self, budgeted: BudgetedWalk, bound: Bound) -> None:
         self.budgeted, self.walk, self.bound = budgeted, budgeted.walk, bound

@@ -1,15 +1,15 @@
-"""Parts of a layer by Megatron's names for them, on the programs of described layers: what each keeps and frees.
+"""Megatron's recompute and offload modules on the programs of described layers: kept and recomputed buffers.
 
 NOTE [ Two kinds of parts ]
-A part that Megatron checkpoints holds what it is given, and what others save of its results stays. A part under its
-`CheckpointWithoutOutput` (``megatron/core/tensor_parallel/random.py``) gives its results back too: they are computed
-again before whoever saved them needs them.
+A module that Megatron checkpoints keeps its inputs, and results saved by other ops. A module under
+`CheckpointWithoutOutput` (``megatron/core/tensor_parallel/random.py``) also frees its results, which are recomputed
+before the ops that saved them read them.
 
 NOTE [ Norms of their own ]
-``megatron/core/models/gpt/gpt_layer_specs.py``: with TransformerEngine a norm before a product with a weight is part
-of that product's module (``column_parallel_layer_norm_linear``) and the layer's norm is an ``IdentityOp``, for which
-``transformer_layer.py`` computes nothing again and sends nothing. A norm is of its own before multi-latent attention
-and before experts.
+``megatron/core/models/gpt/gpt_layer_specs.py``: with TransformerEngine a norm before a linear layer is part of that
+layer's module (``column_parallel_layer_norm_linear``), and the layer's own norm is an ``IdentityOp``, for which
+``transformer_layer.py`` recomputes and offloads nothing. Norms before multi-latent attention and before experts are
+separate modules.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ OWN: Final = {
     "mlp_norm": "own_mlp_norm",
     "qkv_linear": "normed_qkv",
 }
-"""By name, the same where TransformerEngine has the products: NOTE [ Norms of their own ]."""
+"""Ops by module name, with the same names for TransformerEngine's linear layers: NOTE [ Norms of their own ]."""
 SMALLEST_OFFLOADED: Final = 1024 * 1024
-"""Elements; smaller tensors stay (``min_offloaded_tensor_size``)."""
+"""Elements; smaller tensors are not offloaded (``min_offloaded_tensor_size``)."""
 _FIRST_OF_EXPERTS: Final = ("mlp.experts.gate_up", "mlp.experts.gate", "mlp.experts.up")
 _FUSED: Final = "scaled_dot_product"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Again:
-    """What stays of a layer of which parts are computed again, and the ops that run a second time."""
+class Recomputed:
+    """A layer under recompute modules: the kept buffers, the recomputed ops, and the modules that it has."""
 
     kept: frozenset[int]
     ops: frozenset[int]
@@ -46,7 +46,7 @@ class Again:
 
 
 def parts_of(program: Program, module: str) -> frozenset[int]:
-    """Ops that a module's name means in a layer; none where the layer has no such part."""
+    """Ops of a module of a layer; empty if the layer has no such module."""
     core = _core(program)
     sparse = _is_sparse(program)
     match module:
@@ -74,7 +74,7 @@ def parts_of(program: Program, module: str) -> frozenset[int]:
 
 
 def saved_by(program: Program, module: str) -> frozenset[int]:
-    """Ops whose saved tensors fine-grained offloading sends to the host under a module's name."""
+    """Ops whose saved tensors fine-grained offloading moves to CPU for a module."""
     match module:
         case "attn_norm":
             return _where(program, lambda op: op.path == "attention_norm")
@@ -97,22 +97,22 @@ def saved_by(program: Program, module: str) -> frozenset[int]:
             return parts_of(program, module)
 
 
-def computed_again(program: Program, modules: tuple[str, ...]) -> Again:
-    """A layer whose parts of these names are computed again; the names are those that it has."""
+def recomputed(program: Program, modules: tuple[str, ...]) -> Recomputed:
+    """Return a layer under recompute modules; names of modules that it lacks are ignored."""
     parts = {module: part for module in modules if (part := parts_of(program, module))}
     if not parts:
-        return Again(program.saved_buffers(), frozenset(), ())
+        return Recomputed(program.saved_buffers(), frozenset(), ())
     again = frozenset(o for part in parts.values() for o in part)
     given_back = {b for m, part in parts.items() if m in WITHOUT_OUTPUT for o in part for b in program.ops[o].outputs}
     inside = {(program.ops[o].path, program.ops[o].name) for o in again}
     saved = {slot.buffer for slot in program.slots if (slot.path, slot.op) not in inside}
     inputs = {b for part in parts.values() for b in program.given(part)}
     kept = close(program, frozenset((saved | inputs) - given_back))
-    return Again(kept, again.union(program.recompute_set(kept)), tuple(parts))
+    return Recomputed(kept, again.union(program.recompute_set(kept)), tuple(parts))
 
 
 def sent(program: Program, kept: frozenset[int], modules: tuple[str, ...]) -> frozenset[int]:
-    """Of what stays, what these modules save and send to the host: what is large, and that nobody else has saved."""
+    """Kept buffers that these modules offload: large ones that no other op has saved."""
     names = {(program.ops[o].path, program.ops[o].name) for module in modules for o in saved_by(program, module)}
     here = {slot.buffer for slot in program.slots if (slot.path, slot.op) not in names}
     large = {slot.buffer for slot in program.slots if math.prod(slot.shape) >= SMALLEST_OFFLOADED}
@@ -120,24 +120,24 @@ def sent(program: Program, kept: frozenset[int], modules: tuple[str, ...]) -> fr
 
 
 def is_fused(program: Program) -> bool:
-    """Attention is one kernel, which keeps no scores: to compute its core again frees next to nothing."""
+    """Is attention one kernel? It saves no scores, so recomputing its core frees next to nothing."""
     return any(_FUSED in op.name for op in program.ops)
 
 
 def _core(program: Program) -> frozenset[int]:
-    """From the product that makes the scores to the one that uses them."""
+    """Ops from the matmul of the scores to the matmul that reads the probabilities."""
     fused = _where(program, lambda op: _FUSED in op.name)
     if fused:
         return fused
-    products = [op.index for op in program.ops if op.name.startswith(BATCHED) and op.path == "attention"]
-    if not products:
+    matmuls = [op.index for op in program.ops if op.name.startswith(BATCHED) and op.path == "attention"]
+    if not matmuls:
         return frozenset()
-    first, last = products[0], products[-1]
+    first, last = matmuls[0], matmuls[-1]
     return _where(program, lambda op: op.path == "attention" and first <= op.index <= last)
 
 
-def predicts_further(program: Program) -> bool:
-    """Is it a layer that predicts further tokens?"""
+def is_mtp(program: Program) -> bool:
+    """Is it a multi-token prediction (MTP) layer?"""
     return any(op.path == "eh_proj" for op in program.ops)
 
 
@@ -160,7 +160,7 @@ def _is_latent(program: Program) -> bool:
 
 
 def _makes_heads(op: Op, latent: bool) -> bool:
-    """Multi-latent attention turns its heads inside of what makes them."""
+    """Does the op make heads? Multi-latent attention rotates heads inside the module that makes them."""
     return op.path.startswith("attention.") or (latent and op.path == "attention")
 
 

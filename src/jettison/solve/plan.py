@@ -1,9 +1,9 @@
-"""The plan as a document: what to keep and what to compute again, layer by layer. JSON of schema ``jettison.plan/1``.
+"""The plan as a document: kept and recomputed tensors, layer by layer. JSON of schema ``jettison.plan/1``.
 
-A plan says enough to be applied again: which program each layer must turn out to have, which buffers of it are kept,
-and where segments lie. The hash covers these decisions and the bytes they were made for, never timings, so that every
-rank that decides alike has the same one: seconds, prices and the solver's figures are left out. Readers ignore keys
-they do not know. Nothing here is pickled; loose text becomes typed in `Plan.from_json` only.
+A plan has all that is needed to apply it: the digest of each layer's program, the kept buffers, and the segments. The
+hash covers these decisions and the bytes they were made for. It excludes timings, prices and the solver's figures, so
+that every rank with the same decisions has the same hash. Readers ignore unknown keys. Nothing is pickled; loose text
+becomes typed in `Plan.from_json` only.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ KEYS = (
     "offload", "host_budget_bytes", "whole_micro_batches", "hardware", "stages", "reasons", "warnings", "what_if",
     "tensors", "levels", "made_by", "request", "environment", "hash", "from",
 )  # fmt: skip
-"""Of the document, whoever made the plan: a described run's (`report.plan`) has the same ones; each has its nulls."""
+"""Keys of the document, for plans of live models and of described runs (`report.plan`); each has its own nulls."""
 ROOT_LAYER = ""
 
 
 class PolicyWord(StrEnum):
-    """What happened to a layer, in one word of the command line's contract."""
+    """A layer's policy in one word of the command line's contract."""
 
-    NONE = "none"  # nothing is computed again
-    SELECTIVE = "selective"  # only the attention core is; whoever builds the plan says so
-    FULL = "full"  # nothing is kept that could be computed again
-    OFFLOAD = "offload"  # some or all of it is on the host, and nothing is computed again
-    MIXED = "mixed"  # or some of it waits in fewer bytes
+    NONE = "none"  # nothing is recomputed
+    SELECTIVE = "selective"  # only the attention core is recomputed; set by the planner
+    FULL = "full"  # nothing is kept that could be recomputed
+    OFFLOAD = "offload"  # some or all of it is offloaded, and nothing is recomputed
+    MIXED = "mixed"  # any other mix, or some of it is packed
 
 
 def policy_word(
     program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset(), packed: frozenset[int] = frozenset()
 ) -> PolicyWord:
-    """By the buffers that stay of a region, by those of them that move, and by those that are packed."""
+    """Return the word for a region's kept, offloaded and packed buffers."""
     again = program.recompute_set(kept)
     if packed:
         return PolicyWord.MIXED
@@ -61,7 +61,7 @@ def policy_word(
 
 
 def recompute_flops(program: Program, kept: frozenset[int]) -> int:
-    """FLOPs that backward spends on a region a second time when ``kept`` is held."""
+    """FLOPs that backward spends on recomputing a region if ``kept`` is held."""
     return sum(program.ops[o].flops for o in program.recompute_set(kept))
 
 
@@ -74,10 +74,10 @@ def _could_run_again(program: Program, b: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """What one layer does. ``kept`` and, of these, ``offloaded`` and ``packed`` are buffer indices of the program with
-    this digest, ascending. ``kept_bytes`` are on the device.
+    """One layer's decisions. ``kept`` and, of these, ``offloaded`` and ``packed`` are buffer indices of the program
+    with this digest, ascending. ``kept_bytes`` are on the device.
 
-    ``price`` is seconds per byte at which this policy is the cheapest one; 0 where nothing was priced.
+    ``price`` is seconds per byte at which this policy is the cheapest; 0 without a price.
     """
 
     layer: str
@@ -103,10 +103,10 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """Peak of allocated bytes in a step, and of bytes on the host; its seconds, and what the plan adds as a share of a
-    plain step. 0.0 where not known.
+    """Peak of allocated bytes in a step, and of bytes on the host; its seconds, and the plan's overhead as a share of a
+    step without checkpointing. 0.0 if not known.
 
-    ``composed``: the peak was put together from dry runs of other plans, and this one was not run itself.
+    ``composed``: the peak was composed from dry runs of other plans; this plan was not dry-run itself.
     """
 
     peak_bytes: int
@@ -117,13 +117,13 @@ class Predicted:
 
     @property
     def added_seconds(self) -> float:
-        """Of a step, spent on computing again."""
+        """Seconds of recomputation in a step."""
         return self.step_seconds * self.overhead_fraction / (1.0 + self.overhead_fraction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolverReport:
-    """Share of the step that a better plan could still save, at most, and how long it took to know."""
+    """Largest share of the step that a better plan could still save, and the time to prove it."""
 
     gap: float = 0.0
     seconds: float = 0.0
@@ -131,9 +131,9 @@ class SolverReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanTensor:
-    """One saved tensor of the programs with this digest, in words: ``buffer`` is what `LayerPlan` speaks of.
+    """One saved tensor of the programs with this digest; ``buffer`` is the index that `LayerPlan` uses.
 
-    ``free``: others hold it anyway (an input that several layers read), so that no layer decides about it.
+    ``free``: others hold it anyway (an input that several layers read), so no layer decides about it.
     """
 
     digest: str
@@ -151,8 +151,8 @@ class PlanTensor:
 class Plan:
     """A feasible plan. ``segments`` are (first layer, last layer) by name, both inside the segment.
 
-    ``root`` is the policy of everything around the layers; its layer name is empty. ``tensors`` and ``levels``, bytes
-    over the dry-run step, are there to be looked at: no decision hangs on them, nor the hash.
+    ``root`` is the policy of the part around the layers; its layer name is empty. ``tensors`` and ``levels`` (bytes
+    over the dry-run step) are for display: neither decisions nor the hash depend on them.
     """
 
     budget_bytes: int
@@ -163,9 +163,9 @@ class Plan:
     root: LayerPlan
     segments: tuple[tuple[str, str], ...] = ()
     model: str  # the model's fingerprint
-    torch_version: str = ""  # the one under which the programs were recorded
-    gradients_held: bool = False  # gradients are counted from the start of the forward on
-    chunked_loss: bool = False  # cross entropy goes over chunks of rows
+    torch_version: str = ""  # version that recorded the programs
+    gradients_held: bool = False  # gradients exist from the start of the forward
+    chunked_loss: bool = False  # cross entropy runs over chunks of rows
     tensors: tuple[PlanTensor, ...] = field(default=(), compare=False, repr=False)
     levels: StepLevels | None = field(default=None, compare=False, repr=False)
 
@@ -193,16 +193,16 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """sha256 over the canonical JSON of the decisions; the same for the same decisions, on every rank."""
+        """sha256 over the canonical JSON of the decisions; equal decisions have equal hashes on every rank."""
         text = json.dumps(self._decisions(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _decisions(self) -> dict[str, Any]:
-        """Everything but what was timed, and what only shows."""
+        """All keys except timings and display."""
         fields = asdict(self)
         for shown in ("solver", "tensors", "levels"):
             del fields[shown]
-        # plans from before there was a choice have no word for it
+        # plans of older versions lack the key
         for name in ("gradients_held", "chunked_loss"):
             if not fields[name]:
                 del fields[name]
@@ -214,7 +214,7 @@ class Plan:
         return {"schema": SCHEMA, **fields}
 
     def document(self) -> dict[str, Any]:
-        """The plan as what JSON is made of."""
+        """Return the plan as JSON data."""
         fields = asdict(self)
         for entry in (*fields["layers"], fields["root"]):
             entry["stage"] = None
@@ -223,16 +223,16 @@ class Plan:
         return {key: known.get(key) for key in KEYS}
 
     def to_json(self) -> str:
-        """The document as JSON text; `from_json` reads it back."""
+        """Return the document as JSON text; `from_json` reads it."""
         return json.dumps(self.document(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Read a plan back.
+        """Read a plan.
 
         Raises:
             UsageError: the text is not a feasible plan of this schema; the message names the first wrong key.
-            PlanMismatch: the decisions are not those that the hash in the text was made of.
+            PlanMismatch: the decisions do not match the hash in the text.
         """
         from pydantic import ValidationError  # making and running a plan needs none of it
 
@@ -244,7 +244,7 @@ class Plan:
         if plan.hash != stated.hash:
             raise PlanMismatch(
                 f"the plan was changed after it was written: it states hash {stated.hash}, "
-                f"its decisions have {plan.hash}. Make the plan again instead of editing it."
+                f"its decisions have {plan.hash}. Create a new plan instead of editing it."
             )
         return plan
 
@@ -270,7 +270,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanHeader:
-    """What a document states about itself."""
+    """Metadata that a document states about itself."""
 
     schema: Literal["jettison.plan/1"]
     feasible: Literal[True]

@@ -1,4 +1,4 @@
-"""Policies: from a recorded program to the set of buffers to keep. One type, one verb."""
+"""Checkpoint policies: from a recorded program to the set of buffers to keep. One type, one verb."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ MATMULS = (
     "aten.convolution",
 )
 _PRODUCTS = ("aten.mm", "aten.addmm")
-"""With a weight: the counted ones of an alternating policy."""
+"""Matmuls with a weight, which an alternating policy counts."""
 
 
 _SUMMED = ("reduce_scatter", "all_reduce")
-"""Collectives that make whole sums of the parts that ranks have of a product."""
+"""Collectives that sum the partial results of a matmul over ranks."""
 _TRANSFERS = ("c10d.", "_c10d_functional.", "_dtensor.")
-"""Collectives of formulas and of recordings begin like this."""
+"""Prefixes of collectives' names in formulas and in recordings."""
 
 BATCHED = ("aten.bmm", "aten.baddbmm")
-"""Products of two activations, as attention scores are; a router's scores are a product with a weight."""
+"""Matmuls of two activations, such as attention scores; a router's scores are a matmul with a weight."""
 
 
 class CheckpointPolicy(Protocol):
-    """Decides what a region keeps. Must be deterministic."""
+    """Selects the buffers that a region keeps. Must be deterministic."""
 
     @property
     def word(self) -> str:
-        """How plans and tables call it."""
+        """Name of the policy in plans and tables."""
 
     def kept(self, program: Program) -> frozenset[int]:
-        """Buffers to hold between forward and backward; always enough to compute the rest."""
+        """Buffers to hold between forward and backward; always enough to recompute the rest."""
 
 
 @runtime_checkable
 class OffloadPolicy(CheckpointPolicy, Protocol):
-    """Also decides what of that waits on the host between forward and backward."""
+    """Also selects the kept buffers to offload between forward and backward."""
 
     def offloaded(self, program: Program) -> frozenset[int]:
-        """Of the kept buffers, those that move. What cannot stays on the device."""
+        """Kept buffers to offload. Buffers that cannot move stay on the device."""
 
 
 def offloaded_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
-    """Of the kept buffers, those that a policy moves to the host; most policies move none."""
+    """Kept buffers that a policy offloads; empty for most policies."""
     return policy.offloaded(program) if isinstance(policy, OffloadPolicy) else frozenset()
 
 
 @runtime_checkable
 class PackPolicy(CheckpointPolicy, Protocol):
-    """Also decides what of that waits in fewer bytes, where nothing is lost by it."""
+    """Also selects the kept buffers to pack losslessly into fewer bytes."""
 
     def packed(self, program: Program) -> frozenset[int]:
-        """Of the kept buffers, those to pack. What would lose anything stays as it is."""
+        """Kept buffers to pack. A buffer that packing would not restore exactly stays as it is."""
 
 
 def packed_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
-    """Of the kept buffers, those that a policy packs; most policies pack none."""
+    """Kept buffers that a policy packs; empty for most policies."""
     return policy.packed(program) if isinstance(policy, PackPolicy) else frozenset()
 
 
 def can_move(program: Program, b: int) -> bool:
-    """Whether a buffer is the region's own. Parameters, arguments that many regions share and tensors that came by
-    other ways live anyway, and random states are small.
+    """Can a buffer be offloaded? Only the region's own buffers: parameters, arguments shared by regions and captured
+    tensors live anyway, and random states are small.
     """
     buffer = program.buffers[b]
     return not buffer.free and buffer.source in (Source.OP, Source.INPUT, Source.BLOCK) and buffer.nbytes > 0
@@ -78,7 +78,7 @@ def can_move(program: Program, b: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KeepAll:
-    """Plain autograd: what it saves stays."""
+    """Plain autograd: all saved tensors are kept."""
 
     word: str = "none"
 
@@ -88,7 +88,7 @@ class KeepAll:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Only the inputs stay, and what cannot be computed again."""
+    """Full checkpointing: only inputs are kept, and buffers that cannot be recomputed."""
 
     word: str = "full"
 
@@ -101,10 +101,10 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveOp:
-    """Outputs of matrix products and fused attention stay, and what reduce-scatters return; the rest is computed again.
+    """Selective checkpointing by op: keep outputs of matmuls, fused attention and reduce-scatters.
 
-    Of a product whose parts ranks add up it is the sum that stays. ``alternate`` is torchtitan's policy for each op: of
-    the products with a weight every second one is computed again.
+    Of a row-parallel matmul the reduced sum is kept. ``alternate`` is torchtitan's per-op policy: every second matmul
+    with a weight is recomputed.
     """
 
     word: str = "selective-op"
@@ -118,22 +118,22 @@ class SelectiveOp:
         return close(program, named | inputs | Full().kept(program))
 
     def cached(self, program: Program) -> frozenset[int]:
-        """What torch's selective checkpoint holds where it runs eagerly: all that is listed, read or not.
+        """Buffers that torch's eager selective checkpoint holds: outputs of all listed ops, read or not.
 
-        ``torch/utils/checkpoint.py``, ``_CachingTorchDispatchMode``; a compiled region, like `kept`, leaves those out
-        that nobody reads.
+        ``torch/utils/checkpoint.py``, ``_CachingTorchDispatchMode``; a compiled region, like `kept`, leaves out
+        buffers without readers.
         """
         named = self.named(program)
         return self._closed(program, named) | named
 
     def named(self, program: Program) -> frozenset[int]:
-        """Outputs that the policy is to keep, whether backward asks for them or not."""
+        """Outputs of the listed ops, whether backward reads them or not."""
         found: set[int] = set()
         readers = _readers(program)
-        products = 0
+        matmuls = 0
         for op in program.ops:
-            products += op.name.startswith(_PRODUCTS)
-            second = self.alternate and op.name.startswith(_PRODUCTS) and products % 2 == 0
+            matmuls += op.name.startswith(_PRODUCTS)
+            second = self.alternate and op.name.startswith(_PRODUCTS) and matmuls % 2 == 0
             if second:
                 continue
             if op.name.startswith(MATMULS):
@@ -145,9 +145,9 @@ class SelectiveOp:
 
 @dataclass(frozen=True, slots=True)
 class Selective:
-    """The paper's selective recomputation: the attention core (scores, softmax, dropout) goes, the rest stays.
+    """The paper's selective recomputation: the attention core (scores, softmax, dropout) is recomputed, the rest kept.
 
-    No collective is repeated: what of the core hangs on one stays too.
+    No collective is recomputed: buffers of the core that depend on one are kept too.
     """
 
     word: str = "selective"
@@ -159,12 +159,12 @@ class Selective:
 
 
 SMALLEST_BYTES: Final = 4096
-"""Below this a copy's own cost outweighs its bytes: judgement, and what torchtitan's graph trainer does."""
+"""Smaller copies cost more than their bytes save: judgement, and the threshold of torchtitan's graph trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What another policy keeps waits on the host: all of a region's own buffers from ``smallest_bytes`` on."""
+    """Offload the buffers that another policy keeps: all of a region's own from ``smallest_bytes`` on."""
 
     keeps: CheckpointPolicy = KeepAll()
     smallest_bytes: int = SMALLEST_BYTES
@@ -181,7 +181,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What another policy keeps waits in fewer bytes where nothing is lost by it."""
+    """Pack the buffers that another policy keeps, where packing is lossless."""
 
     keeps: CheckpointPolicy = KeepAll()
     word: str = "pack"
@@ -196,9 +196,8 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Exactly:
-    """A decision made before: these buffers of this program, and of the same ops on other shapes; any other program
-    falls back to ``otherwise``. Of the buffers, those in ``moved`` wait on the host, and those in ``narrowed`` in fewer
-    bytes.
+    """An earlier decision: these buffers of this program, and of the same ops on other shapes; any other program falls
+    back to ``otherwise``. Of the buffers, those in ``moved`` are offloaded, and those in ``narrowed`` are packed.
     """
 
     digest: str
@@ -230,18 +229,18 @@ class Exactly:
 
 @dataclass(frozen=True, slots=True)
 class KeepShare:
-    """The cheapest recompute that keeps no more than this share of what plain autograd would."""
+    """The cheapest recomputation that keeps at most this share of plain autograd's bytes."""
 
     fraction: float
     word: str = "mixed"
 
     def kept(self, program: Program) -> frozenset[int]:
-        from jettison.cost.matmul import op_seconds  # all ledgers load policies, and few of them prices
+        from jettison.cost.matmul import op_seconds  # imported on use: most users of policies need no prices
         from jettison.solve.frontier import pareto_frontier
         from jettison.spec.hardware import usual_hardware
         from jettison.spec.kernels import Device
 
-        hardware = usual_hardware(Device.CPU)  # any one: a share is the same everywhere
+        hardware = usual_hardware(Device.CPU)  # any device gives the same share
         points = pareto_frontier(program, [op_seconds(op, hardware) for op in program.ops])
         limit = self.fraction * program.kept_bytes(program.saved_buffers())
         fitting = [p for p in points if p.kept_bytes <= limit]
@@ -249,10 +248,10 @@ class KeepShare:
 
 
 def close(program: Program, wanted: frozenset[int], *, transfers: bool = True) -> frozenset[int]:
-    """Add what must be kept because it can be neither computed nor found, and leave out what nobody would read.
+    """Add buffers that can neither be recomputed nor found, and drop those without readers.
 
     Args:
-        transfers: collectives may run again.
+        transfers: collectives may be recomputed.
     """
     must = set(wanted)
     while True:
@@ -263,8 +262,8 @@ def close(program: Program, wanted: frozenset[int], *, transfers: bool = True) -
 
 
 def _demand(program: Program, kept: frozenset[int], *, transfers: bool) -> tuple[set[int], set[int]]:
-    """Buffers that backward reads under ``kept``, and what to keep as well so that it can: what cannot be computed, or
-    where that cannot be kept either, the smallest that can on the way to the slot, nearest to the slot of equal ones.
+    """Buffers that backward reads under ``kept``, and buffers to keep in addition: those that cannot be recomputed, or,
+    if one of them cannot be kept, the smallest keepable one on the way to the slot, the nearest to it if sizes tie.
     """
     missing: set[int] = set()
     needed: set[int] = set()
@@ -292,11 +291,11 @@ def _demand(program: Program, kept: frozenset[int], *, transfers: bool) -> tuple
 
 
 _Way = tuple[int, "_Way | None"]
-"""A buffer, and the way from the slot that led to it."""
+"""A buffer, and the chain from the slot to it."""
 
 
 def _smallest(program: Program, way: _Way) -> int:
-    """Of what can be kept on the way to a slot; the slot's own buffer if nothing is smaller."""
+    """The smallest keepable buffer on the way to a slot; the slot's own buffer if none is smaller."""
     passed = [way[0]]
     while (before := way[1]) is not None:
         way = before
@@ -314,7 +313,7 @@ def _readers(program: Program) -> dict[int, list[Op]]:
 
 
 def _holdable(program: Program, b: int, readers: dict[int, list[Op]]) -> int:
-    """A buffer, or what its only reader makes of it at the same size (a bias added) where only that can be held."""
+    """A buffer, or, if it cannot be kept, its only reader's result of equal size (after a bias, say)."""
     buffer = program.buffers[b]
     while not buffer.keepable and len(readers.get(buffer.index, ())) == 1:
         made = readers[buffer.index][0].outputs
@@ -325,9 +324,9 @@ def _holdable(program: Program, b: int, readers: dict[int, list[Op]]) -> int:
 
 
 def attention_core(program: Program) -> frozenset[int]:
-    """Buffers between the product that makes the attention scores and the one that uses the probabilities.
+    """Buffers between the matmul that makes the attention scores and the one that reads the probabilities.
 
-    Found from each softmax: back through elementwise ops to a matrix product, forward to the next ones. Empty with
+    Found from each softmax: back through elementwise ops to a matmul, forward to the next ones. Empty with
     fused attention, which never stores them (arXiv 2205.05198 §5; recomputing them there saves nothing).
     """
     readers = _readers(program)
@@ -335,12 +334,12 @@ def attention_core(program: Program) -> frozenset[int]:
     for op in program.ops:
         if "softmax" in op.name and "backward" not in op.name:
             size = max((program.buffers[b].nbytes for b in op.outputs), default=0)
-            core |= {b for b in _between_products(program, op, readers) if program.buffers[b].nbytes * 8 >= size}
+            core |= {b for b in _between_matmuls(program, op, readers) if program.buffers[b].nbytes * 8 >= size}
     return frozenset(core & program.saved_buffers())
 
 
-def _between_products(program: Program, softmax: Op, readers: dict[int, list[Op]]) -> set[int]:
-    """What lies between the product that leads to a softmax and those that use it; empty unless both are batched."""
+def _between_matmuls(program: Program, softmax: Op, readers: dict[int, list[Op]]) -> set[int]:
+    """Buffers between the matmul before a softmax and those after it; empty unless both are batched."""
     seen: set[int] = set()
 
     def makers(op: Op) -> Iterator[tuple[int, list[Op]]]:
@@ -351,11 +350,11 @@ def _between_products(program: Program, softmax: Op, readers: dict[int, list[Op]
 
     def users(op: Op) -> Iterator[tuple[int, list[Op]]]:
         for b in op.outputs:
-            if program.buffers[b].source is not Source.RANDOM:  # who draws next is no part of the core
+            if program.buffers[b].source is not Source.RANDOM:  # later random ops are not part of the core
                 yield b, readers.get(b, [])
 
-    def to_products(neighbours: Callable[[Op], Iterator[tuple[int, list[Op]]]]) -> tuple[set[int], bool]:
-        """Buffers on the way, past ops that were not seen before, and whether a batched product is at its end."""
+    def to_matmuls(neighbours: Callable[[Op], Iterator[tuple[int, list[Op]]]]) -> tuple[set[int], bool]:
+        """Buffers on the way over unseen ops, and whether a batched matmul ends it."""
         found: set[int] = set()
         batched, waiting = False, [softmax]
         while waiting:
@@ -369,12 +368,12 @@ def _between_products(program: Program, softmax: Op, readers: dict[int, list[Op]
                     seen.add(op.index)
         return found, batched
 
-    (before, begins), (after, ends) = to_products(makers), to_products(users)
+    (before, begins), (after, ends) = to_matmuls(makers), to_matmuls(users)
     return before | after if begins and ends else set()
 
 
 def keeps_everything(policy: CheckpointPolicy) -> bool:
-    """Whether a policy computes nothing again."""
+    """Does a policy recompute nothing?"""
     return keeps_everything(policy.keeps) if isinstance(policy, Offload) else policy.word == "none"
 
 
@@ -394,10 +393,10 @@ NAMED: dict[str, CheckpointPolicy] = {
 
 
 def policy_named(word: str) -> CheckpointPolicy:
-    """The policy that a policy word names.
+    """Return the policy with this name.
 
     Raises:
-        UsageError: no such word.
+        UsageError: an unknown name.
     """
     try:
         return NAMED[word]
@@ -407,39 +406,39 @@ def policy_named(word: str) -> CheckpointPolicy:
 
 # compiled -------------------------------------------------------------------------------------------------------------
 #
-# What a compiled block keeps for its backward where nobody tells the compiler: torch's own rule, on a program
+# Buffers that a compiled block keeps by default: torch's own rule, applied to a program.
 # NOTE [ What torch's partitioner keeps ]
-# ``torch/_functorch/partitioners.py``, ``solve_min_cut``: the fewest bytes between forward and backward, with ops
-# that may not run again left out of the cut: products, attention and what draws (``compute_intensive``, ``random``);
-# reductions whose results are less than a quarter of what they read; and whatever backward would have to write to
-# memory for an op that nothing is fused into, such as a product (``is_materialized_backwards``). So what products
-# read and return stays, and statistics of norms; activations, sums and rotations between them are computed again. A
-# fused op of ours stands for several of torch's, all of which run again or none.
+# ``torch/_functorch/partitioners.py``, ``solve_min_cut``: the fewest bytes between forward and backward. Ops that must
+# not be recomputed are left out of the cut: matmuls, attention and random ops (``compute_intensive``, ``random``);
+# reductions whose results are less than a quarter of their inputs; and buffers that backward would have to write to
+# memory for an op that nothing is fused into, such as a matmul (``is_materialized_backwards``). So inputs and outputs
+# of matmuls are kept, and statistics of norms; activations, sums and rotations between them are recomputed. A fused op
+# of ours stands for several of torch's, all of which are recomputed or none.
 #
-# A product of narrow copies reads what a cast makes, and casts are fused: what it casts may run again. torchao's
-# products have that for all three of a layer, unless the weight's gradient is a product of 16-bit tensors.
+# An FP8 or FP4 matmul reads the result of a cast, and casts are fused, so the cast's input may be recomputed. torchao's
+# linear layers cast all three operands, unless the weight's gradient is a matmul of 16-bit tensors.
 
 
 COMPILED: Final = "compiled"
 COMPILED_QUANTIZED: Final = "compiled, narrow products"
 _REDUCES: Final = 4
-"""Times as many bytes as it makes, that an op reads, make it a reduction that does not run again."""
+"""Ratio of bytes read to bytes made from which an op is a reduction that is not recomputed."""
 _COMPUTED: Final = (*MATMULS, "aten.bmm", "aten.baddbmm")
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """See NOTE [ What torch's partitioner keeps ]."""
+    """Default of a compiled block, see NOTE [ What torch's partitioner keeps ]."""
 
     word: str = COMPILED
 
     def kept(self, program: Program) -> frozenset[int]:
-        """Buffers that stay."""
+        """Buffers that are kept."""
         casting = MATMULS if self.word == COMPILED_QUANTIZED else ()
         wide = [op for op in program.ops if op.name.startswith(_COMPUTED) and not op.name.startswith(tuple(casting))]
         read = {b for op in wide for b in op.inputs}
         ops = tuple(
-            op if op.anchor is not None or _runs_again(program, op, read) else replace(op, anchor=Anchor.OPAQUE)
+            op if op.anchor is not None or _is_recomputed(program, op, read) else replace(op, anchor=Anchor.OPAQUE)
             for op in program.ops
         )
         from jettison.solve.frontier import fewest_bytes_point
@@ -449,7 +448,7 @@ class Compiled:
 
 
 def _statistics(program: Program) -> frozenset[int]:
-    """Of norms that are one op and run again for what they return: of torch's ops the reduction does not."""
+    """Statistics of norms that are one op: torch recomputes their output but not their reduction."""
     small = {
         b
         for op in program.ops
@@ -459,8 +458,8 @@ def _statistics(program: Program) -> frozenset[int]:
     return program.saved_buffers() & small
 
 
-def _runs_again(program: Program, op: Op, read_by_products: set[int]) -> bool:
-    if op.name.startswith((*_COMPUTED, "c10d.")) or not read_by_products.isdisjoint(op.outputs):
+def _is_recomputed(program: Program, op: Op, read_by_matmuls: set[int]) -> bool:
+    if op.name.startswith((*_COMPUTED, "c10d.")) or not read_by_matmuls.isdisjoint(op.outputs):
         return False
     if any(program.buffers[b].source is Source.RANDOM for b in op.inputs):
         return False
@@ -468,10 +467,10 @@ def _runs_again(program: Program, op: Op, read_by_products: set[int]) -> bool:
     return _REDUCES * made >= sum(program.buffers[b].nbytes for b in op.inputs)
 
 
-# Parts of a layer that are checkpoints of their own: attention, the feed-forward block and each norm ------------------
+# Separate checkpoints for parts of a layer: attention, the feed-forward block and each norm ---------------------------
 #
 # NeMo AutoModel, ``components/distributed/activation_checkpointing.py``, ``apply_submodule_checkpointing``: a
-# ``checkpoint_wrapper`` around each. What stands between them, residual sums, keeps what it keeps.
+# ``checkpoint_wrapper`` around each. Residual sums between them are not checkpointed.
 
 
 def ops_of_parts(program: Program) -> tuple[frozenset[int], ...]:
@@ -484,7 +483,7 @@ def ops_of_parts(program: Program) -> tuple[frozenset[int], ...]:
 
 
 def kept_apart(program: Program) -> frozenset[int]:
-    """What the checkpoints of all parts were given, and what is saved between them."""
+    """Inputs of all parts' checkpoints, and buffers saved between them."""
     between = {slot.buffer for slot in program.slots if not slot.path}
     inputs = frozenset[int]().union(*(program.given(part) for part in ops_of_parts(program)))
     return close(program, inputs | between | Full().kept(program))

@@ -1,8 +1,8 @@
-"""What the choice over a step is given: bytes and seconds of every option of every region.
+"""The choice over a step as an optimization problem: bytes and seconds of every option of every region.
 
 NOTE [ The step's levels ]
-A training step runs the root (embedding, head, loss) around a chain of regions r = 0 .. R-1. With `static` the bytes
-that live all along (parameters, buffers, optimizer state, batch), and one option chosen per region and for the root,
+A training step runs the root (embedding, head, loss) around a chain of regions r = 0 .. R-1. `static` are the bytes
+allocated throughout (parameters, buffers, optimizer state, batch). With one option for each region and for the root,
 the allocated bytes peak at the largest of
 
     forward of r    static + root.held_forward[r]  + sum_{q<r} resident_q + forward_peak_r
@@ -11,32 +11,32 @@ the allocated bytes peak at the largest of
     tail            static + root.tail_peak        + sum_q gradient_q
     optimizer       static + optimizer_peak        (all gradients included)
 
-`forward_peak` counts the region's input and output; `resident` counts the input only where the region holds it;
-`backward_peak` counts the incoming gradient, what is computed again, and this region's own parameter gradients.
+`forward_peak` counts the region's input and output; `resident` counts the input only if the region holds it;
+`backward_peak` counts the incoming gradient, recomputed tensors, and this region's own parameter gradients.
 The root's figures contain its own parameters' gradients. All bytes are integers.
 
-A segment's regions share one `resident`, which counts from its first region on; its `forward_peak` holds for each of
-them on top of what the regions before the *segment* hold, so it counts the segment's own input too.
+A segment's regions share one `resident`, which counts from its first region on; its `forward_peak` applies to each of
+them on top of the bytes held by regions before the *segment*, so it includes the segment's own input.
 
-NOTE [ What is on its way ]
-What an option offloads is in nobody's `resident`. The runtime (NOTE [ When sources are freed, and when fetches start ])
-lets a region's sources go when the next region's forward is over, and brings them back when the next region's backward
-begins; what the last region saves never moves. With offloaded_r counted once, whatever is in flight, the levels have
+NOTE [ Offloaded bytes in flight ]
+Offloaded bytes are in no region's `resident`. The runtime (NOTE [ When sources are freed, and when fetches start ])
+frees a region's sources when the next region's forward is over, and prefetches them when the next region's backward
+begins; tensors of the last region never move. With offloaded_r counted once for all copies in flight, the levels have
 
-    forward of r    + offloaded_{r-1}                 its own is part of what its forward makes
+    forward of r    + offloaded_{r-1}                 its own is part of its forward_peak
     backward of r   + offloaded_r + offloaded_{r-1}
     loss, tail      nothing
 
-Each way of a copy takes offloaded / link seconds and hides behind one pass of the next region:
+A copy takes offloaded / link seconds each way and overlaps with one pass of the next region:
 
     stall of r-1    max(0, offloaded_{r-1} / link - forward_seconds_r)
-                    + max(0, offloaded_{r-1} / link - backward_seconds_r - what r computes again)
+                    + max(0, offloaded_{r-1} / link - backward_seconds_r - recompute_seconds_r)
 
-A segment is one region here: what the region before it sent stays beside all of it, and comes back behind all of its
-backward; in forward the copy is taken to hide behind the segment's first region alone. What a segment sends itself is
-its input, and counts as its last region's. A pipeline's micro-batches take
-turns on the link: a stage does one pass of one micro-batch at a time, the first region has nothing before it and the
-last sends nothing, so no copy reaches into another pass. Their bytes meet on the host, which is a second budget:
+A segment is one region here: bytes offloaded by the region before it stay during all of it, and return after all of
+its backward; in forward the copy is assumed to overlap with the segment's first region only. The segment itself
+offloads its input, which counts as its last region's. A pipeline's micro-batches take turns on the link: a stage runs
+one pass of one micro-batch at a time, the first region has nothing before it and the last offloads nothing, so no copy
+reaches into another pass. Their bytes add up on the host, which is a second budget:
 
     sum_r copies_r * offloaded_r <= host budget
 """
@@ -51,9 +51,7 @@ from typing import TypeVar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentTensor:
-    """One tensor that goes to the host, and which argument or result of its region it is, if any: whether a result, and
-    its place among them.
-    """
+    """One offloaded tensor: whether it is an argument or a result of its region, if either, and its position there."""
 
     nbytes: int
     place: tuple[bool, int] | None = None
@@ -61,10 +59,10 @@ class SentTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionOption:
-    """One way to treat one region. ``key`` names it within its class; seconds are recompute added to a step.
+    """One option of one region. ``key`` names it within its class; seconds are recomputation added to a step.
 
-    ``offloaded_bytes`` are of one micro-batch; ``resident_bytes`` are without them, both peaks are with them. ``sent``:
-    these bytes tensor by tensor, in the order in which they go, where a stand-in has to send them.
+    ``offloaded_bytes`` are of one micro-batch; ``resident_bytes`` exclude them, both peaks include them. ``sent``:
+    these bytes tensor by tensor, in order, for a stand-in that has to offload them.
     """
 
     key: str
@@ -73,7 +71,7 @@ class RegionOption:
     backward_peak_bytes: int
     seconds: float
     offloaded_bytes: int = 0
-    lasting_bytes: int = 0  # of the resident ones, those that its backward does not free
+    lasting_bytes: int = 0  # part of ``resident_bytes`` that its backward does not free
     sent: tuple[SentTensor, ...] = ()
 
 
@@ -81,8 +79,8 @@ class RegionOption:
 class ProblemRegion:
     """One region of the chain. Regions with equal ``class_key`` have equal options.
 
-    ``forward_seconds`` and ``backward_seconds`` are of its passes when nothing is computed again: what copies of the
-    region before hide behind. ``copies``: micro-batches whose offloaded bytes are on the host at once.
+    ``forward_seconds`` and ``backward_seconds`` are of its passes without recomputation; copies of the region before
+    overlap with them. ``copies``: micro-batches whose offloaded bytes are on the host at once.
     """
 
     name: str
@@ -96,9 +94,9 @@ class ProblemRegion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The way to the host, in one direction, and the bytes that there are for a step; None: nobody has set a limit.
+    """One direction of the link to the host, and the host bytes for a step; None: no limit is set.
 
-    ``hides``: copies run beside the device's work.
+    ``hides``: copies overlap with the device's work.
 
     Raises:
         ValueError: a rate that is not above 0, or a budget below 0.
@@ -114,17 +112,17 @@ class Link:
         if self.host_budget_bytes is not None and self.host_budget_bytes < 0:
             raise ValueError(f"the host's budget is {self.host_budget_bytes} bytes; expected 0 or more")
 
-    def stall(self, nbytes: int, beside: float) -> float:
-        """Seconds that one way of a copy is waited for, with so many seconds of work beside it."""
-        return max(0.0, nbytes / self.bytes_per_second - (beside if self.hides else 0.0))
+    def stall(self, nbytes: int, overlap: float) -> float:
+        """Seconds of waiting for a copy one way, if it overlaps with so many seconds of work."""
+        return max(0.0, nbytes / self.bytes_per_second - (overlap if self.hides else 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentOption:
     """One checkpoint segment over regions ``start .. stop-1``: only the first one's input is held.
 
-    ``backward_peak_bytes[i]`` belongs to region ``start + i`` and counts what the segment computed again and still
-    holds. ``offloaded_bytes`` as in `RegionOption`.
+    ``backward_peak_bytes[i]`` belongs to region ``start + i`` and counts the segment's recomputed tensors that are
+    still live. ``offloaded_bytes`` as in `RegionOption`.
     """
 
     key: str
@@ -139,7 +137,7 @@ class SegmentOption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RootOption:
-    """One way to treat everything around the regions; one figure a region where it is a tuple."""
+    """One option of the part around the regions; tuples have one figure for each region."""
 
     key: str
     held_forward_bytes: tuple[int, ...]
@@ -151,11 +149,11 @@ class RootOption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProblem:
-    """See NOTE [ The step's levels ]. ``optimizer_peak_bytes`` is 0 where no optimizer was given.
+    """Problem of NOTE [ The step's levels ]. ``optimizer_peak_bytes`` is 0 without an optimizer.
 
     Raises:
-        ValueError: nothing to choose from, two options of one key, a figure that is negative or missing, an option that
-            offloads without a link or from the last region.
+        ValueError: no options, two options with one key, a negative or missing figure, an option that offloads without
+            a link or from the last region.
     """
 
     static_bytes: int
@@ -163,7 +161,7 @@ class StepProblem:
     regions: tuple[ProblemRegion, ...]
     root: tuple[RootOption, ...]
     segments: tuple[SegmentOption, ...] = field(default=())
-    plain_seconds: float = 0.0  # a step without recompute, for the overhead fraction; 0 where unknown
+    plain_seconds: float = 0.0  # a step without recompute, for the overhead fraction; 0 if unknown
     link: Link | None = None
 
     def __post_init__(self) -> None:
@@ -206,11 +204,11 @@ def _check_costs(owner: str, resident_bytes: int, seconds: float) -> None:
         raise ValueError(f"{owner} holds {resident_bytes} bytes and takes {seconds} s; expected 0 or more of both")
 
 
-# A choice over a step, and the replay of every level of it: the independent check of whatever chose -------------------
+# A choice over a step, and the replay of all its levels: an independent check of the solver ---------------------------
 
 
 class LevelPhase(StrEnum):
-    """Where in a step a level stands."""
+    """Position of a level in a step."""
 
     FORWARD = "forward"
     LOSS = "loss"
@@ -221,7 +219,7 @@ class LevelPhase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One option key for the root and one a region; ``segments`` are the ``(start, stop)`` that are treated as one.
+    """One option key for the root and one for each region; ``segments`` are the ``(start, stop)`` treated as one.
 
     Inside a segment the region's key is the segment's.
     """
@@ -233,7 +231,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """Peak bytes allocated during one phase; ``region`` is the region's index, or None where the root runs."""
+    """Peak bytes allocated during one phase; ``region`` is the region's index, or None while the root runs."""
 
     phase: LevelPhase
     region: int | None
@@ -242,12 +240,12 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceLevels:
-    """Every level of a step in the order in which they happen, and the seconds that recompute and stalls add to it."""
+    """Every level of a step in order, and the seconds that recomputation and stalls add to it."""
 
     levels: tuple[Level, ...]
     seconds: float
-    resident_bytes: int  # what all regions hold when the loss is computed
-    stalled_seconds: float = 0.0  # of the seconds, those that copies are waited for
+    resident_bytes: int  # bytes that all regions hold when the loss is computed
+    stalled_seconds: float = 0.0  # part of the seconds that wait for copies
     host_bytes: int = 0  # of all micro-batches in flight
 
     @property
@@ -262,10 +260,10 @@ class ChoiceLevels:
 
 
 def evaluate(problem: StepProblem, choice: Choice) -> ChoiceLevels:
-    """Replay NOTE [ The step's levels ] and NOTE [ What is on its way ] for one choice.
+    """Replay NOTE [ The step's levels ] and NOTE [ Offloaded bytes in flight ] for one choice.
 
     Raises:
-        ValueError: the choice does not cover the regions once each, or names an option that is not there.
+        ValueError: the choice does not cover each region once, or names an unknown option.
     """
     root = _by_key("the root", problem.root, choice.root)
     covers = tuple(_covers(problem, choice))
@@ -301,7 +299,7 @@ def evaluate(problem: StepProblem, choice: Choice) -> ChoiceLevels:
 
 
 def _stalled(problem: StepProblem, covers: Sequence[SegmentOption], moved: Sequence[int]) -> float:
-    """Seconds that copies are waited for."""
+    """Seconds of waiting for copies."""
     link, regions, total = problem.link, problem.regions, 0.0
     for r, nbytes in enumerate(moved):
         if nbytes:
@@ -324,7 +322,7 @@ def _by_key(owner: str, options: Sequence[_Option], key: str) -> _Option:
 
 
 def _covers(problem: StepProblem, choice: Choice) -> Iterator[SegmentOption]:
-    """For each region what it runs under; a single region's option as a segment of one."""
+    """The option of each region; a single region's option as a segment of one."""
     count = len(problem.regions)
     if len(choice.regions) != count:
         raise ValueError(f"the choice has {len(choice.regions)} regions, the problem {count}")

@@ -1,7 +1,7 @@
-"""Asking a solver until what a judge finds fits.
+"""Refinement of a solver's budget until a judge (a dry run, a timeline) finds that the answer fits.
 
-A solver adds up bytes, a dry run or a timeline finds them, and the two differ. So the solver is asked for a budget that
-is off by the difference: a secant where only one side is known, halving where both are.
+The solver's bytes and the judge's differ. So the solver is asked for a budget corrected by the difference: by a secant
+if only one side is known, by bisection if both are.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jettison.solve.walk import StepWalk, least_of, walks
 
 ATTEMPTS = 8
 CLOSE = 500
-"""An answer within this part of the budget is not improved."""
+"""An answer within this share of the budget is good enough."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A problem that is asked for many budgets: its paths are made once."""
+    """A problem that is solved for many budgets, with its walks built once."""
 
     problem: StepProblem
 
     @cached_property
     def walks(self) -> tuple[StepWalk, ...]:
-        """One a root option."""
+        """One for each root option."""
         return walks(self.problem)
 
     @cached_property
@@ -37,37 +37,37 @@ class Offer:
         return least_of(self.walks)
 
     def choose(self, budget_bytes: int) -> Solution:
-        """See `choose`."""
+        """Solve for a budget, see `choose`."""
         return choose(self.problem, budget_bytes, known=self.walks)
 
 
 class Judged(Protocol):
-    """An answer, and what was found of it."""
+    """An answer, and the judge's finding."""
 
     @property
     def needs(self) -> int:
-        """The smallest budget in bytes that it is sure to fit, as the judge has it."""
+        """The smallest budget in bytes that it fits according to the judge."""
 
     @property
     def level(self) -> int:
-        """Its peak in bytes as the solver has it."""
+        """Its peak in bytes according to the solver."""
 
     @property
     def added_seconds(self) -> float:
-        """What is computed again, per step."""
+        """Seconds of recomputation in a step."""
 
 
 J = TypeVar("J", bound=Judged)
 
 
 def refine(ask: Callable[[int], J], budget_bytes: int, least_bytes: int, *, known: Sequence[J] = ()) -> list[J]:
-    """Every answer on the way to the fastest that fits; the last need not be the best. None where what is known leaves
-    nothing to ask.
+    """Return every answer on the way to the fastest that fits; the last need not be the best. Empty if the known
+    answers leave nothing to ask.
 
     Args:
-        ask: the answer for that budget in the solver's bytes.
-        least_bytes: the smallest budget for which the solver has one.
-        known: answers for other budgets. They say how far the judge is from the solver, and where not to look.
+        ask: solves for a budget in the solver's bytes.
+        least_bytes: the smallest budget that the solver can solve.
+        known: answers for other budgets, which show the difference between judge and solver and restrict the search.
     """
     found: list[J] = []
     low = max([least_bytes, *(one.level for one in known if one.needs <= budget_bytes)])
@@ -87,7 +87,7 @@ def refine(ask: Callable[[int], J], budget_bytes: int, least_bytes: int, *, know
             target = asked + spare
             if one.added_seconds <= 0.0:
                 break
-        else:  # so does every budget that leads to the same answer, down to its own level
+        else:  # it fits, and so does every budget with the same answer, down to its level
             high = min(one.level, asked if high is None else high)
             target = high + spare
         if (target - low if high is None else high - low) <= max(1, budget_bytes // CLOSE):
@@ -97,6 +97,6 @@ def refine(ask: Callable[[int], J], budget_bytes: int, least_bytes: int, *, know
 
 
 def fastest(found: Iterable[J], budget_bytes: int) -> J | None:
-    """Of the answers that fit; None where none does."""
+    """The fastest of the answers that fit; None if none does."""
     fitting = (one for one in found if one.needs <= budget_bytes)
     return min(fitting, key=lambda one: one.added_seconds, default=None)

@@ -1,12 +1,12 @@
-"""The fastest way through a step under a budget in absolute bytes, with a certificate.
+"""Solver: the fastest choice over a step under a budget in absolute bytes, with a certificate.
 
-What is minimised is what recompute and waiting for copies add to a step, in seconds; what is bounded is every level of
-NOTE [ The step's levels ], and the host's bytes. For each root option: the duals of a linear relaxation (HiGHS) give a
+It minimizes the seconds that recomputation and waiting for copies add to a step, and bounds every level of
+NOTE [ The step's levels ] and the host's bytes. For each root option, the duals of a linear relaxation (HiGHS) give a
 bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
-(labels.py) prove it, mostly with nothing thinned at all. Where the host's budget matters, good plans are found around
-the relaxation's vertex first (exchanges.py), and labels go on among the moves that a better one may take. Root options
-whose bound is no better than the best plan are left out. Every answer is replayed by `evaluate` before it is returned.
-What each of these buys: docs/decisions/0103-what-each-layer-of-the-solver-buys.md.
+(labels.py) prove it, mostly with nothing thinned at all. If the host's budget binds, good plans around the
+relaxation's vertex are found first (exchanges.py), and labels continue among the moves that a better one may take. Root
+options whose bound is no better than the best plan are left out. Every answer is replayed by `evaluate` before it is
+returned. Contribution of each part: docs/decisions/0103-what-each-layer-of-the-solver-buys.md.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from jettison.solve.walk import PICOSECONDS, Path, StepWalk, least_of, walks
 
 DEFAULT_GAP = 0.005
 BEAM_WIDTH = 128
-NARROW_WIDTH = 64  # behind plans from a rounded relaxation
-PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried where the first leaves too wide a gap
-LARGE = 1_000  # moves; more of them under a host budget are only searched further where the gap is too wide
+ROUNDED_WIDTH = 64  # labels a position after plans from a rounded relaxation
+PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried if the first leaves too wide a gap
+LARGE = 1_000  # moves; with more under a host budget, the search only continues if the gap is too wide
 
 
 class SolverStatus(StrEnum):
-    """How a choice was come by."""
+    """Outcome of the solver."""
 
-    NOTHING_TO_DO = "nothing to do"  # the fastest options all fit together
+    NOTHING_TO_DO = "nothing to do"  # the fastest options fit together
     OPTIMAL = "optimal"  # proven, to the picosecond that seconds are counted in
     WITHIN_GAP = "within gap"
     GAP_OPEN = "gap open"  # fits, but the gap asked for was not reached with the widest labels
@@ -41,10 +41,10 @@ class SolverStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """What is proven about a choice.
+    """Proof about a choice.
 
     ``gap`` is the share of a step's time that a better choice could still save: (objective - lower bound) / (plain step
-    + objective), with a plain step of 0 seconds where it is not known.
+    + objective), with a plain step of 0 seconds if it is not known.
     """
 
     lower_bound_seconds: float
@@ -57,7 +57,7 @@ class Certificate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
-    """A choice, the levels that replaying it gave, and what is proven about it."""
+    """A choice, the levels of its replay, and its certificate."""
 
     choice: Choice
     levels: ChoiceLevels
@@ -67,16 +67,16 @@ class Solution:
 def choose(
     problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP, known: tuple[StepWalk, ...] | None = None
 ) -> Solution:
-    """The choice that adds the fewest seconds with every level at or below ``budget_bytes``.
+    """Return the choice that adds the fewest seconds with every level at or below ``budget_bytes``.
 
-    Equal seconds: where the fastest options all fit, the first listed of each region; else the fewest resident bytes.
+    Ties: if the fastest options all fit, the first listed of each region; else the fewest resident bytes.
 
     Args:
-        known: `walks(problem)`, where a problem is asked about again and again.
+        known: `walks(problem)`, for repeated calls with one problem.
 
     Raises:
         Infeasible: no choice fits; the error carries the smallest budget that one does.
-        ValueError: the host's budget fits no choice, whatever the device's is.
+        ValueError: no choice fits the host's budget, whatever the device's is.
     """
     begin = time.perf_counter()
     all_walks = walks(problem) if known is None else known
@@ -115,9 +115,9 @@ def _gap(problem: StepProblem, objective: float, bound: float) -> float:
 
 
 def _fastest_options(problem: StepProblem) -> Choice | None:
-    """The fastest option everywhere, or None where a segment is faster than its regions' fastest options.
+    """The fastest option everywhere, or None if a segment is faster than its regions' fastest options.
 
-    Of equally fast ones that which moves least: what fits without it is not moved.
+    Among equally fast options the one that moves least: tensors that fit anyway are not offloaded.
     """
     fastest = [min(region.options, key=lambda o: (o.seconds, o.offloaded_bytes)) for region in problem.regions]
     for segment in problem.segments:
@@ -129,7 +129,7 @@ def _fastest_options(problem: StepProblem) -> Choice | None:
 
 @dataclass(kw_only=True)
 class _Best:
-    """The best plan so far and the walk it is on; of equally fast ones the first found."""
+    """The best plan so far and its walk; the first found among equally fast ones."""
 
     plan: tuple[StepWalk, Path] | None = None
 
@@ -142,7 +142,7 @@ class _Best:
             self.plan = (walk, path)
 
     def beats(self, bound: float) -> bool:
-        """Whether nothing with this lower bound can be better; seconds are whole numbers of picoseconds."""
+        """Can nothing with this lower bound be better? Seconds are whole numbers of picoseconds."""
         best = self.picoseconds
         return best is not None and bound > best - 1
 
@@ -150,7 +150,7 @@ class _Best:
 def _search(
     problem: StepProblem, all_walks: tuple[StepWalk, ...], budget_bytes: int, gap: float
 ) -> tuple[Choice, float, SolverStatus]:
-    """The best choice found, a lower bound in seconds (infinite where it is proven to be the best) and the status."""
+    """The best choice found, a lower bound in seconds (infinite if it is proven optimal) and the status."""
     best = _Best()
     roots = list(_roots(all_walks, budget_bytes, best))
     skips = all_walks[0].host_budget_bytes is not None and sum(map(len, all_walks[0].moves)) > LARGE
@@ -158,7 +158,7 @@ def _search(
         for root in roots if width else ():
             if not best.beats(root.proven):
                 root.improve(best, width)
-        assert best.plan is not None, "no budget below the smallest comes here, so a beam has found a plan"
+        assert best.plan is not None, "the budget is at least the smallest, so a beam has found a plan"
         walk, path = best.plan
         choice = walk.choice(path.moves)
         bound = min((root.proven for root in roots), default=float("inf"))
@@ -171,15 +171,15 @@ def _search(
 
 @dataclass(kw_only=True)
 class _Root:
-    """A root option under the budget, and what is known of the plans with it."""
+    """A root option under the budget, with its bounds."""
 
     budgeted: BudgetedWalk
     bound: Bound
-    proven: float  # picoseconds that no plan with this root goes below
+    proven: float  # lower bound in picoseconds on plans with this root
     fixing: Fixing | None = None  # under a host budget
 
     def improve(self, best: _Best, width: int, *, beam: bool = False) -> None:
-        """Look for something better than the best plan, and note what that proves."""
+        """Search for a better plan than the best, and record the bound that this proves."""
         below, walk = best.picoseconds, self.budgeted.walk
         budgeted = self.budgeted if self.fixing is None else self.fixing.below(below)
         found = fastest_path(budgeted, self.bound, width=width, below=below, beam=beam)
@@ -191,11 +191,11 @@ class _Root:
 
 
 def _roots(all_walks: tuple[StepWalk, ...], budget_bytes: int, best: _Best) -> Iterator[_Root]:
-    """Root options that may hold the best plan, most promising first; what is found of each is offered to ``best``."""
+    """Root options that may hold the best plan, most promising first; plans found on the way go to ``best``."""
     needs = [(least, walk) for walk in all_walks if (least := walk.minimum_budget_bytes) is not None]
     fitting = [(least, BudgetedWalk.of(walk, budget_bytes)) for least, walk in needs if least <= budget_bytes]
     _, roomiest = min(fitting, key=lambda pair: pair[0])
-    solved = relaxation(roomiest)  # its multipliers are valid for the other root options, too, if not the best for them
+    solved = relaxation(roomiest)  # its multipliers are valid for the other root options, too, though not optimal
     bounded = [(relax(b, solved.multipliers), b) for _, b in fitting]
     for bound, budgeted in sorted(bounded, key=lambda pair: pair[0].picoseconds):
         if best.beats(bound.picoseconds):
@@ -211,7 +211,7 @@ def _roots(all_walks: tuple[StepWalk, ...], budget_bytes: int, best: _Best) -> I
             root.fixing = Fixing.of(budgeted, bound)
             for path in rounded(root.fixing, bound, own.shares):
                 best.offer(budgeted.walk, path)
-                width = NARROW_WIDTH
+                width = ROUNDED_WIDTH
         if not best.beats(root.proven):
             root.improve(best, width, beam=True)
         yield root

@@ -1,28 +1,29 @@
-"""The choice over a step as a path: what every option needs, and the smallest budget, exactly.
+"""The choice over a step as a shortest path: need of every option, and the exact smallest budget.
 
 NOTE [ The step is a path ]
-Fix the root's option. Walk the regions in order; the state before region r is what the regions before it hold, the
-prefix P, and what the one before it has sent away, w (NOTE [ What is on its way ]). An option (or a segment from r to
-some stop) adds `resident` to P, and every level of NOTE [ The step's levels ] that it takes part in is P + w plus a
-constant of its own. The largest of these constants is its `need`: the option may be taken exactly when P + w + need <=
-budget. At the end P + loss need <= budget; tail and optimizer do not depend on P. So a plan is a path over the
-positions 0 .. R whose moves have a need, a resident size and a cost, and a cost for what copies wait beside each two
-neighbours. w takes few values, one for each size that the options of a region send: its *class*. Two things follow:
+Fix the root's option. Walk the regions in order; the state before region r is the bytes held by the regions before it,
+the prefix P, and the bytes that the region before it has in flight, w (NOTE [ Offloaded bytes in flight ]). An option
+(or a segment from r to some stop) adds `resident` to P, and every level of NOTE [ The step's levels ] that it takes
+part in is P + w plus a constant of its own. The largest of these constants is its `need`: the option may be taken
+exactly if P + w + need <= budget. At the end P + loss need <= budget; tail and optimizer do not depend on P. So a plan
+is a path over the positions 0 .. R whose moves have a need, a resident size and a cost, plus a cost of waiting for
+copies for each pair of neighbours. w takes few values, one for each size that the options of a region offload: its
+*class*. Two things follow:
 
-*The smallest budget is a recursion.* A longer prefix raises every later level alike, so the smallest budget for the
+*The smallest budget is a recursion.* A longer prefix raises every later level equally, so the smallest budget for the
 rest of the walk is P + floor_r(w), where floor_R is the loss need and
 
     floor_r(w) = min over moves m from r of max(w + need_m, resident_m + floor_stop(m)(sent_m))
 
-The whole step needs floor_0(0) (or the tail, or the optimizer, where those are higher). No solver, no bisection. With a
-host budget a floor is a list: the smallest budgets for so many bytes of the host. It is exact unless it is longer than
-`FLOOR_WORK` allows; then budgets are rounded up to another one of the list, which suffices, too.
+The whole step needs floor_0(0) (or the tail, or the optimizer, if higher). No solver, no bisection. With a host budget
+a floor is a list: the smallest budgets for numbers of host bytes. It is exact unless it is longer than `FLOOR_WORK`
+allows; then budgets are rounded up to another one of the list, which is still sufficient.
 
-*Shorter prefix, less on its way and fewer seconds dominate*, because all constraints are upper bounds on P + w, and
-waiting for a copy grows with it. That makes labels possible (labels.py), for which identical layers are no
-symmetry to break: permutations of a choice are one label.
+*Shorter prefix, fewer bytes in flight and fewer seconds dominate*, because all constraints are upper bounds on P + w,
+and waiting for a copy grows with it. That makes labels possible (labels.py); identical layers add no symmetry, since
+permutations of a choice are one label.
 
-Of equally fast plans the one that moves least is wanted: a megabyte that moves, or a part of one, costs a picosecond.
+Among equally fast plans the one that moves least is preferred: a megabyte moved, or a part of one, costs a picosecond.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ PICOSECONDS = 10**12
 MOVED_FOR_A_PICOSECOND = 10**6
 """Bytes."""
 FLOOR_WORK = 200_000
-"""Entries of floors of all positions together, times moves that lead to them, under a host budget."""
+"""Most entries of floors of all positions together, times moves that lead to them, under a host budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WalkMove:
-    """From one position to a later one under the option ``key``. ``need_bytes`` is on top of the prefix held.
+    """From one position to a later one under the option ``key``. ``need_bytes`` is on top of the prefix.
 
     Args:
-        sent_bytes: on their way to the host when it ends; ``copying`` picoseconds one way.
-        host_bytes: of them, all micro-batches in flight.
-        hides: picoseconds of its backward, beside which what the move before has sent comes back.
+        sent_bytes: bytes in flight to the host when it ends; ``copying`` picoseconds one way.
+        host_bytes: these bytes for all micro-batches in flight.
+        hides: picoseconds of its backward, with which the prefetch of the move before overlaps.
     """
 
     key: str
@@ -64,12 +65,12 @@ class WalkMove:
     hides: int = 0
 
     def waits(self, copying: int) -> int:
-        """Picoseconds that its backward is delayed by copies of so many."""
+        """Picoseconds that its backward is delayed by copies of ``copying`` picoseconds."""
         return max(0, copying - self.hides)
 
 
 Floor = tuple[int, int]
-"""A budget for the rest of a walk, and the host's bytes that it then takes."""
+"""A budget for the rest of a walk, and the host bytes that it then uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +78,10 @@ class StepWalk:
     """A step under one root option (NOTE [ The step is a path ]). ``moves[r]`` start at r; none dominates another.
 
     Args:
-        sent: by position, the bytes that may be on their way there, ascending, and in ``copying`` their picoseconds.
-        floors: by position and by what is on its way, the smallest budgets from there on when nothing is held; budgets
-            ascend, bytes of the host descend.
-        host_budget_bytes: None where it does not matter.
+        sent: by position, possible bytes in flight, ascending, and in ``copying`` their picoseconds.
+        floors: by position and class of bytes in flight, the smallest budgets from there on with an empty prefix;
+            budgets ascend, host bytes descend.
+        host_budget_bytes: None if it does not bind.
         floors_rounded: some floors may be above the smallest.
     """
 
@@ -97,27 +98,27 @@ class StepWalk:
 
     @property
     def minimum_budget_bytes(self) -> int | None:
-        """The smallest budget that a choice under this root option fits; None where the host's budget fits none."""
+        """The smallest budget that a choice under this root option fits; None if none fits the host's budget."""
         floors = self.floors[0][0]
         return max(floors[0][0], self.fixed_need_bytes) if floors else None
 
     @property
     def count(self) -> int:
-        """Regions."""
+        """Number of regions."""
         return len(self.moves)
 
     @property
     def offloads(self) -> bool:
-        """Is there a move that sends anything?"""
+        """Does any move offload?"""
         return any(len(sizes) > 1 for sizes in self.sent)
 
     def arrives(self, m: WalkMove) -> int:
-        """The class of what is on its way after a move."""
+        """Class of the bytes in flight after a move."""
         sizes = self.sent[m.stop]
         return 0 if len(sizes) == 1 else sizes.index(m.sent_bytes)
 
     def choice(self, path: Iterable[WalkMove]) -> Choice:
-        """The choice that a path from position 0 to the end stands for."""
+        """The choice of a path from position 0 to the end."""
         moves = tuple(path)
         return Choice(
             root=self.root,
@@ -135,21 +136,21 @@ class Path:
 
     @classmethod
     def along(cls, walk: StepWalk, moves: tuple[WalkMove, ...]) -> Path:
-        """With what the moves of a walk cost."""
+        """Return the path of these moves with its cost."""
         waits = sum(after.waits(before.copying) for before, after in pairwise(moves))
         return cls(moves=moves, picoseconds=walk.root_picoseconds + waits + sum(m.picoseconds for m in moves))
 
 
 def walks(problem: StepProblem) -> tuple[StepWalk, ...]:
-    """One walk a root option, in the problem's order."""
+    """Return one walk for each root option, in the problem's order."""
     return tuple(_walk(problem, root) for root in problem.root)
 
 
 def minimum_budget(problem: StepProblem) -> int:
-    """Smallest budget in bytes that some choice fits. `choose` at this budget is the fastest that does.
+    """Smallest budget in bytes that some choice fits. `choose` at this budget returns the fastest that does.
 
     Raises:
-        ValueError: the host's budget fits no choice at all.
+        ValueError: no choice fits the host's budget.
     """
     return least_of(walks(problem))
 
@@ -158,11 +159,11 @@ def least_of(all_walks: Sequence[StepWalk]) -> int:
     """The smallest budget of several walks.
 
     Raises:
-        ValueError: the host's budget fits no choice at all.
+        ValueError: no choice fits the host's budget.
     """
     found = [least for walk in all_walks if (least := walk.minimum_budget_bytes) is not None]
     if not found:
-        raise ValueError(f"a host budget of {all_walks[0].host_budget_bytes} bytes fits no choice")
+        raise ValueError(f"no choice fits a host budget of {all_walks[0].host_budget_bytes} bytes")
     return min(found)
 
 
@@ -194,7 +195,7 @@ def _walk(problem: StepProblem, root: RootOption) -> StepWalk:
 
 
 def _binding_host(problem: StepProblem) -> int | None:
-    """The host's budget, where offloading all that can be would exceed it."""
+    """The host's budget, if offloading everything possible would exceed it."""
     if problem.link is None or problem.link.host_budget_bytes is None:
         return None
     most = sum(max(o.offloaded_bytes for o in region.options) * region.copies for region in problem.regions)
@@ -204,7 +205,7 @@ def _binding_host(problem: StepProblem) -> int | None:
 def _floors(
     moves: Sequence[Sequence[WalkMove]], sent: Sequence[Sequence[int]], loss_need: int, host: int | None, most: int
 ) -> tuple[tuple[tuple[Floor, ...], ...], ...]:
-    """From the end to the start; see NOTE [ The step is a path ]."""
+    """Floors from the end to the start; see NOTE [ The step is a path ]."""
     found: list[tuple[tuple[Floor, ...], ...]] = [()] * len(moves) + [(((loss_need, 0),),)]
     for r in reversed(range(len(moves))):
         after = [
@@ -213,7 +214,7 @@ def _floors(
             for budget, taken in found[m.stop][sent[m.stop].index(m.sent_bytes)]
             if host is None or m.host_bytes + taken <= host
         ]
-        alike = all(sent[r][-1] + need <= rest for need, rest, _ in after)  # then what is on its way adds nothing
+        alike = all(sent[r][-1] + need <= rest for need, rest, _ in after)  # then bytes in flight add nothing
         each = [
             _few([(max(size + need, rest), taken) for need, rest, taken in after], host is not None, most)
             for size in (sent[r][:1] if alike else sent[r])
@@ -223,7 +224,7 @@ def _floors(
 
 
 def _few(floors: list[Floor], by_host: bool, most: int) -> tuple[Floor, ...]:
-    """The undominated of them; of more than ``most`` the smallest budget, the fewest bytes, and some between."""
+    """The undominated ones; beyond ``most`` the smallest budget, the fewest host bytes, and some between."""
     if not by_host:
         return ((min(budget for budget, _ in floors), 0),)
     kept: list[Floor] = []
@@ -236,7 +237,7 @@ def _few(floors: list[Floor], by_host: bool, most: int) -> tuple[Floor, ...]:
 
 
 def _moves(problem: StepProblem, root: RootOption) -> list[list[WalkMove]]:
-    """All moves by start. The needs are the levels less the prefix and what is on its way there."""
+    """All moves by start. The needs are the levels less the prefix and the bytes in flight there."""
     static, regions = problem.static_bytes, problem.regions
     later = list(accumulate((region.gradient_bytes for region in reversed(regions)), initial=0))[::-1][1:]
     forward = [static + held for held in root.held_forward_bytes]
@@ -263,7 +264,7 @@ def _move(
     forward: Sequence[int],
     backward: Sequence[int],
 ) -> WalkMove:
-    """Args: peaks: of its backwards; forward, backward: by region, what stands beside it in both passes."""
+    """Args: peaks: of its backwards; forward, backward: by region, bytes in flight during either pass."""
     regions, sent = problem.regions[start:stop], option.offloaded_bytes
     copying, stall = _copies(problem, stop - 1, sent)
     hides = problem.link is not None and problem.link.hides
@@ -285,7 +286,7 @@ def _move(
 
 
 def _copies(problem: StepProblem, r: int, sent: int) -> tuple[int, int]:
-    """Picoseconds of a copy one way, and what it costs in forward, of what is sent when region r has run."""
+    """Picoseconds of a copy one way after region r, and its cost in forward."""
     link = problem.link
     if not sent or link is None:
         return 0, 0
@@ -294,10 +295,9 @@ def _copies(problem: StepProblem, r: int, sent: int) -> tuple[int, int]:
 
 
 def _undominated(moves: list[WalkMove]) -> tuple[WalkMove, ...]:
-    """Without those that another one with the same end beats or equals in bytes of every kind, need and seconds.
+    """Drop moves that another one with the same end dominates in bytes of every kind, need and seconds.
 
-    What hides behind a move needs no look: it grows with what the move computes again, and a copy that waits costs the
-    larger of the two.
+    Overlap needs no check: it grows with the move's own recomputation, and a waiting copy costs the larger of the two.
     """
     kept: list[WalkMove] = []
     for m in sorted(moves, key=lambda m: (m.stop, m.picoseconds, m.resident_bytes, m.need_bytes, m.sent_bytes)):

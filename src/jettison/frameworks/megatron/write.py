@@ -25,7 +25,7 @@ from jettison.frameworks.policy import (
     checkpointed_together,
     kept_whole,
 )
-from jettison.solve.modules import SMALLEST_OFFLOADED, computed_again, is_fused, parts_of, saved_by, sent
+from jettison.solve.modules import SMALLEST_OFFLOADED, is_fused, parts_of, recomputed, saved_by, sent
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import CORE_ATTENTION, OFFLOADED, RECOMPUTED, Mode, Recompute
 from jettison.spec.run import Run
@@ -163,7 +163,7 @@ def offloading(policy: LayerPolicy, modules: Iterable[str]) -> LayerPolicy:
 
 def by_modules(decision: Decision, modules: Iterable[str]) -> LayerPolicy:
     """A layer whose parts of these names are computed again."""
-    found = computed_again(decision.program, tuple(modules))
+    found = recomputed(decision.program, tuple(modules))
     if not found.modules:
         return kept_whole(decision)
     return LayerPolicy(
