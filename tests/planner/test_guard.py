@@ -183,7 +183,7 @@ def test_gradients_that_would_be_added_twice_are_not() -> None:
         for attempt in handle.guard():
             with attempt:
                 (head.factor * model(rows(ROWS))).backward()
-    assert "1 tensors that are not of the planned models got gradients" in caught.value.__notes__[0]
+    assert "1 tensors outside the planned models got gradients" in caught.value.__notes__[0]
 
 
 def test_one_attempt_is_one_step() -> None:

@@ -117,7 +117,7 @@ def test_a_kept_plan_is_followed(kept: tuple[str, Plan], file: Path, plans_nothi
     model, optimizer = made()
     plain = copy.deepcopy(model)
     handle, said = planned(file, model, optimizer)
-    assert len(said) == 1 and said[0].startswith(f"following the plan in {file}, made before for the same: predicted")
+    assert len(said) == 1 and said[0].startswith(f"reusing the plan in {file}: predicted")
     assert handle.plan == kept[1] and handle.plan.hash == kept[1].hash
     assert any(layer.policy != "none" for layer in handle.plan.layers)
     (x,) = batch()
@@ -239,7 +239,7 @@ def test_what_differs_is_named_and_planned_anew(
     with pytest.raises(Planning):
         jettison.auto_checkpoint(model, optimizer=optimizer, plan=file, progress=lines.append, **given, **more)
     (said,) = [line for line in lines if "the plan in" in line]
-    assert said.startswith(f"the plan in {file} is not followed: ") and said.endswith("; planning anew")
+    assert said.startswith(f"the plan in {file} is not reused: ") and said.endswith("; planning anew")
     assert re.search(expected, said), said
     assert file.read_text() == before, "until there is another"
 
@@ -432,7 +432,7 @@ def test_stages_follow_what_was_kept_together(tmp_path: Path) -> None:
 def test_a_file_that_is_something_else_is_not_written_over(tmp_path: Path, plans_nothing: None, text: str) -> None:
     file = tmp_path / "notes"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"notes.* is not written over; expected a file of an earlier call"):
+    with pytest.raises(UsageError, match=r"notes.* is not overwritten; expected a file of an earlier call"):
         planned(file, *made())
     assert file.read_text() == text
 

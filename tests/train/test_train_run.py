@@ -81,12 +81,12 @@ def test_a_resumed_run_follows_the_plan_that_it_made(
     monkeypatch.setattr("jettison.train.rank_plan.planner_of", planned)
     rate = OptimizerSection(lr=1e-3, warmup_steps=2)
     assert train(gpt(tmp_path, **more, steps=4, optimizer=rate), progress=said.append).resumed_step == 2
-    assert any(text.startswith("following the plan in") for text in said)
+    assert any(text.startswith("reusing the plan in") for text in said)
     (made,), (followed,) = (line["plans"] for line in lines(tmp_path, "start"))
     assert made == followed
     with pytest.raises(AssertionError, match="planned again"):
         train(gpt(tmp_path, **more | {"plan": PlanSection(budget="1GiB")}, steps=6), progress=said.append)
-    assert any("is not followed: budget was" in text for text in said)
+    assert any("is not reused: budget was" in text for text in said)
 
 
 def test_nothing_is_carried_over_but_what_is_saved(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`apply`: a plan or a policy on a live model, on every rank of it."""
+"""`apply`: a plan or a policy on a live model, agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"] | Seque
 
 
 def likeness(traced: ModelTrace) -> str:
-    """Equal for models that run the same ops on tensors of the same shapes. Constants among the arguments may differ,
-    as the first row of a sharded vocabulary does from rank to rank.
+    """Digest that is equal for models with the same ops on tensors of the same shapes. Constant arguments may differ,
+    such as the first row of a sharded vocabulary on each rank.
     """
     programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]
     return " ".join(replace(p, ops=tuple(replace(op, price_key="") for op in p.ops)).digest() for p in programs)
@@ -49,19 +49,19 @@ def apply_from_another_rank(
     how: Check = Check.ALWAYS,
     host_budget_bytes: int | None = None,
 ) -> Applied:
-    """The same decisions on this rank's programs, under the digests that they have here.
+    """Apply another rank's decisions to this rank's programs, under this rank's digests.
 
     Args:
-        like: the `likeness` of what the plan was made for.
+        like: the `likeness` of the model that the plan was made for.
 
     Raises:
-        PlanMismatch: this rank's model is another one.
+        PlanMismatch: this rank's model differs.
     """
     if likeness(traced) != like:
         raise PlanMismatch(
             "this rank's model runs other ops than that of the rank that made the plan, or on tensors of other shapes. "
             "Ranks that share parameters follow one plan: call auto_checkpoint with the same model and batch on all "
-            "of them; values of the batch, and arguments that are no tensors, may choose other ops"
+            "of them; values of the batch, and non-tensor arguments, may select other ops"
         )
     digests = {call.name: traced.program(call).digest() for call in traced.calls}
     layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
@@ -72,7 +72,7 @@ def apply_from_another_rank(
 def apply_candidate(
     model: nn.Module, planner: Planner, found: DryRunChoice, budget_bytes: int, how: Check = Check.ALWAYS
 ) -> Applied:
-    """A choice of a planner, on the model that it was traced from."""
+    """Apply a planner's choice to the model that it was traced from."""
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
     made = planner.as_plan(found, budget_bytes)
@@ -90,12 +90,12 @@ def expect_loop(
     probed: bool = False,
     replicated: bool = False,
 ) -> None:
-    """The root is to notice where the loop is not the one that was planned for.
+    """Let the root check that the training loop is the one that was planned for.
 
     Args:
-        use: how a step of somebody's own calls the model; left out, once, with the trace's batch.
-        probed: it is a stage of a pipeline, which torch runs once before the first step.
-        replicated: as of `Assumptions`.
+        use: calls of the model in a custom step; by default one call with the trace's batch.
+        probed: the model is a pipeline stage, which torch runs once before the first step.
+        replicated: see `Assumptions`.
     """
     root = regions[-1]
     root.assumptions = Assumptions(
@@ -126,36 +126,36 @@ def apply(
     group: Group | None = None,
     host_budget: str | SupportsIndex | None = None,
 ) -> Applied:
-    """Apply a plan, or a policy of your own.
+    """Apply a plan, or a policy, to a live model.
 
-    Where the model's parameters are distributed over ranks (DTensors: tensor parallel, FSDP2), all of those ranks must
-    call this, and it returns only once they are known to compute the same things again.
+    If the model's parameters are distributed over ranks (DTensors: tensor parallel, FSDP2), all of these ranks must
+    call this; it returns after all of them have agreed on what they recompute.
 
     Args:
         policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``,
-            ``every:K``, ``offload`` (what autograd saves waits on the host), ``full-offload`` (so do the inputs that
-            ``full`` keeps), ``pack`` (masks wait as bits, indices in few bytes), a `CheckpointPolicy`; a list of
-            these, one for each block in order; or a mapping from block name to one (blocks left out keep everything).
-        plan: what `plan` made for this very model and batch; or the file of one.
-        batch: one training batch; needed for ``plan``, and to record ahead of the first step.
-        check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
-            elements of each), ``sampled`` (of one in eight, after the first steps), ``full`` (a digest of all),
-            ``exact`` (as ``always``, and no rounding is let through on accelerators), ``off``.
+            ``every:K``, ``offload`` (saved tensors are offloaded to CPU), ``full-offload`` (so are the inputs that
+            ``full`` keeps), ``pack`` (masks are stored as bits, indices in fewer bytes), a `CheckpointPolicy`; a list
+            of these, one for each block in order; or a mapping from block name to one (other blocks keep everything).
+        plan: a plan that `plan` made for this model and batch, or a file with one.
+        batch: one training batch; needed for ``plan``, and to record before the first step.
+        check: how every recomputed tensor is compared with the forward's: ``always`` (some elements of each),
+            ``sampled`` (one tensor in eight, after the first steps), ``full`` (a digest of all elements),
+            ``exact`` (like ``always``, and no rounding differences are accepted on accelerators), ``off``.
         compile: as in `auto_checkpoint`; needed again for a plan that was made with it.
-        group: a process group or a mesh whose ranks must agree, where the parameters do not tell: those of a model
-            that communicates by other means.
-        host_budget: what pinned memory may take from the host, as it is rounded up; left out, what the host has.
+        group: a process group or a mesh whose ranks must agree, if the parameters do not show it: for models that
+            communicate by other means.
+        host_budget: limit of pinned host memory, rounded up as it is allocated; by default what the host has.
 
     Raises:
         PlanMismatch: the plan was made for another model or another batch; or some rank has another plan, failed, or
-            did not come, which every rank is told.
-        UsageError: neither or both of policy and plan; an unknown word; an unknown block; tensors that are nowhere
-            where they could be moved from.
-        HostBudgetExceeded: what moves to the host needs more of its memory than it may have, or there is.
+            did not arrive. Every rank raises it.
+        UsageError: neither or both of policy and plan; an unknown policy; an unknown block; tensors on a device that
+            does not support offloading.
+        HostBudgetExceeded: offloading needs more host memory than it may have, or than there is.
     """
     with Agreement(groups_for(model, group) if isinstance(model, nn.Module) else ()) as agreement:
         if (policy is None) == (plan is None):
-            raise UsageError("give either policy= or plan=, not both and not neither")
+            raise UsageError("give either policy= or plan=, exactly one of them")
         how = check_of(check)
         host_bytes = None if host_budget is None else parse_bytes(host_budget)
         check_model(model)
@@ -199,14 +199,14 @@ def apply_plan(
     *,
     confirms: bool = False,
 ) -> Applied:
-    """A plan that was made for this trace, on the model.
+    """Apply a plan that was made for this trace.
 
     Args:
-        confirms: a plan whose peak was put together from other dry runs has one of its own now, as far as it is known
-            here: without an optimizer, and without what kernels take inside.
+        confirms: for a plan whose peak was composed from other dry runs, run its own dry run now, without an optimizer
+            and without workspaces of kernels.
 
     Raises:
-        PlanMismatch: it was made for something else; even so the dry run takes more than the plan states.
+        PlanMismatch: it was made for another model or batch, or its dry run exceeds the plan's peak.
     """
     digests = {"": traced.root.program.digest(), **digests_of(traced, plan)}
     plan.require(model=fingerprint(traced), digests=digests)
@@ -235,7 +235,7 @@ def agreed(applied: Applied, agreement: Agreement) -> Applied:
 
 
 def policies_of(policy: Policy, names: list[str]) -> tuple[dict[str, CheckpointPolicy], list[list[str]]]:
-    """Policies by block, and the runs of blocks that are one checkpoint segment each."""
+    """Policies by block, and runs of blocks that form one checkpoint segment each."""
     if isinstance(policy, Mapping):
         unknown = sorted(set(policy) - set(names))
         if unknown:
@@ -260,7 +260,7 @@ def policies_of(policy: Policy, names: list[str]) -> tuple[dict[str, CheckpointP
 
 
 def _refuse_op_words(policy: Policy) -> None:
-    """Words that mean ops, or runs of blocks, mean nothing to what Inductor has made of them."""
+    """Refuse policies by op or by runs of blocks for blocks compiled by Inductor, to which they do not apply."""
     words: Any = policy.values() if isinstance(policy, Mapping) else policy
     for word in words if isinstance(words, Iterable) and not isinstance(words, str) else [words]:
         if isinstance(word, str) and (word == "selective" or word.startswith("every:")):
@@ -268,7 +268,9 @@ def _refuse_op_words(policy: Policy) -> None:
 
 
 def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], word: object) -> None:
-    """Policies are about blocks. Selective recomputation drops attention scores; fused attention never stored any."""
+    """Warn of a policy without effect: no blocks, or selective recomputation with fused attention, which stores no
+    scores.
+    """
     if not policies and word != "none":
         warnings.warn(
             f"policy {word!r} changes nothing here: {type(traced.fake_model).__name__} has no repeated blocks. "

@@ -1,9 +1,9 @@
-"""Which plan a batch runs under.
+"""Selection of the plan that a batch runs under.
 
-A plan is made for a batch, and holds for every batch that is nowhere longer (`BatchShape.covers`): recipes follow the
-same decisions on smaller tensors. When one comes that no plan covers, the step is dry-run on it under the plans that
-are there, and planned if it fits under none. A small batch under the plan of a large one computes again what it need
-not. Once that has taken as long as planning does, it gets a plan of its own.
+A plan is made for a batch, and covers every batch that is not longer in any dim (`BatchShape.covers`): recipes apply
+the same decisions to smaller tensors. For a batch that no plan covers, the step is dry-run under the existing plans,
+and a new plan is made if it fits under none. A small batch under the plan of a large one recomputes more than it needs.
+Once that has cost as much time as planning, it gets its own plan.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from jettison.runtime.planned import PlannedForward
 from jettison.solve.plan import Plan
 
 MOST_PLANS = 16
-"""Small batches get plans of their own until there are so many; large ones always."""
+"""Most plans; beyond it small batches get none of their own, large ones always do."""
 MOST_TRIED = 3
-"""Plans that are tried on a batch before one is made for it."""
+"""Most existing plans that are tried on a batch before a new one is made."""
 MOST_SHAPES = 4096
-"""That are remembered."""
+"""Most shapes that are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +47,11 @@ class ShapeReport:
     """Batches of one shape (a padding bucket, say).
 
     Args:
-        shape: in words, ``4 x 512 (input_ids, labels)``.
-        steps: that had it.
-        planned_for: the shape that the plan was made for, under which it ran last.
-        peak_bytes: predicted, at most.
-        recompute_seconds: predicted, that a step on the shape planned for spends computing again.
+        shape: as text, ``4 x 512 (input_ids, labels)``.
+        steps: number of steps with it.
+        planned_for: shape that the plan of its last step was made for.
+        peak_bytes: predicted upper limit.
+        recompute_seconds: predicted recomputation in a step of the shape planned for.
     """
 
     shape: str
@@ -66,8 +66,8 @@ class Treatment:
     """Plans that are installed under one number.
 
     Args:
-        trained: a byte for each parameter of the models, 1 where it is; and so again, 1 where it ever was.
-        policies: for each model, how another trace of it is treated so.
+        trained: one byte for each parameter of the models, 1 if it is trained; then again, 1 if it ever was.
+        policies: for each model, a function that gives another trace of it the same policies.
     """
 
     number: int
@@ -80,10 +80,10 @@ class Treatment:
 
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """A plan under which batches fit that are nowhere longer than this one, where no more parameters are trained.
+    """A plan that covers batches that are not longer than this one, with no more trained parameters.
 
     Args:
-        peak_bytes: of a step on it. The plan may have been made for another batch, of which a step takes less.
+        peak_bytes: of a step on this batch. The plan may have been made for another batch with a lower peak.
     """
 
     shape: BatchShape
@@ -92,7 +92,7 @@ class Cover:
     peak_bytes: int
 
     def covers(self, shape: BatchShape, trained: bytes) -> bool:
-        """Whether a step on such a batch takes no more."""
+        """Does a step on such a batch need no more memory?"""
         return self.shape.covers(shape) and _is_within(trained, self.trained)
 
 
@@ -105,14 +105,14 @@ class _SeenShape:
 
 @dataclass(kw_only=True, eq=False)
 class BatchPlans:
-    """Of one applied plan.
+    """Plans by batch of one applied handle.
 
     Args:
         regions: of each planned model.
-        describe: a step on another batch.
-        shape_of: a batch.
-        planning_seconds: that the first plan took.
-        host_budget_bytes: what pinned memory may take for each model; None: what the host has.
+        describe: describes a step on another batch.
+        shape_of: shape of a batch.
+        planning_seconds: duration of the first planning.
+        host_budget_bytes: limit of pinned memory for each model; None: what the host has.
     """
 
     regions: Sequence[Sequence[PlannedForward]]
@@ -129,7 +129,7 @@ class BatchPlans:
     _seen: OrderedDict[tuple[BatchShape, bytes], _SeenShape] = field(default_factory=OrderedDict)
 
     def begin(self, shapes: Sequence[BatchShape], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
-        """The plan that is installed already, and the batches that it was made for."""
+        """Register the installed plans and the batches that they were made for."""
         parts = [module_policy(trace, plan) for trace, plan in zip(traces, plans, strict=True)]
         trained = self._trained()
         made = self._treatment(0, max(shapes, key=lambda shape: shape.nbytes), trained, parts, plans)
@@ -139,7 +139,7 @@ class BatchPlans:
         self.now = self.covers[0]
 
     def meet(self, batch: Any) -> None:
-        """The next step is on this batch: the plan that it needs holds from here on."""
+        """Install the plan for the next step's batch, making one if needed."""
         shape, trained = self.shape_of(batch), self._trained()
         if (shape, trained) not in self._seen and len(self._seen) >= MOST_SHAPES:
             self._seen.popitem(last=False)
@@ -151,14 +151,14 @@ class BatchPlans:
         self._pay_rent(shape, trained, seen, batch)
 
     def restrict(self, budget_bytes: int) -> None:
-        """Whatever comes has to fit this budget: no plan is known to cover anything."""
+        """Set a new budget; no existing plan is assumed to fit it."""
         self.budget_bytes = budget_bytes
         self.covers.clear()
         for seen in self._seen.values():
             seen.cover, seen.rent_seconds = None, 0.0
 
     def report(self) -> list[ShapeReport]:
-        """Every shape that came; those that came most first."""
+        """Every shape so far, most frequent first."""
         found = [
             ShapeReport(
                 shape=str(shape),
@@ -173,7 +173,7 @@ class BatchPlans:
         return sorted(found, key=lambda one: -one.steps)
 
     def _trained(self) -> bytes:
-        """Which parameters are trained now, and which ever were: an optimizer keeps their state."""
+        """Flags of parameters trained now, and of those ever trained: an optimizer keeps their state."""
         known = (regions[-1].assumptions for regions in self.regions)
         now = b"".join(one.trained() for one in known if one is not None)
         if len(self._ever) != len(now):
@@ -182,12 +182,12 @@ class BatchPlans:
         return now + self._ever
 
     def _covering(self, shape: BatchShape, trained: bytes) -> Cover | None:
-        """Of the plans that were made for such a batch or a larger one, that which computes least again."""
+        """The covering plan with the least recomputation."""
         found = [cover for cover in self.covers if cover.covers(shape, trained)]
         return min(found, key=lambda one: one.treatment.added_seconds, default=None)
 
     def _make(self, shape: BatchShape, trained: bytes, batch: Any) -> Cover:
-        """A plan under which this batch fits; where none does, or none can be made, the most frugal that there is."""
+        """Return a plan under which this batch fits; if there is none, the one with the lowest peak."""
         what = self._named(shape, trained)
         refuse_capture(f"no plan covers {what}")
         self.progress(f"no plan covers {what}")
@@ -213,7 +213,7 @@ class BatchPlans:
         return made
 
     def _named(self, shape: BatchShape, trained: bytes) -> str:
-        """In words, with what is trained where that is more than any plan knows."""
+        """The batch as text, with the parameters that are trained beyond those of any plan."""
         if any(_is_within(trained, one.trained) for one in self.treatments):
             return f"a batch of {shape}"
         count = len(trained) // 2
@@ -222,7 +222,7 @@ class BatchPlans:
         return f"a batch of {shape} with {more} more parameters trained"
 
     def _tried(self, shape: BatchShape, trained: bytes, described: Described) -> Cover | None:
-        """A plan that is there, under which this fits. What has blocks without a program is planned instead."""
+        """An existing plan under which this batch fits. Models with opaque blocks are planned anew instead."""
         if any(cls.stood_in for trace in described.traces for cls in trace.classes.values()):
             return None
         alike = [one for one in self.treatments if one.trained == trained]
@@ -234,7 +234,7 @@ class BatchPlans:
         return None
 
     def _planned(self, shape: BatchShape, trained: bytes, described: Described) -> Cover:
-        """A new plan, installed beside the others."""
+        """Make a new plan and install it along with the others."""
         began = time.perf_counter()
         try:
             plans = described.planner.plans(self.budget_bytes)
@@ -254,14 +254,14 @@ class BatchPlans:
             for regions, part in zip(self.regions, parts, strict=True)
         }
         self.planning_seconds = time.perf_counter() - began
-        (number,) = numbers  # plans are added to all models at a time
+        (number,) = numbers  # all models get their plans together
         made = self._treatment(number, shape, trained, parts, plans)
         return Cover(shape=shape, trained=trained, treatment=made, peak_bytes=made.peak_bytes)
 
     def _treatment(
         self, number: int, shape: BatchShape, trained: bytes, parts: Sequence[ModulePolicy], plans: Sequence[Plan]
     ) -> Treatment:
-        like = [(part.policies, part.root, part.segments) for part in parts]  # not their traces, which hold a batch
+        like = [(part.policies, part.root, part.segments) for part in parts]  # without their traces, which hold a batch
         made = Treatment(
             number=number,
             shape=shape,
@@ -278,7 +278,7 @@ class BatchPlans:
         self.covers = [one for one in self.covers if one not in within] + [made]
 
     def _pay_rent(self, shape: BatchShape, trained: bytes, seen: _SeenShape, batch: Any) -> None:
-        """Count what this step computes again; plan for its shape once that has come to what planning costs."""
+        """Count the recomputation of this step; plan for its shape once that equals the cost of planning."""
         assert seen.cover is not None
         treatment = seen.cover.treatment
         if treatment.shape == shape or treatment.added_seconds <= 0.0 or is_capturing():
@@ -286,13 +286,13 @@ class BatchPlans:
         seen.rent_seconds += treatment.added_seconds * min(1.0, shape.nbytes / max(1, treatment.shape.nbytes))
         if seen.rent_seconds < self.planning_seconds or len(self.treatments) >= MOST_PLANS:
             return
-        seen.rent_seconds = float("-inf")  # once
+        seen.rent_seconds = float("-inf")  # only once
         try:
-            with reported(self.progress, f"planning for batches of {shape}, of which {seen.steps} came") as done:
+            with reported(self.progress, f"planning for batches of {shape} after {seen.steps} steps") as done:
                 own = self._planned(shape, trained, self.describe(batch))
                 done(f"planned for batches of {shape}: predicted peak {format_bytes(own.peak_bytes)}")
         except JettisonError:
-            return  # it has a plan
+            return  # it keeps its plan
         seen.cover = own
         self._cover(own)
         self._follow(own)
@@ -305,18 +305,18 @@ class BatchPlans:
 
 
 def _is_within(trained: bytes, most: bytes) -> bool:
-    """Whether no parameter is trained that is not among the others. A model with other parameters is said elsewhere."""
+    """Are all trained parameters among the others? A model with other parameters is reported elsewhere."""
     return trained == most or len(trained) != len(most) or all(map(operator.le, trained, most))
 
 
 # ranks that share parameters ------------------------------------------------------------------------------------------
 #
-# Such ranks follow one plan, and are compared op by op. Each reads its own shard of the data, so its first batch may be
-# longer or shorter than another rank's. They exchange their shapes and plan for those that no other shape covers. A
-# rank without a batch of such a shape pads its own by repetition.
+# These ranks follow one plan, and are compared op by op. Each reads its own shard of the data, so its first batch may
+# be longer or shorter than another rank's. They exchange shapes, and plan for those that no other shape covers. A
+# rank without a batch of such a shape pads one of its own by repetition.
 
 MOST_RANK_SHAPES = 4
-"""Shapes that are planned one by one; instead of more, one shape that covers them all."""
+"""Most shapes that are planned one by one; beyond it one shape that covers all is planned."""
 
 
 def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
@@ -343,7 +343,7 @@ def stretched(own: Mapping[BatchShape, Any], shape: BatchShape) -> Any:
         own: batches of this rank, by shape.
 
     Raises:
-        PlanMismatch: they have other tensors.
+        PlanMismatch: the batches have other tensors.
     """
     names = [where for where, _ in shape.sizes]
     base = next((one for one in own if one.can_become(shape)), None)

@@ -1,4 +1,4 @@
-"""Budgets as people have them: bytes, all that the device has left, or a share of that."""
+"""Budgets: bytes, all memory that the device has left, or a share of it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jettison.predict.allowance import FRAGMENTS
 from jettison.runtime.host_pool import left_on_host
 
 HOST_MARGIN: Final = Fraction(1, 20)
-"""Of a host's memory, which other processes use too: judgement."""
+"""Margin of host memory, which other processes use too: judgement."""
 _SHARE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Bytes, and where they come from; empty words where they were given.
+    """Bytes, and their origin as text; empty for a budget given in bytes.
 
     Args:
-        nbytes: that tensors may take.
-        reserved_bytes: that the caching allocator may reserve, where that was asked for.
+        nbytes: limit of allocated tensors.
+        reserved_bytes: limit of the caching allocator's reserved memory, if one was requested.
     """
 
     nbytes: int
@@ -37,7 +37,7 @@ class Budget:
     reserved_bytes: int | None = None
 
     def with_least(self, nbytes: int) -> Budget:
-        """The smallest of several ranks', which all of them keep."""
+        """Return the smallest budget of several ranks."""
         if nbytes == self.nbytes:
             return self
         own = self.words or format_bytes(self.nbytes)
@@ -46,11 +46,11 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedBudget:
-    """A budget as somebody wrote it, before the device is asked what it has left.
+    """A budget as requested, before the device is queried.
 
     Args:
-        nbytes: where it is a number of bytes.
-        share: of what the device has left for this process; with neither, all of that less a margin.
+        nbytes: if it is a number of bytes.
+        share: of the memory that the device has left for this process; with neither, all of it less a margin.
     """
 
     nbytes: int | None = None
@@ -66,7 +66,7 @@ class AskedBudget:
         """Read ``"8GiB"``, a whole number of bytes, ``"90%"`` or ``"auto"``.
 
         Raises:
-            UsageError: it is none of these; or a share of more than 100 %.
+            UsageError: it is none of these, or a share of more than 100 %.
         """
         if isinstance(asked, AskedBudget):
             return asked
@@ -88,11 +88,11 @@ def budget_of(
     batch: Any = (),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Budget:
-    """What was asked for, in bytes.
+    """Return a requested budget in bytes.
 
-    ``"auto"`` is all that the device has for this process, what the models already take included, less a margin: of
-    memory that the caching allocator reserves and cannot use (`predict.allowance`), or that other processes of a host
-    take. ``"90%"`` is that share of the same memory, without a margin.
+    ``"auto"`` is all memory that the device has for this process, the models' own included, less a margin: for memory
+    that the caching allocator reserves and cannot use (`predict.allowance`), or that other processes on a host use.
+    ``"90%"`` is that share of the same memory, without a margin.
 
     Raises:
         UsageError: see `AskedBudget`.
@@ -103,7 +103,7 @@ def budget_of(
     tensors = [t for model in models for t in static_tensors(model)]
     tensors += static_tensors(nn.Module(), batch, optimizer)
     device = next((t.device for t in tensors if t.device.type == "cuda"), None)
-    if device is not None:  # free bytes, and those that this process's allocator has already
+    if device is not None:  # free bytes, plus those of this process's allocator
         left = int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
         where, margin = torch.cuda.get_device_name(device), FRAGMENTS[1]
     else:
@@ -115,10 +115,10 @@ def budget_of(
 
 
 def of_reserved(budget: Budget, model: nn.Module) -> Budget:
-    """The same bytes as a bound of what is reserved; tensors may take that less the usual fragments.
+    """Return the budget as a limit of reserved memory; tensors get it less the usual fragmentation.
 
     Raises:
-        UsageError: the model is on no CUDA device, and nothing is reserved.
+        UsageError: the model is on no CUDA device, so nothing is reserved.
     """
     if not any(p.device.type == "cuda" for p in model.parameters()):
         raise UsageError("got reserved=True for a model that is on no CUDA device; only its allocator reserves memory")

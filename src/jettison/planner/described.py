@@ -1,4 +1,4 @@
-"""A step on some batch, described so far that it can be planned and dry-run: the plainest one, or somebody's own."""
+"""A step on a batch, described for planning and dry runs: the default forward and backward, or a custom step."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from jettison.runtime.batch_shape import BatchShape
 from jettison.spec.hardware import Hardware
 
 MOST_KINDS = 32
-"""Calls of one model with other arguments that are recorded ahead; further ones are when they come."""
+"""Calls of one model with different arguments that are recorded ahead; others are recorded when they occur."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A model of the step that runs with gradients; ``use``: how the step calls it, where that is somebody's own."""
+    """A model of the step that runs with gradients; ``use``: its calls in a custom step."""
 
     number: int = 0
     model: nn.Module
@@ -74,11 +74,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A step on some batch: one forward and one backward of a model.
+    """A step on a batch: one forward and one backward of a model.
 
     Args:
         parts: models that are planned.
-        counted: ops and levels of a run of the step, where it is somebody's own.
+        counted: ops and levels of a run of the step, for a custom step.
     """
 
     parts: Sequence[Part]
@@ -90,20 +90,20 @@ class Described:
 
     @property
     def traces(self) -> list[ModelTrace]:
-        """Of the models that are planned."""
+        """Traces of the planned models."""
         return [part.trace for part in self.parts]
 
     @functools.cached_property
     def dry_step(self) -> DryStep:
-        """Over copies of the models."""
+        """The dry run, over copies of the models."""
         (part,) = self.parts
         mirrored = self.optimizer and fake_optimizer(self.optimizer, part.model, part.trace)
         return OneBatch(trace=part.trace, optimizer=mirrored)
 
     @functools.cached_property
     def planner(self) -> Planner | StagesPlanner:
-        """Made when it is first asked for: seconds."""
-        if self.counted is not None:  # no dry run meets an op without a price, and is repeated
+        """The planner, made on first use, which takes seconds."""
+        if self.counted is not None:  # all ops have prices, so no dry run is repeated
             measure_ops(self.counted.ops.values(), timed=False)
         in_flight = [1 if part.use is None else part.use.in_flight for part in self.parts]
         return planner_of(
@@ -111,13 +111,13 @@ class Described:
         )
 
     def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
-        """Of the step under these policies."""
+        """Peak of the step under these policies."""
         return step_of(parts, self.dry_step, Pricing()).peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnStep(Described):
-    """A step that somebody wrote."""
+    """A custom step."""
 
     step: Step
     modules: Sequence[nn.Module]
@@ -147,7 +147,7 @@ class OwnStep(Described):
 
     @property
     def reached(self) -> set[str]:
-        """Parameters that got gradients, of models of which a rank may leave some out."""
+        """Parameters that got gradients, for models whose parameters a rank may not use."""
         return {
             f"{number}.{name}"
             for number, (model, copied) in enumerate(zip(self.modules, modules_of(self.copies), strict=True))
@@ -157,7 +157,7 @@ class OwnStep(Described):
         }
 
     def with_reached(self, names: Collection[str]) -> OwnStep:
-        """The same, where other ranks' parts of the step reach these parameters, too (see `reached`)."""
+        """Return the step with parameters that other ranks' parts of it reach (see `reached`)."""
         gradients = dict(self.gradients)
         for number, copied in enumerate(modules_of(self.copies)):
             if isinstance(copied, ImaginedReplica):
@@ -181,11 +181,11 @@ def describe_step(
     progress: Progress,
     stages: Agreement | None = None,
 ) -> OwnStep:
-    """Run the step on fake tensors, and trace the models as it calls them.
+    """Run the step on fake tensors, and trace the models in its calls.
 
     Args:
-        blocks: of each model, where they are known; else ``regions``, or what repeats.
-        stages: with ranks that run other stages of the step's pipelines.
+        blocks: of each model, if known; else ``regions``, or repeated blocks.
+        stages: agreement with ranks that run other stages of the step's pipelines.
     """
     progress("running the step on fake tensors")
     mode, modules = fake_mode(allow_non_fake_inputs=True), modules_of(models)
@@ -221,11 +221,11 @@ def describe_step(
 
 
 def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, stages: Agreement | None = None) -> Copies:
-    """What stands for the models of a step, and for schedules of a pipeline, on fake tensors. Ranks that share
-    parameters or a pipeline call this together.
+    """Return fake copies of a step's models and pipeline schedules. Ranks that share parameters or a pipeline call
+    this together.
 
     Args:
-        stages: with ranks that run other stages of the pipelines, where there are any.
+        stages: agreement with ranks that run other stages of the pipelines, if there are any.
     """
 
     def copied(number: int, one: nn.Module | Scheduled) -> Any:
@@ -250,7 +250,7 @@ def nbytes_of(batch: Any) -> int:
 
 
 def _with_values(batch: Any, device: torch.device | None, mode: FakeTensorMode) -> Any:
-    """A batch of tensors without values, as if they were on the models' device; those that share memory still do."""
+    """A fake batch, as if on the models' device; tensors that share memory still do."""
     if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(batch)):
         return batch
     return fake_batch(batch, mode, device)
@@ -276,7 +276,7 @@ def _part(
 
 
 def _some_loss(output: Any) -> Tensor:
-    """The model's own loss, or a scalar of its output: the step's is computed elsewhere."""
+    """The model's own loss, or a scalar of its output: a custom step computes its loss elsewhere."""
     try:
         return loss_of(output)
     except TraceError:

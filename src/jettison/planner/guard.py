@@ -1,11 +1,11 @@
-"""Steps that run out of memory all the same: planned again with less, and repeated as if they had not begun.
+"""Recovery from out-of-memory errors: plan again for less memory, and repeat the step as if it had not begun.
 
     for attempt in handle.guard():
         with attempt:
             loss = step(model, batch)
 
-An attempt that fails is undone: gradients, buffers and random streams are what they were. The second is not caught.
-Where gradients would be added twice, since an attempt does not know what they were, it is not repeated.
+A failed attempt is undone: gradients, buffers and random streams are restored. Errors of the second attempt are raised.
+If gradients would be added twice, because an attempt does not know their earlier value, it is not repeated.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from jettison.predict.allowance import FRAGMENTS
 if TYPE_CHECKING:
     from jettison.planner.batches import BatchPlans
 
-_ON_CPU = "can't allocate memory"  # what torch's allocator on the CPU says, in a RuntimeError
+_ON_CPU = "can't allocate memory"  # message of torch's CPU allocator, in a RuntimeError
 ONE_PLAN = (
     "no other plan can be made here; ranks that share parameters would have to make it together, stages of a pipeline "
     "too, and a policy is what it is"
 )
 LESS = 0.9
-"""Of what was predicted, where nobody says what there is: so much is planned for next."""
+"""Share of the predicted peak to plan for next, if the device's memory is unknown."""
 
 
 def attempts(
@@ -47,13 +47,13 @@ def attempts(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     removed: bool = False,
 ) -> Iterator[Attempt]:
-    """One, and a second if the first runs out of memory.
+    """Yield one attempt, and a second if the first runs out of memory.
 
     Args:
-        plans: of the handle; None where no other plan can be made, and no error is caught.
-        batch: of the step, where the model does not see it as it is.
-        optimizers: that were planned with; what they train beside the models is undone as well.
-        removed: there is no plan any more.
+        plans: of the handle; None if no other plan can be made, and no error is caught.
+        batch: of the step, if the model does not receive it directly.
+        optimizers: that were planned with; other tensors that they train are restored as well.
+        removed: the plan has been removed.
     """
     plans = None if removed else plans
     why_last = "the plan has been removed" if removed else "" if plans else ONE_PLAN
@@ -64,10 +64,10 @@ def attempts(
 
 
 class Attempt:
-    """``with attempt:`` around one step. ``failed``: it ran out of memory, and is to be repeated.
+    """``with attempt:`` around one step. ``failed``: it ran out of memory and is to be repeated.
 
     Args:
-        why_last: no other attempt follows, where it is the first.
+        why_last: why no other attempt follows the first.
     """
 
     def __init__(
@@ -126,28 +126,28 @@ class Attempt:
         return self.failed
 
     def _trained(self) -> list[Tensor]:
-        """Parameters of the models, and what the optimizers train beside them; each once."""
+        """Parameters of the models, and other tensors that the optimizers train; each once."""
         of_models = [p for model in self.models for p in model.parameters()]
         groups = [group for one in self.optimizers for group in one.param_groups]
         return list({id(p): p for p in (*of_models, *(p for group in groups for p in group["params"]))}.values())
 
     def _why_not(self, error: BaseException) -> str:
-        """What is in the way of a second attempt."""
+        """Reason against a second attempt; empty if there is none."""
         if self._stepped:
             return "an optimizer had stepped already"
         if distributed.is_initialized() and distributed.get_world_size() > 1:
             return "other ranks wait inside of this step"
-        traceback.clear_frames(error.__traceback__)  # they hold what the step had
+        traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         gc.collect()
         known = {id(p) for p, _ in self._gradients}
-        beside = sum(
+        others = sum(
             leaf.grad is not None and id(leaf) not in known and self._elsewhere.get(id(leaf)) != _mark(leaf)
             for leaf in _leaves()
         )
-        if not beside:
+        if not others:
             return ""
         return (
-            f"{beside} tensors that are not of the planned models got gradients, which a second attempt would add to; "
+            f"{others} tensors outside the planned models got gradients, which a second attempt would add to; "
             "plan all that is trained together, with models=, give optimizer= for it, or free those gradients before "
             "the step"
         )
@@ -160,7 +160,7 @@ class Attempt:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
         with torch.no_grad():
             for table, name, buffer, value in self._buffers:
-                table[name] = buffer  # a forward may have put another one there
+                table[name] = buffer  # a forward may have replaced it
                 if buffer is not None:
                     buffer.copy_(value)
         self._streams.restore()
@@ -171,7 +171,7 @@ class Attempt:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device has no memory left, or the host says so."""
+    """Has a device, or the host, run out of memory?"""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and _ON_CPU in str(error)
     )
@@ -181,10 +181,10 @@ _KNOWN: weakref.WeakKeyDictionary[BatchPlans, list[weakref.ref[Tensor]]] = weakr
 
 
 def _known_leaves(plans: BatchPlans) -> list[Tensor]:
-    """Those that were there when the first step of a plan was guarded: a look through all objects (370,000 of
+    """Leaf tensors that existed when the first step of a plan was guarded; a scan of all objects (370,000 of
     a process with transformers) takes 80 ms.
 
-    One that came later and has a gradient is taken for one that this attempt has given it.
+    A later leaf with a gradient is assumed to have got it from this attempt.
     """
     if plans not in _KNOWN:
         _KNOWN[plans] = [weakref.ref(leaf) for leaf in _leaves()]
@@ -192,24 +192,24 @@ def _known_leaves(plans: BatchPlans) -> list[Tensor]:
 
 
 def _leaves() -> Iterator[Tensor]:
-    """Tensors that can have a gradient, anybody's."""
+    """Yield all tensors that can have a gradient."""
     for one in gc.get_objects():
         if issubclass(type(one), Tensor) and not isinstance(one, FakeTensor) and one.is_leaf and one.requires_grad:
             yield one
 
 
 def _mark(leaf: Tensor) -> tuple[int, int] | None:
-    """Another one once a backward has added to the gradient."""
+    """Identity and version of a gradient, which change once a backward has added to it."""
     return None if leaf.grad is None else (leaf.grad._cdata, leaf.grad._version)
 
 
 def _aside(tensor: Tensor | None) -> Tensor | None:
-    """A copy that takes nothing on an accelerator."""
+    """A copy that uses no accelerator memory."""
     return None if tensor is None else tensor.detach().to("cpu", copy=True)
 
 
 def _what_is_left(models: Sequence[nn.Module], plans: BatchPlans) -> int:
-    """A budget for the second attempt: below what the first was promised, and below what the device has."""
+    """Budget of the second attempt: below the first's, and below the device's memory."""
     assert plans.now is not None
     budget = min(plans.budget_bytes, int(LESS * plans.now.peak_bytes))
     device = next((p.device for model in models for p in model.parameters() if p.device.type == "cuda"), None)

@@ -1,4 +1,4 @@
-"""The handle of a plan that is at work: what it says, what it is told, and how it goes away."""
+"""The handle of an applied plan: reports, requests, and removal."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from jettison.solve.plan import Plan
 
 @dataclass(kw_only=True)
 class Applied:
-    """A plan at work on a model. `remove()` gives the model back as it was.
+    """A plan applied to a model. `remove()` restores the model.
 
     Args:
-        plans: of each model, in the order of the step's, where there are several; ``plan`` is the first of them.
-        budget: where the budget comes from, in words, if it was not given in bytes.
-        losses: that they are computed in chunks, where they are.
-        batches: plans by batch, where other batches than the first are planned for when they come.
-        _again: plans anew with other ranks, where they have to do it together and more parameters are trained.
+        plans: of each model, in the order of the step's, if there are several; ``plan`` is the first of them.
+        budget: origin of the budget as text, if it was not given in bytes.
+        losses: keeps losses chunked, if they are.
+        batches: plans by batch, if later batches are planned for when they occur.
+        _again: plans again with other ranks, if they must do it together and more parameters are trained.
     """
 
     regions: list[PlannedForward]
@@ -52,11 +52,11 @@ class Applied:
 
     @property
     def _removed(self) -> bool:
-        """Whether the plan is taken off."""
+        """Has the plan been removed?"""
         return all(region.retired for region in self.regions if region.is_root)
 
     def remove(self) -> None:
-        """Every module runs its own forward again."""
+        """Restore every module's own forward."""
         for region in reversed(self.regions):
             region.remove()
         for hook in self.hooks:
@@ -66,14 +66,14 @@ class Applied:
             self.losses.let_go()
 
     def _become(self, other: Applied) -> None:
-        """This handle stands for another one, of a plan for the same step, from now on."""
+        """Replace this handle's contents by those of another plan for the same step."""
         vars(self).update(vars(other))
         for region in self.regions:
             if isinstance(region.listener, _LoopListener):
                 region.listener.handle = self
 
     def report(self) -> HandleReport:
-        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table.
+        """Statistics of every region so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table.
 
         Raises:
             WrongValue: a step was captured as a CUDA graph, and a replay recomputed a wrong value. After a captured
@@ -83,11 +83,11 @@ class Applied:
         return HandleReport(tuple(region.report() for region in self.regions))
 
     def source(self, region: str) -> str:
-        """Python that recomputes what a region dropped: one function for each saved tensor that backward asks for, in
-        the order in which it did. Empty where nothing is recomputed.
+        """Python that recomputes a region's dropped tensors: one function for each saved tensor that backward reads, in
+        that order. Empty if nothing is recomputed.
 
         Raises:
-            UsageError: there is no region of that name ("" is what is around the blocks).
+            UsageError: no region has that name ("" is the part around the blocks).
         """
         found = next((one for one in self.regions if one.name == region), None)
         if found is None:
@@ -96,42 +96,42 @@ class Applied:
         return found.source()
 
     def expect(self, batch: Any) -> None:
-        """The next step is on this batch. Where no plan covers it, one is made now.
+        """Announce the next step's batch. If no plan covers it, one is made now.
 
-        Ranks that share parameters, and stages of a pipeline, all call this before a step: where parameters are trained
-        that were frozen, they plan again together. They plan for no batch that is larger.
+        Ranks that share parameters, and pipeline stages, must all call this before a step: if parameters are trained
+        that were frozen, they plan again together. They do not plan for larger batches.
 
-        Only for loops that gave ``step=``, and for such ranks: else the model sees its batch by itself.
+        Only needed with ``step=``, and on such ranks: otherwise the model receives its batch itself.
 
         Raises:
-            PlanMismatch: such a rank failed, or did not come in time.
+            PlanMismatch: such a rank failed, or did not arrive in time.
         """
         if self._again is not None and not self._removed:
             self._again(self, batch)
         if self.batches is None:
             return
         if self.watch is not None:
-            self.watch.enter(PLANNING)  # it tries kernels, which take memory, too
+            self.watch.enter(PLANNING)  # planning runs kernels, which take memory, too
         self.batches.meet(batch)
 
     def shapes(self) -> list[ShapeReport]:
-        """Batches that came, by shape (padding buckets), with the plan that each runs under; most frequent first."""
+        """Batches so far by shape (padding buckets), with the plan that each runs under; most frequent first."""
         return self.batches.report() if self.batches is not None else []
 
     def guard(self, batch: Any = None) -> Iterator[Attempt]:
-        """``for attempt in handle.guard():`` and in it ``with attempt:`` around the forwards and backwards of a step.
+        """Use as ``for attempt in handle.guard():`` with ``with attempt:`` around a step's forwards and backwards.
 
-        An attempt that runs out of memory is undone (gradients, buffers, random streams), what remains to be done is
-        planned for less, and a second attempt follows. Gradients that are there already are copied to the host. The
-        batch is taken before: what a data loader gave to the first attempt is gone in the second.
+        An attempt that runs out of memory is undone (gradients, buffers, random streams), a plan with less memory is
+        made, and a second attempt follows. Existing gradients are copied to the host. Fetch the batch before the loop:
+        a batch that the first attempt takes from a data loader is gone in the second.
 
         Args:
-            batch: of the step, where ``step=`` was given.
+            batch: of the step, if ``step=`` was given.
 
         Raises:
-            torch.OutOfMemoryError: the second attempt ran out of memory too; an optimizer had stepped; or there are
-                other ranks, which wait inside of the step; the plan was removed; or what is neither of the models nor
-                of the optimizer has gradients, which would be added twice.
+            torch.OutOfMemoryError: the second attempt ran out of memory too; an optimizer had stepped; other ranks wait
+                inside of the step; the plan was removed; or tensors outside the models and the optimizer have
+                gradients, which would be added twice.
             UsageError: one attempt is entered twice.
         """
         roots = [region for region in self.regions if region.is_root]
@@ -145,13 +145,13 @@ class Applied:
         )
 
     def memory(self) -> MemoryReport | None:
-        """What the device took in the steps so far, reserved memory and what of it was fragments; None on the CPU."""
+        """Device memory of the steps so far: allocated, reserved and fragmented; None on the CPU."""
         return self.watch.report() if self.watch is not None else None
 
     def look_at(
         self, meter: Meter, optimizer: torch.optim.Optimizer | None, predicted_bytes: int, budget: Budget
     ) -> None:
-        """Hold a device's peaks against the plan, from now on."""
+        """Compare the device's peaks with the plan from now on."""
 
         def exceeded(nbytes: int) -> bool:
             if self.batches is not None:
@@ -171,15 +171,15 @@ class Applied:
 
     @property
     def offload(self) -> OffloadEngine | None:
-        """What moves tensors to the host, with its copies so far and what it took of the host; None: nothing moves."""
+        """The offload engine, with its copies so far and its host memory; None if nothing is offloaded."""
         return next((region.offload for region in self.regions if region.offload is not None), None)
 
     def plan_text(self) -> str:
-        """The plan as JSON; empty where a policy was applied."""
+        """The plan as JSON; empty for a policy."""
         return "" if self.plan is None else self.plan.to_json()
 
     def live(self) -> dict[str, Live]:
-        """Calls between their forward and their backward now, by region. Regions that keep everything are counted
+        """Calls between their forward and their backward, by region. Regions that keep everything are counted
         after the first call of this.
         """
         return {region.name: region.live() for region in self.regions}
@@ -192,7 +192,7 @@ class Applied:
 
 
 def figures(applied: Applied) -> str:
-    """A plan in a few figures; of a policy, what it is."""
+    """Key figures of a plan; the name of a policy."""
     if applied.plan is None:
         words = sorted({region.report().word for region in applied.regions[:-1]})
         return f"policy {', '.join(words)}, {len(applied.regions) - 1} blocks"
@@ -204,23 +204,23 @@ def figures(applied: Applied) -> str:
 
 
 def _predicted(batches: BatchPlans | None, first_bytes: int) -> Callable[[], int]:
-    """The peak of the plan that holds when it is asked for.
+    """Peak of the current plan, when called.
 
     Args:
-        first_bytes: of the plan that was made first, where others are not made.
+        first_bytes: peak of the first plan, if no others are made.
     """
     return lambda: first_bytes if batches is None or batches.now is None else batches.now.peak_bytes
 
 
 WRITTEN_TO: Final = "modified by an inplace operation"
-"""How autograd says it (torch/csrc/autograd/saved_variable.cpp)."""
+"""Autograd's error message (torch/csrc/autograd/saved_variable.cpp)."""
 
 
 def with_losses(make: Callable[[Hold | None], Applied], *, chunked: bool) -> Applied:
-    """A plan whose losses go over chunks, if that is wanted and the step has such; else by torch's own function.
+    """Apply a plan with chunked losses if requested and present in the step; else with torch's own function.
 
-    torch saves a log-softmax, which the step does not know of; chunks save the logits. Where the step writes to those
-    in place, losses stay as they are.
+    torch saves a log-softmax, which the step cannot access; chunks save the logits. If the step writes to these in
+    place, losses stay unchunked.
     """
     try:
         with holding(chunked) as losses:
@@ -237,22 +237,22 @@ def with_losses(make: Callable[[Hold | None], Applied], *, chunked: bool) -> App
 
 
 def keep_losses(applied: Applied, losses: Hold) -> None:
-    """They go over chunks as long as the plan is on, or its model there."""
+    """Keep losses chunked as long as the plan is applied and its model exists."""
     applied.losses = losses
     losses.until_gone(next(region.module for region in applied.regions if region.is_root))
 
 
 def note_losses(traces: Iterable[ModelTrace], losses: Hold | None) -> None:
-    """What was traced says whether its losses went over chunks."""
+    """Set ``losses`` from traces, which show whether their losses were chunked."""
     for traced in traces:
         traced.loop = replace(traced.loop, chunked_loss=losses is not None and losses.used)
 
 
 class _LoopListener:
-    """What the first model of a step tells its handle; see `CallListener`.
+    """Listener of the first model of a step for its handle; see `CallListener`.
 
     Args:
-        by_itself: its arguments are the batch.
+        by_itself: the model's arguments are the batch.
     """
 
     def __init__(self, handle: Applied, *, by_itself: bool) -> None:
@@ -278,12 +278,12 @@ def follow_loop(
     by_itself: bool,
     elsewhere_bytes: int,
 ) -> None:
-    """From now on batches that no plan covers are planned for when they come, and real peaks are looked at.
+    """From now on plan for batches that no plan covers when they occur, and compare real peaks.
 
     Args:
         elsewhere_bytes: see `Loop`.
-        plans: None on ranks that share parameters: there one plans again with the others, when parameters thaw.
-        by_itself: the model's own arguments are the batch.
+        plans: None on ranks that share parameters: these plan again together when parameters are unfrozen.
+        by_itself: the model's arguments are the batch.
     """
     made = applied.plans or ((applied.plan,) if applied.plan is not None else ())
     applied.batches = plans

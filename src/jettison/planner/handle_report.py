@@ -1,4 +1,4 @@
-"""What a handle says about its regions: a table of a screen for people, a document for programs, and all details."""
+"""Report of a handle on its regions: a table for the screen, a document for programs, and all details."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jettison.runtime.report import RegionReport
 
 SCHEMA: Final = "jettison.applied/1"
 MOST_ROWS: Final = 30
-"""Of the table; the document has all regions."""
+"""Most rows of the table; the document has all regions."""
 HEADS: Final = ("region", "policy", "calls", "recorded", "kept", "again", "host", "packed", "kept bytes", "host bytes")
 LONGEST_NOTE: Final = 66
 
 
 @dataclass(frozen=True)
 class HandleReport(Sequence[RegionReport]):
-    """What every region did so far, in the order of the model; the last one is what surrounds the blocks.
+    """Statistics of every region so far, in the order of the model; the last one is the part around the blocks.
 
-    Printed, it is a table in which neighbours that did the same are one row. It is a sequence of `RegionReport`, which
-    know every saved tensor.
+    Prints as a table in which equal neighbours share one row. It is a sequence of `RegionReport`, which list every
+    saved tensor.
     """
 
     regions: tuple[RegionReport, ...]
@@ -62,7 +62,7 @@ class HandleReport(Sequence[RegionReport]):
         return [*rows[: MOST_ROWS // 2], left_out, *rows[len(rows) - MOST_ROWS // 2 + 1 :]]
 
     def _notes(self) -> Iterator[str]:
-        """Why a region runs without its recording; and what came back with other last bits."""
+        """Reasons why regions run without their recording, and tensors that came back with other last bits."""
         reasons: dict[str, list[str]] = {}
         for region in self.regions:
             if region.fallback:
@@ -82,7 +82,7 @@ def _name(region: RegionReport) -> str:
 
 
 def _did(region: RegionReport) -> tuple[object, ...]:
-    """What neighbours of one row have in common."""
+    """Fields that neighbours in one row have in common."""
     slots = (region.slots_kept, region.slots_dropped, region.slots_offloaded, region.slots_packed)
     held = (region.kept_bytes, region.host_bytes)
     return bool(region.name), region.word, region.calls, region.recordings, region.fallback, *slots, *held

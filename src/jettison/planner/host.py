@@ -1,4 +1,4 @@
-"""What a live plan may send to the host: how fast the way there is, how much fits, and what of a block goes."""
+"""CPU offload of a live plan: speed of the link, host memory, and the tensors of a block that may be offloaded."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from jettison.spec.hardware import Hardware, hardware
 SEND: Final = "-send-"
 ALL: Final = "all"
 Saved = Mapping[str, Mapping[int, SentTensor]]
-"""Of a compiled block, by point and buffer: tensors that could wait on the host, as they were seen when measured."""
+"""Tensors of a compiled block, by point and buffer, that could be offloaded, as seen when measured."""
 LESS: Final = 0.9
-"""Of what a choice sends at most, where pinning that took more of the host than there is."""
+"""Share of the offloaded bytes that is tried next if pinning them needs too much host memory."""
 MOVE_SECONDS: Final = 50e-6
-"""Python's part in sending one tensor and having it back (measured without copies, on 2 CPU cores)."""
+"""Python's overhead for offloading one tensor and prefetching it (measured without copies, on 2 CPU cores)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The host's memory behind a device.
+    """Host memory of a device.
 
     Args:
         bytes_per_second: of the link, in one direction.
-        budget_bytes: what pinned memory may take there, as it is rounded up; None: nobody says what there is.
+        budget_bytes: limit of pinned memory, rounded up as it is allocated; None: unknown.
         device: that the plan is for.
-        hides: copies run beside the device's work.
+        hides: copies overlap with the device's work.
     """
 
     bytes_per_second: float
@@ -55,27 +55,27 @@ class Host:
 
     @property
     def usable_bytes(self) -> int | None:
-        """The most that can be asked for without going over the budget once it is rounded up."""
+        """The largest request that stays within the budget after rounding."""
         return None if self.budget_bytes is None else usable(self.budget_bytes, rounding_of(self.device))
 
     def holds(self, pinned_bytes: int) -> bool:
-        """Is there room for so many bytes, rounded up?"""
+        """Do so many bytes fit after rounding?"""
         return self.budget_bytes is None or pinned_bytes <= self.budget_bytes
 
     def shared(self, count: int) -> Host:
-        """An equal share of it."""
+        """Return an equal share of it."""
         return self if self.budget_bytes is None else replace(self, budget_bytes=self.budget_bytes // count)
 
     def link(self, limit_bytes: int | None) -> Link:
-        """For the solver, with so much room there."""
+        """Return the link for the solver, with this limit of host bytes."""
         return Link(bytes_per_second=self.bytes_per_second, host_budget_bytes=limit_bytes, hides=self.hides)
 
 
 def hardware_of(given: Hardware | str | None) -> Hardware | None:
-    """By name or file, or as it is.
+    """Return hardware by name or file; other values are returned unchanged.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: an unknown name.
     """
     return hardware(given) if isinstance(given, str) else given
 
@@ -88,14 +88,14 @@ def host_of(
     *,
     elsewhere: bool = False,
 ) -> Host | None:
-    """The host as a caller describes it; None where nothing may be offloaded.
+    """Return the host as a caller describes it; None if nothing may be offloaded.
 
     Args:
-        given: states the link.
-        elsewhere: the plan is for the host of what is given, where its file says what that has.
+        given: hardware with the speed of the link.
+        elsewhere: the plan is for the host of ``given``, if its file states that host's memory.
 
     Raises:
-        UsageError: a budget and nothing to use it, more than the machine has, or a link that nobody knows.
+        UsageError: a budget without offloading, more than the machine has, or an unknown link.
     """
     if not offload:
         if host_budget is not None:
@@ -107,7 +107,7 @@ def host_of(
     left = given.host_memory_bytes if elsewhere and given is not None else None
     whose = "this machine" if left is None or given is None else f"the host of {given.name}"
     if left is None:
-        with contextlib.suppress(UsageError):  # the system does not say
+        with contextlib.suppress(UsageError):  # unknown on this system
             left = left_on_host()
     if budget is not None and left is not None and budget > left:
         raise UsageError(f"got host_budget={host_budget!r}; {whose} has {format_bytes(left)} for it. Give at most that")
@@ -131,7 +131,7 @@ def host_of(
 
 
 def less_on_host(problem: StepProblem, levels: ChoiceLevels, host: Host, pinned_bytes: int) -> StepProblem:
-    """With less room than a choice took that rounding, or more forwards at a time, made too much: so many bytes."""
+    """Reduce the host bytes of a problem after a choice needed more, due to rounding or more forwards in flight."""
     assert problem.link is not None and host.budget_bytes is not None
     share = min(LESS, host.budget_bytes / pinned_bytes)
     limit = int(levels.host_bytes * share) if levels.host_bytes >= SMALLEST_BYTES else 0
@@ -139,7 +139,7 @@ def less_on_host(problem: StepProblem, levels: ChoiceLevels, host: Host, pinned_
 
 
 def movable(trace: ModelTrace, class_key: str) -> frozenset[str]:
-    """Names of the calls of a class that may send: of a block that is called once, and is not the last."""
+    """Names of a class's calls that may offload: blocks that are called once, except the last."""
     names = [call.name for call in trace.calls]
     return frozenset(
         call.name for call in trace.calls[:-1] if call.class_key == class_key and names.count(call.name) == 1
@@ -149,10 +149,11 @@ def movable(trace: ModelTrace, class_key: str) -> frozenset[str]:
 def with_moves(
     trace: ModelTrace, class_key: str, points: Iterable[FrontierPoint], kinks: Sequence[int]
 ) -> Iterator[FrontierPoint]:
-    """Each point as it is, and with parts of what it keeps on the host (NOTE [ Three actions ] in `solve.actions`).
+    """Yield each point as it is, and with parts of its kept tensors offloaded (NOTE [ Three actions ] in
+    `solve.actions`).
 
     Args:
-        kinks: bytes whose copy is as long as what it hides behind.
+        kinks: numbers of bytes whose copy is as long as the work that hides it.
     """
     region, senders = trace.classes[class_key].trace, movable(trace, class_key)
     lives = frozenset(place for name, places in returned(trace).items() if name in senders for place in places)
@@ -167,7 +168,7 @@ def with_moves(
 def with_moves_of_compiled(
     trace: ModelTrace, class_key: str, points: Iterable[FrontierPoint], saved: Saved, kinks: Sequence[int]
 ) -> Iterator[FrontierPoint]:
-    """The same of a class of compiled blocks: points differ from measured ones in where tensors wait."""
+    """Yield points of compiled blocks: they differ from measured ones in which tensors are offloaded."""
     program, senders = trace.classes[class_key].program, movable(trace, class_key)
     lives = {place for name, places in returned(trace).items() if name in senders for place in places}
     for point in points:
@@ -175,7 +176,7 @@ def with_moves_of_compiled(
         seen = saved[point.key]
         free = frozenset(
             b
-            for b, sent in seen.items()  # Inductor may save something else in the place of what is kept: that stays
+            for b, sent in seen.items()  # Inductor may save other tensors instead, which are not offloaded
             if b in point.kept and can_move(program, b) and sent.nbytes >= SMALLEST_BYTES and sent.place not in lives
         )
         yield from with_parts_sent(program, point, free, kinks, seen)
@@ -188,10 +189,10 @@ def with_parts_sent(
     kinks: Sequence[int],
     seen: Mapping[int, SentTensor] = MappingProxyType({}),
 ) -> Iterator[FrontierPoint]:
-    """A point with parts of what it keeps on the host.
+    """Yield a point with parts of its kept tensors offloaded.
 
     Args:
-        free: buffers that may go.
+        free: buffers that may be offloaded.
         seen: buffers of which Inductor saved other bytes.
     """
     buffers = (replace(b, nbytes=seen[b.index].nbytes) if b.index in seen else b for b in program.buffers)
@@ -208,7 +209,7 @@ def with_parts_sent(
 
 
 def option_at(point: FrontierPoint, measured: Mapping[str, RegionOption], saved: Saved) -> RegionOption:
-    """Levels of a compiled block's point: those that were measured where all stays, less what it sends."""
+    """Levels of a compiled block's point: those measured without offloading, less the offloaded bytes."""
     key = point.key.partition(SEND)[0]
     option = measured[key]
     if not point.moved:
@@ -226,6 +227,6 @@ def option_at(point: FrontierPoint, measured: Mapping[str, RegionOption], saved:
 
 
 def is_timed(key: str) -> bool:
-    """Does what such an option sends hang on seconds that were measured?"""
+    """Does the option's choice of offloaded tensors depend on measured seconds?"""
     _, sends, how = key.removesuffix(PACK).partition(SEND)
     return bool(sends) and how != ALL

@@ -1,13 +1,13 @@
-"""Plans that are kept in a file, and followed again by a later call that asks for the same.
+"""Plans kept in a file, and reused by a later call with the same inputs.
 
 NOTE [ What a kept plan was made for ]
-Gradients do not hang on it: the model is recorded anew, and a plan names the program of each block, so that another
-program never runs under it. What can be wrong is the peak that it states. So the file has, beside the plans, everything
-that this peak was worked out from: versions, the processor and its switches, the budget and what else was asked, names
-and shapes, every recorded program, the optimizer, and the code that a recording of the forward does not show (backwards
-of functions of one's own, hooks, the step). Of a step of somebody's own it also has what its first run on fake tensors
-took, op by op. Prices of kernels are not asked for again: they are the machine's.
-The first fact that differs is named, and the plan is made anew. A file that is no kept plan is never written over.
+Gradients do not depend on a kept plan: the model is recorded anew, and a plan names the program of each block, so it
+never applies to another program. Only the stated peak could be wrong. So the file also stores every input of that peak:
+versions, the processor and its switches, the budget and other arguments, names and shapes, every recorded program, the
+optimizer, and code that a recording of the forward does not show (custom backward functions, hooks, the step). For a
+custom step it also stores the memory of its first run on fake tensors, op by op. Prices of kernels are not compared:
+they belong to the machine.
+The first difference is logged, and a new plan is made. A file that is no kept plan is never overwritten.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from jettison.planner.planner import UNSEEN_BYTES
 from jettison.solve.plan import SCHEMA, Plan
 
 KEY: Final = "kept"
-"""Of a plan's document, under which a file that is kept has the rest; readers of plans leave it alone."""
+"""Key of a plan's document under which a kept file has the other facts; readers of plans ignore it."""
 ROOM: Final = 0.02
-"""Of a budget that is what the device has left: a plan for so much less is followed."""
+"""Tolerance for a budget of what the device has left: a plan for at most so much less is reused."""
 
 
 @dataclass(kw_only=True)
@@ -45,11 +45,11 @@ class KeptPlans:
     """Plans of one call of `auto_checkpoint` in a file.
 
     Args:
-        file: where; it need not be there yet.
+        file: its path; it need not exist.
         facts: of this call.
-        asked, budget: as it was asked for, and in bytes.
-        state_bytes: that the optimizer's state takes now; 0 where there is none yet.
-        elsewhere_bytes: that are allocated on the device by nothing of the step.
+        asked, budget: as requested, and in bytes.
+        state_bytes: current bytes of the optimizer's state; 0 if there is none yet.
+        elsewhere_bytes: bytes on the device that do not belong to the step.
     """
 
     file: Path
@@ -63,7 +63,7 @@ class KeptPlans:
     planning_seconds: float = field(default=0.0, init=False)
 
     def _read(self) -> None:
-        """Read the file; say why its plans are not followed, if they are not."""
+        """Read the file, and log why its plans are not reused, if they are not."""
         try:
             text = self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -71,10 +71,10 @@ class KeptPlans:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"plan={str(self.file)!r} cannot be read: {error}") from None
         if why := self._difference(_kept_in(text, self.file), text):
-            self._say(f"the plan in {self.file} is not followed: {why}; planning anew")
+            self._say(f"the plan in {self.file} is not reused: {why}; planning anew")
 
     def _difference(self, kept: Mapping[str, Any], text: str) -> str:
-        """The first; empty where there is none, and the plans are read."""
+        """The first difference; empty if there is none, and the plans are read."""
         if why := first_difference(kept["for"], self.facts):
             return why
         try:
@@ -87,28 +87,28 @@ class KeptPlans:
             close = (1 - ROOM) * self.budget.nbytes <= made_for
             if self.asked.nbytes is not None or not close or needs > self.budget.nbytes:
                 return told("budget", format_bytes(made_for), format_bytes(self.budget.nbytes))
-        for name, what in (("state_bytes", "the optimizer's state"), ("elsewhere_bytes", "memory beside the step")):
+        for name, what in (("state_bytes", "the optimizer's state"), ("elsewhere_bytes", "memory outside the step")):
             if getattr(self, name) > kept[name] + UNSEEN_BYTES:
                 return told(what, format_bytes(kept[name]), format_bytes(getattr(self, name)))
         self.plans, self.planning_seconds = plans, float(kept["planning_seconds"])
         return ""
 
     def can_be_followed(self, *, makes: bool) -> bool:
-        """Whether this rank can; one that is told by another what its plan is can, unless it once kept its own.
+        """Can this rank reuse a plan? A rank that gets its plan from another can, unless it once kept its own.
 
         Args:
-            makes: this rank makes plans that others are told of, or its own.
+            makes: this rank makes its own plans, or plans for others.
         """
         return bool(self.plans) or not (makes or self.file.exists())
 
     def followed(self) -> list[Plan]:
-        """The plans of the file, said to be followed."""
+        """The plans of the file, logged as reused."""
         peak = format_bytes(max(plan.predicted.peak_bytes for plan in self.plans))
-        self._say(f"following the plan in {self.file}, made before for the same: predicted peak {peak}")
+        self._say(f"reusing the plan in {self.file}: predicted peak {peak}")
         return self.plans
 
     def write(self, plans: Sequence[Plan], *, state_bytes: int, planning_seconds: float) -> None:
-        """Keep plans that were just made, all of the file or nothing. That it cannot be written stops no training."""
+        """Keep new plans, in an atomic write. A failure to write does not stop training."""
         kept = {
             "for": self.facts,
             "others": [plan.document() for plan in plans[1:]],
@@ -119,7 +119,7 @@ class KeptPlans:
         text = json.dumps({**plans[0].document(), KEY: kept}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # somebody else may have written to it meanwhile
+            with contextlib.suppress(FileNotFoundError):  # another process may have replaced it
                 _kept_in(self.file.read_text(encoding="utf-8"), self.file)
             handle, name = tempfile.mkstemp(dir=self.file.parent, prefix=f".{self.file.name}-")
             try:
@@ -140,7 +140,7 @@ class KeptPlans:
 
 
 def _kept_in(text: str, file: Path) -> dict[str, Any]:
-    """What a file has beside its plan.
+    """Facts in a kept file besides its plan.
 
     Raises:
         UsageError: it is no kept plan.
@@ -153,20 +153,20 @@ def _kept_in(text: str, file: Path) -> dict[str, Any]:
     kinds = {"for": dict, "others": list, "state_bytes": int, "elsewhere_bytes": int, "planning_seconds": int | float}
     if not isinstance(kept, dict) or any(not isinstance(kept.get(name), kind) for name, kind in kinds.items()):
         raise UsageError(
-            f"plan={str(file)!r} is a file that auto_checkpoint did not keep a plan in, and it is not written over; "
-            "expected a file of an earlier call, one that is not there yet, or a folder. A plan that you have is "
-            "followed by jettison.apply(model, plan=...)"
+            f"plan={str(file)!r} is a file that auto_checkpoint did not keep a plan in, and it is not overwritten; "
+            "expected a file of an earlier call, a new file, or a folder. Apply a plan of your own with "
+            "jettison.apply(model, plan=...)"
         )
     return kept
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """What ``plan=`` of `auto_checkpoint` asks for: plans in a file, or in one of a folder, which is there or ends in a
-    slash; each rank has its own.
+    """The ``plan=`` argument of `auto_checkpoint`: plans in a file, or in a file of a folder that exists or ends in a
+    slash; each rank has its own file.
 
     Args:
-        options: of the call, beside what a step shows.
+        options: arguments of the call that a step does not show.
     """
 
     where: str | os.PathLike[str]
@@ -185,14 +185,14 @@ class Keeping:
         levels: Sequence[tuple[str, Sequence[int]]] | None = None,
         more: Mapping[str, str] | None = None,
     ) -> KeptPlans:
-        """The file for a call, as it has become.
+        """Open the file for a call.
 
         Args:
-            levels: of a run of the step on fake tensors, where it is somebody's own.
-            more: facts; of each a digest is kept.
+            levels: of a run of the step on fake tensors, for a custom step.
+            more: further facts; a digest of each is kept.
 
         Raises:
-            UsageError: the file is something else.
+            UsageError: the file is not a kept plan.
         """
         facts = {**machine_facts(), **step_facts(traces, models, batches, optimizer, functions, **self.options)}
         facts |= {name: digest(value) for name, value in (more or {}).items()}

@@ -71,14 +71,14 @@ def trace(
     Args:
         model: with real weights, or on ``meta``.
         batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple. Real, fake or ``meta`` tensors.
-        loss_fn: makes the scalar loss of the output, where the output is not it and has no ``.loss``.
-        regions: names of the modules to plan one by one; by default the model's repeated blocks.
+        loss_fn: computes the scalar loss from the output, if the output is not the loss and has no ``.loss``.
+        regions: names of the modules to plan separately; by default the model's repeated blocks.
         compile: as in `auto_checkpoint`.
 
     Raises:
         TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
         UnsupportedModule: blocks are to be compiled, and Inductor cannot work here.
-        UsageError: weights have no size yet, or only some of them have values.
+        UsageError: weights without a size (a lazy module), or only some of them on ``meta``.
     """
     expect_module(model)
     loop = Loop(compile=compile_settings(compile, [model]))
@@ -98,19 +98,19 @@ def plan(
     host_budget: str | SupportsIndex | None = None,
     progress: Progress = shown,
 ) -> Plan:
-    """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
+    """Return the fastest plan that keeps a step of the traced model under ``memory_budget`` (peak allocated bytes).
 
     Args:
         memory_budget: ``"8GiB"`` (text needs a unit), or a whole number of bytes.
         optimizer: over the fake copy's parameters; its state and its step count towards the peak.
-        measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
-            counted.
-        hardware: whose rates price what is not run, and its link to the host; left out, `usual_hardware`'s.
+        measure: measure the time of ops by running them here; otherwise estimate it from FLOPs and bytes, and ignore
+            memory that kernels allocate inside.
+        hardware: rates for ops that are not run, and the link to the host; by default `usual_hardware`'s.
         gradients_held, offload, host_budget, progress: as in `auto_checkpoint`.
 
     Raises:
-        Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
-        UsageError: a budget cannot be read, or nobody states the link to the host.
+        Infeasible: no plan fits; ``minimum_budget_bytes`` is the smallest budget that does.
+        UsageError: an invalid budget, or an unknown link to the host.
     """
     (found,) = sweep(
         traced,
@@ -141,13 +141,13 @@ def sweep(
     host_budget: str | SupportsIndex | None = None,
     progress: Progress = shown,
 ) -> list[Plan | Infeasible]:
-    """A plan for each of several budgets, in their order: what a step costs in seconds by what it may take in bytes.
+    """Return a plan for each of several budgets, in their order: step time as a function of memory.
 
-    What plans are chosen from is made once, and every choice is dry-run once. A budget that none fits is answered by
-    the error that `plan` would raise. Arguments are those of `plan`.
+    Options are computed once, and every choice is dry-run once. For a budget without a plan the list has the error that
+    `plan` would raise. Arguments are those of `plan`.
 
     Raises:
-        UsageError: a budget cannot be read, or there is none.
+        UsageError: an invalid budget, or none.
     """
     expect_trace(traced)
     if isinstance(memory_budgets, str):
@@ -157,8 +157,8 @@ def sweep(
     budgets = [parse_bytes(budget) for budget in memory_budgets]
     if not budgets:
         raise UsageError("got no memory budgets; expected at least one, as in sweep(traced, ['8GiB', '6GiB'])")
-    beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
-    loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=beside)
+    elsewhere = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
+    loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=elsewhere)
     device = hardware_of(hardware)
     planner = make_planner(
         replace(traced, loop=loop),
@@ -209,45 +209,45 @@ def auto_checkpoint(
     """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
 
     The budget is the peak of allocated bytes in a training step: parameters, gradients, activations, transients, and
-    the optimizer's state where ``optimizer`` is given. The model trains as before, with bitwise the same gradients.
+    the optimizer's state if ``optimizer`` is given. The model trains as before, with bitwise identical gradients.
     Call it under the same autocast and train/eval state as training.
 
     Args:
         model: a module; or, with ``step``, a schedule of `torch.distributed.pipelining` over this rank's stages, whose
             modules are planned together.
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
-        memory_budget: ``"8GiB"`` (text needs a unit) or a whole number of bytes; ``"auto"``, what the device has left
-            for this process less a margin; ``"90%"`` of what it has left. Of ranks that plan together the smallest
-            counts.
-        optimizer: whose state and step count as well; several as ``(first, second)``, which step one after the other
-            behind all forwards and backwards.
-        holds_output: the loop still holds the model's output (logits and all) while it runs backward and the
-            optimizer, as ``out = model(**batch); out.loss.backward()`` does. False for
+        memory_budget: ``"8GiB"`` (text needs a unit) or a whole number of bytes; ``"auto"``, the memory that the device
+            has left for this process less a margin; ``"90%"`` of that memory. For ranks that plan together the smallest
+            budget applies.
+        optimizer: its state and its step count as well; several as ``(first, second)``, which step in this order
+            after all forwards and backwards.
+        holds_output: the loop still references the model's output (with logits) during backward and the optimizer's
+            step, as ``out = model(**batch); out.loss.backward()`` does. False for
             ``model(**batch).loss.backward()``, which frees it.
         check: as in `apply`.
-        gradients_held: parameters have their gradients already when a forward begins: several backwards add up before
-            the optimizer's step, or the loop calls ``zero_grad(set_to_none=False)``. By default as it is now. With
-            ``step``: when the step begins.
-        step: forwards and backwards of one training step as your loop has them, ``step(model, batch)``: several
-            forwards before a backward, accumulation, autocast, a scaler, a loss outside of the model. It is run on
-            copies without memory. What it returns is taken to be held while the optimizer steps.
-        models: all models that the step runs, where there are several, ``model`` among them: ``step(*models, batch)``.
-            Those that are called with gradients are planned together.
-        shapes: other batches that the run has (lengths, padding buckets, the last rows of an epoch), with or without
-            values (``meta``). The budget holds for each of them; what is planned for the largest is followed by all.
-        reserved: hold the budget against what the caching allocator reserves on a CUDA device, not against what its
-            tensors take. An allowance for fragments is taken off first; what they really are is looked at in every
-            step, and planned for.
-        compile: ``"blocks"``: each block runs compiled by Inductor, which saves for backward what the plan says; what
-            is around the blocks runs op by op. Blocks on which ``block.compile()`` was called do so without a word.
-        offload: tensors may also wait on the host, where that is faster than computing them again: `host_budget` bounds
-            what pinned memory takes there (left out: what the host has), `hardware`, or its name, states how fast the
-            link is. On CUDA the link is measured where no hardware is given.
-        chunked_loss: where logits take 4 MiB or more, ``torch.nn.functional.cross_entropy`` of classes goes over chunks
-            of rows as long as the plan is on: the same bits from one or two copies of the logits where torch holds
-            three. What is not that function, as one that was imported by name before, is left as it is; so are losses
-            whose logits the step writes to in place before its backward.
-        group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
+        gradients_held: gradients exist when a forward begins: gradient accumulation, or
+            ``zero_grad(set_to_none=False)``. By default the current state of the parameters. With ``step``: when the
+            step begins.
+        step: forwards and backwards of one training step of your loop, ``step(model, batch)``: several forwards before
+            a backward, accumulation, autocast, a scaler, a loss outside of the model. It is run on copies without
+            memory. Its return value is assumed to be referenced while the optimizer steps.
+        models: all models that the step runs, if there are several, ``model`` among them: ``step(*models, batch)``.
+            Those that run with gradients are planned together.
+        shapes: other batches of the run (lengths, padding buckets, the last rows of an epoch), with or without
+            values (``meta``). The budget holds for each of them; all follow the plan for the largest.
+        reserved: apply the budget to memory reserved by the CUDA caching allocator, not to allocated tensors. An
+            allowance for fragmentation is deducted first; real fragmentation is measured in every step and planned
+            for.
+        compile: ``"blocks"``: each block runs compiled by Inductor, which saves the tensors of the plan for backward;
+            the part around the blocks runs eagerly. Not needed for blocks on which ``block.compile()`` was called.
+        offload: tensors may also be offloaded to CPU, where that is faster than recomputation: ``host_budget`` limits
+            pinned memory (by default what the host has), ``hardware``, or its name, gives the speed of the link. On
+            CUDA the link is measured if no hardware is given.
+        chunked_loss: if logits take 4 MiB or more, ``torch.nn.functional.cross_entropy`` with class targets runs over
+            chunks of rows as long as the plan is applied: bitwise identical, with one or two copies of the logits where
+            torch holds three. Other functions, such as one imported by name before, stay as they are; so do losses
+            whose logits the step modifies in place before its backward.
+        group: as in `apply`. Its first rank plans for all, since measured times of ops vary.
         plan: a file that keeps the plan, or a folder for the plans of many calls. A plan that was made for the same
             model, shapes, step, versions and hardware is reused; otherwise the first difference is logged, and the new
             plan replaces the file. Each rank that plans has a file of its own; either all ranks reuse their plans, or
@@ -258,11 +258,11 @@ def auto_checkpoint(
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
         PlanMismatch: the ranks of the group do not have the same plan; see `apply`.
         TraceError: the model cannot be recorded, or there is no scalar loss.
-        UnsupportedModule: the model is compiled as a whole, scripted, planned already, or checkpoints by itself; blocks
+        UnsupportedModule: the model is compiled as a whole, scripted, planned already, or uses checkpointing; blocks
             are to be compiled, and Inductor cannot work here.
-        HostBudgetExceeded: what moves to the host needs more of its memory than there is by then.
-        UsageError: a budget cannot be read; the optimizer is not one that a step of can be dry-run; nobody states the
-            link to the host; the file of ``plan`` is there and no such plan.
+        HostBudgetExceeded: offloading needs more host memory than there is at that time.
+        UsageError: an invalid budget; an optimizer whose step cannot be dry-run; an unknown link to the host; a file
+            for ``plan`` that is no kept plan.
     """
     if not (isinstance(model, nn.Module) or is_schedule(model)):
         expect_module(model)
@@ -292,7 +292,7 @@ def auto_checkpoint(
         batches = [batch, *_sequence("shapes", shapes)]
         try:
             applied = ask.applied(batches, ask.asked, plan)
-        except StaleTensor as error:  # of a dry run
+        except StaleTensor as error:  # raised in a dry run
             raise TraceError(
                 f"a forward of {type(model).__name__}, or its step, writes in place to a tensor that autograd has "
                 "saved for backward: plain autograd refuses that, too. Write to a clone "
@@ -304,7 +304,7 @@ def auto_checkpoint(
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """One call of `auto_checkpoint`; see there for its fields."""
+    """One call of `auto_checkpoint`; fields are its arguments."""
 
     model: nn.Module | Scheduled
     models: tuple[Any, ...]
@@ -381,21 +381,21 @@ class _Request:
     ) -> Loop:
         modules = modules_of(self.given)
         now = any(p.grad is not None for one in modules for p in one.parameters())
-        beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), steps)
+        elsewhere = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), steps)
         return Loop(
             holds_output=self.holds_output,
             gradients_held=now if self.gradients_held is None else self.gradients_held,
             check=how,
-            elsewhere_bytes=beside + sum(map(held_by_ddp, modules)),
+            elsewhere_bytes=elsewhere + sum(map(held_by_ddp, modules)),
             compile=settings,
         )
 
     def _whole_step(self, batches: int) -> Step | None:
-        """The step that was given, or a forward and a backward where that has to be seen as one; None: neither.
+        """The given step, or a forward and a backward if these must be run as one; None: neither.
 
         Raises:
             UnsupportedModule: a model that cannot be dry-run inside of a step.
-            UsageError: arguments that do not go together.
+            UsageError: arguments that exclude each other.
         """
         model = self.model
         wrapped = isinstance(model, DistributedDataParallel) or (
@@ -463,11 +463,11 @@ class _Request:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planning:
-    """From a request to plans that are applied, beside the ranks that plan together.
+    """From a request to applied plans, together with the ranks that plan together.
 
     Args:
         step: dry-run as a whole; None: a forward and a backward of the only model.
-        losses: that losses go over chunks, if they do.
+        losses: keeps losses chunked, if they are.
     """
 
     ask: _Request
@@ -488,11 +488,11 @@ class _Planning:
         reached: Collection[str] | None = None,
         stages: Agreement | None = None,
     ) -> Described:
-        """The step on these batches.
+        """Describe the step on these batches.
 
         Args:
-            blocks: by model, where they are known.
-            reached: parameters that all ranks together reach; None: they are asked.
+            blocks: by model, if known.
+            reached: parameters that all ranks together reach; None: exchange them.
         """
         ask, found = self.ask, None
         if self.step is None:
@@ -512,7 +512,7 @@ class _Planning:
         return replace(found, hardware=self.hardware, host=self.host)
 
     def applied(self, keeping: Keeping | None) -> Applied:
-        """Every model under its plan, which is made anew when batches come that it does not cover."""
+        """Apply a plan to every model; new plans are made for batches that it does not cover."""
         began, ask, ranks = time.perf_counter(), self.ask, self.ranks
         one = self.described(self.batches, stages=ranks.stages)
         budget = self.budget.with_least(ranks.with_traced(one.traces, self.budget.nbytes))
@@ -571,13 +571,12 @@ class _Planning:
         return applied
 
     def _under(self, parts: Sequence[Part], made: list[Plan] | str, probed: bool) -> Applied:
-        """Every model under its plan; of another rank's plans, told as text, the decisions.
+        """Apply a plan to every model; of another rank's plans, received as text, the decisions.
 
         Args:
-            probed: models are stages of a pipeline. Before their first step torch runs one forward through each, and
-                asks for the gradients of its inputs alone (``_backward_metadata_inference`` in
-                torch/distributed/pipelining/stage.py). That is less than one micro-batch takes, and nothing to be told
-                of.
+            probed: models are pipeline stages. Before their first step torch runs one forward through each, and
+                computes the gradients of its inputs only (``_backward_metadata_inference`` in
+                torch/distributed/pipelining/stage.py). That needs less than one micro-batch, so it is not reported.
         """
         likes: list[str] | None = None
         if isinstance(made, str):
@@ -596,7 +595,7 @@ class _Planning:
                     if likes is None
                     else apply_from_another_rank(part.model, part.trace, plan, likes[number], how, room)
                 )
-                # of one model the very list: what comes in the place of a planned block is entered there
+                # with one model its own list, in which replacements of planned blocks are entered
                 regions = found.regions if len(parts) == 1 else [*regions, *found.regions]
                 replicated = any(part.model is one for one in replicas)
                 expect_loop(found.regions, part.trace, plan, part.use, probed=probed, replicated=replicated)
@@ -606,13 +605,12 @@ class _Planning:
         return Applied(regions=regions, plan=made[0], plans=tuple(made))
 
     def _thawing(self, budget_bytes: int) -> Callable[[Applied, Any], None]:
-        """What plans anew, on all ranks, before a step in which some parameter is trained that the plan takes to be
-        frozen.
+        """Return a function that plans again, on all ranks, before a step that trains a parameter that the plan takes
+        as frozen.
 
-        A rank cannot plan by itself where it shares parameters with others, or runs a stage of a pipeline: ranks
-        compare what they will recompute, and stages tell each other what they return. So all of them take the old plan
-        off and plan again. Ranks that share parameters see the same change by themselves. Stages of a pipeline have
-        parameters of their own: they ask each other in every call.
+        A rank cannot plan alone if it shares parameters with others, or runs a pipeline stage: ranks compare what they
+        recompute, and stages exchange what they return. So all of them remove the old plan and plan again. Ranks that
+        share parameters see the same change. Pipeline stages have their own parameters: they exchange it in every call.
         """
         ask = self.ask
         frozen = [p for one in modules_of(ask.given) for p in one.parameters() if not p.requires_grad]
@@ -648,7 +646,7 @@ class _Planning:
 
 
 def _by_model(regions: Sequence[PlannedForward]) -> list[list[PlannedForward]]:
-    """Regions of each model, its own the last."""
+    """Regions of each model, the root last."""
     found: list[list[PlannedForward]] = [[]]
     for region in regions:
         found[-1].append(region)
@@ -658,20 +656,20 @@ def _by_model(regions: Sequence[PlannedForward]) -> list[list[PlannedForward]]:
 
 
 def _shape(batch: Any) -> BatchShape:
-    """Of what is given to a step of somebody's own."""
+    """Shape of a custom step's arguments."""
     return BatchShape.of((batch,))
 
 
 def _call_shape(batch: Any) -> BatchShape:
-    """Of what is given to the model itself."""
+    """Shape of the model's own arguments."""
     return BatchShape.of(*as_call(batch))
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:
-    """Several of something.
+    """Return the elements of an argument that takes several.
 
     Raises:
-        UsageError: it is one of them, or none.
+        UsageError: it is a single element, or not iterable.
     """
     if given is None:
         return ()

@@ -1,4 +1,4 @@
-"""What can be chosen for a traced step: options of blocks, of the root and of runs of blocks, each with its levels."""
+"""Options of a traced step: of blocks, of the root and of runs of blocks, each with its memory levels."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from jettison.spec.kernels import Device
 
 BLOCK_POINTS = 12
 ROOT_POINTS = 6
-ROOT_CUTS = 8  # of a model without blocks
-SHORT_ROOT = 250  # ops up to which that many are looked for: seconds
+ROOT_CUTS = 8  # cuts of a model without blocks
+SHORT_ROOT = 250  # ops up to which that many are tried, which takes seconds
 SEGMENT_SIZES = (2, 3, 4, 6, 8, 12, 16)
-PYTHON_SECONDS_PER_OP = 6e-6  # replaying one op costs this much beside the op itself (measured, 2 CPU cores)
+PYTHON_SECONDS_PER_OP = 6e-6  # overhead of replaying one op (measured, 2 CPU cores)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What there is to choose from: the solver's problem, and what each of its options keeps.
+    """Options: the solver's problem, and the kept tensors of each of its options.
 
     Args:
         baseline: the step without a plan.
@@ -71,10 +71,10 @@ def options_of(
     """Run the plain step, and every option of its regions, on fake tensors.
 
     Args:
-        module: the one that the step runs, which has the parameters.
+        module: the module that the step runs, which has the parameters.
         judge: dry-runs the step without a plan, and remembers prices.
-        hardware: for ops that are not run; left out, `usual_hardware`'s.
-        host: where tensors may wait; None: nowhere.
+        hardware: for ops that are not run; by default `usual_hardware`'s.
+        host: host memory for offloading; None: nothing is offloaded.
     """
     progress("dry-running options")
     hardware = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
@@ -108,20 +108,21 @@ class _Builder:
         trace, calls = self.trace, self.trace.calls
         opaque = {c.name: plain_of(self._options(c.class_key)) for c in calls if trace.classes[c.class_key].stood_in}
         recorded = [cls.trace for cls in trace.classes.values() if not cls.stood_in]
-        # what is worth keeping is decided by what ops take here: before anything is chosen, each is run
+        # points depend on measured times, so each op is run before anything is chosen
         self.pricing.learn(
             request
             for region in (*recorded, trace.root)
             for call in region.calls
             for request in ((_request(call),) if costs_like(call) is None else (_request(call), _again(call)))
-            if isinstance(call.func, torch._ops.OpOverload) and (call.args or call.kwargs)  # what only moves statistics
+            if isinstance(call.func, torch._ops.OpOverload)
+            and (call.args or call.kwargs)  # ops that only update statistics
         )
         options = {key: self._options(key) for key in trace.classes}
         root_points = self._points_of_root()
         plain = {key: plain_of(of_class) for key, of_class in options.items()}
         root = tuple(self._root(point, plain) for point in root_points)
         segments = tuple(self._segments(options))
-        # the step without a plan comes last: blocks have told of nearly all ops by then, and a run that meets ops
+        # the step without a plan comes last: blocks have shown nearly all ops by then, and a run with ops
         # without a price has to be repeated
         everything = dict.fromkeys((c.name for c in calls), KeepAll())
         baseline = self.judge.whole(ModulePolicy(trace=trace, policies=everything, root=KeepAll(), opaque=opaque))
@@ -155,14 +156,14 @@ class _Builder:
             found = tuple(with_moves(self.trace, key, found, self._kinks(key)))
         found = tuple(with_packs(cls.trace, found, seconds, self._packing_seconds))
         options = []
-        for p in found:  # what is on the host is as what stays, but in `resident_bytes`
+        for p in found:  # offloaded tensors count like kept ones, except in `resident_bytes`
             seen, sent = self._block(key, p.kept, p.key, p.seconds, p.narrowed), program.kept_bytes(p.moved)
             if seen.resident_bytes >= sent:
                 options.append(replace(seen, resident_bytes=seen.resident_bytes - sent, offloaded_bytes=sent))
         return {p.key: p for p in found}, tuple(options)
 
     def _observed(self, cls: BlockClass) -> ClassOptions:
-        """Of a block without a program: kept whole or checkpointed whole."""
+        """Options of a block without a program: no checkpointing or full checkpointing."""
         options = self.pricing.known(lambda w: observe_block(self.trace, cls, w))
         points = (
             FrontierPoint(
@@ -184,7 +185,7 @@ class _Builder:
         return points, tuple(option_at(p, measured, saved) for p in points.values())
 
     def _levels(self, key: str) -> Mapping[str, MeasuredChoice]:
-        """Of a class of compiled blocks, by point."""
+        """Measured levels of a class of compiled blocks, by point."""
         if key not in self._measured:
             cls = self.trace.classes[key]
             assert cls.compiled is not None
@@ -204,7 +205,7 @@ class _Builder:
         return replace(self._dry_runs[key, kept, narrowed], key=name, seconds=seconds)
 
     def _kinks(self, key: str) -> list[int]:
-        """Bytes whose copy is as long as what it hides behind: a pass of a block that comes after one of this class."""
+        """Bytes whose copy is as long as the work that hides it: a pass of a block after one of this class."""
         assert self.host is not None
         if not self.host.hides:
             return []
@@ -238,9 +239,9 @@ class _Builder:
         root = self.trace.root
         seconds = self.seconds_of(root)
         found = pareto_frontier(root.program, seconds, max_points=ROOT_POINTS)
-        if root.problem:  # nothing may be recomputed by it
+        if root.problem:  # nothing of it may be recomputed
             return tuple(p for p in found if p.kept >= root.program.saved_buffers())
-        if self.trace.calls:  # what they hold sets the peak
+        if self.trace.calls:  # blocks set the peak
             return found
         cuts = ROOT_CUTS if len(root.program.ops) <= SHORT_ROOT else MOST_CUTS
         return (found[0], *lean_points(root.program, found[0].kept, seconds, most=cuts), *found[1:])
@@ -249,10 +250,10 @@ class _Builder:
         return self.pricing.known(lambda w: dry_run_root(self.trace, p.kept, p.key, p.seconds, w, plain=plain))
 
     def _segments(self, options: Iterable[str]) -> Iterator[SegmentOption]:
-        """Runs of blocks of which only the first holds its input: what is recomputed adds up along the run.
+        """Runs of blocks of which only the first holds its input: recomputed tensors add up along the run.
 
-        Levels follow from the blocks' own: a block in a run holds what plain autograd saves of it until its backward.
-        By then it has left the caches: it is charged one more pass out to memory and back.
+        Levels follow from the blocks' own: a block in a run holds plain autograd's saved tensors until its backward.
+        By then they have left the caches: the cost includes one more pass to memory and back.
         """
         calls = self.trace.calls
         if len({c.name for c in calls}) < len(calls):
@@ -265,7 +266,7 @@ class _Builder:
                 if not all(c.links for c in run[1:]) or any(c.class_key not in full for c in run):
                     continue
                 members = [full[c.class_key] for c in run]
-                resident = members[0][0].resident_bytes + sum(self._beside_links(c) for c in run[1:])
+                resident = members[0][0].resident_bytes + sum(self._link_bytes(c) for c in run[1:])
                 held = [0, *accumulate(saved for _, saved, _ in members[:-1])]
                 yield SegmentOption(
                     key="segment",
@@ -280,20 +281,20 @@ class _Builder:
                     + sum(along + memory_seconds(2 * saved, self.hardware) for _, saved, along in members[:-1]),
                 )
 
-    def _beside_links(self, call: BlockCall) -> int:
-        """Bytes that a later block of a run holds: what cannot be recomputed, and inputs that are not handed on."""
+    def _link_bytes(self, call: BlockCall) -> int:
+        """Bytes that a later block of a run holds: unrecomputable buffers, and inputs from outside the run."""
         cls = self.trace.classes[call.class_key]
         linked = {position for position, _ in call.links}
         program = cls.trace.program
         return program.kept_bytes(frozenset(b for b in Full().kept(program) if cls.trace.inputs.get(b) not in linked))
 
     def _full_option(self, key: str) -> tuple[RegionOption, int, float] | None:
-        """Only the input held: levels, bytes that plain autograd saves, and seconds with the output recomputed too;
-        None where the output cannot be.
+        """Option that keeps only the input: levels, plain autograd's bytes, and seconds with the output recomputed too;
+        None if the output cannot be recomputed.
         """
         cls = self.trace.classes[key]
         program = cls.trace.program
-        kept = Full().kept(program)  # an input that only the output needs is not among them
+        kept = Full().kept(program)  # excludes an input that only the output needs
         if cls.stood_in or not all(program.can_compute(b, kept) for b in program.outputs):
             return None
         seconds = self.seconds_of(cls.trace)
@@ -305,10 +306,10 @@ class _Builder:
     # seconds ----------------------------------------------------------------------------------------------------------
 
     def seconds_of(self, trace: RegionTrace, request: Callable[[RecordedOp], OpRequest] | None = None) -> list[float]:
-        """Seconds to recompute each op of a region: measured where it could be, else by its FLOPs and bytes.
+        """Seconds to recompute each op of a region: measured if possible, else from its FLOPs and bytes.
 
         Args:
-            request: what is looked up for a call, if not what is recomputed.
+            request: request to look up for a call, if not that of its recomputation.
         """
         asked, out = request or _again, []
         for op, call in zip(trace.program.ops, trace.calls, strict=True):
@@ -323,7 +324,7 @@ class _Builder:
         return packing_seconds(pack, device) if can_run else seconds_by_traffic(pack, self.hardware)
 
     def _block_seconds(self, key: str) -> float:
-        """Of a block's forward; of a compiled one, a third of what its forward and backward took at its fastest."""
+        """Seconds of a block's forward; of a compiled one, a third of its fastest forward and backward."""
         if key not in self._seconds:
             cls = self.trace.classes[key]
             if not cls.stood_in:
@@ -335,18 +336,18 @@ class _Builder:
         return self._seconds[key]
 
     def _forward_seconds(self, trace: RegionTrace) -> float:
-        """Of the ops that a forward runs: what moves a random state by itself only a recipe does."""
+        """Seconds of the ops that a forward runs, without those of a recipe that only advance a random state."""
         seconds = zip(trace.program.ops, self.seconds_of(trace, _request), strict=True)
         return sum(s for op, s in seconds if op.name != ADVANCE)
 
 
 def plain_of(options: tuple[RegionOption, ...]) -> RegionOption:
-    """The one that keeps what is kept without a plan."""
+    """The option that keeps what plain autograd keeps."""
     return next(option for option in options if option.key == NONE_KEY)
 
 
 def _again(call: RecordedOp) -> OpRequest:
-    """The request of a call where it is recomputed."""
+    """The request of a call when it is recomputed."""
     other = costs_like(call)
     return _request(call if other is None else replace(call, func=other[0], args=other[1]))
 

@@ -1,7 +1,7 @@
-"""Facts that a plan was made for, and that have to be the same where it is followed.
+"""Facts that a plan was made for, which must be equal where it is reused.
 
-NOTE [ What a kept plan was made for ] in kept_plans.py says which. Values of tensors are none of them, as they are
-not of a plan.
+NOTE [ What a kept plan was made for ] in kept_plans.py lists them. Values of tensors are not among them, since plans do
+not depend on them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from jettison.planner.readiness import inside_of
 
 PACKAGE: Final = __name__.partition(".")[0]
 MOST_CODE: Final = 20_000
-"""Functions and classes that are looked at."""
+"""Most functions and classes that are read."""
 
 Facts = dict[str, str]
-"""Facts that a plan was made for, most telling first."""
+"""Facts that a plan was made for, the most informative first, with the text for a difference."""
 
 _DIGESTS: Final = {
     "programs": "its blocks, or what is around them, run other ops, or on other shapes, than before",
@@ -47,7 +47,7 @@ _DIGESTS: Final = {
 
 
 def first_difference(then: Mapping[str, str], now: Facts) -> str:
-    """In words; empty where there is none."""
+    """The first difference as text; empty if there is none."""
     for name in (*now, *then):
         if then.get(name) != now.get(name):
             return told(name, then.get(name), now.get(name))
@@ -55,7 +55,7 @@ def first_difference(then: Mapping[str, str], now: Facts) -> str:
 
 
 def told(name: str, then: str | None, now: str | None) -> str:
-    """One difference, in words."""
+    """One difference as text."""
     if name in _DIGESTS:
         return _DIGESTS[name]
 
@@ -81,7 +81,7 @@ def machine_facts() -> Facts:
 
 @functools.cache
 def _own_code() -> str:
-    """Digest of Jettison's own files: a version may be one that is worked on."""
+    """Digest of Jettison's own files, since a development version may change."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
@@ -91,7 +91,7 @@ def _own_code() -> str:
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # another system
+    except OSError:  # not Linux
         return platform.processor() or platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
@@ -110,7 +110,7 @@ def step_facts(
         traces: of the models that run with gradients.
         models: all of the step's.
         functions: of the step and its loss.
-        asked: whatever else was.
+        asked: other arguments.
     """
     traces = list(traces)
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -157,7 +157,7 @@ def _described(leaf: Any) -> str:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
-    """Numbers of it only by whether they are 0: a learning rate moves, and no bytes hang on it."""
+    """Numbers of it only by whether they are 0: learning rates change, and no bytes depend on them."""
     if optimizer is None:
         return "none"
     found = []
@@ -185,8 +185,8 @@ def digest(value: Any) -> str:
 
 
 class CodeDigest:
-    """Digest of functions and classes, and of those that they name, in files that belong to no large library; of such
-    a library its version.
+    """Digest of functions and classes, and of those that they reference, if their files belong to no large library; of
+    such a library its version.
     """
 
     def __init__(self) -> None:
@@ -195,11 +195,11 @@ class CodeDigest:
         self._found: list[Any] = []
 
     def digest(self) -> str:
-        """Digest of all that was found, in order."""
+        """Digest of everything found, in order."""
         return digest(self._found)
 
     def model(self, model: nn.Module) -> None:
-        """Its modules' classes, and hooks on them and on their parameters."""
+        """Add its modules' classes, and hooks on them and on their parameters."""
         for module in model.modules():
             self.value(type(module))
             self.value(vars(module).get("forward"))
@@ -213,7 +213,7 @@ class CodeDigest:
                     self.value(hook)
 
     def value(self, value: Any) -> None:
-        """A function, a method, a class, or what is called like one."""
+        """Add a function, a method, a class, or a callable object."""
         waiting = [value]
         while waiting and len(self._seen) < MOST_CODE:
             one = waiting.pop()
@@ -270,7 +270,7 @@ class CodeDigest:
 
 
 def _code(value: Any) -> Any:
-    """A code object without the lines and the file that it is in; of another constant its text."""
+    """A code object without line numbers and file; of another constant its text."""
     if isinstance(value, types.CodeType):
         constants = list(map(_code, value.co_consts))
         return [value.co_name, value.co_code.hex(), list(value.co_names), list(value.co_varnames), constants]

@@ -1,13 +1,13 @@
-"""From traces and a budget to plans whose step was run on fake tensors.
+"""From traces and a budget to plans whose step was dry-run on fake tensors.
 
-The solver adds up levels that were found block by block; a dry run of the whole step is the judge (`solve.refine`).
+The solver adds up levels of blocks; a dry run of the whole step is the judge (`solve.refine`).
 
 NOTE [ Several parts ]
-One module is planned by itself, with the loop's own step as the judge. In a pipeline the bytes that a stage holds are
-held once for every micro-batch in flight. There its solver is given as many times the bytes, and is asked for answers
-between the fewest bytes and the fewest seconds, for all of a rank's stages at the same share of the way; a dry run of
-the whole schedule judges each. Within a stage the answers are the solver's best; that all stages of a rank go the same
-share of the way is a choice.
+One module is planned alone, with the loop's own step as the judge. In a pipeline the bytes that a stage holds are
+held once for every micro-batch in flight. So its solver is given as many times the bytes, and is asked for answers
+between the fewest bytes and the fewest seconds, for all of a rank's stages at the same share of the range; a dry run of
+the whole schedule judges each. Within a stage the answers are the solver's best; the equal share for all stages of a
+rank is a design choice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from jettison.solve.refine import Offer, fastest, refine
 from jettison.solve.solver import Solution
 from jettison.spec.hardware import Hardware
 
-UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for an op, out of any dispatch mode's sight
+UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for one op, invisible to dispatch modes
 
 Option = TypeVar("Option", RegionOption, RootOption)
 Held = TypeVar("Held", RegionOption, SegmentOption)
@@ -59,7 +59,7 @@ Held = TypeVar("Held", RegionOption, SegmentOption)
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunChoice:
-    """A choice for each part of a step, as policies, and what the dry run of the step gave."""
+    """A choice for each part of a step, as policies, and the dry run of the step."""
 
     solutions: tuple[Solution, ...]
     parts: tuple[ModulePolicy, ...]
@@ -67,12 +67,12 @@ class DryRunChoice:
 
     @property
     def solution(self) -> Solution:
-        """Of the first part."""
+        """Solution of the first part."""
         return self.solutions[0]
 
     @property
     def part(self) -> ModulePolicy:
-        """The first."""
+        """Policies of the first part."""
         return self.parts[0]
 
     @property
@@ -82,12 +82,12 @@ class DryRunChoice:
 
     @property
     def level(self) -> int:
-        """Its peak as the solver has it; of several parts added up."""
+        """The solver's peak; the sum over several parts."""
         return sum(solution.levels.peak_bytes for solution in self.solutions)
 
     @property
     def added_seconds(self) -> float:
-        """That a step takes longer."""
+        """Seconds added to a step."""
         return sum(solution.certificate.objective_seconds for solution in self.solutions)
 
 
@@ -102,16 +102,16 @@ def make_planner(
     composes: bool = False,
     progress: Progress = silent,
 ) -> Planner:
-    """Learn everything about one step that a plan needs. Takes seconds.
+    """Return a planner, which measures and dry-runs one step. Takes seconds.
 
     Args:
-        measure: price ops by running them; else by FLOPs and bytes.
-        hardware: whose rates these are divided by; left out, `usual_hardware`'s.
+        measure: measure the time of ops by running them; else estimate it from FLOPs and bytes.
+        hardware: rates for these estimates; by default `usual_hardware`'s.
         optimizer: over the fake copy's parameters.
-        dry_step: the step as the loop has it, over one module like the trace's fake copy, in its mode; where left
-            out, one batch through the fake copy, and ``optimizer``.
-        host: where tensors may wait; None: nowhere.
-        composes: many budgets will be asked for: steps are put together from what was seen of others.
+        dry_step: the loop's step, over a module like the trace's fake copy, in its mode; by default one batch through
+            the fake copy, and ``optimizer``.
+        host: host memory for offloading; None: nothing is offloaded.
+        composes: many budgets will be requested: peaks are composed from earlier dry runs.
     """
     pricing = Pricing(run=measure)
     step = dry_step or OneBatch(trace=trace, optimizer=optimizer)
@@ -119,7 +119,7 @@ def make_planner(
     if composes:
         judge.problem = why_whole(trace, step, offloads=host is not None)
     options = options_of(trace, step.modules[0], judge, hardware=hardware, host=host, progress=progress)
-    for key, points in options.points.items():  # from the most bytes down; what is packed is asked for least
+    for key, points in options.points.items():  # from the most bytes down; packed points are the least likely
         likely = sorted(points.values(), key=lambda p: (bool(p.narrowed), -p.kept_bytes))
         judge.offers[key] = [policy_of(trace.classes[key], point) for point in likely]
     say_what_was_bounded(trace, pricing)
@@ -130,8 +130,8 @@ def say_what_was_bounded(trace: ModelTrace, pricing: Pricing) -> None:
     """Warn of ops that could not be priced by running them."""
     for name, problem in sorted(pricing.problems().items()):
         text = (
-            f"{name} could not be run by itself ({problem}): its time is an estimate, and what its kernel "
-            "allocates inside is taken to be as much as all that it reads and writes"
+            f"{name} could not be run by itself ({problem}): its time is an estimate, and the memory that its kernel "
+            "allocates inside is assumed to equal all its inputs and outputs"
         )
         if text not in trace.warnings:
             trace.warnings.append(text)
@@ -139,7 +139,7 @@ def say_what_was_bounded(trace: ModelTrace, pricing: Pricing) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Everything that is known about one step: made once by `make_planner`, asked for as many budgets as wanted."""
+    """Planner of one step, made once by `make_planner`, for any number of budgets."""
 
     trace: ModelTrace
     options: Options
@@ -147,25 +147,25 @@ class Planner:
     host: Host | None = None
     progress: Progress = silent
     _choices: dict[Choice, DryRunChoice] = field(default_factory=dict, init=False)
-    _answers: list[DryRunChoice] = field(default_factory=list, init=False)  # for budgets so far
+    _answers: list[DryRunChoice] = field(default_factory=list, init=False)  # answers so far
 
     @property
     def problem(self) -> StepProblem:
-        """What the solver is given."""
+        """The solver's problem."""
         return self.options.problem
 
     @functools.cached_property
     def tensors(self) -> tuple[PlanTensor, ...]:
-        """Tensors that there is something to decide about."""
+        """Tensors that a plan decides about."""
         return plan_tensors(self.trace)
 
     @property
     def baseline(self) -> StepPeaks:
-        """The step without a plan."""
+        """Peaks of the step without a plan."""
         return self.options.baseline
 
     def candidate(self, solution: Solution) -> DryRunChoice:
-        """Run a choice on fake tensors; every choice once."""
+        """Dry-run a choice; each choice once."""
         choice = solution.choice
         if choice not in self._choices:
             part = self.part(choice)
@@ -173,7 +173,7 @@ class Planner:
         return self._choices[choice]
 
     def part(self, choice: Choice) -> ModulePolicy:
-        """A choice as policies."""
+        """Return a choice as policies."""
         chosen: dict[str, tuple[BlockClass, FrontierPoint]] = {}
         for call, key in zip(self.trace.calls, choice.regions, strict=True):
             point = self._point(call.class_key, key, self.trace.program(call))
@@ -200,7 +200,7 @@ class Planner:
 
     @functools.cached_property
     def smallest(self) -> DryRunChoice:
-        """The plan of the fewest bytes."""
+        """The plan with the fewest bytes."""
         return min(self._least(self._offer), self._least_untimed, key=lambda one: one.needs)
 
     @functools.cached_property
@@ -208,7 +208,7 @@ class Planner:
         return Offer(self.problem)
 
     def _least(self, offer: Offer) -> DryRunChoice:
-        """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
+        """The choice with the fewest bytes. Segments are not dry-run but added up, which may be too low."""
         alone = [Offer(replace(offer.problem, segments=()))] if offer.problem.segments else []
         first, *others = sorted([offer, *alone], key=lambda one: one.least_bytes)
         least = self._answer(first, first.least_bytes)
@@ -216,7 +216,7 @@ class Planner:
         return min([least, *found], key=lambda one: one.needs)
 
     def _answer(self, offer: Offer, asked: int) -> DryRunChoice:
-        """The choice; with less on the host, step by step, where pinning takes more than that may give."""
+        """Solve for a budget; with a smaller host budget, step by step, if pinning exceeds it."""
         found = self.candidate(offer.choose(asked))
         while not self._held(found):
             assert self.host is not None
@@ -229,7 +229,7 @@ class Planner:
 
     @functools.cached_property
     def minimum_budget_bytes(self) -> int:
-        """A budget for which there is always a plan. Now and then one for a little less can be found."""
+        """A budget for which there is always a plan; a slightly smaller one may have one too."""
         return min(self.plain_budget_bytes, self._least_untimed.needs)
 
     @functools.cached_property
@@ -238,21 +238,21 @@ class Planner:
 
     @property
     def plain_budget_bytes(self) -> int:
-        """The smallest budget under which nothing needs to be done."""
+        """The smallest budget that needs no plan."""
         return self.baseline.peak_bytes + UNSEEN_BYTES
 
     def plan(self, budget_bytes: int) -> DryRunChoice:
-        """The fastest plan whose dry run fits.
+        """Return the fastest plan whose dry run fits.
 
         Raises:
-            Infeasible: none does; the error carries the dry-run peak of the smallest plan.
+            Infeasible: none fits; the error carries the dry-run peak of the smallest plan.
         """
         if self.minimum_budget_bytes > budget_bytes:
-            # below what is there before a step no plan is worth a look
+            # no plan fits below the bytes allocated before a step
             fewest = self._least_untimed if self.baseline.static_bytes > budget_bytes else self.smallest
             if fewest.needs > budget_bytes:
                 raise _infeasible(budget_bytes, self.minimum_budget_bytes, fewest)
-        if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
+        if self.plain_budget_bytes <= budget_bytes:  # no plan is needed, whatever the rounding of the solver's sums
             return self.candidate(self._offer.choose(2 * budget_bytes))
 
         def ask(asked: int) -> DryRunChoice:
@@ -270,7 +270,7 @@ class Planner:
         return [self.as_plan(self.plan(budget_bytes), budget_bytes)]
 
     def as_plan(self, found: DryRunChoice, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
-        """The plan as a document. ``minimum_budget_bytes``: where it is known otherwise."""
+        """Return the plan as a document. ``minimum_budget_bytes``: if it is known."""
         trace, choice = self.trace, found.solution.choice
         layers: dict[str, LayerPlan] = {}
         followers = {name for run in found.part.segments for name in run[1:]}
@@ -315,8 +315,8 @@ def _infeasible(budget_bytes: int, minimum_bytes: int, fewest: DryRunChoice) -> 
 
 
 def untimed(problem: StepProblem) -> StepProblem:
-    """Options that depend on no measured seconds, and are there whenever a plan is made: both ends, and what lowers the
-    peak of the lower one.
+    """Keep only options that do not depend on measured seconds and exist in every planning: both ends, and those that
+    lower the peak of the lower end.
     """
     regions = tuple(replace(r, options=_ends(r.options)) for r in problem.regions)
     return replace(problem, regions=regions, root=_ends(problem.root))
@@ -332,7 +332,7 @@ def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
 
 
 def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
-    """A plan that was made for this trace, as policies. What stands in for opaque blocks in a dry run is left out."""
+    """A plan that was made for this trace, as policies. Stand-ins for opaque blocks in a dry run are left out."""
     names = list(dict.fromkeys(c.name for c in traced.calls))
     policies = {
         entry.layer: policy_kept(
@@ -346,13 +346,13 @@ def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
 
 
 def _class_of(traced: ModelTrace, entry: LayerPlan) -> BlockClass:
-    """Of a block that runs several programs in one forward (under one adapter, then another), that of the entry."""
+    """The class of a block; if it runs several programs in one forward (one for each adapter), that of the entry."""
     found = [traced.classes[call.class_key] for call in traced.calls if call.name == entry.layer]
     return next((cls for cls in found if cls.program.digest() == entry.digest), found[-1])
 
 
 def digests_of(traced: ModelTrace, plan: Plan) -> dict[str, str]:
-    """By block, of its program that the plan has, if that is among those that it runs."""
+    """Digest of each block's program in the plan, if it is among those that the block runs."""
     last = {call.name: traced.program(call).digest() for call in traced.calls}
     entries = [entry for entry in plan.layers if entry.layer in last]
     return last | {entry.layer: _class_of(traced, entry).program.digest() for entry in entries}
@@ -378,7 +378,7 @@ def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
 
 
 def fingerprint(trace: ModelTrace) -> str:
-    """Names the model: its class, and names, shapes and dtypes of its parameters."""
+    """Digest of a model: its class, and names, shapes and dtypes of its parameters."""
     text = [type(trace.fake_model).__qualname__]
     for name, p in trace.fake_model.named_parameters():
         text.append(f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}")
@@ -386,15 +386,15 @@ def fingerprint(trace: ModelTrace) -> str:
 
 
 def plan_tensors(traced: ModelTrace) -> tuple[PlanTensor, ...]:
-    """Saved tensors for whoever reads a plan, of the root and of one example of each program. Parameters cost a step
-    nothing, and are left out.
+    """Saved tensors for readers of a plan, of the root and of one example of each program, without parameters, which
+    add nothing to a step.
     """
     found = dict.fromkeys(_tensors_of(traced.root.program, traced.root, traced.fake_model))
     for call in traced.calls:
         cls, program = traced.classes[call.class_key], traced.program(call)
         if any(tensor.digest == program.digest() for tensor in found):
             continue
-        region = cls.trace if cls.program is cls.trace.program else None  # of a compiled block there are only its ops
+        region = cls.trace if cls.program is cls.trace.program else None  # a compiled block has ops only
         found |= dict.fromkeys(_tensors_of(program, region, traced.fake_model.get_submodule(call.name)))
     return tuple(found)
 
@@ -431,11 +431,11 @@ def planner_of(
     host: Host | None = None,
     progress: Callable[[str], None],
 ) -> Planner | StagesPlanner:
-    """Learn all that plans for the parts of a rank need: one module, or the stages of a pipeline.
+    """Return the planner for the parts of a rank: one module, or the stages of a pipeline.
 
     Args:
-        in_flight: of each part, the most micro-batches that it holds at a time.
-        host: where tensors may wait, if anywhere; several parts have equal shares of it.
+        in_flight: the most micro-batches in flight of each part.
+        host: host memory for offloading, if any; parts have equal shares of it.
     """
     if len(traces) == 1 and in_flight[0] == 1:
         return make_planner(traces[0], dry_step=dry_step, hardware=hardware, host=host, progress=progress)
@@ -459,19 +459,19 @@ class StagesPlanner:
 
     @functools.cached_property
     def ends(self) -> list[tuple[int, int]]:
-        """Of each stage, the fewest bytes, and those of the choice that recomputes least."""
+        """For each stage the fewest bytes, and the bytes of the choice with the least recomputation."""
         return [(offer.least_bytes, max(offer.least_bytes, _fastest_peak(offer))) for offer in self.offers]
 
     def at(self, share: float) -> DryRunChoice:
-        """The answers at this share of the way from the fewest bytes (0) to the fewest seconds (1)."""
+        """Solve at this share of the range from the fewest bytes (0) to the fewest seconds (1)."""
         return self._answers(self.offers, [low + round(share * (high - low)) for low, high in self.ends])
 
     @functools.cached_property
     def sure(self) -> DryRunChoice:
-        """The fewest bytes that there are answers for whenever they are asked for.
+        """The answers with the fewest bytes that exist in every planning.
 
-        What a stage's root holds for calls in flight is bounded from above (`_times`), by more in one of its options
-        than in another: so each is asked for by itself.
+        The root's bytes for calls in flight are bounded from above (`_times`), with different slack in each option, so
+        each option is solved separately.
         """
         problems = [untimed(offer.problem) for offer in self.offers]
         found = [self.at(1.0)]
@@ -481,7 +481,7 @@ class StagesPlanner:
         return min(found, key=lambda one: one.needs)
 
     def _answers(self, offers: Sequence[Offer], budgets: Sequence[int]) -> DryRunChoice:
-        """One a stage; with less on the host where pinning takes more than that may give."""
+        """One answer for each stage; with a smaller host budget if pinning exceeds it."""
         while True:
             pairs = zip(offers, budgets, strict=True)
             found = self._dry_run(offer.choose(max(budget, offer.least_bytes)) for offer, budget in pairs)
@@ -505,10 +505,10 @@ class StagesPlanner:
         return self.seen[choices]
 
     def plans(self, budget_bytes: int) -> list[Plan]:
-        """One for each part, together under the budget.
+        """Return one plan for each part, together under the budget.
 
         Raises:
-            Infeasible: none fit; the error carries the dry-run peak of the smallest plans.
+            Infeasible: none fits; the error carries the dry-run peak of the smallest plans.
         """
         if min(self.sure.needs, self.at(0.0).needs) > budget_bytes:
             raise _infeasible(budget_bytes, self.sure.needs, self.sure)
@@ -528,7 +528,7 @@ class StagesPlanner:
 
 
 def _fastest_peak(offer: Offer) -> int:
-    """Of the choice that recomputes least."""
+    """Peak of the choice with the least recomputation."""
     problem = offer.problem
     unbounded = sum(o.resident_bytes + o.backward_peak_bytes for r in problem.regions for o in r.options)
     unbounded += sum(r.gradient_bytes for r in problem.regions) + 2 * offer.least_bytes
@@ -537,9 +537,9 @@ def _fastest_peak(offer: Offer) -> int:
 
 
 def _times(problem: StepProblem, count: int) -> StepProblem:
-    """The problem of so many micro-batches in flight, as the last of them goes through.
+    """The problem with so many micro-batches in flight, during the last one's passes.
 
-    What the root holds for each is no more than its peak at the loss.
+    The root's bytes for each of them are at most its peak at the loss.
     """
     more = count - 1
 

@@ -1,4 +1,4 @@
-"""From a point of a block's frontier to the policy that carries it out, and the points of a compiled block."""
+"""Policies for points of a block's Pareto front, packed points, and the points of a compiled block."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from jettison.spec.hardware import Hardware
 
 HULL_POINTS = 16
 COMPILED_POINTS = 5
-"""Of a compiled block, beside Inductor's own choice: each is compiled and measured, which takes seconds."""
+"""Most points of a compiled block besides Inductor's default: each is compiled and measured, which takes seconds."""
 
 
 def policy_of(cls: BlockClass, point: FrontierPoint) -> CheckpointPolicy:
-    """What a block of this class does at a point of its frontier."""
+    """Policy of a block of this class at a point of its Pareto front."""
     return policy_kept(cls, point.key, point.kept, point.moved, point.narrowed)
 
 
@@ -38,12 +38,12 @@ def policy_kept(
     moved: frozenset[int] = frozenset(),
     narrowed: frozenset[int] = frozenset(),
 ) -> CheckpointPolicy:
-    """The same, of a point that is told by its name and by what it keeps."""
+    """Policy of a point given by its name and its kept buffers."""
     if cls.compiled is None and cls.opaque:
         return policy_named(option)
     if cls.compiled is not None and option == NONE_KEY:
-        return KeepAll()  # which is what Inductor takes it to be
-    if cls.compiled is not None:  # its code is the same wherever what it saves waits
+        return KeepAll()  # with Inductor's own choice
+    if cls.compiled is not None:  # its code does not depend on where saved tensors are stored
         return replace(exactly(cls.program, kept), moved=moved)
     return exactly(cls.program, kept, moved, narrowed)
 
@@ -51,7 +51,7 @@ def policy_kept(
 def exactly(
     program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset(), narrowed: frozenset[int] = frozenset()
 ) -> Exactly:
-    """This decision for this program and its like (a shorter batch); for others as large a share of what they save."""
+    """This decision for this program and other shapes of it (a shorter batch); for others an equal share of bytes."""
     total = program.kept_bytes(program.saved_buffers())
     share = KeepShare(program.kept_bytes(kept - moved) / total if total else 1.0)
     return Exactly(program.digest(), kept, share, program.form(), moved=moved, narrowed=narrowed)
@@ -59,26 +59,26 @@ def exactly(
 
 PACK: Final = "-pack"
 LEAST_PACKED: Final = 0.02
-"""Of what a point keeps: less than that is not worth another option."""
+"""Least saving of packing, as a share of a point's bytes, that is worth another option."""
 PACKED_TRAFFIC: Final = 40
-"""Times its bytes through memory, to pack a mask and have it back, where that cannot be tried (by torch's ops, for
-masks of 64 KiB to 16 MiB on a CPU core, 32 to 53 times what a byte costs in a sum of two tensors; an index takes less).
+"""Cost of packing and unpacking a mask, in passes over its bytes, if it cannot be measured (by torch's ops, for masks
+of 64 KiB to 16 MiB on a CPU core, 32 to 53 times the cost of a byte in a sum of two tensors; an index takes less).
 """
 
 
 PACKED_POINTS: Final = 12
-"""Ways to treat a block of which what is packed counts as many bytes as it then takes."""
+"""Kinds of points in which packed tensors count with their packed bytes."""
 
 
 def with_packs(
     region: RegionTrace, points: Iterable[FrontierPoint], seconds: Sequence[float], price: Callable[[Pack], float]
 ) -> Iterator[FrontierPoint]:
-    """Each point as it is, and with what it keeps packed, where that is worth it and nothing is lost; then points that
+    """Yield each point as it is, and with its kept tensors packed, if that is worth it and lossless; then points that
     keep a tensor because it packs.
 
     Args:
-        seconds: to run each op again.
-        price: seconds to pack a tensor and have it back.
+        seconds: to recompute each op.
+        price: seconds to pack and unpack a tensor.
     """
     program = region.program
     saved = program.saved_buffers()
@@ -102,7 +102,7 @@ def with_packs(
 
 
 def _packed(region: RegionTrace, point: FrontierPoint, price: Callable[[Pack], float]) -> FrontierPoint | None:
-    """A point with what it keeps packed; None where that is not worth it."""
+    """A point with its kept tensors packed; None if that is not worth it."""
     packs = compile_recipe(region, point.kept, packed=point.kept - point.moved).packed
     if not _is_worth(region.program, packs, point.kept_bytes):
         return None
@@ -116,13 +116,13 @@ def _packed(region: RegionTrace, point: FrontierPoint, price: Callable[[Pack], f
 
 
 SAMPLE_BYTES: Final = 1 << 24
-"""Of a tensor that is packed for its price; a larger one takes as many times that as it is larger."""
+"""Bytes of a tensor that is packed to measure the price; larger ones scale in proportion."""
 _PACKING: dict[tuple[int, str, PackedForm, int], float] = {}
-"""Of this process, by threads, device, form and bytes: the same plan is made twice from the same prices."""
+"""Prices of this process, by threads, device, form and bytes, so that planning twice gives the same plan."""
 
 
 def packing_seconds(pack: Pack, device: str = "cpu") -> float:
-    """Seconds to pack a kept tensor and to have it back: the least of a few runs, whose time depends on no values."""
+    """Seconds to pack and unpack a kept tensor: the least of a few runs, independent of values."""
     nbytes = pack.move.nbytes
     tried = min(nbytes, SAMPLE_BYTES)
     key = torch.get_num_threads(), device, pack.form, tried
@@ -132,7 +132,7 @@ def packing_seconds(pack: Pack, device: str = "cpu") -> float:
             _PACKING[key] = min(_pack_once(flat, pack.form) for _ in range(REPEATS + 1))  # the first is cold
             if flat.is_cuda:
                 del flat
-                torch.cuda.empty_cache()  # it is not held on to
+                torch.cuda.empty_cache()  # do not keep it cached
     return _PACKING[key] * nbytes / max(1, tried)
 
 
@@ -148,7 +148,7 @@ def _pack_once(flat: torch.Tensor, form: PackedForm) -> float:
 
 
 def seconds_by_traffic(pack: Pack, hardware: Hardware) -> float:
-    """To pack a tensor and have it back, where nothing can be run."""
+    """Estimated seconds to pack and unpack a tensor, if nothing can be run."""
     numbers = 4 * pack.move.nbytes if pack.form.of.is_floating_point else 0
     return memory_seconds(PACKED_TRAFFIC * pack.mask_bytes + numbers, hardware)
 
@@ -163,7 +163,7 @@ def _is_worth(program: Program, packs: Mapping[int, Pack], kept_bytes: int) -> b
 
 
 def compiled_points(compiled: CompiledProgram, hardware: Hardware) -> list[FrontierPoint]:
-    """What a compiled block may keep, from the fewest bytes to Inductor's own choice, which comes last."""
+    """Points of a compiled block, from the fewest bytes to Inductor's default, which comes last."""
     program = compiled.program
     seconds = [op_seconds(op, hardware) for op in program.ops]
     plain_bytes = program.kept_bytes(compiled.default)

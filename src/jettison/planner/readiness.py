@@ -1,4 +1,4 @@
-"""What cannot be planned is refused in one line before anything runs; models are traced on fake tensors."""
+"""Checks before planning, with one-line errors for anything that cannot be planned; tracing on fake tensors."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from jettison.runtime.structure import refuse_checkpointing
 
 BLOCKS: Final = "blocks"
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-"""What ``optimizer=`` takes."""
+"""Types of the argument ``optimizer=``."""
 _LOCAL_PARTS: Final = "torch.distributed.tensor.parallel.ddp"
-"""Its hooks make DTensors of plain parameters as the outermost forward begins."""
+"""Module whose hooks make DTensors of plain parameters at the start of the outermost forward."""
 
 
 def check_model(model: nn.Module) -> None:
-    """Whether there is a Python forward to plan.
+    """Check that there is a Python forward to plan.
 
     Raises:
-        UnsupportedModule: it is planned, compiled, scripted, or checkpoints by itself.
-        UsageError: it is no module; it would be planned under saved-tensor hooks of somebody else's.
+        UnsupportedModule: it is planned, compiled, scripted, or uses checkpointing.
+        UsageError: it is no module, or it would be planned under other saved-tensor hooks.
     """
     expect_module(model)
     if are_hooks_foreign():
@@ -78,10 +78,10 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def check_states(model: nn.Module) -> None:
-    """Whether its tensors have sizes, and are all on meta or none.
+    """Check that its tensors have sizes, and are all on meta or none.
 
     Raises:
-        UsageError: they have not.
+        UsageError: they do not.
     """
     states = list(_states(model))
     for name, tensor in states:
@@ -111,14 +111,14 @@ def traced(
     regions: Iterable[str] | None = None,
     loop: Loop | None = None,
 ) -> ModelTrace:
-    """The record of one training forward.
+    """Record one training forward.
 
-    A model on ``meta`` is recorded as if its weights were where the batch is; a batch on ``meta``, as if it were where
-    the weights are. Neither is allocated.
+    A model on ``meta`` is recorded as if its weights were on the batch's device; a batch on ``meta``, as if it were on
+    the weights' device. Neither is allocated.
 
     Raises:
         TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
-        UsageError: weights have no size yet, or only some of them have values.
+        UsageError: weights without a size (a lazy module), or only some of them on ``meta``.
     """
     expect_module(model)
     check_states(model)
@@ -150,14 +150,14 @@ def _traced(
 
 
 def compile_settings(compile: str | None, models: Sequence[nn.Module]) -> CompileSettings | None:
-    """How the blocks of these models are compiled; None where they are not.
+    """Compile settings of the models' blocks; None if they are not compiled.
 
     Args:
-        compile: ``blocks``, or nothing; then they are if somebody has called ``block.compile()``.
+        compile: ``blocks``, or None: compiled if ``block.compile()`` was called.
 
     Raises:
-        UnsupportedModule: a compiler that no plan can take part in; blocks that were compiled in different ways.
-        UsageError: another word.
+        UnsupportedModule: a compiler that does not support plans; blocks compiled with different options.
+        UsageError: another value.
     """
     if compile not in (None, BLOCKS):
         raise UsageError(f'got compile={compile!r}; expected "blocks", or leave it out')
@@ -174,20 +174,20 @@ def compile_settings(compile: str | None, models: Sequence[nn.Module]) -> Compil
 
 
 def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules inside of which somebody has called ``.compile()``, by name."""
+    """Modules on which ``.compile()`` was called, or with such a submodule, by name."""
     return {name: module for name, module in model.named_modules() if module._compiled_call_impl is not None}
 
 
 def survey_blocks(trace: ModelTrace, model: nn.Module) -> ModelTrace:
-    """Ask Inductor what it has of every class of blocks, where they are to run compiled. Takes seconds.
+    """Compile every class of blocks with Inductor, if they are to run compiled. Takes seconds.
 
-    A block that torch cannot make one graph of is planned op by op, with a warning.
+    A block with graph breaks is planned op by op, with a warning.
 
     Args:
-        model: what was traced, with its values.
+        model: the traced model, with values.
 
     Raises:
-        UnsupportedModule: a module is compiled that is no block; there is no compiler; there are no blocks.
+            UnsupportedModule: a compiled module is not a block; there is no compiler; there are no blocks.
     """
     settings = trace.loop.compile
     if settings is None:
@@ -229,8 +229,8 @@ def survey_blocks(trace: ModelTrace, model: nn.Module) -> ModelTrace:
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers (two networks', one for each kind of parameters), which step one after the other. It has
-    nothing of its own.
+    """Several optimizers (two networks', one for each kind of parameters), which step in order. It has no state of its
+    own.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -260,13 +260,13 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 def as_one(optimizer: Optimizers) -> torch.optim.Optimizer | None:
-    """The argument ``optimizer=`` as one that steps.
+    """Return the argument ``optimizer=`` as one optimizer.
 
     Raises:
-        UsageError: something among several is no optimizer.
+        UsageError: an element that is no optimizer.
     """
     if not isinstance(optimizer, list | tuple):
-        return _own(optimizer)  # what is none is refused later, with a clear error
+        return _own(optimizer)  # other objects are refused later, with a clear error
     for one in optimizer:
         if not isinstance(one, torch.optim.Optimizer):
             raise UsageError(
@@ -278,31 +278,31 @@ def as_one(optimizer: Optimizers) -> torch.optim.Optimizer | None:
 
 
 _WRAP: Final = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Libraries whose ``prepare``, ``setup`` or ``optimizers()`` give a wrapper that has no state of its own. Its step may
-wait for the last of several micro-batches (accelerate/optimizer.py), and no copy can be made of some (Lightning's
-``__getattr__``, lightning/pytorch/core/optimizer.py).
+"""Libraries whose ``prepare``, ``setup`` or ``optimizers()`` return a wrapper without state. Its step may wait for the
+last of several micro-batches (accelerate/optimizer.py), and some cannot be copied (Lightning's ``__getattr__``,
+lightning/pytorch/core/optimizer.py).
 """
 
 
 def _own(optimizer: Any) -> Any:
-    """The optimizer that such a wrapper steps."""
+    """The optimizer inside such a wrapper."""
     wraps = any(cls.__module__.partition(".")[0] in _WRAP for cls in type(optimizer).__mro__)
     inner = getattr(optimizer, "optimizer", None) if wraps else None
     return _own(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def inside_of(optimizer: Any) -> list[Any]:
-    """Optimizers that step: wrappers (Accelerate's, torchtitan's, ours) have them inside."""
+    """Optimizers inside wrappers (Accelerate's, torchtitan's, ours), or the optimizer itself."""
     several = getattr(optimizer, "optimizers", None)
     return list(several) if several else [getattr(optimizer, "optimizer", optimizer)]
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Whether a step of it can be dry-run.
+    """Check that its step can be dry-run.
 
     Raises:
-        UsageError: it is no optimizer, holds nothing of this model, calls the forward from inside its step, or is
-            spread over ranks.
+        UsageError: it is no optimizer, has no parameter of this model, runs the forward inside its step, or is
+            distributed over ranks.
     """
     if isinstance(optimizer, JointOptimizer):
         for one in optimizer.optimizers:

@@ -1,7 +1,7 @@
-"""Ranks that plan a step together: which they are, and one outcome for all of them.
+"""Ranks that plan a step together: their groups, and one outcome for all of them.
 
-Ranks that share parameters follow one plan (NOTE [ Agreement ]). Stages of a pipeline have plans of their own, and so
-may replicas, which only average their gradients; but none of them may begin where another has no plan.
+Ranks that share parameters follow one plan (NOTE [ Agreement ]). Pipeline stages have their own plans, and so may
+replicas, which only average their gradients; but none of them may begin while another has no plan.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jettison.solve.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningRanks:
-    """Exchanges of one call of `auto_checkpoint`, before the first of which nothing waits. Each raises `PlanMismatch`
-    where a rank failed, or did not come in time.
+    """Exchanges of one call of `auto_checkpoint`; nothing waits before the first. Each raises `PlanMismatch`
+    if a rank failed, or did not arrive in time.
 
     Args:
         sharing: with ranks that share parameters with this one: one plan.
-        replicas: with those that average gradients with it.
-        stages: with those that run other stages of its pipelines.
+        replicas: with ranks that average gradients with it.
+        stages: with ranks that run other stages of its pipelines.
     """
 
     sharing: Agreement
@@ -40,28 +40,28 @@ class PlanningRanks:
     stages: Agreement
 
     def least(self, budget_bytes: int) -> int:
-        """The budget of all that have one plan, or the same one. All ranks are ready to plan when this returns."""
+        """The smallest budget of ranks with a common or an equal plan. When it returns, all ranks are ready to plan."""
         self.stages.least(0)
         return self.sharing.least(self.replicas.least(budget_bytes))
 
     def reached(self, names: Collection[str]) -> set[str]:
-        """Parameters that some rank's step reaches, of those that average gradients."""
+        """Parameters that the step of any rank reaches, among ranks that average gradients."""
         return set(self.sharing.union(self.replicas.union(names)))
 
     def follow(self, kept: KeptPlans | None) -> bool:
-        """Whether all ranks follow plans that were kept. All of them ask, also those that keep none."""
-        makes = self.sharing.leads and self.replicas.leads  # plans that others are told of, or its own
+        """Do all ranks reuse kept plans? All ranks call this, also those that keep none."""
+        makes = self.sharing.leads and self.replicas.leads  # its own plans, or plans for others
         here = not makes if kept is None else kept.can_be_followed(makes=makes)
         number = self.replicas.least(self.stages.least(int(here)))
         return bool(self.sharing.least(number))
 
     def with_traced(self, traces: Iterable[ModelTrace], budget_bytes: int) -> int:
-        """The budget, once ranks that the models talk to by themselves plan together, too."""
+        """The budget, after ranks with which the models communicate by themselves have joined."""
         return self.sharing.also(talking_groups(traces), budget_bytes)
 
     def plans(self, make: Callable[[], list[Plan]], traces: Sequence[ModelTrace]) -> list[Plan] | str:
-        """Plans of this rank, or what another one says of those that it has made for the same step. A replica may have
-        another batch, and then plans for itself.
+        """Plans of this rank, or the text of another rank's plans for the same step. A replica may have another batch,
+        and then plans for itself.
 
         Raises:
             Infeasible: there are none, on all ranks that would have followed them.
@@ -81,7 +81,7 @@ class PlanningRanks:
         return self.sharing.first(from_a_replica, tell)
 
     def settled(self, make: Callable[[], Applied]) -> Applied:
-        """What ``make`` applies, once all other ranks have plans too. See NOTE [ One refusal ].
+        """Apply the plans once all other ranks have plans too. See NOTE [ One refusal ].
 
         Raises:
             Infeasible: some rank has none.
@@ -108,14 +108,14 @@ class PlanningRanks:
 
 @contextlib.contextmanager
 def together(models: Sequence[nn.Module | Scheduled], group: Group | None) -> Iterator[PlanningRanks]:
-    """Where this rank fails in here, the others learn why and do not wait.
+    """Context in which a failure of this rank is sent to the others, so that they do not wait.
 
     Args:
-        models: of a step; what is neither a module nor a schedule is for others to refuse.
-        group: whose ranks follow one plan, where the models do not tell.
+        models: of a step; other objects than modules and schedules are refused elsewhere.
+        group: ranks that follow one plan, if the models do not show it.
 
     Raises:
-        UnsupportedModule: stages of another kind than torch's `PipelineStage`.
+        UnsupportedModule: stages other than torch's `PipelineStage`.
     """
     schedules = [stages_of(one) for one in models if not isinstance(one, nn.Module)]
     modules = [one for one in models if isinstance(one, nn.Module)]
@@ -131,12 +131,12 @@ def together(models: Sequence[nn.Module | Scheduled], group: Group | None) -> It
         yield PlanningRanks(sharing=shared, replicas=replicas, stages=stages)
 
 
-def _outermost(groups: set[tuple[int, ...]], beside: Collection[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
-    """Groups of more than one rank that are inside of no larger one, nor of one of the others."""
+def _outermost(groups: set[tuple[int, ...]], others: Collection[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
+    """Groups of more than one rank that no larger group, nor one of ``others``, contains."""
     return [
         ranks
         for ranks in groups
         if len(ranks) > 1
         and not any(set(ranks) < set(other) for other in groups)
-        and not any(set(ranks) <= set(other) for other in beside)
+        and not any(set(ranks) <= set(other) for other in others)
     ]

@@ -1,10 +1,10 @@
-"""What a loop does to its plan: peaks of real steps above the predicted one, and optimizers that a plan does not count.
+"""Watches on a training loop: real peaks above the predicted one, and optimizers that a plan does not count.
 
-The counters of the caching allocator only rise. They are read where a phase ends, so that a rise belongs to the phase
-before. Nothing is reset but once, when the plan is applied: planning has peaks of its own.
+The counters of the caching allocator only rise. They are read at the end of each phase, so that a rise belongs to that
+phase. They are reset only once, when the plan is applied, since planning has its own peaks.
 
-A plan counts the state of the optimizer that it was given. A loop may have left it out, or make another one later, with
-more state (AMSGrad) or beside the old one. That is said when it first steps, if the budget may not hold then.
+A plan counts the state of the optimizer that it was given. A loop may have omitted it, or create another one later,
+with more state (AMSGrad) or in addition to the old one. At its first step a warning follows if the budget may not hold.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jettison.planner.readiness import inside_of
 FOLLOWS = "what follows the optimizer's step"
 PLANNING = "planning"
 SLACK_BYTES = 1 << 20
-"""A step may take so much more than predicted before it is said: blocks of the allocator are rounded."""
+"""Tolerance above the prediction before a warning: the allocator rounds its blocks."""
 
 
 class Meter(Protocol):
-    """Peaks of a device since `begin`, in bytes: of tensors, and of what the allocator took from the device."""
+    """Peaks of a device since `begin`, in bytes: of tensors, and of memory that the allocator reserved."""
 
     def begin(self) -> None: ...
     def allocated(self) -> int: ...
@@ -46,7 +46,7 @@ class CudaPeaks:
     device: torch.device
 
     def begin(self) -> None:
-        """What planning left cached is given back, so that reserved memory is that of the steps."""
+        """Release memory that planning left cached, so that reserved memory is that of the steps."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -59,13 +59,13 @@ class CudaPeaks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """Bytes of the steps so far.
+    """Memory of the steps so far, in bytes.
 
     Args:
-        predicted_bytes: of the plan under which the highest peak came.
+        predicted_bytes: of the plan during the highest peak.
         allocated_peak_bytes: of tensors, as the allocator counts them.
-        reserved_peak_bytes: that the allocator held.
-        phase: in which the highest peak came.
+        reserved_peak_bytes: reserved by the allocator.
+        phase: of the highest peak.
     """
 
     budget_bytes: int
@@ -76,20 +76,20 @@ class MemoryReport:
 
     @property
     def fragmentation_bytes(self) -> int:
-        """Reserved at its peak beyond what tensors took at theirs: cached blocks that did not fit what was wanted."""
+        """Peak reserved bytes beyond peak allocated bytes: cached blocks that fitted no request."""
         return self.reserved_peak_bytes - self.allocated_peak_bytes
 
 
 @dataclass(kw_only=True)
 class PeakWatch:
-    """Of one applied plan on one device.
+    """Watch on the peaks of one applied plan on one device.
 
     Args:
-        predicted: peak of the plan that holds now.
-        reserved_budget_bytes: that reserved memory is to stay under, if it is to.
-        exceeded: told by how many bytes a budget did not hold; whether it was planned for that.
-        sees_steps: it is told where the optimizer steps. Else what follows a backward may be anything (a step that was
-            not planned for, an evaluation), and is noted only.
+        predicted: peak of the current plan.
+        reserved_budget_bytes: limit of reserved memory, if there is one.
+        exceeded: called with the bytes above a budget; returns whether they are planned for.
+        sees_steps: the optimizer's steps are reported to it. Otherwise work after a backward may be anything (an
+            unplanned step, an evaluation), and is only recorded.
     """
 
     meter: Meter
@@ -98,18 +98,18 @@ class PeakWatch:
     exceeded: Callable[[int], bool]
     sees_steps: bool = True
     reserved_budget_bytes: int | None = None
-    running: str = ""  # the phase
+    running: str = ""  # the current phase
     phase: str = ""
     highest: int = 0
     highest_reserved: int = 0
     predicted_then: int = 0
 
     def begin(self) -> None:
-        """Steps begin."""
+        """Start watching."""
         self.meter.begin()
 
     def enter(self, phase: str) -> None:
-        """Another phase begins: look at what the one before took."""
+        """Begin another phase; evaluate the one before."""
         peak, reserved = self.meter.allocated(), self.meter.reserved()
         before, self.running = self.running, phase
         higher, more = peak > self.highest, reserved > self.highest_reserved
@@ -141,15 +141,15 @@ class PeakWatch:
         )
 
     def _say(self, what: str, planned: bool) -> None:
-        then = ". What comes next is planned with that taken off" if planned else ""
+        then = ". Later plans use a budget reduced by that" if planned else ""
         warnings.warn(f"{what}{then}", stacklevel=4)
 
 
 def phase_hooks(watch: PeakWatch, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Tell a watch where the optimizer's step begins and ends; handles of the hooks.
+    """Report the optimizer's steps to a watch; return handles of the hooks.
 
-    They are told of all optimizers: others' wrappers (Accelerate's) step one inside, which is known by its parameters.
-    Those of copies, which planning steps on fake tensors, are others.
+    The hooks see all optimizers: wrappers (Accelerate's) step one inside, which is recognized by its parameters.
+    Copies that planning steps on fake tensors have other parameters.
     """
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
 
@@ -170,19 +170,19 @@ def phase_hooks(watch: PeakWatch, optimizer: torch.optim.Optimizer) -> list[Any]
 # optimizers -----------------------------------------------------------------------------------------------------------
 
 DONE = -1
-"""Of an optimizer that need not be looked at again."""
+"""Marks an optimizer that need not be checked again."""
 
 
 class OptimizerWatch:
-    """Of one applied plan. Holds neither models nor optimizers.
+    """Watch on optimizers for one applied plan. Holds neither models nor optimizers.
 
     Args:
-        models: that are planned.
-        optimizer: that was planned with, if one was.
-        predicted: peak of the plan that holds now.
-        elsewhere_bytes: that the plan counts on the device beside the step's own, which may be such a state.
-        plan: that holds now; the state that planned optimizers have after its first step is taken to be counted.
-        again: plans anew before the next step; None: nothing can.
+        models: the planned models.
+        optimizer: the planned optimizer, if there is one.
+        predicted: peak of the current plan.
+        elsewhere_bytes: bytes on the device that the plan counts outside the step, possibly such a state.
+        plan: the current plan; the state of planned optimizers after its first step is assumed to be counted.
+        again: plans again before the next step; None: not possible.
     """
 
     def __init__(
@@ -208,12 +208,12 @@ class OptimizerWatch:
             _hooks.append(register_optimizer_step_post_hook(_stepped))
 
     def planned(self) -> list[torch.optim.Optimizer]:
-        """Those of the plan that are still there."""
+        """Planned optimizers that still exist."""
         return [one for ref in self.given if (one := ref()) is not None]
 
     def stepped(self, stepping: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped, anybody's: looked at until its state grows no more (LBFGS has its history after
-        some steps).
+        """Check any optimizer after its step, until its state grows no more (LBFGS has its history after some
+        steps).
         """
         before, states = self.seen.get(stepping), self.states.get(stepping)
         if states is not None and len(stepping.state) > len(states.reached):
@@ -234,10 +234,10 @@ class OptimizerWatch:
             self._say(stepping, nbytes)
 
     def _look_at_late(self, stepping: torch.optim.Optimizer, states: _States) -> None:
-        """Parameters got their first gradients, and with them state that stays, after the step that was planned for."""
+        """Warn of parameters whose first gradients, and with them state, appeared after the planned step."""
         late = [p for p in stepping.state if id(p) not in states.reached]
         states.reached.update(map(id, late))
-        if states.plan is not self.plan():  # another plan was made meanwhile, for a step that reaches them
+        if states.plan is not self.plan():  # a newer plan exists, for a step that reaches them
             states.plan, states.late_bytes = self.plan(), 0
             return
         state_bytes = _storages(stepping, {id(p) for p in late})
@@ -262,7 +262,7 @@ class OptimizerWatch:
             its = {id(p) for group in stepping.param_groups for p in group["params"]}
             idle = [one for one in planned if _has_any(one, its) and not _storages(one, own)]
             if idle or not planned:
-                return 0  # in the place of one that was planned with, which has no state
+                return 0  # it replaces a planned one without state
         mine = _storages(stepping, own)
         return sum(nbytes for key, nbytes in mine.items() if key not in counted) - self.elsewhere_bytes
 
@@ -277,7 +277,7 @@ class OptimizerWatch:
         )
 
     def remove(self) -> None:
-        """Nothing is looked at any more."""
+        """Stop watching."""
         if self in _watching:
             _watching.remove(self)
         if not _watching and _hooks:
@@ -295,7 +295,7 @@ class _States:
 
 _watching: list[OptimizerWatch] = []
 _hooks: list[RemovableHandle] = []
-"""One for all: torch goes through its table of hooks while they run, so that none may take itself out."""
+"""One hook for all watches: torch iterates over its hooks while they run, so none may remove itself."""
 
 
 def _stepped(stepping: torch.optim.Optimizer, *_: Any) -> None:
@@ -304,12 +304,12 @@ def _stepped(stepping: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _has_any(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
-    """Whether it steps some of these parameters."""
+    """Does it step any of these parameters?"""
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
 def _kind(optimizer: Any) -> tuple[type, dict[str, Any]]:
-    """Equal for optimizers whose states are alike: what is switched on, and whether there is a momentum."""
+    """Key that is equal for optimizers with equal state: options, and whether there is a momentum."""
     told = {key: bool(v) for key, v in optimizer.defaults.items() if isinstance(v, bool) or key == "momentum"}
     return type(optimizer), told
 
