@@ -169,7 +169,7 @@ def test_what_moves_in_training_does_not_matter(
     model, optimizer = made()
     change(model, optimizer, monkeypatch)
     handle, said = planned(file, model, optimizer)
-    assert said[0].startswith("following")
+    assert said[0].startswith("reusing")
     handle.remove()
 
 
@@ -262,7 +262,7 @@ def test_a_step_of_ones_own_is_the_same_if_it_takes_the_same_memory(
     for _ in range(2):
         handle, said = planned(tmp_path / "own.json", *made(), budget=300_000, step=own_step)
         handle.remove()
-    assert said[0].startswith("following")
+    assert said[0].startswith("reusing")
     monkeypatch.setitem(globals(), "HELD", [True])
     handle, said = planned(tmp_path / "own.json", *made(), budget=300_000, step=own_step)
     handle.remove()
@@ -270,7 +270,7 @@ def test_a_step_of_ones_own_is_the_same_if_it_takes_the_same_memory(
     for _ in range(2):
         handle, said = planned(f"{folder}/", *made(), budget=300_000, step=own_step)
         handle.remove()
-    assert said[0].startswith("following") and len(list(folder.iterdir())) == 1
+    assert said[0].startswith("reusing") and len(list(folder.iterdir())) == 1
     planned(folder, *made())[0].remove()
     assert len(list(folder.iterdir())) == 2, "each has a file of its own"
 
@@ -326,7 +326,7 @@ def test_what_thaws_under_a_kept_plan_is_planned_for(tmp_path: Path, inside: boo
         found.append((peaks, [line.split()[0] for line in said]))
         handle.remove()
     assert found[0][0] == found[1][0]
-    assert found[0][1] == [] and found[1][1] == ["following"]
+    assert found[0][1] == [] and found[1][1] == ["reusing"]
 
 
 def test_a_share_of_what_the_device_has_left_may_move_a_little(
@@ -336,8 +336,8 @@ def test_a_share_of_what_the_device_has_left_may_move_a_little(
     document["kept"]["for"]["budget"] = "what the device has left"
     file.write_text(json.dumps(document))
     for nbytes, words in (
-        (403_000, "following"),
-        (399_900, "following"),
+        (403_000, "reusing"),
+        (399_900, "reusing"),
         (340_000, "budget was"),
         (500_000, "budget was"),
     ):
@@ -384,8 +384,8 @@ def on_ranks(folder: str) -> list[Any]:
 def test_ranks_follow_what_was_kept_together(tmp_path: Path) -> None:
     first, second = run_ranks(on_ranks, 2, str(tmp_path))
     said = [[words for words, _ in found] for found, _ in (first, second)]
-    assert said[0] == [[], ["following"], ["the"], [], ["following"]], "anew where one has none that is right"
-    assert said[1] == [[], [], [], [], ["following"]], "a rank that is told has nothing to say"
+    assert said[0] == [[], ["reusing"], ["the"], [], ["reusing"]], "anew where one has none that is right"
+    assert said[1] == [[], [], [], [], ["reusing"]], "a rank that is told has nothing to say"
     hashes = [[plan for _, plan in found] for found, _ in (first, second)]
     assert hashes[0][:3] == hashes[1][:3], "ranks that share parameters have one plan"
     assert hashes[0][0] == hashes[0][1] and hashes[0][3] == hashes[0][4] and hashes[1][3] == hashes[1][4]
@@ -419,10 +419,10 @@ def in_a_pipeline(folder: str) -> list[Any]:
 @pytest.mark.slow
 def test_stages_follow_what_was_kept_together(tmp_path: Path) -> None:
     first, second = run_ranks(in_a_pipeline, 2, str(tmp_path))
-    assert [words for words, _ in first] == [[], ["following"], [], []], (
+    assert [words for words, _ in first] == [[], ["reusing"], [], []], (
         "anew where another one has none, or keeps none"
     )
-    assert [words for words, _ in second] == [[], ["following"], ["the"], []]
+    assert [words for words, _ in second] == [[], ["reusing"], ["the"], []]
     assert first[0][1] == first[1][1] and second[0][1] == second[1][1]
 
 
