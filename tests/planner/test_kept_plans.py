@@ -335,12 +335,7 @@ def test_a_share_of_what_the_device_has_left_may_move_a_little(
     document = json.loads(file.read_text())
     document["kept"]["for"]["budget"] = "what the device has left"
     file.write_text(json.dumps(document))
-    for nbytes, words in (
-        (403_000, "reusing"),
-        (399_900, "reusing"),
-        (340_000, "budget was"),
-        (500_000, "budget was"),
-    ):
+    for nbytes, words in ((403_000, "reusing"), (399_900, "reusing"), (340_000, "budget was"), (500_000, "budget was")):
         monkeypatch.setattr(
             "jettison.planner.live.budget_of", lambda *_, nbytes=nbytes: kept_plans.Budget(nbytes=nbytes)
         )
@@ -419,9 +414,7 @@ def in_a_pipeline(folder: str) -> list[Any]:
 @pytest.mark.slow
 def test_stages_follow_what_was_kept_together(tmp_path: Path) -> None:
     first, second = run_ranks(in_a_pipeline, 2, str(tmp_path))
-    assert [words for words, _ in first] == [[], ["reusing"], [], []], (
-        "anew where another one has none, or keeps none"
-    )
+    assert [words for words, _ in first] == [[], ["reusing"], [], []], "anew where another one has none, or keeps none"
     assert [words for words, _ in second] == [[], ["reusing"], ["the"], []]
     assert first[0][1] == first[1][1] and second[0][1] == second[1][1]
 
