@@ -255,9 +255,9 @@ def test_lightning_recomputes_the_layers_that_it_wraps(tmp_path: Path, prefix: s
     ]
     file = tmp_path / "run.yaml"
     file.write_text(("fit:\n" if prefix else "") + "".join(f"{inside}{line}\n" for line in lines))
-    for gpu, changed in (("h100-80gb", True), ("b300-288gb", False)):
+    for budget, changed in (("75GiB", True), ("275GiB", False)):
         found = read_run(file)
-        planned = plan(found.model_argument, found.request, PlanFlags(gpu=gpu))
+        planned = plan(found.model_argument, found.request, PlanFlags(gpu="b300-288gb", budget=budget))
         assert isinstance(planned, ForecastPlan)
         made = write_back(found, planned.choice)
         key = f"{prefix}trainer.strategy.init_args.activation_checkpointing_policy"

@@ -2,7 +2,7 @@
 
 Prose is comments, docstrings and messages of the package, and every line of README.md and of the pages under docs/,
 except decisions and generated pages. Code is left out: ``tensor.narrow()``, ``rows["beside"]`` and names in backticks.
-A place is one to read again, not a verdict; ``tests/test_words.py`` bounds the count per 1,000 lines.
+A place is one to read again, not a verdict; ``tests/test_prose.py`` bounds the count per 1,000 lines.
 """
 
 from __future__ import annotations

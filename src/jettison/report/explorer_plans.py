@@ -260,6 +260,8 @@ def _offload(model: str, asked: dict[str, Any]) -> dict[str, Any]:
 def _planned(model: str, asked: dict[str, Any], device: Hardware, *, offload: bool) -> dict[str, Any]:
     """A plan on what the device leaves; its seconds are those that ``plan`` states, and a whole step's."""
     run = run_of(model, recompute="auto", offload=offload, **asked)
+    left = available_bytes(device, run)
+    asked = asked | {"budget": f"{left}B"}
     command = line("plan", model, {"gpu": GPU} | asked | {"offload": False})
     if offload:  # a hardware file with another link, and the plan on it
         rate = (device.host_bytes_per_second or 0) // 10**9
@@ -267,7 +269,7 @@ def _planned(model: str, asked: dict[str, Any], device: Hardware, *, offload: bo
         edit = f"sed 's/^host = .*/host = {rate}/' {files}/hardware_data/{GPU}.toml > link.toml"
         command = f"{edit} && {line('plan', model, {'gpu': 'link.toml'} | asked)}"
     try:
-        choice = choose(run, available_bytes(device, run), device)
+        choice = choose(run, left, device)
     except Infeasible as error:
         return {"seconds": None, "minimum_bytes": error.minimum_budget_bytes, "command": command}
     memory, time = planned(choice)
