@@ -1,166 +1,633 @@
-"""Predicted peaks next to published ones: writes docs/accuracy.md.
+"""Published figures beside predictions: docs/accuracy.csv, docs/accuracy.md and src/jettison/predict/ranges.toml.
 
     python -m benchmarks.accuracy
 
-NOTE [ What an allocator reserves ]
-torch.cuda.max_memory_reserved is more than the tensors of the worst moment, for reasons that do not depend on the run:
+Every published figure of a described run is a row of the CSV, and all the rest follows from it. Its columns:
 
-- A block that was freed on one stream is not given to another. FSDP2 allocates reduced gradients on the stream of its
-  reduce-scatters, and what it gathers on that of its all-gathers, before it is copied into the parameters. So the
-  gradients count although they do not exist at the moment of the peak (zero_grad has let go of them), and what is
-  gathered counts twice.
-- A freed block takes in what fits. The 16-bit logits are freed before the fp32 gradient of the logits is made, which
-  needs twice their room: see `room_left_by_logits`.
-- The rest is the share that `jettison.predict.allowance` expects.
+- ``figure``: time, or which bytes; ``source``: its publisher; ``stack``, ``kind``, ``hardware``: its class (NOTE
+  [ Ranges of published runs ] in `jettison.predict.ranges`); ``model``, ``layout``, ``run``: what ran.
+- ``unit``, ``published``, ``predicted``; ``low`` and ``high``: the 80 % range that all other sources give its class,
+  ``inside``: whether that holds it; ``ratio``: predicted over published.
+- ``residual``: what ranges are made of, measured over modelled; empty where a row takes no part.
+- ``first``: the answer before the row was looked at, where one was recorded; ``round``: those it was compared with.
+- ``note``: what was found about it; ``where``: where it was published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby
+import csv
+import io
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
 from pathlib import Path
 from statistics import median
-from textwrap import fill
+from typing import Final
 
-from benchmarks import accuracy_megatron
+from benchmarks import (
+    blind_runs,
+    bridge,
+    megatron_golden,
+    newer_runs,
+    one_gpu,
+    published,
+    residuals,
+    simumax,
+    throughput,
+)
 from benchmarks.page_command import page_command
-from benchmarks.published import CLAIMED, Figure, Row, rows
-from jettison.core.units import GIB
-from jettison.formula.region import head_region
-from jettison.predict.allowance import FRAGMENTS
-from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.report.explain import peak_parts
+from benchmarks.residuals import FIGURES, Held, Row
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, MIB
+from jettison.cost.execution import execution_of
+from jettison.predict.allowance import fixed_allowance
+from jettison.predict.forecast import forecast_sizes
+from jettison.predict.ranges import (
+    ANCHORED,
+    DATA,
+    FitVerdict,
+    Measure,
+    Range,
+    classes_of,
+    figures,
+    kind_of,
+    residual,
+    stack_of,
+)
+from jettison.predict.time import estimate
+from jettison.spec.hardware import hardware
 from jettison.spec.run import Run
 
-PAGE = Path(__file__).parent.parent / "docs" / "accuracy.md"
-TEMPLATE = Path(__file__).parent / "pages" / "accuracy.md"
-EXPECTED = 1 + FRAGMENTS[1]
+ROOT: Final = Path(__file__).parent.parent
+CSV: Final = ROOT / "docs" / "accuracy.csv"
+PAGE: Final = ROOT / "docs" / "accuracy.md"
+TEXT: Final = Path(__file__).parent / "pages" / "accuracy.md"
+BLIND: Final = ROOT / "tests" / "facts" / "blind_2026_11.csv"
+LAYOUTS: Final = ROOT / "tests" / "facts" / "blind_2026_11_layouts.csv"
+OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
+NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
+UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
+TOKENS: Final = "tokens/s/GPU"
+FEW: Final = 5
+"""Rows: the page has no line of a class or round with fewer."""
+DIGITS: Final = {"GiB": 3, "GB": 3, "MiB": 1, TOKENS: 1, "s": 3}
+"""Behind the point, of values in the CSV."""
+NOT_COUNTED: Final = {
+    "impossible": "the run cannot have been as it is stated",
+    "misread": "the command describes another run",
+    "unsaid": "the figure is not named",
+    "network": "the network is not named",
+    "host-bound": "the host is the limit, which nothing prices",
+    "nanotron-slow": "its authors found the software to be slow, and fixed it",
+    "power": "power is limited, how far is not said",
+    "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",
+}
+"""Reasons for which a row takes no part in ranges: `blind_runs.WHY` has their keys, and there is one more."""
+EMPTY_PROCESS: Final = 1343 * MIB
+"""That ``one_gpu_more.csv`` has subtracted from what nvidia-smi showed."""
+PUBLISHERS: Final = (
+    ("torchtitan", "torchtitan"),
+    ("pytorch PR", "torchtitan"),
+    ("pytorch/ao", "torchao"),
+    ("ultrascale", "nanotron"),
+    ("nanotron", "nanotron"),
+    ("litgpt", "litgpt"),
+    ("ms-swift", "ms-swift"),
+    ("fms", "foundation-model-stack"),
+    ("foundation-model-stack", "foundation-model-stack"),
+    ("utomodel", "AutoModel"),
+    ("docs.nvidia.com NeMo", "NeMo"),
+    ("NeMo", "NeMo"),
+    ("DeepSpeed", "DeepSpeed"),
+    ("torchtune", "torchtune"),
+    ("Megatron-LM, September", "Megatron-LM PR 482"),
+)
+"""Publisher of a source, by a part of its name; of any other, its first word."""
 
 
-def room_left_by_logits(run: Run) -> int:
-    """Bytes of a rank's 16-bit logits.
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A published figure beside its prediction.
 
-    Logits, their fp32 copy and its log-softmax are allocated in this order, and the first two are freed. The gradient
-    of the log-softmax goes where they were and leaves as much as the first of them took, in which the fp32 gradient of
-    the logits, made next, finds no room.
+    Args:
+        row: its residual and class, as ranges count it.
+        counted: it takes part in ranges.
+        modelled: in ``unit``; of reserved and device bytes, the modelled allocated bytes and the fixed parts. None: the
+            run is refused, or needs torch.
+        scale: of reserved and device bytes, a square root of allocated bytes, in ``unit``; see `Measure`.
+        first: the first answer, in ``unit``.
     """
-    entries = head_region(run.scene).entries("head")
-    mesh = run.layout.mesh_sizes
-    wide = (e.local_storage_bytes(mesh) for e in entries if e.role in ("log-softmax output", "softmax output"))
-    return max(wide, default=0) // 2
+
+    row: Row
+    counted: bool
+    unit: str
+    published: float
+    modelled: float | None
+    scale: float = 0.0
+    model: str = ""
+    layout: str = ""
+    first: float | None = None
+    round: str = ""
+    note: str = ""
+    where: str = ""
+
+    def at(self, value: float) -> float | None:
+        """The figure at a residual of this size."""
+        if self.modelled is None:
+            return None
+        if self.scale:
+            return self.modelled + self.scale * value
+        return self.modelled / value if self.unit == TOKENS else self.modelled * value
 
 
-def side_streams(run: Run, stage: Stage) -> int:
-    """Bytes that only other streams may use again: reduced gradients, unless they exist at the peak, and gathers."""
-    there = next(part.nbytes for part in peak_parts(stage) if part.name == "gradients")
-    gathered = max(part.static.gathered for chunk in stage.parts for part in chunk)
-    return max(0, stage.static.gradients - there) + 2 * gathered
+# rows -----------------------------------------------------------------------------------------------------------------
 
 
-def predicted_bytes(row: Row) -> int:
-    """The figure that the row prints, as the ledger has it."""
-    found = prediction(row)
-    peak = found.first_step_peak_bytes if row.first_step else found.peak_bytes
-    if row.figure is not Figure.RESERVED:
-        return peak
-    return int((peak + side_streams(row.run, found.worst) + room_left_by_logits(row.run)) * EXPECTED)
+def publisher(source: str) -> str:
+    """Publisher of a source."""
+    return next((name for part, name in PUBLISHERS if part in source), source.split()[0])
 
 
-def prediction(row: Row) -> Forecast:
-    """The forecast of a row's run."""
-    return forecast(row.run)
+def entries() -> list[Entry]:
+    """All rows, as they are predicted today, in the order of the CSV."""
+    found = [*_times(), *_memory(), *_one_gpu(), *_megatron(), *_simumax()]
+    found += [one for path in (blind_runs.FACTS, BLIND) for row in blind_runs.rows(path) for one in _blind(row, path)]
+    return sorted(found, key=lambda one: (order(one.row), one.where, one.published))
 
 
-def error(row: Row) -> float:
-    """Relative, of the prediction."""
-    return predicted_bytes(row) / GIB / row.gib - 1
+def order(row: Row) -> tuple[str, ...]:
+    """Of rows in the file."""
+    return row.figure, row.source, row.stack, row.kind, row.hardware, row.run, f"{row.value:.4f}"
+
+
+def _times() -> Iterator[Entry]:
+    before = throughput.before()
+    for row in throughput.rows():
+        device, name = throughput.GPUS[row.gpu], row.columns["model"]
+        source = publisher(row.source)
+        source = f"{source}, {name}" if source == "NeMo" else source
+        first, now = row.columns.get("blind_tokens_per_second_per_gpu"), row.found.tokens_per_second_per_gpu
+        if row.name in before:
+            first = str(row.published * (1 + before[row.name]))
+        yield replace(
+            _entry("time", source, row.run, row.name, now / row.published, row.published, now, TOKENS, device),
+            first=float(first) if first else None,
+            round=throughput.ROUNDS.get(row.file, ""),
+            note="read before it was predicted" if row.columns.get("seen") == "yes" else "",
+            where=row.source,
+        )
+    with NEWER.open(encoding="utf-8") as file:
+        errors = [float(line["error"]) for line in csv.DictReader(file)]
+    for one, error in zip(newer_runs.rows(), errors, strict=True):
+        source = f"NeMo, {one.name.partition(',')[0]}" if one.stack == "nemo" else "SimuMax"
+        now = one.found.tokens_per_second_per_gpu
+        yield replace(
+            _entry("time", source, one.run, one.name, now / one.published, one.published, now, TOKENS, one.gpu),
+            first=one.published * (1 + error),
+            round="NVIDIA and SimuMax since 2025",
+            note="looked at while terms were found" if one.listed else "",
+            where=one.source,
+        )
+    a100 = hardware("a100-80gb")
+    for name, run, seconds in throughput.paper_runs():
+        now = estimate(run, a100).step_seconds
+        found = _entry("time", "arXiv 2205.05198", run, name, seconds / now, seconds, now, "s", a100.name)
+        yield replace(found, where="arXiv 2205.05198, Table 5")
+
+
+def _memory() -> Iterator[Entry]:
+    with OTHERS.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            run, unit = blind_runs.described(line["command"]), line["unit"]
+            found = _bytes(line["figure"], publisher(line["source"]), run, line["run"], float(line["published"]), unit)
+            first = float(line["blind_gib"]) * GIB / UNITS[unit]
+            note = f"{line['why']}; first: allocated bytes; jettison ledger {line['command']}"
+            yield replace(found, first=first, round="other projects, 2026", note=note, where=line["source"])
+    for row in published.rows():
+        figure = "reserved" if row.figure is published.Figure.RESERVED else "allocated"
+        figure += ", first step" * row.first_step
+        found = _bytes(figure, publisher(str(row.framework)), row.run, row.name, row.gib, "GiB", not row.first_step)
+        said = [f"{row.figure}: {row.why}" if row.why else str(row.figure)]
+        if row.figure is published.Figure.RESERVED:
+            said.append(f"by torchtitan's rule {published.predicted_bytes(row) / GIB:.2f} GiB")
+        yield replace(found, note="; ".join((*said, row.shown)), where=f"{row.framework} ({row.facts.name})")
+    for one in bridge.rows():
+        found = _bytes("allocated", "Megatron-Bridge", one.run, one.name, one.gb, "GB", counted=False)
+        yield replace(found, note="looked at while its precision was described", where=bridge.FACTS.name)
+
+
+def _one_gpu() -> Iterator[Entry]:
+    for one in one_gpu.rows():
+        kept_inputs = one.framework == "litgpt" and "QLoRA" in one.run
+        note = [one_gpu.FRAMEWORKS.get(one.framework, ""), one_gpu.BLIND[one.blind]]
+        note.append(NOT_COUNTED["kept-inputs"] if kept_inputs else "")
+        if one.own is not None:
+            note.append(f"the project's own modules on fake tensors: {one.own:.2f} {one.unit}")
+        where, first = f"{one.framework}: {one.source}", one.first
+        known = one.figure in ("allocated", "reserved", "occupied")
+        figure = one.figure if known else "unstated"
+        if one.recorded:  # its model needs torch
+            row = Row(
+                figure=figure, source=one.framework, stack="torch", kind="images", hardware="", run=one.run, value=0
+            )
+            found = Entry(row=row, counted=False, unit=one.unit, published=one.published, modelled=None)
+        else:
+            more = EMPTY_PROCESS / UNITS[one.unit] if one.figure == "occupied" else 0
+            source = publisher(one.framework)
+            there = one.published + more
+            found = _bytes(figure, source, one.described(), one.run, there, one.unit, known and not kept_inputs)
+        words = "; ".join(part for part in note if part)
+        yield replace(found, first=first, round="one GPU", note=words, where=where)
+
+
+def _megatron() -> Iterator[Entry]:
+    """Tests of Megatron-LM: the peak of the first step, that of later ones, and what is allocated between steps."""
+    golden = megatron_golden
+    for path in (golden.FACTS, golden.MORE, golden.HYBRIDS, golden.LATER):
+        for facts in golden.facts(path):
+            if golden.why_not(facts):
+                continue
+            found, first = golden.golden(facts), golden.first_answer(facts)
+            note = golden.aside(facts) or golden.ASIDE_NAMES.get(found.name, "")
+            if path is golden.HYBRIDS:
+                note = next((why for part, why in golden.ASIDE_HYBRIDS.items() if part in facts["source"]), "")
+            counted = path is not golden.LATER and not golden.aside(facts)
+            pairs = zip(("allocated, first step", "allocated", "allocated, between steps"), range(3), strict=True)
+            for figure, i in pairs:
+                measured, now = found.measured[i], found.predicted()[i]
+                one = _entry(figure, "Megatron-LM tests", found.run, found.name, measured / now, measured, now, "GiB")
+                yield replace(
+                    one,
+                    row=replace(one.row, hardware=found.gpu),
+                    counted=counted and figure == "allocated",
+                    first=first and first[i],
+                    round="Megatron-LM tests" if first else "",
+                    note=note,
+                    where=facts["source"],
+                )
+
+
+def _simumax() -> Iterator[Entry]:
+    for row in simumax.rows():
+        for rank, measured, now in zip(("first", "last"), row.measured, row.predicted(), strict=True):
+            name = f"{row.name}, {rank} rank"
+            one = _entry("allocated", "SimuMax", row.run, name, measured / now, measured, now, "GiB")
+            yield replace(
+                one, counted=False, note=f"SimuMax's own: {row.simumax_gib:.2f} GiB", where=simumax.FACTS.name
+            )
+    for run, nbytes, name in simumax.reserved():
+        yield replace(_bytes("reserved", "SimuMax", run, name, nbytes / GIB, "GiB"), where=simumax.FACTS.name)
+
+
+def _blind(row: blind_runs.Row, path: Path) -> Iterator[Entry]:
+    facts = row.facts
+    figure, looked, source, name = facts["figure"], facts["looked"], publisher(facts["source"]), facts["run"]
+    figure = "occupied" if looked == "occupied" else "unstated" if figure == "not said" else figure
+    counted = looked not in NOT_COUNTED
+    command = facts["mended"] or facts["command"]
+    try:
+        run, gpu = described(command)
+        if row.of_time:
+            how = execution_of(run)
+            device = hardware(gpu)
+            now = estimate(replace(run, compiled=False), device, execution=how).tokens_per_second_per_gpu
+            found = _entry("time", source, run, name, now / row.published, row.published, now, TOKENS, device.name)
+            found = replace(found, counted=counted)
+        else:
+            known = counted and figure != "unstated"
+            found = _bytes(figure, source, run, name, row.published, facts["unit"], known)
+    except UsageError:  # no description has it
+        figure = "time" if row.of_time else figure
+        unknown = Row(figure=figure, source=source, stack="refused", kind="", hardware="", run=name, value=0)
+        unit = TOKENS if row.of_time else facts["unit"]
+        found = Entry(row=unknown, counted=False, unit=unit, published=row.published, modelled=None)
+    why = blind_runs.WHY.get(looked) or NOT_COUNTED.get(looked, "")
+    verb = "estimate" if row.of_time else "ledger"
+    note = "; ".join(part for part in (why, facts["note"].strip(), f"jettison {verb} {command}") if part)
+    projects = "14 projects, 2026" if path is blind_runs.FACTS else "17 projects, November 2026"
+    yield replace(found, first=row.blind, round=projects, note=note, where=facts["source"])
+
+
+def described(command: str) -> tuple[Run, str]:
+    """The run of a command, and its GPU; empty where it names none."""
+    words = command.split()
+    gpu = ""
+    if "--gpu" in words:
+        at = words.index("--gpu")
+        gpu = words[at + 1]
+        del words[at : at + 2]
+    return blind_runs.described(" ".join(words)), gpu
+
+
+def _bytes(figure: str, source: str, run: Run, name: str, value: float, unit: str, counted: bool = True) -> Entry:
+    size = UNITS[unit]
+    nbytes, sizes = value * size, forecast_sizes(run)
+    if figure.startswith("allocated") or figure == "unstated":
+        peak = sizes.first_step_peak_bytes if "first" in figure else sizes.peak_bytes
+        found = _entry(figure, source, run, name, nbytes / peak, value, peak / size, unit)
+        return replace(found, counted=counted)
+    peak = sizes.first_step_peak_bytes if "first" in figure else sizes.peak_bytes
+    fixed = fixed_allowance(run.layout, run.kernels.device).expected if figure == "occupied" else 0
+    scale = sqrt(peak * GIB)
+    measured = (nbytes - fixed - peak) / scale
+    found = _entry("device" if fixed else figure, source, run, name, measured, value, (peak + fixed) / size, unit)
+    return replace(found, counted=counted, scale=scale / size)
+
+
+def _entry(
+    figure: str,
+    source: str,
+    run: Run,
+    name: str,
+    value: float,
+    there: float,
+    modelled: float,
+    unit: str,
+    device: str = "",
+) -> Entry:
+    row = Row(
+        figure=figure,
+        source=source,
+        stack=stack_of(run),
+        kind=kind_of(run),
+        hardware=device,
+        run=name,
+        value=round(value, 4),
+    )
+    return Entry(
+        row=row,
+        counted=True,
+        unit=unit,
+        published=there,
+        modelled=modelled,
+        model=run.model.name,
+        layout=throughput.layout_words(run),
+    )
+
+
+# the CSV --------------------------------------------------------------------------------------------------------------
+
+COLUMNS: Final = (
+    *("figure", "source", "stack", "kind", "hardware", "model", "layout", "run", "unit", "published", "predicted"),
+    *("low", "high", "ratio", "inside", "residual", "first", "round", "note", "where"),
+)
+
+
+def table(found: Sequence[Entry]) -> str:
+    """The whole CSV."""
+    counted = [one.row for one in found if one.counted]
+    held: dict[int, Held] = {}
+    for measure in Measure:
+        tail, own = residuals.tail_of(measure, residuals.of_measure(counted, measure))
+        held |= {id(one.row): one for one in own}
+        if measure is Measure.FRAGMENTS:
+            beyond = residuals.of_measure(counted, measure)
+            tail_beyond = tail
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for one in found:
+        own_range = held.get(id(one.row))
+        middle = own_range.range if own_range else None
+        if one.scale and middle is None:
+            classes = classes_of(Measure.FRAGMENTS, one.row.stack, one.row.kind, "")
+            middle = residuals.stated(Measure.FRAGMENTS, beyond, classes, tail_beyond)
+        predicted = one.at(middle.expected) if one.scale and middle else one.modelled
+        writer.writerow(_line(one, predicted, own_range))
+    return text.getvalue()
+
+
+def _line(one: Entry, predicted: float | None, held: Held | None) -> dict[str, str]:
+    row, digits = one.row, DIGITS[one.unit]
+
+    def said(value: float | None) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    ends = sorted(filter(None, (one.at(held.range.low), one.at(held.range.high)))) if held else [None, None]
+    names = ("figure", "source", "stack", "kind", "hardware", "run")
+    return {name: getattr(row, name) for name in names} | {
+        "model": one.model,
+        "layout": one.layout,
+        "unit": one.unit,
+        "published": f"{one.published:.10g}",
+        "predicted": said(predicted),
+        "low": said(ends[0]),
+        "high": said(ends[1]),
+        "ratio": "" if predicted is None else f"{predicted / one.published:.4f}",
+        "inside": "" if held is None else "yes" if held.inside else "no",
+        "residual": f"{row.value:.4f}" if one.counted else "",
+        "first": said(one.first),
+        "round": one.round,
+        "note": one.note,
+        "where": one.where,
+    }
+
+
+def lines() -> list[dict[str, str]]:
+    """The lines of the file."""
+    with CSV.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stored() -> list[Row]:
+    """The file's rows that take part in ranges."""
+    names = ("figure", "source", "stack", "kind", "hardware", "run")
+    found = [line for line in lines() if line["residual"]]
+    return [Row(**{name: line[name] for name in names}, value=float(line["residual"])) for line in found]
 
 
 # the page -------------------------------------------------------------------------------------------------------------
 
 
-def page() -> str:
-    """The whole page."""
-    found = rows()
-    near = [abs(error(row)) for row in found if row.within <= CLAIMED]
+def page(found: Sequence[Mapping[str, str]]) -> str:
+    """The whole page, from the lines of the CSV."""
+    rows = stored()
     words = {
-        "summary": accuracy_megatron.summary(),
-        "others": f"{len(near)} runs of torchtitan, torchtune, nanotron and an older Megatron-LM within the claim: "
-        f"median {100 * median(near):.1f} %, worst {100 * max(near):.1f} %",
-        "golden": accuracy_megatron.golden_tables(),
-        "later": accuracy_megatron.later_table(),
-        "further": accuracy_megatron.further_table(),
-        "simumax": accuracy_megatron.simumax_table(),
-        "bridge": accuracy_megatron.bridge_table(),
-        "claimed": f"{100 * CLAIMED:.0f} %",
-        "percent": f"{100 * float(FRAGMENTS[1]):.0f} %",
-        "near": _table(row for row in found if row.within <= CLAIMED),
-        "far": _table(row for row in found if row.within > CLAIMED),
-        "reasons": _reasons(row for row in found if row.within > CLAIMED),
-        "steps": _first_steps(found),
-        "commands": _commands(found),
+        "rows": f"{len(found):,}",
+        "sources": str(len({line["source"] for line in found})),
+        "counted": f"{len(rows):,}",
+        "summary": "\n".join(_summary(found, rows)),
+        "classes": "\n".join(_classes(found)),
+        "rounds": "\n".join(_rounds(found)),
+        "megatron": "\n".join(_tests(found)),
+        "centres": _centres(rows),
+        "anchored": "\n".join(_anchored(rows)),
+        "verdicts": "\n".join(_verdicts()),
+        "not_counted": "; ".join(NOT_COUNTED.values()),
     }
-    return TEMPLATE.read_text(encoding="utf-8").format_map(words)
+    return TEXT.read_text(encoding="utf-8").format_map(words)
 
 
-def _table(chosen: Iterable[Row]) -> str:
-    lines = [
-        "| run | framework | figure | published GiB | predicted GiB | error |",
-        "| --- | --- | --- | ---: | ---: | ---: |",
-    ]
-    for row in chosen:
-        gib = predicted_bytes(row) / GIB
-        lines.append(
-            f"| {row.name} | {row.framework} | {row.figure} | {row.gib:.2f} | {gib:.2f} | {signed(error(row))} |"
+def _errors(found: Iterable[Mapping[str, str]], column: str = "ratio") -> list[float]:
+    """Absolute relative errors of lines that have the column."""
+    if column == "ratio":
+        return [abs(float(line["ratio"]) - 1) for line in found if line["ratio"]]
+    return [abs(float(line[column]) / float(line["published"]) - 1) for line in found if line[column]]
+
+
+def _spread(errors: Sequence[float]) -> str:
+    return f"{_percent(median(errors))} | {_percent(max(errors))}" if errors else " | "
+
+
+def _summary(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> Iterator[str]:
+    yield "| figure | rows | sources | median error | worst | inside, rows | inside, sources |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for measure in Measure:
+        _, held = residuals.tail_of(measure, residuals.of_measure(rows, measure))
+        for figure in (name for name, of in FIGURES.items() if of is measure):
+            own = [line for line in found if line["figure"] == figure and line["residual"]]
+            shares = residuals.shares([one for one in held if one.row.figure == figure])
+            sources = len({line["source"] for line in own})
+            inside = " | ".join(map(_percent, shares))
+            yield f"| {figure} | {len(own)} | {sources} | {_spread(_errors(own))} | {inside} |"
+
+
+def _grouped(
+    found: Iterable[Mapping[str, str]], key: Callable[[Mapping[str, str]], str]
+) -> Iterator[tuple[str, list[Mapping[str, str]]]]:
+    groups: defaultdict[str, list[Mapping[str, str]]] = defaultdict(list)
+    for line in found:
+        groups[key(line)].append(line)
+    yield from sorted(groups.items())
+
+
+def _classes(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    yield "| figure | class | rows | sources | median error | worst | inside |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+    counted = [line for line in found if line["residual"]]
+    for figure in FIGURES:
+        own = [line for line in counted if line["figure"] == figure]
+        for name, group in _grouped(own, lambda line: f"{line['stack']}, {line['kind']}"):
+            if len(group) < FEW:
+                continue
+            inside = sum(line["inside"] == "yes" for line in group)
+            sources = len({line["source"] for line in group})
+            yield f"| {figure} | {name} | {len(group)} | {sources} | {_spread(_errors(group))} | {inside} |"
+
+
+def _rounds(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    yield "| round | figure | rows | first: median | worst | today: median | worst |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+    own = [line for line in found if line["round"] and line["first"]]
+    for name, group in _grouped(own, lambda line: f"{line['round']} | {line['figure']}"):
+        now = _errors(group)
+        if len(group) < FEW:
+            continue
+        yield f"| {name} | {len(group)} | {_spread(_errors(group, 'first'))} | {_spread(now)} |"
+
+
+def _tests(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Megatron-LM's tests that nothing sets aside."""
+    yield "| Megatron-LM's functional tests | rows | median error | worst |"
+    yield "| --- | ---: | ---: | ---: |"
+    own = [line for line in found if line["source"] == "Megatron-LM tests" and not line["note"]]
+    for name, group in _grouped(own, lambda line: line["figure"]):
+        yield f"| {name} | {len(group)} | {_spread(_errors(group))} |"
+
+
+def _anchored(rows: Sequence[Row]) -> Iterator[str]:
+    """Errors of rows, and how their ranges hold, where another of their source and class was measured."""
+    yield "| figure | pairs | sources | error alone | error anchored | inside, pairs | inside, sources |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for measure in Measure:
+        chosen = residuals.of_measure(rows, measure)
+        near = residuals.anchored(measure, chosen)
+        _, held = residuals.tail_of(measure, near)
+        of_pairs, of_sources = residuals.shares(held)
+        centre = 0 if measure is Measure.FRAGMENTS else 1
+        there = {(row.source, row.run, row.figure) for row in near}
+        alone = [row for row in chosen if (row.source, row.run, row.figure) in there]
+        stated_alone = median(abs(row.value - residual(measure, row.classes).expected) for row in alone)
+        errors = [f"{100 * stated_alone:.1f} %", f"{100 * median(abs(row.value - centre) for row in near):.1f} %"]
+        if not centre:
+            errors = [f"{float(text[:-2]) / 100:.2f} GiB/√GiB" for text in errors]
+        yield (
+            f"| {measure} | {len(near)} | {len({row.source for row in near})} | {' | '.join(errors)} | "
+            f"{_percent(of_pairs)} | {_percent(of_sources)} |"
         )
+
+
+def _centres(rows: Sequence[Row]) -> str:
+    """Errors of modelled and of expected times, by ranges of other sources."""
+    _, held = residuals.tail_of(Measure.TIME, residuals.of_measure(rows, Measure.TIME))
+    lines = ["| step times | rows | modelled | expected |", "| --- | ---: | ---: | ---: |"]
+    tuned = {"nemo", "base"}
+    for name, own in (
+        ("vendor's recipes, `--stack` given", [one for one in held if one.row.stack in tuned]),
+        ("all others", [one for one in held if one.row.stack not in tuned]),
+    ):
+        before = median(abs(1 / one.row.value - 1) for one in own)
+        after = median(abs(one.range.expected / one.row.value - 1) for one in own)
+        lines.append(f"| {name} | {len(own)} | {_percent(before)} | {_percent(after)} |")
     return "\n".join(lines)
 
 
-def signed(value: float) -> str:
-    """A share as a percentage with a sign."""
-    return f"{100 * value:+.1f} %".replace("-", "−")
+def layouts() -> Iterator[tuple[str, bool, FitVerdict]]:
+    """Published sheets of layouts: the sheet, whether the layout ran, and its verdict."""
+    with LAYOUTS.open(encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            run, gpu = described(line["command"])
+            device = hardware(gpu)
+            found = figures(run, forecast_sizes(run).peak_bytes, hardware=device.name)
+            ran = bool(line["tokens_per_second_per_gpu"])
+            yield line["sheet"], ran, found.verdict(usable_bytes=device.usable_bytes)
 
 
-def _reasons(chosen: Iterable[Row]) -> str:
-    reasons: dict[str, list[str]] = {}
-    for row in chosen:
-        reasons.setdefault(row.why, []).append(row.name)
-    return "\n".join(_wrapped(f"- {'; '.join(names)}: {why}.") for why, names in reasons.items())
+def _verdicts() -> Iterator[str]:
+    found = list(layouts())
+    yield "| layouts | rows | fits | too close to call | does not fit |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for name, ran in (("ran", True), ("ran out of memory", False)):
+        own = [verdict for _, there, verdict in found if there is ran]
+        counts = " | ".join(str(own.count(verdict)) for verdict in FitVerdict)
+        yield f"| {name} | {len(own)} | {counts} |"
 
 
-def _first_steps(found: Iterable[Row]) -> str:
-    july = {row.first_step: row for row in found if "July 2024" in row.name}
-    rise = july[False].gib - july[True].gib
-    state = prediction(july[False]).worst.static.state / GIB
-    more = state * EXPECTED
-    return _wrapped(
-        f"In torchtitan PR 382 the reserved memory rises by {rise:.2f} GiB from the first step to the second. The "
-        f"ledger's reason is optimizer state, which the first optimizer step makes: {state:.2f} GiB, or {more:.2f} "
-        f"with the same share on top ({signed(more / rise - 1)})."
-    )
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
-def _commands(found: Iterable[Row]) -> str:
-    lines = []
-    for framework, chosen in groupby(found, key=lambda row: row.framework):
-        lines.append(f"\n{framework}:\n")
-        for row in chosen:
-            answer = prediction(row)
-            peak = answer.first_step_peak_bytes if row.first_step else answer.peak_bytes
-            lines.append(f"- {row.name}: {peak / GIB:.2f} GiB")
-            lines.append(f"  `{row.shown}`")
-    return "\n".join(lines).strip()
+# ranges ---------------------------------------------------------------------------------------------------------------
 
 
-def _wrapped(text: str) -> str:
-    return fill(text, 118, subsequent_indent="  " * text.startswith("- "), break_on_hyphens=False)
+def data(rows: Sequence[Row]) -> str:
+    """The whole file of ranges."""
+    parts = [
+        "# Measured over modelled figures of published runs, by class: written by `python -m benchmarks.accuracy`.\n"
+        "# See NOTE [ Ranges of published runs ] in ranges.py for units.\n"
+    ]
+    for measure in Measure:
+        chosen = residuals.of_measure(rows, measure)
+        tail, _ = residuals.tail_of(measure, chosen)
+        parents = {row.classes[i]: row.classes[i:] for row in chosen for i in range(len(row.classes))}
+        near = residuals.anchored(measure, chosen)
+        tail_near, _ = residuals.tail_of(measure, near)
+        found = residuals.stated(measure, near, (ANCHORED,), tail_near)
+        if measure is Measure.FRAGMENTS:  # of what an anchor says: one that a prediction makes changes nothing
+            found = replace(found, expected=0.0)
+        runs = len({(row.source, row.run, row.figure) for row in near})
+        parts.append(_stated_row(measure, ANCHORED, runs, near, found))
+        for kind, classes in sorted(parents.items()):
+            own = [row for row in chosen if kind in row.classes]
+            found = residuals.stated(measure, chosen, classes, tail)
+            parts.append(_stated_row(measure, kind, len(own), own, found))
+    return "\n".join(parts)
 
 
-def write_page() -> str:
-    """Write it; what was written, in a line."""
-    PAGE.write_text(page(), encoding="utf-8")
-    return f"{PAGE.name}: {len(rows())} rows"
+def _stated_row(measure: Measure, kind: str, runs: int, own: Sequence[Row], found: Range) -> str:
+    ends = f"low = {found.low:.3f}\nexpected = {found.expected:.3f}\nhigh = {found.high:.3f}\n"
+    counts = f"runs = {runs}\nsources = {len({row.source for row in own})}\n"
+    return f'[[{measure}]]\nkind = "{kind}"\n{counts}{ends}'
+
+
+def write_all() -> str:
+    """Write all files; what was written, in a line."""
+    CSV.write_text(table(entries()), encoding="utf-8")
+    DATA.write_text(data(stored()), encoding="utf-8")
+    PAGE.write_text(page(lines()), encoding="utf-8")
+    return f"{CSV.name}, {DATA.name}, {PAGE.name}: {len(lines())} rows"
 
 
 if __name__ == "__main__":
-    page_command("benchmarks.accuracy", __doc__, write_page)
+    page_command("benchmarks.accuracy", __doc__, write_all)

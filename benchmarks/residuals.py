@@ -1,9 +1,6 @@
-"""How far predictions are off published figures, by class: src/jettison/predict/ranges.toml, docs/accuracy_ranges.md.
+"""Ranges of published runs by class, from the rows of docs/accuracy.csv: the statistics of `benchmarks.accuracy`.
 
-    python -m benchmarks.residuals
-
-Every published figure of a described run takes part; ``results/residuals.csv`` has what each was over what is predicted
-today, and all the rest follows from that file. See NOTE [ Ranges of published runs ] in `jettison.predict.ranges`.
+See NOTE [ Ranges of published runs ] in `jettison.predict.ranges`.
 
 NOTE [ Sources, not rows ]
 Rows of one source err together: one table has one cluster, one release and one person who measured. So each source
@@ -29,58 +26,17 @@ theorem for exchangeable rows would take a tenth; sources are few and no sample 
 
 from __future__ import annotations
 
-import csv
-import tomllib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, permutations
-from math import sqrt
-from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Final
 
-from benchmarks import (
-    blind_page,
-    megatron_golden,
-    newer_runs,
-    one_gpu_page,
-    published,
-    simumax,
-    throughput,
-    unseen_page,
-)
-from benchmarks.page_command import page_command
-from jettison.core.errors import UsageError
-from jettison.core.units import GIB, MIB
-from jettison.cost.execution import execution_of
-from jettison.predict.allowance import fixed_allowance
-from jettison.predict.forecast import forecast_sizes
-from jettison.predict.ranges import (
-    AGREES,
-    ANCHORED,
-    DATA,
-    FitVerdict,
-    Measure,
-    Range,
-    classes_of,
-    figures,
-    kind_of,
-    residual,
-    stack_of,
-)
-from jettison.predict.time import estimate
-from jettison.spec.hardware import hardware
-from jettison.spec.run import Run
+from jettison.predict.ranges import AGREES, ANCHORED, Measure, Range, classes_of
 
-ROOT: Final = Path(__file__).parent.parent
-RESULTS: Final = Path(__file__).parent / "results" / "residuals.csv"
-PAGE: Final = ROOT / "docs" / "accuracy_ranges.md"
-TEXT: Final = Path(__file__).parent / "pages" / "accuracy_ranges.md"
-BLIND: Final = ROOT / "tests" / "facts" / "blind_2026_11.csv"
-LAYOUTS: Final = ROOT / "tests" / "facts" / "blind_2026_11_layouts.csv"
 ENOUGH: Final = 5
 """Sources."""
 TAILS: Final = (0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0)
@@ -92,37 +48,6 @@ FIGURES: Final = {
     "device": Measure.FRAGMENTS,
 }
 """What was published, and what range it is held against."""
-NOT_COUNTED: Final = {
-    "impossible": "the run cannot have been as it is stated",
-    "misread": "the command describes another run",
-    "unsaid": "nobody says what was measured",
-    "network": "nobody says which network there is",
-    "host-bound": "the host is the limit, which nothing prices",
-    "nanotron-slow": "its authors found the software to be slow, and mended it",
-    "power": "power is limited, and nobody says how far",
-    "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit products; later ones are described",
-}
-"""Reasons for which a row says nothing about predictions, as `blind_page` has them, and one more."""
-EMPTY_PROCESS: Final = 1343 * MIB
-"""That ``one_gpu_more.csv`` has taken off what nvidia-smi said."""
-PUBLISHERS: Final = (
-    ("torchtitan", "torchtitan"),
-    ("pytorch PR", "torchtitan"),
-    ("pytorch/ao", "torchao"),
-    ("ultrascale", "nanotron"),
-    ("nanotron", "nanotron"),
-    ("litgpt", "litgpt"),
-    ("ms-swift", "ms-swift"),
-    ("fms", "foundation-model-stack"),
-    ("foundation-model-stack", "foundation-model-stack"),
-    ("utomodel", "AutoModel"),
-    ("docs.nvidia.com NeMo", "NeMo"),
-    ("NeMo", "NeMo"),
-    ("DeepSpeed", "DeepSpeed"),
-    ("torchtune", "torchtune"),
-    ("Megatron-LM, September", "Megatron-LM PR 482"),
-)
-"""Whose a source is, by a part of its name; of any other, its first word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,117 +66,6 @@ class Row:
     def classes(self) -> tuple[str, ...]:
         """Its own first; bytes are not told apart by hardware."""
         return classes_of(FIGURES[self.figure], self.stack, self.kind, self.hardware)
-
-
-# rows -----------------------------------------------------------------------------------------------------------------
-
-
-def publisher(source: str) -> str:
-    """Whose a source is."""
-    return next((name for part, name in PUBLISHERS if part in source), source.split()[0])
-
-
-def predicted() -> Iterator[Row]:
-    """All rows, as they are predicted today."""
-    yield from _times()
-    yield from _memory()
-    for path in (blind_page.FACTS, BLIND):
-        for row in blind_page.rows(path):
-            if row.facts["looked"] not in NOT_COUNTED:
-                yield from _blind(row)
-
-
-def _times() -> Iterator[Row]:
-    for row in throughput.rows():
-        device, name = throughput.GPUS[row.gpu], row.columns["model"]
-        source = publisher(row.source)
-        source = f"{source}, {name}" if source == "NeMo" else source
-        yield _row("time", source, row.run, row.name, 1 + row.error, device)
-    for one in newer_runs.rows():
-        source = f"NeMo, {one.name.partition(',')[0]}" if one.stack == "nemo" else "SimuMax"
-        yield _row("time", source, one.run, one.name, 1 + one.error, one.gpu)
-    device = hardware("a100-80gb")
-    for name, run, seconds in throughput.paper_runs():
-        yield _row("time", "arXiv 2205.05198", run, name, seconds / estimate(run, device).step_seconds, device.name)
-
-
-def _memory() -> Iterator[Row]:
-    for line in unseen_page.facts(unseen_page.OTHERS):
-        nbytes = float(line["published"]) * (1e9 if line["unit"] == "GB" else GIB)
-        run = blind_page.described(line["command"])
-        yield _bytes(line["figure"], publisher(line["source"]), run, line["run"], nbytes)
-    for one in one_gpu_page.rows():
-        kept_inputs = one.framework == "litgpt" and "QLoRA" in one.run
-        if not one.recorded and not kept_inputs and one.figure in ("allocated", "reserved", "occupied"):
-            more = EMPTY_PROCESS if one.figure == "occupied" else 0
-            nbytes = one.published * one_gpu_page.UNITS[one.unit] + more
-            yield _bytes(one.figure, publisher(one.framework), one.described(), one.run, nbytes)
-    for found in published.rows():
-        figure = "reserved" if found.figure is published.Figure.RESERVED else "allocated"
-        if not found.first_step:
-            source = publisher(str(found.framework))
-            yield _bytes(figure, source, found.run, found.name, found.gib * GIB)
-    for path in (megatron_golden.FACTS, megatron_golden.MORE, megatron_golden.HYBRIDS):
-        for facts in megatron_golden.facts(path):
-            if not megatron_golden.why_not(facts) and not unseen_page.aside(facts):
-                golden = megatron_golden.golden(facts)
-                ratio = golden.measured[1] / golden.predicted()[1]
-                yield _row("allocated", "Megatron-LM tests", golden.run, golden.name, ratio)
-    for run, nbytes, name in simumax.reserved():
-        yield _bytes("reserved", "SimuMax", run, name, nbytes)
-
-
-def _blind(row: blind_page.Row) -> Iterator[Row]:
-    figure, looked = row.facts["figure"], row.facts["looked"]
-    source, name = publisher(row.facts["source"]), row.facts["run"]
-    try:
-        run, gpu = described(row.facts["mended"] or row.facts["command"])
-        if row.of_time:
-            how = execution_of(run)
-            device = hardware(gpu)
-            found = estimate(replace(run, compiled=False), device, execution=how)
-            yield _row("time", source, run, name, found.tokens_per_second_per_gpu / row.published, device.name)
-        elif figure != "not said" or looked == "occupied":
-            yield _bytes("occupied" if figure == "not said" else figure, source, run, name, row.published * row.unit)
-    except UsageError:  # no description has it
-        return
-
-
-def described(command: str) -> tuple[Run, str]:
-    """The run of a command, and its GPU; empty where it names none."""
-    words = command.split()
-    gpu = ""
-    if "--gpu" in words:
-        at = words.index("--gpu")
-        gpu = words[at + 1]
-        del words[at : at + 2]
-    return blind_page.described(" ".join(words)), gpu
-
-
-def _bytes(figure: str, source: str, run: Run, name: str, nbytes: float) -> Row:
-    peak = forecast_sizes(run).peak_bytes
-    if figure == "allocated":
-        return _row(figure, source, run, name, nbytes / peak)
-    fixed = fixed_allowance(run.layout, run.kernels.device).expected if figure == "occupied" else 0
-    return _row("device" if fixed else figure, source, run, name, (nbytes - fixed - peak) / sqrt(peak * GIB))
-
-
-def _row(figure: str, source: str, run: Run, name: str, value: float, device: str = "") -> Row:
-    return Row(
-        figure=figure,
-        source=source,
-        stack=stack_of(run),
-        kind=kind_of(run),
-        hardware=device,
-        run=name,
-        value=round(value, 4),
-    )
-
-
-def stored() -> list[Row]:
-    """The rows of the file."""
-    with RESULTS.open(encoding="utf-8", newline="") as file:
-        return [Row(**row | {"value": float(row["value"])}) for row in csv.DictReader(file)]  # type: ignore[arg-type]
 
 
 # ranges ---------------------------------------------------------------------------------------------------------------
@@ -376,162 +190,3 @@ def tail_of(measure: Measure, rows: Sequence[Row]) -> tuple[float, list[Held]]:
         if min(min(shares(group)) for group in groups) >= CLAIMED:
             break
     return tail, held
-
-
-def data(rows: Sequence[Row]) -> str:
-    """The whole file of ranges."""
-    parts = [
-        "# Measured over modelled figures of published runs, by class: written by `python -m benchmarks.residuals`.\n"
-        "# See NOTE [ Ranges of published runs ] in ranges.py for units.\n"
-    ]
-    for measure in Measure:
-        chosen = of_measure(rows, measure)
-        tail, _ = tail_of(measure, chosen)
-        parents = {row.classes[i]: row.classes[i:] for row in chosen for i in range(len(row.classes))}
-        near = anchored(measure, chosen)
-        tail_near, _ = tail_of(measure, near)
-        found = stated(measure, near, (ANCHORED,), tail_near)
-        if measure is Measure.FRAGMENTS:  # of what an anchor says: one that a prediction makes changes nothing
-            found = replace(found, expected=0.0)
-        runs = len({(row.source, row.run, row.figure) for row in near})
-        parts.append(_stated_row(measure, ANCHORED, runs, near, found))
-        for kind, classes in sorted(parents.items()):
-            own = [row for row in chosen if kind in row.classes]
-            found = stated(measure, chosen, classes, tail)
-            parts.append(_stated_row(measure, kind, len(own), own, found))
-    return "\n".join(parts)
-
-
-def _stated_row(measure: Measure, kind: str, runs: int, own: Sequence[Row], found: Range) -> str:
-    ends = f"low = {found.low:.3f}\nexpected = {found.expected:.3f}\nhigh = {found.high:.3f}\n"
-    counts = f"runs = {runs}\nsources = {len({row.source for row in own})}\n"
-    return f'[[{measure}]]\nkind = "{kind}"\n{counts}{ends}'
-
-
-# the page -------------------------------------------------------------------------------------------------------------
-
-
-def page(rows: Sequence[Row]) -> str:
-    """The whole page."""
-    words: dict[str, str] = {}
-    lines = ["| figure | rows | sources | held, of rows | held, by sources | outside of each end |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for measure in Measure:
-        chosen = of_measure(rows, measure)
-        tail, held = tail_of(measure, chosen)
-        for figure in dict.fromkeys(name for name, of in FIGURES.items() if of is measure):
-            own = [one for one in held if one.row.figure == figure]
-            of_rows, of_sources = shares(own)
-            sources = len({one.row.source for one in own})
-            lines.append(
-                f"| {figure} | {len(own)} | {sources} | {_percent(of_rows)} | {_percent(of_sources)} | "
-                f"{_percent(tail)} |"
-            )
-        words[str(measure)] = "\n".join(_classes(measure, chosen, held))
-    words["summary"] = "\n".join(lines)
-    words["centres"] = _centres(rows)
-    words["anchored"] = "\n".join(_anchored(rows))
-    words["verdicts"] = "\n".join(_verdicts())
-    words["not_counted"] = "\n".join(f"- {why}." for why in NOT_COUNTED.values())
-    return TEXT.read_text(encoding="utf-8").format_map(words)
-
-
-def _classes(measure: Measure, rows: Sequence[Row], held: Sequence[Held]) -> Iterator[str]:
-    stated_by = {row["kind"]: row for row in _stated()[measure]}
-    yield "| class | rows | sources | low | expected | high | held |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for kind in sorted({kind for row in rows for kind in row.classes}):
-        own = [one for one in held if kind in one.row.classes]
-        inside, found = sum(one.inside for one in own), stated_by[kind]
-        ends = " | ".join(f"{found[name]:.3f}" for name in ("low", "expected", "high"))
-        yield f"| {kind} | {len(own)} | {found['sources']} | {ends} | {inside} of {len(own)} |"
-
-
-def _anchored(rows: Sequence[Row]) -> Iterator[str]:
-    """How far rows are off, and how ranges hold them, where another of their source and class was measured."""
-    yield "| figure | pairs | sources | error alone | error anchored | held, of pairs | held, by sources |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for measure in Measure:
-        chosen = of_measure(rows, measure)
-        near = anchored(measure, chosen)
-        _, held = tail_of(measure, near)
-        of_pairs, of_sources = shares(held)
-        centre = 0 if measure is Measure.FRAGMENTS else 1
-        there = {(row.source, row.run, row.figure) for row in near}
-        alone = [row for row in chosen if (row.source, row.run, row.figure) in there]
-        stated_alone = median(abs(row.value - residual(measure, row.classes).expected) for row in alone)
-        errors = [f"{100 * stated_alone:.1f} %", f"{100 * median(abs(row.value - centre) for row in near):.1f} %"]
-        if not centre:
-            errors = [f"{float(text[:-2]) / 100:.2f} GiB/√GiB" for text in errors]
-        yield (
-            f"| {measure} | {len(near)} | {len({row.source for row in near})} | {' | '.join(errors)} | "
-            f"{_percent(of_pairs)} | {_percent(of_sources)} |"
-        )
-
-
-def _stated() -> Mapping[str, list[dict[str, float]]]:
-    return tomllib.loads(DATA.read_text(encoding="utf-8"))
-
-
-def _centres(rows: Sequence[Row]) -> str:
-    """How far times are off as they are modelled and as they are expected, by ranges of other sources."""
-    chosen = of_measure(rows, Measure.TIME)
-    _, held = tail_of(Measure.TIME, chosen)
-    lines = ["| rows | modelled | expected |", "| --- | ---: | ---: |"]
-    tuned = {"nemo", "base"}
-    for name, own in (
-        ("vendor's recipes, `--stack` given", [one for one in held if one.row.stack in tuned]),
-        ("all others", [one for one in held if one.row.stack not in tuned]),
-    ):
-        before = median(abs(1 / one.row.value - 1) for one in own)
-        after = median(abs(one.range.expected / one.row.value - 1) for one in own)
-        lines.append(f"| {len(own)}: {name} | {_percent(before)} | {_percent(after)} |")
-    return "\n".join(lines)
-
-
-def layouts() -> Iterator[tuple[str, bool, FitVerdict]]:
-    """Published sheets of layouts: the sheet, whether the layout ran, and what is said of it."""
-    with LAYOUTS.open(encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            run, gpu = described(line["command"])
-            device = hardware(gpu)
-            found = figures(run, forecast_sizes(run).peak_bytes, hardware=device.name)
-            ran = bool(line["tokens_per_second_per_gpu"])
-            yield line["sheet"], ran, found.verdict(usable_bytes=device.usable_bytes)
-
-
-def _verdicts() -> Iterator[str]:
-    found = list(layouts())
-    yield "| layouts | rows | fits | too close to call | does not fit |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
-    for name, ran in (("ran", True), ("ran out of memory", False)):
-        own = [verdict for _, there, verdict in found if there is ran]
-        counts = " | ".join(str(own.count(verdict)) for verdict in FitVerdict)
-        yield f"| {name} | {len(own)} | {counts} |"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def write_data() -> str:
-    """Write all files; what was written, in a line."""
-    found = sorted(predicted(), key=order)
-    with RESULTS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        names = ("figure", "source", "stack", "kind", "hardware", "run", "value")
-        writer.writerow(names)
-        writer.writerows([getattr(row, name) for name in names] for row in found)
-    rows = stored()
-    DATA.write_text(data(rows), encoding="utf-8")
-    PAGE.write_text(page(rows), encoding="utf-8")
-    return f"{DATA.name}, {PAGE.name}: {len(rows)} rows"
-
-
-def order(row: Row) -> tuple[str, ...]:
-    """Of rows in the file."""
-    return row.figure, row.source, row.stack, row.kind, row.hardware, row.run, f"{row.value:.4f}"
-
-
-if __name__ == "__main__":
-    page_command("benchmarks.residuals", __doc__, write_data)

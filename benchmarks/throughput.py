@@ -1,6 +1,4 @@
-"""Predicted throughput next to published one: writes docs/accuracy_time.md.
-
-    python -m benchmarks.throughput
+"""Published throughput of described runs, one rule for each source.
 
 No number of a row was fitted. What a row needs beyond its columns is a rule of its source, in `RULES`, and what the
 hardware reaches is in the hardware files. llm-foundry's rows come from its benchmark page; those in
@@ -11,17 +9,13 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from types import MappingProxyType
 
-from benchmarks.page_command import page_command
-from jettison.core.units import GIB
 from jettison.cost.execution import Execution, execution_of
-from jettison.cost.flops import Counting, model_flops, tokens
+from jettison.cost.flops import model_flops, tokens
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.allowance import available_bytes
@@ -34,8 +28,6 @@ from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
-PAGE = Path(__file__).parent.parent / "docs" / "accuracy_time.md"
-TEMPLATE = Path(__file__).parent / "pages" / "accuracy_time.md"
 BEFORE = Path(__file__).parent / "results" / "blackwell-2025-before.csv"
 GPUS = {
     "A100-40GB": "a100-40gb",
@@ -109,7 +101,7 @@ class Timed:
         """The run in a few words."""
         column = self.columns
         more = " ".join(word for word in (column.get("recompute", "none"), column.get("extras", "")) if word)
-        layout = column.get("layout") or (_words(self.run) if "tp" in column else "fsdp")
+        layout = column.get("layout") or (layout_words(self.run) if "tp" in column else "fsdp")
         where = f"{column['gpus']} x {self.gpu}, {layout}"
         return f"{column['model']}, {where}, s = {self.run.seq}, b = {self.run.micro_batch}, {more}"
 
@@ -301,6 +293,14 @@ LISTED, FOUNDRY, NEMO = "published_runs.csv", "llm_foundry_throughput.csv", "nem
 TITAN, MORE, FORGE = ("torchtitan_2025_throughput.csv", "llm_foundry_more.csv", "kempnerforge_2026_throughput.csv")
 CLOUD = "dgxc_throughput.csv"
 """Seconds a step of NVIDIA/dgxc-benchmarking, tags v25.02.02 and v25.05.05; ``seen``: read before it was predicted."""
+ROUNDS = {
+    NEMO: "NVIDIA on Blackwell, early 2025",
+    TITAN: "torchtitan, June 2025",
+    MORE: "the rest of llm-foundry's page",
+    FORGE: "KempnerForge, 2026",
+    CLOUD: "NVIDIA's recipes of early 2025",
+}
+"""Files whose first answers were put down."""
 
 
 def rows() -> list[Timed]:
@@ -339,106 +339,21 @@ def token_flops(run: Run) -> float:
     return model_flops(run) / tokens(run)
 
 
-def _words(run: Run) -> str:
-    """Its layout as a layout column has it."""
+def layout_words(run: Run) -> str:
+    """A run's layout as a layout column has it."""
     layout = run.layout
     sizes = {"tp": layout.tp, "pp": layout.pp, "v": layout.virtual_stages, "cp": layout.cp, "ep": layout.ep}
     sizes |= {"dp": layout.dp}
     return "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
 
 
-# the page -------------------------------------------------------------------------------------------------------------
-
-
-def page() -> str:
-    """The whole page."""
-    found = rows()
-    files = (LISTED, FOUNDRY, NEMO, TITAN, MORE, FORGE, CLOUD)
-    listed, others, nemo, titan, more, forge, cloud = ([row for row in found if row.file == name] for name in files)
-    unread = [row for row in cloud if row.columns["seen"] == "no"]
-    calm = [row for row in titan if "rowwise" not in row.name]
-    hopper, blackwell = ([row for row in nemo if ("H100" in row.gpu) is old] for old in (True, False))
-    words = {
-        "listed": _table(listed),
-        "others": _table(others),
-        "nemo": _table(hopper),
-        "blackwell": _table(blackwell, _before()),
-        "titan": _table(titan, _blind(titan)),
-        "titan_summary": _summary(titan),
-        "titan_blind": f"{100 * median(map(abs, _blind(titan).values())):.1f} %",
-        "titan_calm": f"{100 * median(abs(row.error) for row in calm):.1f} %",
-        "more": _table(more, _blind(more)),
-        "more_groups": _groups(more),
-        "more_summary": _summary(more),
-        "more_blind": f"{100 * median(map(abs, _blind(more).values())):.1f} %",
-        "forge": _table(forge, _blind(forge)),
-        "forge_summary": _summary(forge),
-        "cloud": _table(cloud, _blind(cloud)),
-        "cloud_summary": _summary(cloud),
-        "cloud_blind": f"{100 * median(map(abs, _blind(unread).values())):.1f} %",
-        "cloud_groups": _groups(cloud),
-        "listed_summary": _summary(listed),
-        "others_summary": _summary(others),
-        "nemo_summary": _summary(hopper),
-        "blackwell_summary": _summary(blackwell),
-        "table5": _table5(),
-        "appendix_c": _appendix_c(),
-    }
-    return TEMPLATE.read_text(encoding="utf-8").format_map(words)
-
-
-def _before() -> dict[str, float]:
-    """Errors of the rows on Blackwell by the first files of these devices."""
+def before() -> dict[str, float]:
+    """Errors of the rows on Blackwell by the first files of these devices, by name."""
     with BEFORE.open(encoding="utf-8") as file:
         return {row["name"]: float(row["error"]) for row in csv.DictReader(file)}
 
 
-def _blind(chosen: list[Timed]) -> dict[str, float]:
-    """Errors of what was predicted before a row was opened."""
-    return {row.name: float(row.columns["blind_tokens_per_second_per_gpu"]) / row.published - 1 for row in chosen}
-
-
-def _groups(chosen: list[Timed]) -> str:
-    """By device, precision, and whether one node or several: medians of absolute errors, and of errors."""
-    groups: defaultdict[str, list[float]] = defaultdict(list)
-    for row in chosen:
-        narrow = "fp8" if "fp8" in row.columns["extras"] else "bf16"
-        where = "one node" if int(row.columns["gpus"]) <= hardware(GPUS[row.gpu]).node else "several nodes"
-        groups[f"| {row.gpu} | {narrow} | {where} |"].append(row.error)
-    lines = [
-        "| device | precision | nodes | rows | median absolute | median | worst |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for name, errors in sorted(groups.items()):
-        worst = max(errors, key=abs)
-        middle = f"{100 * median(map(abs, errors)):.1f} % | {signed(median(errors))}"
-        lines.append(f"{name} {len(errors)} | {middle} | {signed(worst)} |")
-    return "\n".join(lines)
-
-
-def _table(chosen: list[Timed], before: Mapping[str, float] | None = None) -> str:
-    more, rule = (" error before |", " ---: |") if before else ("", "")
-    lines = [
-        f"| run | source | published tokens/s/GPU | predicted |{more} error | MFU by 6N + 12Lhs |",
-        f"| --- | --- | ---: | ---: |{rule} ---: | ---: |",
-    ]
-    for row in chosen:
-        found = row.found
-        was = f"{signed(before[row.name])} | " if before else ""
-        lines.append(
-            f"| {row.name} | {row.source} | {row.published:,.0f} | {found.tokens_per_second_per_gpu:,.0f} | "
-            f"{was}{signed(row.error)} | {100 * found.mfu_by(Counting.PALM):.1f} % |"
-        )
-    return "\n".join(lines)
-
-
-def _summary(chosen: list[Timed]) -> str:
-    errors = sorted(abs(row.error) for row in chosen)
-    within = sum(error <= 0.12 for error in errors)
-    return (
-        f"{len(errors)} rows: median absolute error {100 * median(errors):.1f} %, {within} of them within 12 %, "
-        f"worst {100 * errors[-1]:.0f} %."
-    )
+# the paper -----------------------------------------------------------------------------------------------------------
 
 
 def paper_runs() -> Iterator[tuple[str, Run, float]]:
@@ -473,24 +388,6 @@ def paper_run(config: Mapping[str, str], *, recompute: str, sp: bool) -> Run:
     return resolve(preset(f"gpt-{config['model'].lower()}"), request).run
 
 
-def _table5() -> str:
-    lines = [
-        "| run | published s | predicted s | error | compute | communication | bubble | recompute | other |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    device = hardware("a100-80gb")
-    for name, run, published in paper_runs():
-        found = estimate(run, device)
-        parts = found.breakdown
-        shares = [parts.compute, parts.communication, parts.bubble, parts.recompute, parts.other]
-        lines.append(
-            f"| {name} | {published:.2f} | {found.step_seconds:.2f} | {signed(found.step_seconds / published - 1)} | "
-            + " | ".join(f"{100 * part / found.step_seconds:.1f} %" for part in shares)
-            + " |"
-        )
-    return "\n".join(lines)
-
-
 APPENDIX_C = {"175B": 0.7, "530B": 0.4}
 """Points of MFU that keeping some micro-batches whole gained (arXiv 2205.05198, Appendix C)."""
 
@@ -502,30 +399,3 @@ def appendix_c_gain(model: str, limit_bytes: int | None) -> float:
     run, device = paper_run(config, recompute="selective", sp=True), hardware("a100-80gb")
     kept = estimate(most_whole(run, limit_bytes or available_bytes(device, run)), device)
     return 100 * (kept.mfu - estimate(run, device).mfu)
-
-
-def _appendix_c() -> str:
-    limits = (60, 64, 68, 72)
-    lines = [
-        f"| run | published | {' | '.join(f'{limit} GiB' for limit in limits)} | all room |",
-        "| --- | ---: |" + " ---: |" * (len(limits) + 1),
-    ]
-    for model, published in APPENDIX_C.items():
-        gains = [appendix_c_gain(model, None if limit is None else limit * GIB) for limit in (*limits, None)]
-        lines.append(f"| {model} | {published} | {' | '.join(f'{gain:.2f}' for gain in gains)} |")
-    return "\n".join(lines)
-
-
-def signed(value: float) -> str:
-    """A share as a percentage with a sign."""
-    return f"{100 * value:+.1f} %".replace("-", "−")
-
-
-def write_page() -> str:
-    """Write it; what was written, in a line."""
-    PAGE.write_text(page(), encoding="utf-8")
-    return f"{PAGE.name}: {len(rows())} rows"
-
-
-if __name__ == "__main__":
-    page_command("benchmarks.throughput", __doc__, write_page)

@@ -1,0 +1,133 @@
+"""Published runs that were all predicted before an answer was looked into: two rounds.
+
+`tests/facts/blind_runs.csv` (fourteen projects) and `blind_2026_11.csv` (seventeen): each row was written down with its
+source and the command that somebody would type from it, then all were asked in one go (``blind``). ``mended`` is the
+command since then, where it is another, and ``looked`` a key of `WHY`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+from dataclasses import fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jettison.cli.main import run as command_line
+from jettison.core.errors import UsageError
+from jettison.core.units import GIB, MIB
+from jettison.predict.forecast import forecast
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import flag_of, model_spec, resolve
+from jettison.spec.run import Run
+
+ROOT = Path(__file__).parent.parent
+FACTS = ROOT / "tests" / "facts" / "blind_runs.csv"
+UNITS = {"GiB": GIB, "GB": 10**9, "MiB": MIB, "tokens/s": 1}
+REFUSED = "refused"
+WHY = {
+    "nanotron": "attention, loss and gradients are now those of nanotron's code; under tensor parallelism its code of "
+    "July 2024 keeps all-gathered inputs (--gathered-inputs)",
+    "nanotron-slow": "the software was slow: its authors fixed the throughput in October 2024 (bench_cluster f55b5e5); "
+    "times in one log differ by up to ten times",
+    "loss-alone": "the last of 16 stages has the loss alone, which cannot be described",
+    "titan-reserved": "reserved memory by torchtitan's rule is nearer (benchmarks/published.py); runs before 28 July "
+    "2025 need --outer-ends, those of August 2025 --loss compiled; every second layer is interval:2, not every:2",
+    "titan-card": "the H100 has 500 W and 96 GB (h100-96gb), which the tables do not say",
+    "titan-rocm": "ROCm of August 2025: its kernels were not read; MI300X's rates are guesses from a data sheet",
+    "power": "the devices are power limited; how far is not said",
+    "unsaid": "neither the figure nor the tool is named; InternEvo has an optimizer of its own",
+    "occupied": "memory in use on the device, in whole GB",
+    "weights-host": "weights are offloaded to CPU (--states-on-host); the unit is GiB and the figure nvidia-smi's",
+    "deepspeed": "DeepSpeed's step copies gradients; a bf16 master is --precision bf16-master16; what else it keeps "
+    "of its parameters is not described",
+    "host-bound": "512 tokens a step: ZeRO 3's hooks on the host are the limit, which nothing prices",
+    "misread": "the program sets attn_implementation where transformers does not read it: it runs sdpa",
+    "impossible": "70B bf16 parameters, unsharded under ZeRO 2, are more than the device has",
+    "own-mixtures": "was refused: Liger's kernels do not patch experts; AutoModel's own run on TransformerEngine",
+    "packed": "documents are packed and attention stays within them; their lengths are not said, one was assumed",
+    "network": "two nodes, whose network is not said; experts of 768 over eight ranks",
+    "gpus-unsaid": "the number of GPUs is not said; 64 were assumed",
+    "dpo": "Megatron's DPO under tensor parallelism is not described",
+}
+
+
+class Row:
+    """One published figure."""
+
+    def __init__(self, facts: dict[str, str]) -> None:
+        self.facts = facts
+        self.unit = UNITS[facts["unit"]]
+        self.published = float(facts["published"])
+        self.of_time = facts["kind"] == "time"
+
+    @property
+    def blind(self) -> float | None:
+        """What was said first; None: nothing was."""
+        return None if self.facts["blind"] == REFUSED else float(self.facts["blind"])
+
+    @cached_property
+    def now(self) -> float | None:
+        """Today's answer to today's command."""
+        command = self.facts["mended"] or self.facts["command"]
+        if self.of_time:
+            return answered("estimate", command)
+        try:
+            return forecast(described(command)).peak_bytes / self.unit
+        except UsageError:
+            return None
+
+    def error(self, answer: float | None) -> float | None:
+        """Relative, of an answer."""
+        return None if answer is None else answer / self.published - 1
+
+
+def described(command: str) -> Run:
+    """The run of a command for the ledger, without the command line: a third of the time."""
+    model, *words = command.split()
+    given: dict[str, Any] = {}
+    names = {flag_of(field.name): field for field in fields(RunRequest)}
+    compiled = False
+    while words:
+        word = words.pop(0)
+        if word == "--compile":
+            compiled = True
+        elif word not in names:
+            given[names["--" + word.removeprefix("--no-")].name] = False
+        elif "bool" in str(names[word].type):
+            given[names[word].name] = True
+        else:
+            given[names[word].name] = _typed(words.pop(0))
+    run = resolve(model_spec(_found(model)), RunRequest(**given)).run
+    return replace(run, compiled=True) if compiled else run
+
+
+def _typed(word: str) -> int | float | str:
+    if word.isdecimal():
+        return int(word)
+    return float(word) if word.replace(".", "", 1).isdecimal() else word
+
+
+def answered(verb: str, command: str) -> float | None:
+    """What the command line says to a row; None: it refuses."""
+    model, *words = command.split()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        code = command_line([verb, _found(model), *words, "--format", "json"])
+    if code:
+        return None
+    found = json.loads(printed.getvalue())
+    return float(found["peak_bytes"] if verb == "ledger" else found["tokens_per_second_per_gpu"])
+
+
+def _found(model: str) -> str:
+    return str(ROOT / model) if model.endswith(".json") else model
+
+
+def rows(facts: Path = FACTS) -> list[Row]:
+    """All of them, in the order of the file."""
+    with facts.open(encoding="utf-8") as file:
+        return [Row(row) for row in csv.DictReader(file)]
