@@ -35,7 +35,7 @@ def _gain(run: str) -> Claim:
         asks=(step(run, FULL), step(run, SELECTIVE)),
         value=lambda full, selective: full / selective - 1,
         verdict=Verdict.RIGHT,
-        why="Predicted from data sheets and the schedule; [beside measured times](accuracy_time.md).",
+        why="Predicted from data sheets and the schedule; [beside measured times](accuracy.md).",
         tolerance=0.1,
     )
 

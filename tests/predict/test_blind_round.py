@@ -1,4 +1,4 @@
-"""What a round of published runs brought, by whole numbers; and its page."""
+"""What a round of published runs brought, by whole numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from benchmarks import blind_page
+from benchmarks import blind_runs
 
 from jettison.core.errors import UsageError
 from jettison.memory.span import Phase
@@ -19,7 +19,7 @@ from jettison.report.chrome_trace import step_trace
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import Gradients
 
-ROWS = blind_page.rows()
+ROWS = blind_runs.rows()
 
 
 def found(model: str = "llama-1b-mha", **words: Any) -> Forecast:
@@ -136,7 +136,7 @@ def test_allocated_peaks_of_deepspeed() -> None:
 def test_what_is_refused_is_known() -> None:
     refused = {row.facts["looked"] for row in ROWS if not row.of_time and row.now is None}
     assert refused == {"loss-alone", "dpo", "titan-reserved"}
-    assert {row.facts["looked"] for row in ROWS} - {""} == set(blind_page.WHY)
+    assert {row.facts["looked"] for row in ROWS} - {""} == set(blind_runs.WHY)
 
 
 def test_rows_are_asked_as_the_command_line_has_them() -> None:
@@ -144,9 +144,4 @@ def test_rows_are_asked_as_the_command_line_has_them() -> None:
         row = [each for each in ROWS if not each.of_time][number % 71]
         if row.now is not None:
             command = row.facts["mended"] or row.facts["command"]
-            assert blind_page.answered("ledger", command) == row.now * row.unit
-
-
-@pytest.mark.slow
-def test_the_page_is_what_its_generator_writes() -> None:
-    assert blind_page.PAGE.read_text(encoding="utf-8") == blind_page.page(), "run python -m benchmarks.blind_page"
+            assert blind_runs.answered("ledger", command) == row.now * row.unit

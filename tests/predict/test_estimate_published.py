@@ -1,4 +1,4 @@
-"""Predicted step times next to published ones. No constant belongs to a row: see `docs/accuracy_time.md`."""
+"""Predicted step times next to published ones. No constant belongs to a row: see `benchmarks/throughput.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import mean, median
 
 import pytest
-from benchmarks import newer_page, newer_runs, throughput
+from benchmarks import newer_runs, throughput
 from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
 
 from jettison.core.units import GIB
@@ -203,10 +203,6 @@ def test_compiling_helps_as_much_as_it_did() -> None:
         assert predicted == pytest.approx(compiled.published / eager.published, abs=0.03)
 
 
-def test_the_page_is_what_its_generator_writes() -> None:
-    assert throughput.PAGE.read_text(encoding="utf-8") == throughput.page(), "run python -m benchmarks.throughput"
-
-
 def test_runs_since_2025_are_met() -> None:
     """Dense ones within 5 % in the median, those with experts within 12 %; not looked at, too."""
     for experts, limit, unseen in ((False, 0.05, 0.05), (True, 0.12, 0.12)):
@@ -214,10 +210,6 @@ def test_runs_since_2025_are_met() -> None:
         assert len(chosen) == (201 if experts else 130)
         assert median(abs(row.error) for row in chosen) <= limit
         assert median(abs(row.error) for row in chosen if not row.listed) <= unseen
-
-
-def test_the_page_of_newer_runs_is_what_its_generator_writes() -> None:
-    assert newer_page.PAGE.read_text(encoding="utf-8") == newer_page.page(NEWER), "run python -m benchmarks.newer_page"
 
 
 @pytest.mark.parametrize("precision", ["NVFP4", "MXFP8", "FP8-CS"])

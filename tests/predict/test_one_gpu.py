@@ -1,4 +1,4 @@
-"""Published peaks of one GPU: the page is what its generator writes, and full training is near."""
+"""Published peaks of one GPU: full training is near."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from benchmarks import one_gpu_page
+from benchmarks import one_gpu
 from benchmarks.litgpt_rows import PackedProduct
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -22,12 +22,8 @@ from support.target_packages import ROOT, fetched
 VIT = str(Path(__file__).parent.parent / "facts" / "one_gpu" / "vit-h14.json")
 
 
-def test_the_page_is_what_its_generator_writes() -> None:
-    assert one_gpu_page.PAGE.read_text(encoding="utf-8") == one_gpu_page.page(), "run python -m benchmarks.one_gpu_page"
-
-
 def test_full_training_without_autocast_is_near() -> None:
-    found = [row for row in one_gpu_page.rows() if row.framework in ("torchtune", "timm")]
+    found = [row for row in one_gpu.rows() if row.framework in ("torchtune", "timm")]
     assert len(found) == 5
     assert max(abs(row.first / row.published - 1) for row in found) <= 0.05
 
@@ -39,7 +35,7 @@ def test_a_framework_rule_leaves_the_loss_away_where_there_is_one_alone() -> Non
 
 
 def test_a_trainer_that_patches_with_liger_and_checkpoints_parts_is_near() -> None:
-    rows = [row for row in one_gpu_page.rows() if row.framework == "Automodel" and "loss=fused" not in row.request]
+    rows = [row for row in one_gpu.rows() if row.framework == "Automodel" and "loss=fused" not in row.request]
     assert [
         abs(row.now() / row.published - 1) < most for row, most in zip(rows, (0.015, 0.015, 0.02), strict=True)
     ] == [True] * 3

@@ -6,8 +6,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from benchmarks import unseen_page
-from benchmarks.megatron_golden import HYBRIDS, MORE, facts, golden, why_not
+from benchmarks.megatron_golden import HYBRIDS, MORE, aside, errors, facts, golden, why_not
 from benchmarks.unsplit_blocks import unsplit_mib
 
 from jettison.core.errors import UsageError
@@ -40,12 +39,8 @@ def between(**words: Any) -> int:
 # the rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_what_its_generator_writes() -> None:
-    assert unseen_page.PAGE.read_text(encoding="utf-8") == unseen_page.page(), "run python -m benchmarks.unseen_page"
-
-
 def test_runs_are_met() -> None:
-    counted = [unseen_page.errors(row, one) for row, one in ROWS if not unseen_page.aside(row)]
+    counted = [errors(row, one) for row, one in ROWS if not aside(row)]
     assert len(counted) == 237
     for i in range(3):
         then, now = ([abs(each[k][i]) for each in counted] for k in (0, 1))
@@ -57,7 +52,7 @@ def test_runs_are_met() -> None:
 def test_models_with_scans_are_near_at_once() -> None:
     """Tensor parallelism, one and four stages, interleaved ones: what was said before the figures were opened."""
     pairs = [(row, golden(row)) for row in facts(HYBRIDS)]
-    found = [unseen_page.errors(row, one) for row, one in pairs if row["source"].endswith("dgx_h100.json")]
+    found = [errors(row, one) for row, one in pairs if row["source"].endswith("dgx_h100.json")]
     assert len(found) == 4
     assert max(abs(error) for then, now in found for error in (*then, *now)) <= 0.005
 

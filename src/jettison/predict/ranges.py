@@ -7,7 +7,7 @@
 
 NOTE [ Ranges of published runs ]
 A range is conformal: where measured over predicted of published runs was, in four cases of five, for runs that took no
-part. `ranges.toml` has it by class; ``python -m benchmarks.residuals`` writes it and docs/accuracy_ranges.md.
+part. `ranges.toml` has it by class; ``python -m benchmarks.accuracy`` writes it from docs/accuracy.csv.
 
 - *time*: measured over modelled seconds. Its expected value is between 1 and the median, nearer to the median with
   more sources.
