@@ -1,4 +1,4 @@
-"""Published figures beside predictions: docs/accuracy.csv, docs/accuracy.md and src/jettison/predict/ranges.toml.
+"""Published figures and their predictions: docs/accuracy.csv, docs/accuracy.md and src/jettison/predict/ranges.toml.
 
     python -m benchmarks.accuracy
 
@@ -72,7 +72,7 @@ TOKENS: Final = "tokens/s/GPU"
 FEW: Final = 5
 """Rows: the page has no line of a class or round with fewer."""
 DIGITS: Final = {"GiB": 3, "GB": 3, "MiB": 1, TOKENS: 1, "s": 3}
-"""Behind the point, of values in the CSV."""
+"""Decimals of values in the CSV."""
 NOT_COUNTED: Final = {
     "impossible": "the run cannot have been as it is stated",
     "misread": "the command describes another run",
@@ -85,7 +85,7 @@ NOT_COUNTED: Final = {
 }
 """Reasons for which a row takes no part in ranges: `blind_runs.WHY` has their keys, and there is one more."""
 EMPTY_PROCESS: Final = 1343 * MIB
-"""That ``one_gpu_more.csv`` has subtracted from what nvidia-smi showed."""
+"""Device bytes of an empty process, which ``one_gpu_more.csv`` has subtracted from nvidia-smi's."""
 PUBLISHERS: Final = (
     ("torchtitan", "torchtitan"),
     ("pytorch PR", "torchtitan"),
@@ -108,7 +108,7 @@ PUBLISHERS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A published figure beside its prediction.
+    """A published figure and its prediction.
 
     Args:
         row: its residual and class, as ranges count it.
@@ -157,7 +157,7 @@ def entries() -> list[Entry]:
 
 
 def order(row: Row) -> tuple[str, ...]:
-    """Of rows in the file."""
+    """Sort key of rows in the file."""
     return row.figure, row.source, row.stack, row.kind, row.hardware, row.run, f"{row.value:.4f}"
 
 

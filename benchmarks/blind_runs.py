@@ -66,7 +66,7 @@ class Row:
 
     @property
     def blind(self) -> float | None:
-        """What was said first; None: nothing was."""
+        """The first answer; None: the run was refused."""
         return None if self.facts["blind"] == REFUSED else float(self.facts["blind"])
 
     @cached_property
@@ -112,7 +112,7 @@ def _typed(word: str) -> int | float | str:
 
 
 def answered(verb: str, command: str) -> float | None:
-    """What the command line says to a row; None: it refuses."""
+    """Return the command line's answer for a row; None: it refuses."""
     model, *words = command.split()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):

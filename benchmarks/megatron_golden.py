@@ -69,12 +69,12 @@ ASIDE_NAMES = {
     "gpt3_weekly_mcore_tp4_cp2_current_scaling_native_fp8_tp_sp_cp_tp_overlap": "fp8, looked at while its copies were "
     "described; GB200's first peak is 126 MiB higher since February 2026, not explained",
 }
-"""The same of tests in `FACTS`, by name."""
+"""Reasons for tests in `FACTS`, by name."""
 ASIDE_HYBRIDS = {
     "lightning": "experts are routed by an untrained router, so ranks differ",
     "dgx_a100.json": "files for A100 are copies of H100's, or of a run whose arguments changed since",
 }
-"""The same of tests in `HYBRIDS`, by parts of names or of files."""
+"""Reasons for tests in `HYBRIDS`, by parts of names or of files."""
 
 
 @dataclass(frozen=True, kw_only=True)

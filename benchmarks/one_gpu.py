@@ -34,7 +34,7 @@ FRAMEWORKS: Final = {
     "transformers": "nvidia-smi at the end, less 1343 MiB of an empty process",
     "Automodel": "the table says GB and is in GiB",
 }
-"""What has to be known of a framework's rows."""
+"""Notes on each framework's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Row:
         return run_of(model, RunRequest(**given))
 
     def now(self) -> float:
-        """What is predicted today, in ``unit``."""
+        """Return today's prediction, in ``unit``."""
         return forecast_sizes(self.described()).peak_bytes / UNITS[self.unit]
 
 

@@ -43,7 +43,7 @@ FACTS = _FOLDER / "published_runs.csv"
 MORE = _FOLDER / "published_memory.csv"
 CLAIMED = 0.05
 EXPECTED = 1 + FRAGMENTS[1]
-"""Of what an allocator reserves beyond tensors and idle blocks."""
+"""Reserved over allocated bytes, where no idle blocks are counted."""
 
 
 class Figure(StrEnum):
@@ -55,7 +55,7 @@ class Figure(StrEnum):
 
 
 class Framework(StrEnum):
-    """Whose run it is; one rule for all of one framework's, in its function below."""
+    """Framework of a run; a function below describes all of its runs by one rule."""
 
     FSDP2 = "torchtitan, FSDP2"
     GRAPH = "torchtitan, captured graph"

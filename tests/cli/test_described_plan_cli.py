@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jettison.cli.main import run
+from jettison.spec.hardware import hardware
 
 
 def test_plan_of_a_preset_is_made_for_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +51,7 @@ def test_plan_fits_what_a_gpu_leaves_and_minimises_its_seconds(capsys: pytest.Ca
 
 
 def test_a_plan_that_cannot_surely_fit_a_gpu_is_made_and_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the smallest budget is above what the range of device bytes leaves."""
+    """The smallest budget is above the bytes whose whole range fits."""
     asked = ["plan", "llama3-70b", "--lora", "r=16", "--dp", "2", "--zero", "3", "--seq", "2048", "--gpu", "h100-80gb"]
     assert run([*asked, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -58,6 +59,10 @@ def test_a_plan_that_cannot_surely_fit_a_gpu_is_made_and_marked(capsys: pytest.C
     assert "a smaller --budget is surer, from 72.44 GiB" in found["warnings"][-1]
     assert run([*asked, "--budget", "75GiB"]) == 0
     assert "holds in four runs of five" not in capsys.readouterr().out
+    assert run([*EIGHT_B, "--seq", "8192", "--gpu", "h100-80gb", "--format", "json"]) == 0  # is expected to fit
+    found = json.loads(capsys.readouterr().out)
+    usable, device = hardware("h100-80gb").usable_bytes, found["figures"]["device_bytes"]
+    assert 0.99 * usable < device["expected"] <= usable < device["high"]
 
 
 def test_plan_decides_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jettison.cli.main import run
 from jettison.cli.plan import PlanFlags, plan
-from jettison.core.errors import UsageError
+from jettison.core.errors import DoesNotFit, UsageError
 from jettison.frameworks.config_file import ConfigFile, read_config_file
 from jettison.frameworks.run_file import read_run, run_from
 from jettison.frameworks.write_back import _other_key, edited, write_back
@@ -60,6 +60,18 @@ def test_nothing_that_can_be_said_fits(tmp_path: Path, capsys: pytest.CaptureFix
     assert "the least of the" in capsys.readouterr().err
     assert not (tmp_path / "run.planned.toml").exists()
     assert run(["plan", "llama3-8b", "--budget", "60GiB", "--write"]) == 2
+
+
+def test_settings_that_may_fit_are_written_where_none_surely_does(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(TITAN)
+    found = read_run(file, gpus=8)
+    planned = plan(found.model_argument, replace(found.request, recompute=None), PlanFlags(gpu="a100-40gb"))
+    assert isinstance(planned, ForecastPlan)
+    tight = replace(planned.choice, budget_bytes=1)
+    with pytest.raises(DoesNotFit):
+        write_back(found, tight)
+    assert write_back(found, tight, limit=planned.limit).changed == {"activation_checkpoint.mode": "full"}
 
 
 def json_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

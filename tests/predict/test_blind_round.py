@@ -1,4 +1,4 @@
-"""What a round of published runs brought, by whole numbers."""
+"""Findings of a round of published runs, by whole numbers."""
 
 from __future__ import annotations
 

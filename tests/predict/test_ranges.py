@@ -13,7 +13,17 @@ from benchmarks.residuals import Row, pool, quantile, shares, stated
 from jettison.cli.main import run as run_command
 from jettison.core.units import GIB
 from jettison.predict.allowance import fixed_allowance
-from jettison.predict.ranges import DATA, FitVerdict, Measure, Range, classes_of, figures, lineage, residual
+from jettison.predict.ranges import (
+    DATA,
+    FitVerdict,
+    Measure,
+    Range,
+    classes_of,
+    figures,
+    fitting_bytes,
+    lineage,
+    residual,
+)
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.spec.layout import Layout
@@ -119,6 +129,19 @@ def test_no_end_of_reserved_is_below_that_of_allocated_nor_of_device_below_reser
     assert found.least >= found.allocated.low
 
 
+@pytest.mark.parametrize("like", ["megatron-0.19", "torchtitan", "huggingface"])
+def test_bytes_that_fit_are_the_most(like: str) -> None:
+    """One more byte and the upper end of the device's range, or what is expected of it, is beyond the device."""
+    run, usable = run_of("gpt2", RunRequest(like=like)), 80 * GIB
+    surely, expected = (fitting_bytes(run, usable, surely=sure) for sure in (True, False))
+    assert 0 < surely < expected < usable
+    assert figures(run, surely).device.high <= usable < figures(run, surely + 1).device.high
+    assert figures(run, expected).device.expected <= usable < figures(run, expected + 1).device.expected
+    assert figures(run, surely).verdict(usable_bytes=usable) is FitVerdict.FITS
+    assert figures(run, surely + 1).verdict(usable_bytes=usable) is FitVerdict.CLOSE
+    assert fitting_bytes(run, 0, surely=True) == 0
+
+
 def test_a_stack_of_another_frameworks_kernels_is_no_class() -> None:
     own = run_of("llama3-8b", RunRequest(like="megatron-0.19", stack="nemo-26.06"))
     other = run_of("llama3-8b", RunRequest(like="torchtitan", stack="nemo-26.06"))
@@ -154,7 +177,7 @@ def test_a_host_has_allocated_bytes_alone(verb: str, capsys: pytest.CaptureFixtu
     assert run_command(command) == 0
     said = capsys.readouterr().out
     assert "nvidia-smi" not in said
-    assert "caching allocator has" not in said
+    assert "by the caching allocator" not in said
     assert run_command([*command, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     found = found["candidates"][0]["figures"] if verb == "search" else found["figures"]

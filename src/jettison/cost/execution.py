@@ -117,7 +117,7 @@ def usual_execution(kernels: str) -> Execution:
 
 
 def execution_of(run: Run) -> Execution:
-    """What goes with a run's kernels, compiled where its layers are."""
+    """Return the execution of a run's kernels, compiled where its layers are."""
     to_node = run.kernels.dispatcher is Dispatcher.FLEX
     fused = _fuses_experts(run)
     fixed = run.capacity_factor is not None or (fused and to_node)

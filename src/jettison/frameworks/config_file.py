@@ -154,7 +154,7 @@ class _References:
         return found
 
     def _table(self, key: str, value: Any) -> str:
-        """Where a reference leads that is a whole value, over others that are; empty where it is none."""
+        """Return the key that a value names which is one reference, followed to the last; empty for other values."""
         for _ in range(_DEEPEST):
             whole = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
             if whole is None:

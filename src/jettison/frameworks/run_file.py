@@ -53,7 +53,7 @@ COMPILES: Final = ("ledger", "estimate", "plan")
 """Verbs that take --compile."""
 UNKNOWN: Final = "it is not known"
 LEFT_OPEN: Final = "the file leaves it open"
-NOT_BESIDE: Final = "it is not beside the script"
+NOT_FOUND: Final = "it is not in the script's folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +412,7 @@ class Keys:
     def left(self) -> tuple[tuple[Key, ...], tuple[str, ...]]:
         """Keys that change memory or time and were not read, and names of those that do neither."""
         ignored: list[str] = []
-        unread = [Key(name="source", value=name, why=NOT_BESIDE) for name in self.file.values.get(SOURCED, ())]
+        unread = [Key(name="source", value=name, why=NOT_FOUND) for name in self.file.values.get(SOURCED, ())]
         for key, value in self.values.items():
             why = self._refused.get(key)
             if self.file.syntax == "yaml" and (why == LEFT_OPEN or (why is None and key in self._became)):

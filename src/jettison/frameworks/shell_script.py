@@ -2,7 +2,7 @@
 
 Assignments, arrays, ``if``, ``case`` and the first round of ``for`` are followed as far as values are known. What only
 a run would know (a file that is there, what a command prints, ``$1``) is left open: its test counts as false, and its
-``$NAME`` stays in the text. A file that is sourced is read where it lies beside the script.
+``$NAME`` stays in the text. A sourced file is read if it lies in the script's folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 NOTES: Final = "$ notes"
 """The key of what was taken for granted: tests that are not known, one command of several, one round of a loop."""
 SOURCED: Final = "$ sourced"
-"""The key of files that are sourced and do not lie beside the script."""
+"""Key of sourced files that are not in the script's folder."""
 PROGRAM: Final = "$ program"
 """The key of the program that takes the arguments."""
 _MOST: Final = 1 << 20
@@ -259,7 +259,7 @@ class _Script:
             self.commands.append(words)
 
     def _source(self, words: str) -> None:
-        """Follow a file that is sourced; of a folder that only a run would know, what stands behind it."""
+        """Follow a sourced file; of a path that begins with a variable, the part after it, next to the script."""
         if _ENVIRONMENTS.fullmatch(words.split()[0]) or words.startswith("<("):
             return
         name = (re.split(r"\$\w+|[)}`]", words)[-1].lstrip("/").split() or [words])[0]

@@ -244,7 +244,7 @@ class ForecastPlan:
         return Group(*parts)
 
     def _caution(self) -> str:
-        """What a larger budget risks, where the range of the device's bytes set this one."""
+        """Note for a budget that the range of the device's bytes set: a larger one may fit, too."""
         limit = self.limit
         if limit is None or self.choice.budget_bytes >= limit.nbytes or self.verdict is not FitVerdict.FITS:
             return ""
