@@ -60,7 +60,7 @@ def grouped_errors(*, grouped: bool) -> list[float]:
 
 
 def test_experts_products_take_their_bytes_on_top_of_their_arithmetic() -> None:
-    """NOTE [ Grouped products ]: 14 % off in the median of 96 products; the larger of both 26 %, and too quick."""
+    """NOTE [ Grouped GEMMs ]: 14 % off in the median of 96 products; the larger of both 26 %, and too quick."""
     beside, on_top = grouped_errors(grouped=False), grouped_errors(grouped=True)
     assert len(on_top) == 96
     assert median(map(abs, on_top)) == pytest.approx(0.136, abs=0.005)

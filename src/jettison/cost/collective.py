@@ -1,22 +1,21 @@
 """Seconds of transfers between ranks: ring or tree, latency and bandwidth, within a node or between nodes.
 
-Ranks are numbered tp first, then cp, dp and pp; a node holds the first so many, and experts are spread over dp x cp.
-A ring over several nodes crosses the network once for each rank that a node has in it, each with its own adapter, so
-its bandwidth is that of the links or of all these adapters, whichever is less. All ranks of a node that talk to their
-own counterparts elsewhere have an adapter each.
+Ranks are numbered tp first, then cp, dp and pp; consecutive ranks fill a node; experts are spread over dp x cp. A ring
+over several nodes has one network adapter for each of its ranks in a node: its bandwidth is the smaller of the links'
+and of those adapters' together.
 
 NOTE [ A rank's own part ]
-A gathering writes a rank's own part into the result, too, and a sum reads it: within a node NCCL takes as long for that
-as for half a step of the ring. So two ranks reach two thirds of what many do. With 0.5 one share of the links describes
-NCCL's times for 512 MB and more over 2, 4 and 8 devices within 4 % on B200, GB200 and GB300, 8 % on H100, H200 and A100
-(ai-dynamo/aiconfigurator, systems/data, nccl-tests; tests/facts/nccl_times.csv). A sum that every rank gets is made in
-place, and takes half of that in each direction. Between nodes the network hides it.
+An all-gather also writes a rank's own part into the result, and a reduce-scatter reads it: within a node NCCL takes as
+long for that as for half a step of the ring, so two ranks reach two thirds of the bandwidth of many. With 0.5 one share
+of the links describes NCCL's times for 512 MB and more over 2, 4 and 8 devices within 4 % on B200, GB200 and GB300, 8 %
+on H100, H200 and A100 (ai-dynamo/aiconfigurator, systems/data, nccl-tests; tests/facts/nccl_times.csv). An all-reduce
+works in place, and takes half of that in each direction. Between nodes the network hides it.
 
 NOTE [ Once to each node ]
-Libraries for experts (DeepEP, HybridEP: Megatron-Core's flex dispatcher) send a token once to each node that has one of
-its experts, from there once to each such rank, and add results up on the way back (README of deepseek-ai/DeepEP,
-"NVLink and RDMA forwarding"). Of c experts chosen evenly over M places, M (1 - (1 - 1/M)^c) have one, in the place of
-c rows. Rows are not copied before they are sent, nor summed after: see `launches`.
+Expert-parallel libraries (DeepEP, HybridEP: Megatron-Core's flex dispatcher) send a token once to each node that has
+one of its experts, from there once to each such rank, and add results up on the way back (README of
+deepseek-ai/DeepEP, "NVLink and RDMA forwarding"). With c experts chosen evenly over M places, M (1 - (1 - 1/M)^c)
+places receive the token, instead of c rows. Rows are neither copied before the transfer nor summed after: `launches`.
 """
 
 from __future__ import annotations
@@ -30,30 +29,30 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 
 OWN: Final = 0.5
-"""Of a step of a ring: NOTE [ A rank's own part ]."""
+"""Share of a ring's step that a rank's own part takes: NOTE [ A rank's own part ]."""
 LEAST_HOST_BYTES_PER_SECOND: Final = 10**6
-"""Over a slower link a step would take days, which no plan could mean."""
+"""Slowest link to CPU memory accepted: over a slower one a step would take days."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that take part in a transfer: how many, and how many of them share a node."""
+    """Number of ranks in a transfer, and of those that share a node."""
 
     size: int
     in_node: int
 
     @property
     def nodes(self) -> int:
-        """How many nodes they are on."""
+        """Number of nodes that the ranks are on."""
         return ceil(self.size / self.in_node)
 
 
 def group(layout: Layout, axis: str, node: int) -> RankGroup:
-    """The ranks of one axis: "tp", "cp", "ep", "dp", "pp", or "shards", over which ZeRO and gradients are spread."""
+    """Return the ranks of one axis: "tp", "cp", "ep", "dp", "pp", or "shards" of ZeRO and of gradients."""
     inner = {"tp": 1, "cp": layout.tp, "ep": layout.tp, "shards": layout.tp, "dp": layout.tp * layout.cp}
     inner |= {"experts": layout.tp * layout.ep, "pp": layout.tp * layout.cp * layout.dp}
     sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp, "pp": layout.pp}
-    parts = layout.expert_tp if layout.splits_tp else layout.tp  # of "tp": an expert's width, and what is beyond it
+    parts = layout.expert_tp if layout.splits_tp else layout.tp  # tp = etp (within an expert) x tpx (the rest)
     sizes |= {"etp": parts, "tpx": layout.tp // parts}
     inner |= {"etp": 1, "tpx": parts} | ({"ep": parts} if layout.splits_tp else {})
     sizes |= {"shards": layout.shards, "experts": layout.expert_shards}
@@ -62,13 +61,12 @@ def group(layout: Layout, axis: str, node: int) -> RankGroup:
 
 
 def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardware, *, copies: int = 1) -> float:
-    """Of one collective.
+    """Seconds of one collective.
 
     Args:
         kind: all_gather_into_tensor, reduce_scatter_tensor, all_reduce or all_to_all_single.
-        nbytes: of the whole tensor, gathered or reduced; of an all-to-all, what one rank has.
-        copies: of an all-to-all that sends a token once to each node and rank: rows that it has. See NOTE [ Once to
-            each node ].
+        nbytes: of the full tensor, gathered or reduced; for an all-to-all, of one rank's tensor.
+        copies: rows of a token in an all-to-all that sends it once to each node and rank: NOTE [ Once to each node ].
     """
     n = ranks.size
     if n == 1 or not nbytes:
@@ -77,7 +75,7 @@ def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardw
     if kind.startswith("all_to_all"):
         away = nbytes * (n - ranks.in_node) / n
         outside = away * _once(copies, ranks.nodes) / _network(hardware) if away else 0.0
-        if copies > 1:  # what came over the network goes on over the links
+        if copies > 1:  # rows from the network are forwarded over the links
             moved, away = moved * _once(copies, n), 0.0
         inside = (moved - away) / _link(hardware, ranks, all_to_all=True) if ranks.in_node > 1 else 0.0
         return max(inside, outside) + _delay(hardware, n - ranks.in_node, ranks.in_node - 1)
@@ -91,15 +89,15 @@ def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardw
 
 
 def ring_bytes(kind: str, nbytes: int, ranks: int) -> int:
-    """What each rank sends in a ring: all chunks but one, and for an all-reduce, which is a reduce-scatter and an
-    all-gather, twice. ``nbytes`` is the whole tensor's, gathered or reduced.
+    """Bytes that each rank sends in a ring: all chunks but one; twice for an all-reduce, a reduce-scatter and an
+    all-gather. ``nbytes`` is the full tensor's, gathered or reduced.
     """
     once = -(-nbytes // ranks) * (ranks - 1)
     return 2 * once if kind == "all_reduce" else once
 
 
 def point_seconds(nbytes: float, layout: Layout, hardware: Hardware) -> float:
-    """Of sending to the next pipeline stage."""
+    """Seconds of a send to the next pipeline stage."""
     ranks = group(layout, "pp", hardware.node)
     if ranks.in_node == ranks.size:
         return nbytes / _link(hardware, ranks) + hardware.delays.link
@@ -107,10 +105,10 @@ def point_seconds(nbytes: float, layout: Layout, hardware: Hardware) -> float:
 
 
 def host_seconds(nbytes: float, hardware: Hardware) -> float:
-    """Of a copy to or from the host, in one direction.
+    """Seconds of a copy to or from CPU memory, in one direction.
 
     Raises:
-        UsageError: the hardware's file does not state the host link, or one that moves next to nothing.
+        UsageError: the hardware file states no link to the host, or one below `LEAST_HOST_BYTES_PER_SECOND`.
     """
     if hardware.host_bytes_per_second is None:
         raise UsageError(f"hardware {hardware.name} does not state its link to the host, which offloading needs")
@@ -124,7 +122,7 @@ def host_seconds(nbytes: float, hardware: Hardware) -> float:
 
 
 def bandwidth(ranks: RankGroup, hardware: Hardware) -> float:
-    """Bytes a second of a ring, at each rank."""
+    """Bytes per second of a ring, at each rank."""
     if ranks.nodes == 1:
         return _link(hardware, ranks)
     across = ranks.in_node * _network(hardware)
@@ -132,7 +130,7 @@ def bandwidth(ranks: RankGroup, hardware: Hardware) -> float:
 
 
 def _once(copies: int, places: int) -> float:
-    """Of a token's rows, how many travel where each place that has one of its experts is sent one."""
+    """Share of a token's rows that travel when each place with one of its experts is sent one."""
     return 1.0 if places == 1 else places * (1 - (1 - 1 / places) ** copies) / copies
 
 
@@ -145,9 +143,9 @@ def _link(hardware: Hardware, ranks: RankGroup, *, all_to_all: bool = False) -> 
         reached = hardware.reached
         share = reached.all_to_all if all_to_all and reached.all_to_all is not None else reached.link
         return hardware.link_bytes_per_second * share
-    if hardware.host_bytes_per_second is not None:  # devices without links of their own talk through the host
+    if hardware.host_bytes_per_second is not None:  # devices without links of their own transfer through the host
         return hardware.host_bytes_per_second * hardware.reached.host
-    raise UsageError(f"hardware {hardware.name} states no link, over which {ranks.size} devices would talk")
+    raise UsageError(f"hardware {hardware.name} states no link between devices, and the layout needs {ranks.size}")
 
 
 def _network(hardware: Hardware) -> float:

@@ -1,6 +1,6 @@
-"""How a training code runs a step: which ops are one kernel, and which transfers hide behind work.
+"""Execution choices of a training framework: ops fused into one kernel, transfers overlapped with compute.
 
-These are choices of code, not of hardware, and go with the kernel set of a run unless something else is asked for.
+These are choices of software, not of hardware; they follow from the run's kernel set unless overridden.
 """
 
 from __future__ import annotations
@@ -17,80 +17,79 @@ from jettison.spec.run import Run
 
 
 class Fusion(StrEnum):
-    """Which neighbouring ops become one kernel; see NOTE [ Fusion ] in `kernels`."""
+    """Neighbouring ops that become one kernel; see NOTE [ Fusion ] in `launches`."""
 
     NONE = "none"  # every op is a kernel: PyTorch's eager mode
     POINTWISE = "pointwise"  # chains of elementwise ops, such as dropout + residual sum: Megatron's fused kernels
-    COMPILED = "compiled"  # with reductions such as norms and softmax: torch.compile
+    COMPILED = "compiled"  # also with reductions such as norms and softmax: torch.compile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """A set of choices.
+    """Execution choices of one kernel set.
 
     Args:
-        hides_tensor: in backward, the transfer of an input's gradient over tp and the gathering of a saved shard run
-            beside the products of the same layer (arXiv 2205.05198 §4.2.2).
-        pipelines_tensor: transfers over tp run beside the very product that reads or makes the tensor, in t pieces of
-            which one is waited for: Megatron's --tp-comm-overlap.
-        fused_optimizer: the optimizer reads and writes everything once; otherwise as often as it has operations.
+        hides_tensor: backward's tp collectives (reduction of an input's gradient, all-gather of a saved shard) overlap
+            with GEMMs of the same layer (arXiv 2205.05198 §4.2.2).
+        pipelines_tensor: tp collectives overlap with the GEMM that reads or writes the tensor, in t pieces of which
+            one is exposed: Megatron's --tp-comm-overlap.
+        fused_optimizer: the optimizer reads and writes every tensor once; otherwise once per operation.
         splits_outputs: without sequence parallelism, a stage's output crosses the network in t parts, one from each
-            rank, and is gathered on the other side (arXiv 2104.04473 §4.1).
-        delayed_scaling: fp8 scales come from earlier steps, so that norms and activations can write fp8 themselves and
-            nothing is read for its largest magnitude first; weights are quantised once a step (Transformer Engine).
-        loops_experts: a grouped product is handed over expert by expert, and what stands around it op by op: see
-            NOTE [ Experts in Megatron ] in `launches`. Otherwise products, activation and quantising are few
-            kernels.
-        permutes: rows that experts are given go back as they came: NOTE [ Permuted rows ] in `launches`.
-        fuses_experts: products, activation and quantising of all experts are few kernels of one call, which costs the
+            rank, and is all-gathered on the other side (arXiv 2104.04473 §4.1).
+        delayed_scaling: fp8 scales come from earlier steps: norms and activations can write fp8 themselves, without a
+            pass for the amax; weights are quantised once a step (Transformer Engine).
+        loops_experts: grouped GEMMs are launched expert by expert, and the ops around them one by one:
+            NOTE [ Experts in Megatron ] in `launches`. Otherwise GEMMs, activation and quantisation are few kernels.
+        permutes: backward returns experts' rows by a gather, as forward does: NOTE [ Permuted rows ] in `launches`.
+        fuses_experts: GEMMs, activation and quantisation of all experts are few kernels of one call, which costs the
             host less: NOTE [ Launch-bound ] of `cost.layer`.
-        graphs_experts: they replay those of experts, too: NOTE [ What graphs leave out ] of `cost.layer`.
-        narrow_attention: query, key and value are quantised, and so is the gradient of what comes out
-            (``fp8_dot_product_attention`` of Megatron), under recipes for which there are figures.
-        exchange: how attention sees a sequence that ranks share: NOTE [ Pieces of a ring ] in `launches`.
+        graphs_experts: CUDA graphs replay experts, too: NOTE [ Outside CUDA graphs ] of `cost.layer`.
+        narrow_attention: query, key, value and the output's gradient are quantised (``fp8_dot_product_attention`` of
+            Megatron), under recipes with measured kernels.
+        exchange: transfer of keys and values under context parallelism: NOTE [ Pieces of a ring ] in `launches`.
     """
 
     fusion: Fusion = Fusion.NONE
     hides_tensor: bool = False
     pipelines_tensor: bool = False
-    hides_data: bool = True  # gradients are reduced, and ZeRO 3's parameters gathered, while other layers work
-    hides_stages: bool = False  # a pipeline stage goes on while its output is on the way
-    hides_offload: bool = True  # copies to and from the host run beside the layers
-    repeats_all: bool = False  # full recomputation runs the whole layer again, and not only what backward asks for
-    adds_in_product: bool = False  # the product that makes a weight's gradient adds it to the buffer
-    casts_gradients: bool = False  # a micro-batch's gradients are cast by kernels of their own before they are added
-    reduces_whole: bool = False  # ZeRO 1 reduces gradients on all ranks, which then step on their shards
-    reduces_float32: bool = False  # gradients of other dtypes are cast for it
+    hides_data: bool = True  # gradient reductions and ZeRO 3's all-gathers overlap with other layers
+    hides_stages: bool = False  # pipeline sends overlap with compute
+    hides_offload: bool = True  # copies to and from CPU memory overlap with compute
+    repeats_all: bool = False  # full checkpointing recomputes the entire layer, not only what backward needs
+    adds_in_product: bool = False  # the weight-gradient GEMM accumulates into the gradient buffer
+    casts_gradients: bool = False  # a micro-batch's gradients are cast by separate kernels before accumulation
+    reduces_whole: bool = False  # ZeRO 1 all-reduces gradients; each rank then steps on its shard
+    reduces_float32: bool = False  # gradients of other dtypes are cast to fp32 for the reduction
     reduces_each: bool = True  # ZeRO 2 and 3 reduce gradients after every micro-batch, otherwise after the last
     fused_optimizer: bool = False
     splits_outputs: bool = False
     delayed_scaling: bool = False
-    recipe: Fp8Recipe | None = None  # how products are made narrow where the precision says that they are, and not how
-    hooks: bool = False  # what is computed again is chosen by Jettison's runtime, whose hooks cost the host time
-    hides_experts: bool = False  # rows travel to experts and back beside the work of another micro-batch
-    once_to_node: bool = False  # they do as in NOTE [ Once to each node ] of `collective`
+    recipe: Fp8Recipe | None = None  # for FP8 GEMMs of a precision that names no recipe
+    hooks: bool = False  # recomputation runs in Jettison's hooks, which take host time
+    hides_experts: bool = False  # experts' all-to-alls overlap with another micro-batch
+    once_to_node: bool = False  # experts' all-to-alls follow NOTE [ Once to each node ] of `collective`
     loops_experts: bool = False
     fuses_experts: bool = False
     permutes: bool = False
     rotates_in_place: bool = False  # NOTE [ Rotated in place ] in `launches`
-    graphed: bool = False  # CUDA graphs replay the kernels of layers, and the host hands none over
+    graphed: bool = False  # CUDA graphs replay the kernels of layers, without launches by the host
     graphs_experts: bool = True
-    stack: str = ""  # whose figures of the hardware file hold, where it has any
-    attention: float = 1.0  # speed of its fused attention, as a multiple of what the hardware file states
+    stack: str = ""  # selects the hardware file's figures of one software stack
+    attention: float = 1.0  # speed of fused attention, as a multiple of the hardware file's
     narrow_attention: bool = False
-    narrow_head: bool = False  # a recipe's products include the head's (``fp8_output_proj`` of Megatron)
+    narrow_head: bool = False  # the recipe covers the head's GEMM, too (``fp8_output_proj`` of Megatron)
     exchange: ContextExchange = ContextExchange.RING
 
     def exposed(self, ranks: int) -> float:
-        """Share of a transfer over so many ranks of tensor parallelism that its own product does not cover."""
+        """Share of a tp collective over this many ranks that its own GEMM does not hide."""
         return 1 / ranks if self.pipelines_tensor else 1.0
 
     def compiled(self) -> Execution:
-        """The same under torch.compile."""
+        """Return this execution under torch.compile."""
         return replace(self, fusion=Fusion.COMPILED)
 
     def without_overlap(self) -> Execution:
-        """The same with every transfer waited for."""
+        """Return this execution with every transfer exposed."""
         return replace(
             self,
             hides_tensor=False,
@@ -103,12 +102,12 @@ class Execution:
 
 
 EAGER: Final = Execution(fused_optimizer=True, hooks=True)
-"""PyTorch's, and of whoever has no entry ``execution`` in its framework's ``defaults.toml``."""
+"""PyTorch's execution, and that of frameworks whose ``defaults.toml`` has no entry ``execution``."""
 
 
 @cache
 def usual_execution(kernels: str) -> Execution:
-    """What goes with a set of kernels."""
+    """Return the default execution of a kernel set."""
     found = named("execution").get(kernels)
     if found is None:
         return EAGER
@@ -127,7 +126,7 @@ def execution_of(run: Run) -> Execution:
 
 
 def _fuses_experts(run: Run) -> bool:
-    """Are a layer's experts few kernels? Of gated ones, under the recipes that the stack has such kernels for."""
+    """Do fused kernels run a layer's experts? They need gated experts and a recipe that the stack has kernels for."""
     recipes = named("stacks").get(run.stack or "", {}).get("fused_experts", ())
     if run.precision.recipe is None or run.precision.recipe.name not in recipes:
         return False
@@ -146,7 +145,7 @@ def _execution(
     fuses_experts: bool,
     graphs_experts: bool,
 ) -> Execution:
-    """Cached executions: there are few kinds, and a search asks for each of its candidates."""
+    """Cached: a search asks for every candidate, and few differ."""
     how = replace(usual_execution(kernels), **named("stacks").get(stack or "", {}).get("execution", {}))
     return replace(
         how,

@@ -1,11 +1,11 @@
 """FLOPs of a training step, counted from the ops of a run; arXiv 2205.05198 Appendix A prints the same for its GPTs.
 
-B sequences in a step · s, h, L, V as everywhere. A multiply-add is two. Both count matrix products alone, and attention
-in full: `causal` halves it by name. Backward is twice the forward. The ledger's count holds for any architecture, and
-equals the appendix for its GPTs; a mixture of experts counts the rows that its experts work on, and its router.
+B sequences in a step · s, h, L, V as everywhere. A multiply-add is two. Both count matmuls alone, and attention in
+full: `causal` halves it by name. Backward is twice the forward. The ledger's count holds for any architecture, and
+equals the appendix for its GPTs; a mixture of experts counts its router and the rows that its experts receive.
 
-For selective recomputation the appendix charges the core's FLOPs once more for each pass that they have in a step
-(12Bs^2hL, a forward and its backward), where one forward (4Bs^2hL) runs again.
+For selective recomputation the appendix adds the attention core's forward and backward (12Bs^2hL), although only one
+forward (4Bs^2hL) is recomputed.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ PASSES = 3
 
 
 class Counting(StrEnum):
-    """Whose model FLOPs a utilisation divides by."""
+    """Definition of the model FLOPs in a utilisation."""
 
-    LEDGER = "ledger"  # three times the matrix products of a forward, attention in full
-    CAUSAL = "causal"  # the same, of attention only what is not masked
-    PALM = "palm"  # 6N + 12Lhs a token (arXiv 2204.02311 Appendix B), N without experts that a token does not meet
+    LEDGER = "ledger"  # three times the matmuls of a forward, attention in full
+    CAUSAL = "causal"  # as `LEDGER`, with only the unmasked scores of attention
+    PALM = "palm"  # 6N + 12Lhs a token (arXiv 2204.02311 Appendix B), N the active parameters
     PARAMETERS = "6n"  # 6N a token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionFlops:
-    """Of one micro-batch's forward through the whole of a region, on all ranks."""
+    """FLOPs of one micro-batch's forward through a region, summed over all ranks."""
 
     products: int
-    attention: int  # scores and what they weigh, masked ones included
-    frozen: int = 0  # of the products, those with weights that have no gradient
+    attention: int  # q k^T and its product with v, masked scores included
+    frozen: int = 0  # part of ``products`` whose weights have no gradient
 
     def forward(self, visible: float = 1.0) -> float:
-        """Of the forward alone."""
+        """FLOPs of the forward alone."""
         return self.products + self.attention * visible
 
     def model(self, visible: float = 1.0) -> float:
-        """Of forward and backward, which makes one gradient fewer where a weight has none."""
+        """FLOPs of forward and backward, without gradients of frozen weights."""
         return PASSES * self.forward(visible) - self.frozen
 
 
 def region_flops(region: Region, steps: frozenset[int] | None = None) -> RegionFlops:
-    """A region's products, or those of some steps of its tape."""
+    """Count a region's matmuls, or those of some steps of its tape."""
     chosen = [step for i, step in enumerate(region.tape.steps) if steps is None or i in steps]
     attention = sum(step.flops for step in chosen if step.name in (FLASH, BATCHED))
     frozen = sum(step.flops for step in chosen if step.weights and not step.learned)
@@ -60,7 +60,7 @@ def region_flops(region: Region, steps: frozenset[int] | None = None) -> RegionF
 
 
 def visible_share(layer: AnyLayer, seq: int) -> float:
-    """Share of a layer's scores that its mask leaves."""
+    """Share of a layer's attention scores that are not masked."""
     causal, window = layer.causal, layer.window
     reach = seq if window is None else min(window, seq)
     if causal:
@@ -69,7 +69,10 @@ def visible_share(layer: AnyLayer, seq: int) -> float:
 
 
 def unsharded(run: Run) -> RegionSignature:
-    """A run's scene on one rank, logits and all: what its model FLOPs are counted on. Of scores those of documents."""
+    """Return the run's region signature on one rank, full logits included, for model FLOPs.
+
+    Packed runs count scores within documents only.
+    """
     kernels = replace(run.kernels, loss=Loss.UPCAST)
     if run.packed:
         kernels = replace(kernels, attention=AttentionKernel.FLASH, documents=Documents.BLOCKS)
@@ -85,13 +88,13 @@ def _forward(scene: RegionSignature) -> tuple[RegionFlops, tuple[tuple[AnyLayer,
 
 
 def forward_flops(run: Run, *, causal: bool = False) -> float:
-    """Of one micro-batch's forward through the whole model."""
+    """FLOPs of one micro-batch's forward through the entire model."""
     return _micro_batch_flops(unsharded(run), causal)[0]
 
 
 @lru_cache(maxsize=4096)
 def _micro_batch_flops(scene: RegionSignature, causal: bool) -> tuple[float, float]:
-    """Of a forward, and of both passes."""
+    """FLOPs of a forward, and of forward and backward."""
     ends, layers = _forward(scene)
     counts = {layer: scene.model.layers.count(layer) for layer, _ in layers}
     reach = scene.packed or scene.seq
@@ -109,17 +112,17 @@ def _token_flops(model: ModelSpec, seq: int, attention: bool, tuned: bool) -> fl
 
 
 def sequences(run: Run) -> int:
-    """In a step, on all ranks."""
+    """Sequences of a step, on all ranks."""
     return run.micro_batch * run.micro_batches * run.layout.dp
 
 
 def tokens(run: Run) -> int:
-    """In a step, on all ranks."""
+    """Tokens of a step, on all ranks."""
     return sequences(run) * run.seq
 
 
 def model_flops(run: Run, counting: Counting = Counting.LEDGER) -> float:
-    """Of a step on all ranks: what the mathematics asks for, as somebody counts it. Of frozen models, the forward."""
+    """Model FLOPs of a step on all ranks, by one definition. Frozen models add their forward."""
     models = [run.model if beside.model is None else beside.model for beside in run.frozen]
     if counting in (Counting.PALM, Counting.PARAMETERS):
         attention = counting is Counting.PALM
@@ -134,23 +137,23 @@ def model_flops(run: Run, counting: Counting = Counting.LEDGER) -> float:
 
 @lru_cache(maxsize=4096)
 def recompute_flops(region: Region, again: frozenset[int]) -> int:
-    """Of one micro-batch's backward on one rank: what runs again."""
+    """FLOPs that one micro-batch's backward recomputes on one rank."""
     steps = region.tape.steps
     return sum(steps[i].flops for i in again) if again != everything(region) else region.flops
 
 
-# Which steps of a region's tape backward runs again -------------------------------------------------------------------
+# recomputed steps of a region's tape ----------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=16384)
 def repeated(region: Region, kept: frozenset[int]) -> frozenset[int]:
-    """The least: what leads from the kept buffers to those that backward asks for."""
+    """Fewest recomputed steps: those between the kept buffers and the ones that backward needs."""
     return frozenset(region.program.recompute_set(kept))
 
 
 @lru_cache(maxsize=16384)
 def to_the_end(region: Region, kept: frozenset[int]) -> frozenset[int]:
-    """The same and the product that uses it: a checkpointed attention core runs to its end."""
+    """`repeated`, and the matmul that reads the result: a checkpointed attention core is recomputed to its end."""
     again = repeated(region, kept)
     made = {b for o in again for b in region.program.ops[o].outputs}
     ends = {op.index for op in region.program.ops if op.name == BATCHED and not made.isdisjoint(op.inputs)}
@@ -159,21 +162,21 @@ def to_the_end(region: Region, kept: frozenset[int]) -> frozenset[int]:
 
 @lru_cache(maxsize=4096)
 def everything(region: Region) -> frozenset[int]:
-    """The whole forward."""
+    """Every step of the forward."""
     return frozenset(range(len(region.tape.steps)))
 
 
 # utilisation ----------------------------------------------------------------------------------------------------------
 #
-# MFU and HFU: FLOPs that the model needs, or that the hardware runs, over what it could do in the same time
-# One definition for everything; what differs from author to author is how model FLOPs are counted: `flops.Counting`.
+# MFU and HFU: FLOPs that the model needs, or that the hardware runs, over the peak FLOPs of the same time. Authors
+# differ only in how they count model FLOPs: `Counting`.
 
 
 def utilisation(flops: float, *, seconds: float, devices: int, peak_flops_per_second: float) -> float:
-    """A share of the peak: MFU for model FLOPs, HFU for hardware FLOPs, of all devices together."""
+    """Share of all devices' peak: MFU for model FLOPs, HFU for hardware FLOPs."""
     return flops / (seconds * devices * peak_flops_per_second)
 
 
 def seconds_of(utilised: float, *, flops: float, devices: int, peak_flops_per_second: float) -> float:
-    """The step time that a published utilisation stands for."""
+    """Seconds of a step with this utilisation."""
     return flops / (utilised * devices * peak_flops_per_second)

@@ -1,4 +1,4 @@
-"""A kernel: what is launched once, with its FLOPs and the bytes that it moves."""
+"""Kernels, with their FLOPs and the bytes that they move."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Half(StrEnum):
-    """Which gradients a backward kernel makes; a zero-bubble schedule runs them apart."""
+    """Gradients that a backward kernel computes; a zero-bubble schedule separates them."""
 
     INPUTS = "inputs"
     WEIGHTS = "weights"
@@ -15,9 +15,9 @@ class Half(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``batch`` products of m × k and k × n, in the dtype of their inputs.
+    """``batch`` GEMMs of m × k and k × n, in the dtype of their inputs.
 
-    ``grouped``: see NOTE [ Grouped products ] in `matmul`; ``aligned``: NOTE [ Aligned rows ] there.
+    ``grouped``: see NOTE [ Grouped GEMMs ] in `matmul`; ``aligned``: NOTE [ Aligned rows ] there.
     """
 
     batch: int
@@ -30,37 +30,37 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """A multiply-add is two."""
+        """FLOPs of the GEMM; a multiply-add is two."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One launch."""
+    """Kernel of one or more steps of a tape."""
 
-    steps: tuple[int, ...]  # of the tape, whose forward or backward it is
+    steps: tuple[int, ...]  # whose forward or backward it computes
     nbytes: int  # read and written
     product: Product | None = None
-    attention_flops: float = 0.0  # of a fused attention, masked ones included
+    attention_flops: float = 0.0  # of fused attention, masked scores included
     scan_flops: int = 0  # of a fused scan
     half: Half | None = None
-    launches: int = 1  # kernels that it stands for
-    rows: bool = False  # it looks rows up, or scatters them
-    head_dim: int = 0  # of a fused attention's queries
-    keys: int = 0  # that one call of a fused attention sees
-    pieces: int = 1  # calls that it takes: one for each piece of a sequence that comes round
-    narrow: bool = False  # it takes query, key and value in fp8
+    launches: int = 1  # number of launches
+    rows: bool = False  # it gathers or scatters rows
+    head_dim: int = 0  # of fused attention's queries
+    keys: int = 0  # in one call of fused attention
+    pieces: int = 1  # calls of fused attention: one per piece of a sequence split over ranks
+    narrow: bool = False  # query, key and value are in fp8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelWork:
-    """Both passes of a region."""
+    """Kernels of a region's forward and backward."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
 
 
-# Which ops move memory in which way: what decides how kernels are fused and what they read and write ------------------
+# ops by their memory access, which decides how they fuse and what they read and write ---------------------------------
 
 
 POINTWISE = frozenset(
@@ -90,7 +90,7 @@ POINTWISE = frozenset(
         "quantise.fp8",
     )
 )
-"""Ops whose result depends on one element of each input, or nearly so."""
+"""Elementwise ops, or nearly so."""
 REDUCTIONS = frozenset(
     (
         "aten.native_layer_norm.default",
@@ -103,12 +103,12 @@ REDUCTIONS = frozenset(
         "aten.max.dim",
     )
 )
-"""Ops along rows."""
+"""Reductions over rows."""
 PAD = "pad.rows"
 LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default", PAD))
 """Ops that read as much of their first input as they write."""
 SCATTERS = frozenset(("aten.index_put.default", "aten.scatter_add.default"))
-"""Ops that write rows where an index says."""
+"""Ops that write rows at the positions of an index."""
 PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default", "aten.convolution.default"))
 SCAN = "fused_scan"
 BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
@@ -117,7 +117,7 @@ PICKED = "aten.nll_loss_forward.default"
 """Reads one number of each row."""
 IN_ROWS = "rows_cross_entropy"
 ROWS_PASSES = 2, 6
-"""Over its logits, of the forward (read, log-softmax written) and of the backward: log-softmax again, ``nll_loss``'s
+"""Passes over the logits in forward (read, log-softmax written) and in backward: log-softmax recomputed, ``nll_loss``'s
 gradient written, both read and the gradient written. NOTE [ Cross entropy in chunks ] in `runtime.chunked_loss`."""
 CHUNKED, LISTED, FUSED = "chunked_cross_entropy", "listed_cross_entropy", "fused_linear_cross_entropy"
 TILED = "tiled_log_probabilities"
@@ -125,4 +125,4 @@ LOSSES = frozenset((CHUNKED, LISTED, FUSED, TILED))
 ALL_TO_ALL = "c10d.all_to_all"
 TRANSFER, HOLD, QUANTISE = "c10d.", "hold", "quantise.fp8"
 IN_ORDER = "aten.cat.default"
-"""Behind a gathering: NOTE [ Rows of all ranks ] in `formula.tape`."""
+"""Reorders all-gathered rows: NOTE [ Rows of all ranks ] in `formula.tape`."""

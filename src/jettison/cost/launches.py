@@ -1,27 +1,28 @@
-"""What a region launches on the device: kernels with their FLOPs and the bytes that they move, in both passes.
+"""Kernels that a region launches in forward and backward, with their FLOPs and the bytes that they move.
 
 NOTE [ Fusion ]
-A tape lists ops as PyTorch has them. An op joins the kernel of an op whose result it reads if both may be fused, the
-results are of one size, and nothing that it also reads is made by another kernel in between. Elementwise ops may be
-fused; compiled code fuses reductions over rows as well. A fused kernel reads what comes from outside once, and writes
-what others read, what is saved for backward and nothing else. Its backward reads the gradients of what it wrote and
-what its ops saved, and writes the gradients of what it read; a gradient that is the incoming one, as that of a sum is,
-costs nothing. Where a value has several readers its gradients are added up: two reads and a write each.
+A tape lists PyTorch's ops. An op joins the kernel of an op whose result it reads if both may be fused, the results have
+the same size, and no other kernel in between writes one of its inputs. Elementwise ops may be fused; compiled code
+fuses reductions over rows as well. A fused kernel reads each outside input once, and writes only values that others
+read or that are saved for backward. Its backward reads the gradients of its outputs and its saved tensors, and writes
+the gradients of its inputs; a gradient that equals the incoming one, as a sum's does, costs nothing. Gradients of a
+value with several readers are added: two reads and a write each.
 
 NOTE [ Products ]
-y = x W^T with x of m × k and W of n × k is a product of (m, n, k); the gradient of x is one of (m, k, n), that of W one
-of (n, k, m). A bias costs one pass over the gradient of y.
+y = x W^T with x of m × k and W of n × k is a GEMM of (m, n, k); the gradient of x is one of (m, k, n), that of W one of
+(n, k, m). A bias costs one pass over the gradient of y.
 
 NOTE [ Pieces of a ring ]
-Attention over a sequence that c ranks share is c calls, one for each rank's keys as they come round. Under a causal
-mask the first is of a rank's own, of the others half see half of the keys, and half are of half of the queries. What a
-call returns is joined to what is there, scaled by both log-sum-exps; gradients are added up. TransformerEngine
-(``context_parallel.py``, ``flash_attn_fwd_out_correction``; ``dq.add_``) reads both and writes one, PyTorch's ring
-(``_context_parallel/_attention.py``, ``_SDPAMerger`` and ``_templated_ring_attention_backward``, torch 2.13) does it in
-fp32, op by op: a cast (6 bytes an element), a difference, its product and another difference (32) and for every second
-piece a copy of the whole; backward adds in fp32, copies, and joins keys' gradients with values' before they are sent.
+Attention over a sequence sharded over c ranks is c calls, one for each rank's keys as they pass by in the ring. Under a
+causal mask the first takes a rank's own keys; of the others one half sees half of the keys, the other half of the
+queries. A call's output is merged with the previous ones, scaled by both log-sum-exps; gradients are added.
+TransformerEngine (``context_parallel.py``, ``flash_attn_fwd_out_correction``; ``dq.add_``) reads both and writes one.
+PyTorch's ring (``_context_parallel/_attention.py``, ``_SDPAMerger`` and ``_templated_ring_attention_backward``,
+torch 2.13) merges in fp32, op by op: a cast (6 bytes an element), a subtraction, a multiplication and another
+subtraction (32), and for every second piece a full copy; backward adds in fp32, copies, and concatenates the gradients
+of keys and values before they are sent.
 
-What products of narrow copies launch: `narrow_kernels`.
+Kernels of FP8 and FP4 GEMMs: `narrow_kernels`.
 """
 
 from __future__ import annotations
@@ -69,48 +70,48 @@ from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.kernels import ContextExchange
 
 FLASH_BACKWARD = 2.5
-"""FLOPs of a fused attention's backward for those of its forward, where values are as wide as queries."""
+"""FLOPs of fused attention's backward over its forward's, for values as wide as queries."""
 ROWS = 2
-"""Of query, key and value: b × heads × s × d."""
+"""Sequence dim of query, key and value: b × heads × s × d."""
 SCAN_BACKWARD = 3
-"""FLOPs of a fused scan's backward for those of its forward: gradients of both factors of each product, and the states
-and scores that it works out again (``mamba_ssm/ops/triton/ssd_combined.py``, ``_mamba_chunk_scan_combined_bwd``)."""
+"""FLOPs of a fused scan's backward over its forward's: gradients of both factors of each matmul, and the recomputed
+states and scores (``mamba_ssm/ops/triton/ssd_combined.py``, ``_mamba_chunk_scan_combined_bwd``)."""
 LOSS_PASSES = 3
-"""Over fp32 logits, in one direction: written, read, written as gradients."""
+"""Passes over fp32 logits, in one direction: written, read, written as gradients."""
 
 
 PIECES: Mapping[ContextExchange, tuple[float, float, int]] = MappingProxyType(
     {ContextExchange.P2P: (3 * 0.75, 3 * 0.75, 2), ContextExchange.RING: (38 / 2 * 0.75 + 2, 18 / 2, 5)}
 )
-"""By the exchange, for each piece but the first: passes over 16-bit outputs, over gradients of queries, keys and
-values, and kernels. See NOTE [ Pieces of a ring ]."""
+"""Passes over 16-bit outputs, over gradients of queries, keys and values, and kernels, for each piece but the first: by
+exchange. See NOTE [ Pieces of a ring ]."""
 
 
 @lru_cache(maxsize=4096)
 def work(
     region: Region, how: Execution, gradient: str, product: str | None, *, recipe: Fp8Recipe | None = None
 ) -> KernelWork:
-    """Everything that a region launches.
+    """Kernels of a region.
 
     Args:
-        how: the code runs it.
+        how: execution choices.
         gradient: dtype of weight gradients.
-        product: dtype of the inputs of products with weights, where they are quantised.
-        recipe: how products are narrow, if that is said.
+        product: dtype of the inputs of GEMMs with weights, if they are quantised.
+        recipe: of FP8 or FP4 GEMMs, if known.
     """
     return _Listing(region=region, how=how, gradient_bytes=DTYPE_BYTES[gradient], product=product, recipe=recipe).work()
 
 
 def backward_of_attention(step: TapeOp) -> float:
-    """FLOPs of a fused attention's backward: five products for the forward's two, three as wide as queries and two as
-    wide as values (arXiv 2205.14135, Algorithm 4).
+    """FLOPs of fused attention's backward: five matmuls for the forward's two, three as wide as queries and two as wide
+    as values (arXiv 2205.14135, Algorithm 4).
     """
     query, value = step.inputs[0].local_shape[-1], step.inputs[2].local_shape[-1]
     return step.flops * (3 * query + 2 * value) / (query + value)
 
 
 def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
-    """Steps that are one kernel, as in NOTE [ Fusion ] and NOTE [ Quantising ] in `narrow_kernels`."""
+    """Group steps into kernels: NOTE [ Fusion ], and NOTE [ Quantising ] in `narrow_kernels`."""
     fusable = {Fusion.NONE: frozenset(), Fusion.POINTWISE: POINTWISE, Fusion.COMPILED: POINTWISE | REDUCTIONS}[fusion]
     made: list[list[int]] = []
     group_of: dict[int, int] = {}
@@ -140,7 +141,7 @@ def _joined(
     fusion: Fusion,
     leaders: frozenset[str],
 ) -> int | None:
-    """The group that a step may join: the last of those whose results it reads, if one of ``leaders`` starts it."""
+    """Return the group that a step may join: the last one whose results it reads, if it starts with a leader."""
     makers = [maker[v.storage] for v in step.inputs if v.storage in maker]
     if not makers:
         return None
@@ -153,7 +154,7 @@ def _joined(
 
 
 def aligned(*rows: int) -> int:
-    """The largest power of two, up to 64, that divides all these lengths of rows: NOTE [ Aligned rows ] in `matmul`."""
+    """Largest power of two, up to 64, that divides all these lengths of rows: NOTE [ Aligned rows ] in `matmul`."""
     return gcd(64, *rows)
 
 
@@ -163,7 +164,7 @@ def _size(step: TapeOp) -> int:
 
 @dataclass(kw_only=True)
 class _Listing:
-    """Writes down the kernels of one region."""
+    """Lists the kernels of one region."""
 
     region: Region
     how: Execution
@@ -177,24 +178,24 @@ class _Listing:
 
     @cached_property
     def narrow(self) -> NarrowKernels:
-        """What products of narrow copies launch beside themselves."""
+        """Quantisation of FP8 and FP4 GEMMs."""
         return narrow_kernels(self.tape, self.how, self.product, self.recipe)
 
     @cached_property
     def experts(self) -> ExpertKernels:
-        """What experts launch otherwise."""
+        """Kernels of experts that differ from their ops."""
         return ExpertKernels(tape=self.tape, loops=self.how.loops_experts, once_to_node=self.how.once_to_node)
 
     @cached_property
     def rotary(self) -> RotaryKernels:
-        """What rotations launch."""
+        """Kernels of rotary embeddings."""
         return RotaryKernels(tape=self.tape, in_place=self.how.rotates_in_place)
 
     def work(self) -> KernelWork:
         steps = self.tape.steps
         members = [group for group in self._groups(steps) if not self._is_free(steps[group[0]])]
         readers: defaultdict[int, set[int]] = defaultdict(set)
-        narrow_only: defaultdict[int, set[int]] = defaultdict(set)  # readers that take the copy in fp8
+        narrow_only: defaultdict[int, set[int]] = defaultdict(set)  # readers of the fp8 copy
         narrowed = {step.inputs[0].index for step in steps if step.name == QUANTISE and self.narrow.joins}
         for number, group in enumerate(members):
             for i in group:
@@ -202,7 +203,7 @@ class _Listing:
                     readers[v.storage].add(number)
                     if v.index in narrowed and self.narrow.takes(steps[i]):
                         narrow_only[v.storage].add(number)
-        for i, step in enumerate(steps):  # transfers and what is held for others read, too
+        for i, step in enumerate(steps):  # transfers and kept references read, too
             if self._is_free(step) and step.name != NAMES:
                 for v in step.inputs:
                     readers[v.storage].add(-1 - i)
@@ -232,7 +233,7 @@ class _Listing:
     # forward ----------------------------------------------------------------------------------------------------------
 
     def _forward(self, group: list[int], own: list[TapeOp], leaving: list[Value]) -> Iterator[Kernel]:
-        """Args: leaving: values that it writes."""
+        """Args: leaving: values that the group writes."""
         step, indices = own[0], tuple(group)
         written = sum(v.nbytes for v in leaving)
         if step.name == PICKED:
@@ -280,7 +281,7 @@ class _Listing:
     def _fused_attention(
         self, step: TapeOp, indices: tuple[int, ...], nbytes: int, flops: float, half: Half | None
     ) -> Iterator[Kernel]:
-        """One pass of it, and what joins the pieces that it is cut into."""
+        """One pass of fused attention, and the merging of its pieces."""
         query, key, value, *_ = step.inputs
         passes = PIECES.get(self.how.exchange)
         pieces = -(-key.shape[ROWS] // key.local_shape[ROWS]) if passes else 1
@@ -301,7 +302,7 @@ class _Listing:
             yield Kernel(steps=indices, nbytes=int((pieces - 1) * joined), half=half, launches=(pieces - 1) * launches)
 
     def _read(self, own: list[TapeOp]) -> int:
-        """Bytes that come from outside, each storage once."""
+        """Bytes read from outside the group, each storage once."""
         inside = {v.storage for step in own for v in step.outputs}
         views: defaultdict[int, dict[int, int]] = defaultdict(dict)
         for step in own:
@@ -314,12 +315,12 @@ class _Listing:
         return self.tape.sizes[storage]
 
     def _product(self, step: TapeOp) -> Product | None:
-        """The sizes of a matrix product, which its FLOPs and its result tell; None where the op is none."""
+        """Sizes of a matmul, from its FLOPs and its result; None for other ops."""
         if step.name not in PRODUCTS and step.name not in (BATCHED, GROUPED):
             return None
         shape = step.outputs[0].local_shape
         k = step.flops // max(1, 2 * prod(shape))
-        if not k:  # of no elements
+        if not k:  # no elements
             return None
         narrow = self.narrow.dtype_of(step)
         dtype = step.inputs[0].dtype if narrow is None else narrow
@@ -333,7 +334,7 @@ class _Listing:
         return Product(1, rows, n, k, dtype, aligned=aligned(k))
 
     def _loss(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
-        """Head and loss in chunks. What makes gradients at once does all three products in the forward."""
+        """Head and loss in chunks. `FUSED` computes gradients, too, in forward: all three GEMMs."""
         x, weight = step.inputs[0], step.weights[0]
         k = x.local_shape[-1]
         m, n = prod(x.local_shape[:-1]), weight.numel // k
@@ -432,7 +433,7 @@ class _Listing:
         yield Kernel(steps=indices, nbytes=nbytes, scan_flops=flops, half=Half.INPUTS, launches=launches, rows=rows)
 
     def _saved(self, own: list[TapeOp]) -> int:
-        """Bytes that backward reads of what the steps saved, each storage once."""
+        """Bytes of saved tensors that backward reads, each storage once."""
         views: dict[int, int] = {}
         for step in own:
             for s in step.saved:
@@ -441,7 +442,7 @@ class _Listing:
         return sum(views.values())
 
     def _made(self, own: list[TapeOp]) -> list[int]:
-        """Bytes of the gradients that are written: of what comes from outside, unless it is the incoming one."""
+        """Bytes of each gradient of an outside input, unless it equals the incoming one."""
         inside = {v.storage for step in own for v in step.outputs}
         passed = self._passed(own)
         found: dict[int, int] = {}
@@ -453,14 +454,14 @@ class _Listing:
         return list(found.values())
 
     def _passed(self, own: list[TapeOp]) -> bool:
-        """Do only sums stand between what a sum adds and what the group gives on? The last step tells."""
+        """Are there only sums between a sum's inputs and the group's output? The last step tells."""
         return own[-1].passes
 
     def _gradients(self, own: list[TapeOp]) -> int:
         return sum(v.nbytes for step in own for v in step.inputs if v.grad)
 
     def _sums(self) -> Iterator[Kernel]:
-        """Gradients of values with several readers."""
+        """Sums of gradients of values with several readers."""
         contributions: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for i, step in enumerate(self.tape.steps):
             if not step.differentiable:
@@ -475,42 +476,43 @@ class _Listing:
                 yield Kernel(steps=(i,), nbytes=each * nbytes, half=Half.INPUTS, launches=launches)
 
 
-# What a layer's experts launch otherwise than their ops say -----------------------------------------------------------
+# kernels of experts that differ from their ops ------------------------------------------------------------------------
 #
 # NOTE [ Experts in Megatron ]
-# Megatron-Core before the fused kernels of 26.06 (megatron/core/transformer/moe/experts.py, TEGroupedMLP) hands a
-# grouped product over expert by expert, and quantises what goes into it before. The bias of the last product is added
-# by `_apply_bias`: for each expert b·p with fp32 weights p, a sum, all of them joined and cast, where one kernel would
-# read and write 2 + 2 bytes. That of the first product is the product's own. Halves that are clamped (gpt-oss) are
-# clamped and joined before the kernel that multiplies them (fusions/fused_bias_geglu.py), and PyTorch's backward of a
-# clamp compares anew. `tests/cost/test_cost_experts.py` counts the bytes of both in PyTorch, op by op.
+# Megatron-Core before the fused kernels of 26.06 (megatron/core/transformer/moe/experts.py, TEGroupedMLP) launches a
+# grouped GEMM expert by expert, after quantising its inputs. The bias of the last GEMM is added by `_apply_bias`: for
+# each expert b·p with fp32 weights p, a sum, all of them concatenated and cast, where one kernel would read and write
+# 2 + 2 bytes. The first GEMM adds its bias itself. Clamped halves (gpt-oss) are clamped and concatenated before the
+# kernel that multiplies them (fusions/fused_bias_geglu.py), and PyTorch's backward of a clamp repeats the comparison.
+# `tests/cost/test_cost_experts.py` counts the bytes of both in PyTorch, op by op.
 #
 # NOTE [ Permuted rows ]
-# TransformerEngine's permute (``pytorch/permutation.py``, with ``moe_permute_fusion``) goes back by a gather of the
-# same rows, which it reads and writes once. PyTorch's backward of an index adds rows to zeros.
+# The backward of TransformerEngine's permute (``pytorch/permutation.py``, with ``moe_permute_fusion``) gathers the same
+# rows: one read and one write. PyTorch's backward of an index adds rows to zeros.
 
 
 WIDE_BIAS = (28, 40)
-"""Bytes an element of a bias that is added in fp32, in both directions: b·p written (4), read with the output and the
-sum written (10), joined (8), cast (6); the gradient cast (6) and cast again for the output's (6), which are joined (4),
-times p for b's and times b for p's (16), and both summed up (8)."""
+"""Bytes per element of a bias that is added in fp32. Forward: b·p written (4), read with the output and the sum written
+(10), concatenated (8), cast (6). Backward: the gradient cast (6), cast once more for the output's (6), concatenated
+(4), times p for b's and times b for p's (16), and both summed (8)."""
 CLAMPS = (16, 30)
-"""Bytes an element of the hidden size of halves that are clamped apart and joined; and back: a half with one bound
-compared (3) and chosen (5), one with two compared twice (6), both joined (3) and chosen (5), halves joined (8)."""
+"""Bytes per element of the hidden size of halves that are clamped apart and concatenated. Backward: a half with one
+bound compared (3) and selected (5), one with two compared twice (6), both combined (3) and selected (5), halves
+concatenated (8)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertKernels:
-    """Of one tape."""
+    """Kernels of experts in one tape."""
 
     tape: Tape
-    loops: bool  # experts are handed over one by one
-    once_to_node: bool  # what sends rows copies them, too, and sums what comes back
+    loops: bool  # experts are launched one by one
+    once_to_node: bool  # the all-to-all library copies and sums rows, too
 
     def sends(self, step: TapeOp) -> bool:
-        """Does it copy rows that are sent as they are, fill them up, or sum what has come back? The library does.
+        """Does the all-to-all library do this step: copy rows before sending, pad them, or sum received ones?
 
-        Filling up: ``pad_multiple`` in megatron/core/transformer/moe/token_dispatcher.py of Megatron-LM.
+        Padding: ``pad_multiple`` in megatron/core/transformer/moe/token_dispatcher.py of Megatron-LM.
         """
         if not self.once_to_node:
             return False
@@ -527,18 +529,18 @@ class ExpertKernels:
         return frozenset(s.inputs[0].storage for s in steps), frozenset(s.outputs[0].storage for s in steps)
 
     def is_bias(self, step: TapeOp) -> bool:
-        """A bias looked up for each row, or added: see NOTE [ Experts in Megatron ]."""
+        """Does this step look up a bias for each row, or add it? See NOTE [ Experts in Megatron ]."""
         looked_up = step.name == "aten.index.Tensor" and bool(step.weights)
         added = step.name == "aten.add.Tensor" and step.path in self._biased
         return self.loops and (looked_up or added)
 
     @cached_property
     def _biased(self) -> frozenset[str]:
-        """Paths of experts' products with a bias."""
+        """Paths of experts' GEMMs with a bias."""
         return frozenset(s.path for s in self.tape.steps if s.name == "aten.index.Tensor" and s.weights)
 
     def bias(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
-        """All of it where it is looked up; where it is added there is nothing left to do."""
+        """Kernels of the lookup, which include the addition; none for the addition."""
         half = Half.WEIGHTS if backward else None
         if not step.weights:
             return
@@ -549,37 +551,37 @@ class ExpertKernels:
             yield Kernel(steps=indices, nbytes=2 * elements, half=half)
 
     def clamps(self, step: TapeOp) -> tuple[int, int]:
-        """Bytes in both directions."""
+        """Bytes of clamping, in forward and in backward."""
         if not self.loops or not step.name.endswith(".clamped"):
             return 0, 0
         elements = prod(step.outputs[0].local_shape)
         return CLAMPS[0] * elements, CLAMPS[1] * elements
 
 
-# What rotating the heads of latent attention launches -----------------------------------------------------------------
+# rotary embeddings of latent attention --------------------------------------------------------------------------------
 #
 # NOTE [ Rotated in place ]
-# A query of latent attention is rotated in a quarter or a third of its width, and a key takes one rotated head for all
-# of its own. With ``apply_rope_fusion`` Megatron-Core rotates that part of the query where it lies, and writes keys and
-# values out of their joint product and the rotated head in one kernel; backward does the same the other way
-# (``_mla_rope_fwd_inplace_kernel``, ``_mla_rope_fwd_kv_split_kernel`` in fusions/fused_mla_yarn_rope_apply.py).
-# Without, parts are rotated, joined and copied, and their gradients added up.
+# Multi-head latent attention rotates a quarter or a third of a query's width, and one head that all keys share. With
+# ``apply_rope_fusion`` Megatron-Core rotates that part of the query in place, and writes keys and values from their
+# joint projection and the rotated head in one kernel; backward reverses it (``_mla_rope_fwd_inplace_kernel``,
+# ``_mla_rope_fwd_kv_split_kernel`` in fusions/fused_mla_yarn_rope_apply.py). Without it, parts are rotated,
+# concatenated and copied, and their gradients added.
 
 
 HEADS = 1
-"""Of b × heads × s × d."""
+"""Dim of heads: b × heads × s × d."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryKernels:
-    """Of one tape."""
+    """Kernels of rotary embeddings in one tape."""
 
     tape: Tape
     in_place: bool  # see NOTE [ Rotated in place ]
 
     @cached_property
     def _joined(self) -> dict[int, Value]:
-        """The rotated part, by the index of what it is joined to make."""
+        """The rotated part, by the index of the concatenation's result."""
         if not self.in_place:
             return {}
         rotated = {out.index: out for step in self.tape.steps if step.name == "rotary" for out in step.outputs}
@@ -590,11 +592,11 @@ class RotaryKernels:
         }
 
     def is_free(self, step: TapeOp) -> bool:
-        """Is it part of another's kernel?"""
+        """Is the step part of another step's kernel?"""
         return step.name == "rotary" and step.outputs[0].index in {value.index for value in self._joined.values()}
 
     def nbytes(self, step: TapeOp) -> int | None:
-        """Read and written in one direction; None: as any other step."""
+        """Bytes read and written in one direction; None for steps without this kernel."""
         part = self._joined.get(step.outputs[0].index) if step.outputs else None
         if part is None:
             return None
@@ -606,7 +608,7 @@ class RotaryKernels:
 
     @cached_property
     def apart(self) -> frozenset[int]:
-        """Storages whose parts' gradients one kernel writes side by side, so that none are added up."""
+        """Storages whose gradients one kernel writes part by part, so that none are added."""
         return frozenset(
             value.storage
             for step in self.tape.steps

@@ -1,11 +1,11 @@
-"""Seconds of a region: forward, what is computed again, and backward, with the transfers that are waited for.
+"""Seconds of a region: forward, recomputation and backward, with their exposed transfers.
 
-NOTE [ What hides behind what ]
-Within a layer every forward transfer is waited for: the next kernel needs it. In backward the gradient of a
-column-parallel product's input is reduced beside the product for its weight, and a saved shard is gathered beside the
-product for its input, where an execution does so. A gathering in backward that mirrors a forward reduce-scatter brings
-the gradient itself and is waited for. Where products are cut into t pieces, all of these hide behind products but for
-the first piece. What hides still takes `Reached.shared` of the device while it lasts.
+NOTE [ Overlap of transfers ]
+Within a layer every forward transfer is exposed: the next kernel needs it. In backward an execution may overlap the
+reduction of a column-parallel layer's input gradient with the weight-gradient GEMM, and the all-gather of a saved shard
+with the input-gradient GEMM. An all-gather in backward that mirrors a forward reduce-scatter brings the gradient itself
+and is exposed. If GEMMs are cut into t pieces, all of these overlap with GEMMs except for the first piece. An
+overlapped transfer still takes `Reached.shared` of the device while it lasts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOTHING_AGAIN: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSeconds:
-    """Seconds of work on the device, of transfers waited for, and of waiting for the host to hand over kernels."""
+    """Seconds of compute, of exposed transfers, and of waiting for the host to launch kernels."""
 
     compute: float = 0.0
     transfers: float = 0.0
@@ -42,11 +42,11 @@ class PassSeconds:
 
     @property
     def seconds(self) -> float:
-        """Altogether."""
+        """Sum of the three."""
         return self.compute + self.transfers + self.dispatch
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
-        """One after the other."""
+        """Add two passes that follow each other."""
         return PassSeconds(
             compute=self.compute + other.compute,
             transfers=self.transfers + other.transfers,
@@ -54,7 +54,7 @@ class PassSeconds:
         )
 
     def __mul__(self, times: float) -> PassSeconds:
-        """So many times."""
+        """Repeat a pass."""
         return PassSeconds(
             compute=self.compute * times, transfers=self.transfers * times, dispatch=self.dispatch * times
         )
@@ -62,7 +62,10 @@ class PassSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSeconds:
-    """One micro-batch through one region on one rank. ``backward`` is both halves, without what is computed again."""
+    """Seconds of one micro-batch through one region on one rank.
+
+    ``again`` is recomputation; ``inputs`` and ``weights`` are the gradients of inputs and of weights.
+    """
 
     forward: PassSeconds
     again: PassSeconds
@@ -71,12 +74,12 @@ class RegionSeconds:
 
     @property
     def backward(self) -> PassSeconds:
-        """All of it."""
+        """Recomputation and both kinds of gradients."""
         return self.again + self.inputs + self.weights
 
     @property
     def backward_seconds(self) -> float:
-        """`backward.seconds`, without making anything of it: asked for more often than all else."""
+        """`backward.seconds`, without objects in between: the most frequent request."""
         again, inputs, weights = self.again, self.inputs, self.weights
         return (
             (again.compute + inputs.compute + weights.compute)
@@ -85,7 +88,7 @@ class RegionSeconds:
         )
 
     def __add__(self, other: RegionSeconds) -> RegionSeconds:
-        """Both."""
+        """Add two regions."""
         return RegionSeconds(
             forward=self.forward + other.forward,
             again=self.again + other.again,
@@ -94,7 +97,7 @@ class RegionSeconds:
         )
 
     def __mul__(self, times: float) -> RegionSeconds:
-        """So many alike."""
+        """Repeat a region."""
         return RegionSeconds(
             forward=self.forward * times,
             again=self.again * times,
@@ -107,12 +110,12 @@ NOTHING = RegionSeconds(forward=PassSeconds(), again=PassSeconds(), inputs=PassS
 
 
 def kernels_of(region: Region, execution: Execution, precision: Precision) -> KernelWork:
-    """Everything that a region launches when it is run like that."""
+    """Kernels of a region's forward and backward under an execution."""
     return work(region, execution, precision.gradient, precision.product, recipe=precision.recipe or execution.recipe)
 
 
 class Class(StrEnum):
-    """Kinds of kernels, by what bounds them."""
+    """Kinds of kernels in a breakdown of a step's time."""
 
     PRODUCTS = "matrix products with weights"
     ATTENTION = "attention"
@@ -121,7 +124,7 @@ class Class(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PriceModel:
-    """What kernels and transfers of a run take on a device: the prices of `plan`, `estimate` and `search` alike."""
+    """Seconds of a run's kernels and transfers on a device, for `plan`, `estimate` and `search` alike."""
 
     hardware: Hardware
     execution: Execution
@@ -137,20 +140,20 @@ class PriceModel:
         return self._hash
 
     def seconds(self, region: Region, again: frozenset[int] = NOTHING_AGAIN, *, planned: bool = False) -> RegionSeconds:
-        """What a region takes.
+        """Seconds of a region.
 
         Args:
-            again: steps of its tape that backward runs again.
-            planned: somebody decides what it keeps, which costs the host time where an execution has hooks.
+            again: steps of its tape that backward recomputes.
+            planned: its saved tensors go through hooks, if the execution has them; hooks take host time.
         """
         return _seconds(self, region, again, planned and self.execution.hooks)
 
     def by_class(self, region: Region) -> dict[Class, float]:
-        """A forward and a backward by kinds of kernels."""
+        """Seconds of a forward and a backward by kind of kernel."""
         return _by_class(self, region)
 
     def op_seconds(self, region: Region) -> tuple[float, ...]:
-        """What each op of a region adds to a recompute, at least, whatever else runs again."""
+        """Least seconds that each op adds to recomputation, whatever else is recomputed."""
         return _op_seconds(self, region)
 
 
@@ -170,9 +173,9 @@ def _by_class(prices: PriceModel, region: Region) -> dict[Class, float]:
 
 @lru_cache(maxsize=1024)
 def _op_seconds(prices: PriceModel, region: Region) -> tuple[float, ...]:
-    """A kernel of several ops counts for each of them in part, for it runs again whole where one of them does."""
+    """Each op of a fused kernel takes an equal part of it: recomputing one recomputes the entire kernel."""
     timer, steps = _timer(prices, region), range(len(region.tape.steps))
-    # beside work that runs again, too, a transfer costs less than alone
+    # a transfer that overlaps with recomputation costs less than alone
     exposed, shared = prices.execution.exposed(prices.layout.tp), prices.hardware.reached.shared
     least = exposed + (1 - exposed) * shared
     beside = {c.step for c in region.collectives if c.axis == "ep" and prices.execution.hides_experts}
@@ -192,7 +195,7 @@ def _timer(prices: PriceModel, region: Region) -> _Timer:
 
 
 class _Timer:
-    """One region under one price model."""
+    """Times of one region under one price model."""
 
     def __init__(self, prices: PriceModel, region: Region) -> None:
         self.region = region
@@ -228,7 +231,7 @@ class _Timer:
         )
 
     def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> PassSeconds:
-        """Args: host: seconds of it beside handing kernels over."""
+        """Args: host: seconds of host work in addition to launches."""
         compute = sum(self.kernel(k) for k in kernels)
         handed = self._host.handing(kernels)
         if self.hardware.synchronous:
@@ -247,7 +250,7 @@ class _Timer:
         )
 
     def kernel(self, kernel: Kernel) -> float:
-        """Of one kernel."""
+        """Seconds of one kernel."""
         return kernel_seconds(
             kernel,
             self.hardware,
@@ -257,7 +260,7 @@ class _Timer:
         )
 
     def kind(self, kernel: Kernel) -> Class:
-        """What a kernel is. The products of an eager attention belong to it."""
+        """Kind of a kernel. Matmuls of eager attention count as attention."""
         name = self.region.tape.steps[kernel.steps[0]].name
         if kernel.attention_flops or name == BATCHED:
             return Class.ATTENTION
@@ -278,15 +281,15 @@ class _Timer:
         return narrow_kernels(self.region.tape, self.execution, self.precision.product, self.precision.recipe)
 
     def _exposed(self, axis: str) -> float:
-        """Share of a transfer that is waited for. See NOTE [ What hides behind what ]."""
+        """Exposed share of a transfer: NOTE [ Overlap of transfers ]."""
         return self.execution.exposed(self.layout.tp) if axis == "tp" else 1.0
 
     def _cost(self, waited: float, hidden: Sequence[tuple[float, float]]) -> float:
-        """Seconds waited for, and what those that hide, each behind so much work, cost nevertheless."""
+        """Seconds of exposed transfers and of hidden ones, each (seconds, seconds of the compute that it overlaps)."""
         return waited + sum(self._hidden(seconds, work) for seconds, work in hidden)
 
     def _beside(self, c: Collective, kernels: Sequence[Kernel], half: Half | None) -> float:
-        """Seconds of the products that a transfer hides behind: see NOTE [ What hides behind what ]."""
+        """Seconds of the GEMMs that a transfer overlaps with: NOTE [ Overlap of transfers ]."""
         own = self._own[c.step]
         steps = self.region.tape.steps
         return sum(
@@ -297,7 +300,7 @@ class _Timer:
 
     @cached_property
     def _own(self) -> dict[int, frozenset[int]]:
-        """By the step of a transfer, the products that read what it gathers, or make what it reduces."""
+        """GEMMs that read what a transfer gathers or write what it reduces, by the transfer's step."""
         steps = self.region.tape.steps
         found = {}
         for at in {c.step for c in self.region.collectives}:
@@ -314,12 +317,12 @@ class _Timer:
         return found
 
     def _hidden(self, seconds: float, work: float) -> float:
-        """What transfers cost that run beside so much work."""
+        """Cost of transfers that overlap with this many seconds of compute."""
         out = max(0.0, seconds - work)
         return out + (seconds - out) * self.hardware.reached.shared
 
     def _experts(self, kernels: Sequence[Kernel], *, backward: bool, steps: frozenset[int] | None = None) -> float:
-        """What rows on their way to experts and back cost where they travel beside another micro-batch's work."""
+        """Cost of experts' all-to-alls that overlap with another micro-batch."""
         if not self.execution.hides_experts:
             return 0.0
         chosen = [c for c in self.region.collectives if c.axis == "ep" and c.backward is backward]
@@ -327,7 +330,7 @@ class _Timer:
         return self._hidden(seconds, sum(self.kernel(k) for k in kernels)) if seconds else 0.0
 
     def _forward_transfers(self, steps: frozenset[int] | None, kernels: Sequence[Kernel]) -> float:
-        """Those of a forward, or of the steps of it that run again, which are ``kernels``."""
+        """Cost of a forward's transfers, or of those of recomputed steps, which launch ``kernels``."""
         forward = [c for c in self.region.collectives if not c.backward]
         at = [i for i, step in enumerate(self.region.tape.steps) if step.name.startswith(TRANSFER)]
         waited, hidden = 0.0, []
@@ -361,7 +364,7 @@ class _Timer:
         return self._cost(waited, hidden) + self._experts(kernels, backward=True)
 
     def _ring(self, kernels: tuple[Kernel, ...]) -> float:
-        """Keys and values that go round under context parallelism, where attention does not cover it."""
+        """Exposed seconds of the ring of keys and values under context parallelism."""
         if self.layout.cp == 1:
             return 0.0
         total = 0.0
@@ -378,53 +381,52 @@ class _Timer:
         return total
 
 
-# Seconds until the host has handed over what the device is to do ------------------------------------------------------
+# host time ------------------------------------------------------------------------------------------------------------
 #
 # NOTE [ Launch-bound ]
-# Work that takes less than handing it over takes as long as that. For kernels it is `Delays.dispatch` each. A layer of
-# experts in Megatron takes the host much longer than its kernels say: modules, quantisers and tensors of each expert
-# are Python objects, and it waits for the device to say how many rows each expert has. TransformerEngine's issue 2897
-# measured 1.2 ms of host time for a forward and 2.1 ms for a backward of the newest fused experts alone; fp8 costs the
-# host twice what bf16 does (issue 761). `Delays.experts` is a whole layer's. CUDA graphs replay kernels without the
-# host, but for what they leave out.
+# The device waits if the host takes longer to launch kernels than they run: `Delays.dispatch` each. A Megatron layer of
+# experts takes the host much longer than its launches: modules, quantisers and tensors of each expert are Python
+# objects, and the host waits for the device's count of each expert's rows. TransformerEngine's issue 2897 measured
+# 1.2 ms of host time for a forward and 2.1 ms for a backward of the newest fused experts alone; fp8 costs the host
+# twice what bf16 does (issue 761). `Delays.experts` is an entire layer's. CUDA graphs replay kernels without the host.
 #
 # NOTE [ Expert by expert ]
-# TransformerEngine hands a grouped product over as a loop of cuBLASLt's (``common/gemm/cublaslt_gemm.cu``,
-# ``multi_stream_cublas_gemm``): a description, a search for an algorithm and a launch for each expert, two forward and
-# four backward for its two matrices. And so are rows of each expert quantised (``csrc/extensions/cast.cpp``,
-# ``multi_tensor_quantize_impl``), but under NVFP4, which has one kernel for all (``split_quantize_nvfp4_impl``). Eight
-# products of 128 × 2048 × 2048, whose arithmetic takes a few microseconds, took 267 on Blackwell (TransformerEngine's
-# pull request 3134, "pure"): `Delays.product` is 33 there.
+# TransformerEngine launches a grouped GEMM as a loop of cuBLASLt calls (``common/gemm/cublaslt_gemm.cu``,
+# ``multi_stream_cublas_gemm``): a descriptor, a heuristic search and a launch for each expert, two in forward and four
+# in backward for its two matrices. Rows are quantised expert by expert, too (``csrc/extensions/cast.cpp``,
+# ``multi_tensor_quantize_impl``), except under NVFP4, which has one kernel for all (``split_quantize_nvfp4_impl``).
+# Eight GEMMs of 128 × 2048 × 2048, whose arithmetic takes a few microseconds, took 267 µs on Blackwell
+# (TransformerEngine's pull request 3134, "pure"): `Delays.product` is 33 µs there.
 #
-# NOTE [ What graphs leave out ]
-# A graph is captured once, for sizes that stay. Where no token is dropped, the host learns in each step how many rows
-# an expert has, and products are handed over for that many: recipes capture ``attn``, ``moe_router`` and
-# ``moe_preprocess`` and leave experts to the host (NVIDIA-NeMo/Megatron-Bridge v0.2.0 to v0.6.0,
-# ``cuda_graph_scope`` of scripts/performance/configs and perf_recipes). Whole iterations are captured where every
-# expert has as many rows (``moe_pad_expert_input_to_capacity``: Qwen3 in v0.1.0), or where fused experts read the
-# numbers on the device and HybridEP does not wait for them (``_enable_deepseek_full_iteration_mxfp8`` in v0.6.0).
+# NOTE [ Outside CUDA graphs ]
+# A graph is captured once, for fixed sizes. With dropless routing the host reads the number of rows of each expert in
+# each step and launches GEMMs of that size: recipes capture ``attn``, ``moe_router`` and ``moe_preprocess`` and leave
+# experts to the host (NVIDIA-NeMo/Megatron-Bridge v0.2.0 to v0.6.0, ``cuda_graph_scope`` of scripts/performance/configs
+# and perf_recipes). Full iterations are captured if every expert has a fixed number of rows
+# (``moe_pad_expert_input_to_capacity``: Qwen3 in v0.1.0), or if fused experts read the numbers on the device and
+# HybridEP does not wait for them (``_enable_deepseek_full_iteration_mxfp8`` in v0.6.0).
 
 
 FUSED_EXPERTS: Final = 3.3e-3
 """Host seconds of a layer of fused experts, forward and backward, on a GB200: NOTE [ Launch-bound ]."""
 FORWARD_OF_EXPERTS: Final = 1.2 / 3.3
-"""Of the host's time for a layer of experts: NOTE [ Launch-bound ]."""
+"""Forward's share of the host time of a layer of experts: NOTE [ Launch-bound ]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostWork:
-    """Of one region."""
+    """Host seconds of one region."""
 
     tape: Tape
     execution: Execution
     delays: Delays
     ep: int  # ranks that share its experts
-    narrow: bool  # its products are in fp8 or less
-    apart: bool  # rows of each expert are quantised apart
+    narrow: bool  # its GEMMs are FP8 or FP4
+    apart: bool  # rows are quantised expert by expert
 
     @property
     def experts(self) -> float:
-        """A layer of them, both ways, beside `handing`."""
+        """Seconds of experts' forward and backward in addition to `handing`."""
         if self._replayed or not self._grouped:
             return 0.0
         if self.execution.fuses_experts:
@@ -432,22 +434,22 @@ class HostWork:
         return self.delays.experts * (1.0 if self.narrow else 0.5) if self.execution.loops_experts else 0.0
 
     def handing(self, kernels: Sequence[Kernel]) -> float:
-        """Handing kernels over, those of experts one by one."""
+        """Seconds of launches, those of experts one by one."""
         launches = 0 if self.execution.graphed else sum(k.launches for k in kernels)
         return launches * self.delays.dispatch + self._one_by_one(kernels)
 
     @cached_property
     def _grouped(self) -> bool:
-        """Are there experts?"""
+        """Does the region have grouped GEMMs of experts?"""
         return any(step.name == GROUPED for step in self.tape.steps)
 
     @property
     def _replayed(self) -> bool:
-        """Do graphs replay experts? See NOTE [ What graphs leave out ]."""
+        """Do CUDA graphs replay experts? See NOTE [ Outside CUDA graphs ]."""
         return self.execution.graphed and self.execution.graphs_experts
 
     def _one_by_one(self, kernels: Sequence[Kernel]) -> float:
-        """NOTE [ Expert by expert ], without the first call that quantises, which is a launch."""
+        """Seconds of NOTE [ Expert by expert ], without the first quantisation, which is counted as a launch."""
         if not self.delays.product or self._replayed or not (self._grouped and self.execution.loops_experts):
             return 0.0
         total = 0.0

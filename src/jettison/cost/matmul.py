@@ -1,30 +1,30 @@
-"""Seconds of matrix products and of other kernels: a roofline whose ceiling depends on the shape.
+"""Seconds of GEMMs and of other kernels: a roofline whose ceiling depends on the shape.
 
 NOTE [ Tiles ]
-The result of a product is cut into tiles, which multiprocessors work on in rounds. A round takes as long as if its
-tiles were a little deeper (`EDGE`: filling the pipeline, and writing the result), and the last round takes as long as a
-full one. Large tiles read less for what they compute and reach the full rate; small ones fit narrow results. A library
-tries several and has the fastest: so does this. Where there are fewer tiles than multiprocessors the sum may be split.
-What this leaves out: what stays in caches, and clocks that follow the power drawn.
+A GEMM's result is cut into tiles, which multiprocessors compute in waves. Filling the pipeline and writing the result
+lengthen a wave as if its tiles were `EDGE` deeper, and a partial wave takes as long as a full one. Large tiles read
+fewer bytes per FLOP and reach the full rate; small ones suit small results. As a library does, this takes the fastest
+of several. With fewer tiles than multiprocessors the sum may be split (split-K). Left out: cache hits, and clocks that
+follow the power drawn.
 
 NOTE [ Aligned rows ]
-A tile is loaded in pieces of 16 bytes where rows begin at multiples of that, in smaller ones where they do not: of two
-elements a [16384, 4096] x [4096, 10922] reaches 273 TFLOP/s on an H100, where multiples of 32 from 10848 to 11008 reach
-395 to 398 (stas00/ml-engineering, training/performance, "swiglu-maf-bench.py"); what lies between, and single elements,
-follow the same power. Before Hopper, whose tiles are copied by an engine of their own, rows of 16-bit numbers are read
-in full where they are multiples of 128 bytes (NVIDIA's "Matrix Multiplication Background User's Guide", Tensor Core
-requirements on A100): `Reached.unaligned` of other ones.
+Tiles are loaded 16 bytes at a time if rows begin at multiples of 16 bytes, and in smaller pieces otherwise: with an
+alignment of two elements a [16384, 4096] x [4096, 10922] reaches 273 TFLOP/s on an H100, where multiples of 32 from
+10848 to 11008 reach 395 to 398 (stas00/ml-engineering, training/performance, "swiglu-maf-bench.py"); other alignments
+follow the same power law. Before Hopper, which copies tiles by TMA, 16-bit rows reach the full rate if they are
+multiples of 128 bytes (NVIDIA's "Matrix Multiplication Background User's Guide", Tensor Core requirements on A100),
+others `Reached.unaligned` of it.
 
-NOTE [ Grouped products ]
-Experts' products follow one another, each with weights that no cache holds and with too few rounds of tiles to load the
-next ones behind them: what they read and write comes on top of their arithmetic, instead of beside it. In 96 products
-of 20 to 256 experts with 128 to 1232 rows each, TransformerEngine's grouped GEMM reached 0.08 to 0.51 of a B200's peak
+NOTE [ Grouped GEMMs ]
+GEMMs of experts run one after another, each with weights that are not in cache and with too few waves to prefetch the
+next ones: their memory time adds to their arithmetic, instead of overlapping with it. In 96 GEMMs of 20 to 256 experts
+with 128 to 1232 rows each, TransformerEngine's grouped GEMM reached 0.08 to 0.51 of a B200's peak
 (MooreThreads/SimuMax, configs/system; tests/facts/simumax_grouped.csv). The sum is off by 14 % in the median there, and
 the larger of both by 26 %.
 
 NOTE [ Edges ]
-Where a hardware file states `Edges`, as a calibrated CPU's does, they take the place of tiles: a CPU's tiles are so
-small that their rounding does not show, and what small sizes cost is the packing of operands.
+`Edges` of a hardware file, such as a calibrated CPU's, replace tiles: a CPU's tiles are so small that their rounding
+does not show, and small sizes cost the packing of operands.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from jettison.spec.fp8 import NARROW_LINES, NARROW_MX
 from jettison.spec.hardware import Edges, Hardware
 
 TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
-"""Rows, columns, and the share of the full rate, as bytes read for what is computed go."""
+"""Rows, columns, and share of the full rate, by bytes read per FLOP."""
 EDGE: Final = 128
-"""Columns of depth that starting and ending a tile is worth: on an A100 a tile of 256 × 128 is written in 3.5 µs at its
-share of the memory bandwidth, in which it computes 134 of them."""
+"""Depth (of k) that takes as long as starting and ending a tile: an A100 writes a tile of 256 × 128 in 3.5 µs at its
+share of the memory bandwidth, in which it computes a depth of 134."""
 NARROW: Final = 64
-"""Heads of so few dimensions or less: a score costs as many exponentials as with 128, for half the products."""
+"""Largest head dim that takes the rates of 64: a score costs as many exponentials as with 128, for half the FLOPs."""
 PIECE_EDGE, PIECE_KEYS = 425, 4096
-"""Columns of scores that starting and ending a row of tiles is worth, where a file has no `AttentionRates`:
-FlashAttention-2's on an A100. Its shares are those of calls of so many keys; pieces of fewer take longer."""
+"""Columns of scores that take as long as starting and ending a row of tiles, and keys of the calls that the hardware
+file's shares describe; shorter pieces take longer. FlashAttention-2 on an A100, for files without `AttentionRates`."""
 CAUSAL: Final = 0.5
-"""Of the scores, those that a causal mask leaves."""
+"""Share of scores that a causal mask leaves."""
 WHOLE_LINE, WHOLE_LOAD, TWO_ELEMENTS = 64, 8, 273 / 397
-"""16-bit numbers in a line of a cache and in a load, and the share of the rate where only two follow each other."""
+"""16-bit numbers in a cache line and in a load, and the share of the rate at an alignment of two."""
 SPLIT: Final = 1024
-"""A sum is not split into parts shallower than this."""
+"""Smallest depth of a part of a split sum."""
 
 
 def rate(hardware: Hardware, dtype: str) -> int:
-    """Peak FLOP/s of products of a dtype; what is not stated runs at the rate of the next wider type that is.
+    """Peak FLOP/s of GEMMs in a dtype, or in the next wider one that the hardware file states.
 
     Raises:
-        UsageError: the hardware's file states none.
+        UsageError: the hardware file states none.
     """
     peaks = hardware.flops_per_second
     narrow = (peaks.fp4 if "float4" in dtype else None), (peaks.fp8 if _is_narrow(dtype) else None)
@@ -77,7 +77,7 @@ def _is_narrow(dtype: str) -> bool:
 
 
 def _share(hardware: Hardware, dtype: str) -> float:
-    """Of the peak that `rate` takes, by the largest products of a dtype."""
+    """Share of the peak in `rate` that the largest GEMMs of a dtype reach."""
     reached, peaks = hardware.reached, hardware.flops_per_second
     if "float4" in dtype and peaks.fp4 is not None:
         return reached.matmul_fp4 or reached.matmul_fp8
@@ -93,7 +93,7 @@ def _edges(hardware: Hardware, dtype: str) -> Edges | None:
 
 @lru_cache(maxsize=65536)
 def product_seconds(product: Product, hardware: Hardware) -> float:
-    """Of the arithmetic alone: see NOTE [ Tiles ] and NOTE [ Edges ]."""
+    """Seconds of a GEMM's arithmetic alone: see NOTE [ Tiles ] and NOTE [ Edges ]."""
     full = rate(hardware, product.dtype) * _share(hardware, product.dtype)
     edges = _edges(hardware, product.dtype)
     if edges is not None:
@@ -118,10 +118,10 @@ def _aligned_share(elements: int, hardware: Hardware) -> float:
 
 
 def memory_seconds(nbytes: float, hardware: Hardware, *, share: float | None = None) -> float:
-    """Of bytes that stream from and to the device's memory; ``share``: of its bandwidth, unless as others do.
+    """Seconds of reading and writing device memory, at ``share`` of its bandwidth; by default the usual share.
 
     Raises:
-        UsageError: the hardware's file does not state its memory bandwidth.
+        UsageError: the hardware file does not state the memory bandwidth.
     """
     if hardware.memory_bytes_per_second is None:
         raise UsageError(f"hardware {hardware.name} does not state its memory bandwidth, which an estimate needs")
@@ -129,12 +129,12 @@ def memory_seconds(nbytes: float, hardware: Hardware, *, share: float | None = N
 
 
 def kernel_seconds(kernel: Kernel, hardware: Hardware, *, visible: float, dtype: str, attention: float = 1.0) -> float:
-    """Of one kernel on the device, the gap before the next one included.
+    """Seconds of one kernel on the device, the gap before the next one included.
 
     Args:
         visible: share of attention's scores that are not masked; a fused kernel skips the rest.
-        dtype: of a fused attention's inputs.
-        attention: its speed, as a multiple of what the hardware file states.
+        dtype: of fused attention's inputs.
+        attention: speed of fused attention, as a multiple of the hardware file's.
     """
     reached = hardware.reached
     streams = reached.operands if kernel.product is not None else reached.gather if kernel.rows else None
@@ -150,10 +150,10 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, *, visible: float, dtype:
 
 
 def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype: str) -> float:
-    """Of a fused attention's arithmetic: NOTE [ Edges of attention ] in `spec.hardware`, where the file knows.
+    """Seconds of fused attention's arithmetic: NOTE [ Edges of attention ] in `spec.hardware`, if the file has rates.
 
-    cuDNN's backward of narrow tensors skips what is after a query, and nothing that a window masks (9.22: a window of
-    128 takes as long as none; tests/facts/cudnn_attention.csv).
+    cuDNN's FP8 backward skips scores after a query, but none that a window masks (9.22: a window of 128 takes as long
+    as none; tests/facts/cudnn_attention.csv).
     """
     reached, backward = hardware.reached, kernel.half is not None
     rates = None if dtype == "float32" else hardware.attention
@@ -173,17 +173,16 @@ def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype
 
 # roofline -------------------------------------------------------------------------------------------------------------
 #
-# Seconds of an op from its FLOPs and its bytes: the larger of the two times, plus what a call costs at all For ops that
-# are known by these alone: recorded ones that could not be run. Assumes that an op reaches the device's rates whatever
-# its shape. Off by a factor of two or more for small or oddly shaped matrix products; good enough to rank what is worth
-# recomputing where nothing can be measured.
+# Seconds of an op from its FLOPs and its bytes: the larger of the two times, plus a launch. For recorded ops that could
+# not be measured. Assumes the device's rates whatever the shape: off by a factor of two or more for small or oddly
+# shaped matmuls, good enough to rank what is worth recomputing.
 
 
 def op_seconds(op: Op, hardware: Hardware) -> float:
-    """Estimated seconds of one call, in the type that training has there.
+    """Estimated seconds of one call, in fp32 on a CPU and in bf16 elsewhere.
 
     Raises:
-        UsageError: the hardware's file states no rate or no bandwidth.
+        UsageError: the hardware file states no rate or no bandwidth.
     """
     dtype = "float32" if hardware.synchronous else "bfloat16"
     arithmetic = op.flops / (rate(hardware, dtype) * hardware.reached.matmul)

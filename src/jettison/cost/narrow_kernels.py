@@ -1,37 +1,38 @@
-"""What products of narrow copies launch beside themselves, and what they read.
+"""Quantisation kernels of FP8 and FP4 GEMMs, and the bytes that these GEMMs read.
 
 NOTE [ Quantising ]
-Where products take fp8, each of x, W and the gradient of y is read for its largest magnitude, read again and written in
-one byte. The tape has the second half of that for x, which is saved. With delayed scaling nothing is read twice, the
-kernel that makes x writes it in one byte if it is a norm or elementwise, and weights are a matter of the optimizer.
-That is what is known without a recipe (`spec.fp8`).
+For an FP8 GEMM each of x, W and the gradient of y is read for its amax, then read once more and written in one byte.
+The tape has the second step for x, which is saved. With delayed scaling nothing is read twice, a norm or elementwise
+kernel that computes x writes it in one byte, and the optimizer step quantises weights. This is the model without a
+recipe (`spec.fp8`).
 
 NOTE [ Passes of a recipe ]
-With one of TransformerEngine's (2.20), a tensor of 16 bits is read once, and every copy that some product reads is
-written by the same kernel, scales among it (``cast/dispatch/quantize.cuh``; ``nvfp4`` with its Hadamard transform:
-``row_cast_col_hadamard_transform_cast_fusion.cu``). It is read once more before, for a magnitude of the whole tensor,
-under ``tensorwise`` (``csrc/quantizer.cpp``, ``Float8CurrentScalingQuantizer::quantize_impl``) and ``nvfp4``
-(``nvte_hadamard_transform_amax``), and not under ``mxfp8`` and ``blockwise``, whose scales are of what a kernel has at
-hand. Weights are copied once a step (``module/base.py``, ``quantize_weight``), or never where they are held so. Where
-another op keeps x in 16 bits and backward has its columns made of that, it passes twice. Copies of 16 tensors of a
-B300 and an H200, timed by TransformerEngine (docs/examples/gemm_profiling), take what these bytes say within 12 %
+With a recipe of TransformerEngine (2.20) one kernel reads a 16-bit tensor once and writes every copy that a GEMM reads,
+with its scales (``cast/dispatch/quantize.cuh``; ``nvfp4`` with its Hadamard transform:
+``row_cast_col_hadamard_transform_cast_fusion.cu``). An amax of the tensor takes one more read before, under
+``tensorwise`` (``csrc/quantizer.cpp``, ``Float8CurrentScalingQuantizer::quantize_impl``) and ``nvfp4``
+(``nvte_hadamard_transform_amax``), but not under ``mxfp8`` and ``blockwise``, whose scales cover a kernel's own block.
+Weights are quantised once a step (``module/base.py``, ``quantize_weight``), or never if they are FP8 parameters. If
+another op keeps x in 16 bits and backward quantises its columns from that, x is read twice. Copies of 16 tensors on a
+B300 and an H200, timed by TransformerEngine (docs/examples/gemm_profiling), take the time of these bytes within 12 %
 (tests/facts/transformer_engine_products.csv).
 
 NOTE [ Shards that are gathered ]
-Under sequence parallelism a shard is quantised, and copies travel (``pytorch/distributed.py``,
-``gather_along_first_dim``): of an input rows in forward, what stays of it in backward; of a gradient both copies
-(``module/base.py``, ``grad_output_preprocess``), with one scale a tensor rows alone, which Hopper then turns.
+Under sequence parallelism a shard is quantised before the all-gather (``pytorch/distributed.py``,
+``gather_along_first_dim``): of an input the rowwise copy in forward, the saved one in backward; of a gradient both
+copies (``module/base.py``, ``grad_output_preprocess``), or with per-tensor scales the rowwise one, which Hopper then
+transposes.
 
-What norms and activations could do at once in TransformerEngine (``FUSED_NORM_AMAX_FP8``) is left out: of a layer's
-inputs one in three, and one of its two or three reads. Experts of 26.06 on (``ops/fused/grouped_mlp.py``) quantise
-what comes to a layer and its gradient, and what is between their two products where it is made.
+Left out: norms and activations of TransformerEngine that compute the amax, too (``FUSED_NORM_AMAX_FP8``): one in three
+of a layer's inputs, and one of its two or three reads. Experts of 26.06 on (``ops/fused/grouped_mlp.py``) quantise a
+layer's input and its gradient, and the activation between their two GEMMs in the kernel that computes it.
 
 NOTE [ Passes in torchao ]
-It copies input and weight for each product, in backward again (``float8/float8_linear.py``,
-``matmul_with_hp_or_float8_args``). Compiled, a magnitude of a row costs no pass of its own where the row is what a
-kernel reads, and what forward found of a whole tensor is kept. Backward takes row-wise scales the other way, of columns
-of what lies in rows: a pass of its own for the magnitudes of weight, input and the gradient's second copy. Products
-with a scale for each row are priced as those with one a tensor.
+torchao quantises input and weight for each GEMM, in backward as well (``float8/float8_linear.py``,
+``matmul_with_hp_or_float8_args``). Compiled, a row's amax costs no pass of its own in a kernel that reads the row, and
+forward's amax of a tensor is kept. In backward rowwise scales are those of columns of row-major tensors: one more pass
+each for the amax of weight, input and the gradient's second copy. GEMMs with rowwise scales are priced as those with
+per-tensor scales.
 """
 
 from __future__ import annotations
@@ -48,47 +49,47 @@ from jettison.spec.fp8 import WIDE, Fp8Recipe, Library, Scales
 
 WIDE_BYTES = 2
 LAST = "down"
-"""The second product of an expert."""
+"""The second GEMM of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowKernels:
-    """Of one tape."""
+    """Quantisation kernels of one tape."""
 
     tape: Tape
-    product: str | None  # dtype of what products read; None: as it is
-    recipe: Fp8Recipe | None  # how it is made so, if that is said
+    product: str | None  # dtype of GEMMs' inputs; None: not quantised
+    recipe: Fp8Recipe | None  # if known
     delayed: bool  # scales come from earlier steps
-    loops: bool  # experts are handed over one by one
-    compiled: bool  # whether magnitudes are found in the kernel that casts, where a kernel can
-    head: bool = False  # is the head's product one of narrow copies?
+    loops: bool  # experts are launched one by one
+    compiled: bool  # a kernel that casts may compute the amax, too
+    head: bool = False  # is the head's GEMM quantised?
 
     @property
     def joins(self) -> bool:
-        """Does the kernel that makes an input write its copies?"""
+        """Does the kernel that computes an input write its copies?"""
         return self.delayed if self.recipe is None else self.recipe.history > 0
 
     @property
     def dtype(self) -> str | None:
-        """Of products, as `cost.matmul` knows them."""
+        """Dtype of GEMMs, by its name in `cost.matmul`."""
         return self.product if self.recipe is None else self.recipe.product
 
     def counts(self, step: TapeOp) -> bool:
-        """Is a step that quantises counted here, beside its product?"""
+        """Is a quantisation counted here, with its GEMM?"""
         return step.name == QUANTISE and self.recipe is not None and not self.joins
 
     def copies(self, step: TapeOp) -> bool:
-        """Does a step write copies, all of which some product reads?"""
+        """Does a step write quantised copies, all of which some GEMM reads?"""
         return step.name == QUANTISE and self.recipe is not None
 
     def takes(self, step: TapeOp) -> bool:
-        """Is a step a product of narrow copies? With a recipe gates are none, and the head is if that is asked for."""
+        """Is a step an FP8 or FP4 GEMM? Under a recipe routers and gates are not, the head only by option."""
         if self.product is None or step.name not in PRODUCTS or self._stays_wide(step):
             return False
         return self.recipe is None or (bool(step.weights) and self._narrowed(step.weights[0]))
 
     def dtype_of(self, step: TapeOp) -> str | None:
-        """What a product reads, as `cost.matmul` knows it; None: what it is given."""
+        """Dtype of a quantised GEMM, by its name in `cost.matmul`; None if it is not quantised."""
         if self.takes(step) or self._experts(step):
             return self._by(step).dtype
         return None
@@ -97,7 +98,7 @@ class NarrowKernels:
         return bool(step.weights) and step.weights[0].recipe == WIDE
 
     def _by(self, step: TapeOp) -> NarrowKernels:
-        """The same by the product's own recipe, where it has one."""
+        """Kernels by the GEMM's own recipe, if it has one."""
         own = step.weights[0].recipe if step.weights else None
         if own is None or own == WIDE or own == self.recipe:
             return self
@@ -117,7 +118,7 @@ class NarrowKernels:
         return narrow and not self._stays_wide(step)
 
     def forward(self, step: TapeOp, index: int) -> Iterator[Kernel]:
-        """Before a product."""
+        """Kernels before a GEMM in forward."""
         if (other := self._by(step)) is not self:
             yield from other.forward(step, index)
             return
@@ -140,7 +141,7 @@ class NarrowKernels:
             yield Kernel(steps=steps, nbytes=self._copies(x, both=columns), launches=1 + self._looks)
 
     def backward(self, step: TapeOp, indices: tuple[int, ...], incoming: int) -> Iterator[Kernel]:
-        """Before the two products of a backward."""
+        """Kernels before the two GEMMs of a backward."""
         if (other := self._by(step)) is not self:
             yield from other.backward(step, indices, incoming)
             return
@@ -183,8 +184,8 @@ class NarrowKernels:
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.WEIGHTS, launches=1 + again)
 
     def attention(self, step: TapeOp, indices: tuple[int, ...], half: Half | None) -> Kernel:
-        """What narrow attention quantises: query, key and value, and in backward the gradient of what came out, rows
-        and columns each (``backends.py`` of TransformerEngine, ``FusedAttnFunc``). Its results are wide.
+        """Quantisation for FP8 attention: query, key and value, and in backward the output's gradient, rowwise and
+        columnwise each (``backends.py`` of TransformerEngine, ``FusedAttnFunc``). Its results have 16 bits.
         """
         tensors = step.inputs[:3] if half is None else step.outputs[:1]
         nbytes = sum(self._copies(value, both=True) for value in tensors)
@@ -192,11 +193,11 @@ class NarrowKernels:
 
     @property
     def widens(self) -> bool:
-        """Is a weight's gradient a product of 16-bit tensors?"""
+        """Is the weight-gradient GEMM one of 16-bit tensors?"""
         return self.recipe is not None and self.recipe.wide_weight_gradient
 
     def reads(self, step: TapeOp, incoming: int) -> tuple[int, int, int]:
-        """Bytes that a product reads of its result's gradient, of its input and of its matrix."""
+        """Bytes that a GEMM reads of its result's gradient, of its input and of its weight."""
         if (other := self._by(step)) is not self:
             return other.reads(step, incoming)
         x, weight = step.inputs[0], step.weights[0]
@@ -205,7 +206,7 @@ class NarrowKernels:
         return self._narrow(step.outputs[0]), self._narrow(x), self._matrix(weight)
 
     def spares(self, step: TapeOp) -> int:
-        """Bytes that a product does not read, since what it reads is narrow."""
+        """Bytes that a GEMM saves by reading quantised copies."""
         if not step.weights or step.name not in (*PRODUCTS, GROUPED):
             return 0
         _, narrow, matrix = self.reads(step, 0)
@@ -216,7 +217,7 @@ class NarrowKernels:
         return weight.numel * self.recipe.bits // 8
 
     def gathered_share(self, c: Collective) -> float:
-        """Of the bytes of a transfer, where shards travel as copies: NOTE [ Shards that are gathered ]."""
+        """Share of a collective's bytes if it gathers quantised copies: NOTE [ Shards that are gathered ]."""
         if self.recipe is None or self.recipe.library is not Library.TE or "all_gather" not in c.kind:
             return 1.0
         step = self.tape.steps[c.step]
@@ -229,23 +230,23 @@ class NarrowKernels:
 
     @cached_property
     def _products(self) -> dict[int, TapeOp]:
-        """Products, by what they make."""
+        """Quantised GEMMs, by their output's storage."""
         return {s.outputs[0].storage: s for s in self.tape.steps if self.takes(s)}
 
     @cached_property
     def _readers(self) -> dict[int, TapeOp]:
-        """The same by what they read."""
+        """Quantised GEMMs, by their input's storage."""
         return {s.inputs[0].storage: s for s in self.tape.steps if self.takes(s)}
 
     @cached_property
     def _reduced(self) -> dict[int, Value]:
-        """The shard that a rank has of a sum over ranks, by what each adds to it."""
+        """A rank's shard of a reduce-scatter, by the storage of its input."""
         steps = [s for s in self.tape.steps if s.name == "c10d.reduce_scatter_tensor"]
         return {s.inputs[0].storage: s.outputs[0] for s in steps}
 
     @cached_property
     def _first(self) -> dict[int, int]:
-        """The first product of those that read a tensor, which are given the same copies."""
+        """First of the GEMMs that read a tensor, which share its copies."""
         found: dict[int, int] = {}
         for index, step in enumerate(self.tape.steps):
             if self.takes(step) or self._experts(step):
@@ -259,17 +260,17 @@ class NarrowKernels:
 
     @cached_property
     def _originals(self) -> dict[int, Value]:
-        """What copies were made of, by the copy."""
+        """Original of each quantised copy, by the copy's storage."""
         return {out.storage: s.inputs[0] for s in self.tape.steps if s.name == QUANTISE for out in s.outputs}
 
     def _source(self, step: TapeOp) -> Value:
-        """What a product's input is quantised from: a shard of it, where that is what stays."""
+        """Tensor that a GEMM's input is quantised from: the shard of it, if that is what is saved."""
         x = step.inputs[0]
         kept = step.saved[0].value if step.saved else x
         return self._originals.get(kept.storage, kept if kept.dtype == x.dtype else x)
 
     def _turns(self, step: TapeOp, shard: Value, whole: Value | None = None) -> bool:
-        """Are columns made of gathered rows of bytes?"""
+        """Are columnwise copies transposed from gathered rowwise ones?"""
         assert self.recipe is not None
         whole = step.inputs[0] if whole is None else whole
         recipe = self.recipe
@@ -281,7 +282,7 @@ class NarrowKernels:
         return 0 if self.compiled and self.recipe.inputs is Scales.ROW else self.recipe.looks
 
     def _narrow(self, value: Value) -> int:
-        """Bytes of a copy by rows."""
+        """Bytes of a rowwise copy."""
         assert self.recipe is not None
         return self.recipe.copy_bytes(self.recipe.inputs, *_sizes(value), columnwise=False)
 
@@ -294,16 +295,16 @@ class NarrowKernels:
         return (1 + looks) * weight.nbytes + self._matrix(weight)
 
     def _keeps_original(self, step: TapeOp) -> bool:
-        """Is the input that stays for backward one of 16 bits?"""
+        """Is the input saved for backward a 16-bit tensor?"""
         return bool(step.saved) and step.saved[0].value.dtype == step.inputs[0].dtype
 
 
 def copying_bytes(recipe: Fp8Recipe, rows: int, columns: int, *, both: bool, looks: int) -> int:
-    """Read and written to have a matrix of 16 bits as products read it: NOTE [ Passes of a recipe ].
+    """Bytes read and written to quantise a 16-bit matrix: NOTE [ Passes of a recipe ].
 
     Args:
-        both: by rows and by columns, where products do not read one copy either way.
-        looks: reads before the one that casts it.
+        both: rowwise and columnwise, unless GEMMs read one copy either way.
+        looks: reads before the one that casts.
     """
     wide = WIDE_BYTES * rows * columns * (1 + looks)
     if both:
@@ -312,12 +313,12 @@ def copying_bytes(recipe: Fp8Recipe, rows: int, columns: int, *, both: bool, loo
 
 
 def _sizes(value: Value) -> tuple[int, int]:
-    """Rows and columns on one rank."""
+    """Return the rows and columns on one rank."""
     return prod(value.local_shape[:-1]), value.local_shape[-1]
 
 
 def narrow_kernels(tape: Tape, how: Execution, product: str | None, recipe: Fp8Recipe | None) -> NarrowKernels:
-    """Those of a tape under an execution, whose recipe counts where none is given."""
+    """Kernels of a tape under an execution, whose recipe is the default."""
     return NarrowKernels(
         tape=tape,
         product=product,

@@ -1,14 +1,14 @@
-"""A pipeline's step, event by event: orders from `memory.schedule`, with the real times of each stage.
+"""Simulation of a pipeline's step: orders from `memory.schedule`, with the seconds of each stage.
 
 NOTE [ Events ]
-A device runs its order as it stands. A forward of one place (a chunk of a stage) needs the same micro-batch's forward
-of the place before it, a backward the backward of the place behind it, each sent a transfer earlier; the last place's
-backward needs its own forward. A weight step needs its device only. A step starts when its device is free and what it
-needs has come.
+A device runs its passes in order. A forward of one place (a chunk of a stage) needs the same micro-batch's forward of
+the previous place, a backward the backward of the next place, each sent a transfer earlier; the last place's backward
+needs its own forward. A weight pass needs its device only. A pass starts when its device is free and its input has
+arrived.
 
-Once the pipeline is full, p micro-batches more take as long as the p before them, since `memory.schedule.order` repeats
-itself every p of them. How soon that is depends on how alike the stages are. So everything is replayed, up to
-`MOST_EVENTS`; of more micro-batches only the first are, and their last period counts for the rest.
+Once the pipeline is full, every p micro-batches take as long as the p before them: `memory.schedule.order` has that
+period. How soon that is depends on the differences between stages. So every micro-batch is simulated up to
+`MOST_EVENTS` events; beyond, the last period is repeated.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jettison.memory.schedule import ScheduledPass, Work, orders
 from jettison.spec.layout import Schedule
 
 MOST_EVENTS = 100_000
-"""Replayed at most: 10 ms."""
+"""Events simulated at most: 10 ms."""
 _Linked = tuple[int, int, bool, int]
-"""The event before on the same device, the event needed, whether it is another device's, and which duration: 3 x place
-+ kind. Events count from 1; 0 is the start."""
+"""Previous event on the same device, event needed, whether that is another device's, and index of the duration: 3 x
+place + kind. Events count from 1; 0 is the start."""
 _KINDS = {Work.FORWARD: 0, Work.BACKWARD: 1, Work.WEIGHT: 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Events:
-    """In an order in which each comes after what it needs; by device its last one, and which durations it has."""
+    """Events in topological order; by device the last event and the indices of its durations."""
 
     linked: tuple[_Linked, ...]
     last: tuple[int, ...]
@@ -41,24 +41,24 @@ class _Events:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a step takes. ``busy``: of each device, and ``ends``, when each has done its last step."""
+    """Seconds of a step: ``busy`` time of each device, and when each ``ends`` its last pass."""
 
     busy: tuple[float, ...]
     ends: tuple[float, ...]
 
     @property
     def makespan(self) -> float:
-        """Until the last device has done."""
+        """Seconds until the last device ends."""
         return max(self.ends)
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """Seconds in which each device waits."""
+        """Idle seconds of each device."""
         return tuple(self.makespan - seconds for seconds in self.busy)
 
     @property
     def efficiency(self) -> float:
-        """Share of all devices' time in which they work."""
+        """Busy share of all devices' time."""
         return sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 1.0
 
 
@@ -71,14 +71,14 @@ def replay(
     transfer: float = 0.0,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Replay:
-    """Play the orders of all devices.
+    """Simulate the orders of all devices.
 
     Args:
-        orders: of each device, as `memory.schedule.orders` has them.
-        forward, backward, weight: seconds of each device's chunks, of one micro-batch; ``backward`` is the half for
-            inputs where ``weight`` is given.
-        transfer: seconds between the end of a step on one device and its arrival on another.
-        schedule: whose the orders are; it says which device has which place.
+        orders: passes of each device, from `memory.schedule.orders`.
+        forward, backward, weight: seconds of each device's chunks for one micro-batch; with ``weight``, ``backward``
+            is the gradients of inputs alone.
+        transfer: seconds between the end of a pass on one device and its arrival on another.
+        schedule: of the orders; it assigns places to devices.
     """
     events = _linked(tuple(tuple(steps) for steps in orders), schedule)
     return _play(events, forward, backward, weight, transfer)
@@ -86,7 +86,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPass:
-    """One step of a device, and when it runs; seconds count from the first forward."""
+    """One pass of a device with its start and end, in seconds from the first forward."""
 
     step: ScheduledPass
     start: float
@@ -103,7 +103,7 @@ def timed_passes(
     group: int = 0,
     transfer: float = 0.0,
 ) -> tuple[tuple[TimedPass, ...], ...]:
-    """By device and in its order, when each step of a named schedule runs: what `schedule_seconds` sums up."""
+    """Return each device's passes under a named schedule, with their times: those that `schedule_seconds` sums up."""
     stages, chunks = len(forward), len(forward[0])
     events = _events(schedule, stages, micro_batches, chunks, group)
     durations = _durations(events, forward, backward, weight)
@@ -128,7 +128,7 @@ def schedule_seconds(
     group: int = 0,
     transfer: float = 0.0,
 ) -> Replay:
-    """The same for a named schedule, however many micro-batches there are."""
+    """Simulate a named schedule of any number of micro-batches."""
     stages, chunks = len(forward), len(forward[0])
     affordable = MOST_EVENTS // (stages * chunks * (2 if weight is None else 3))
 
@@ -154,10 +154,7 @@ def _events(schedule: Schedule, stages: int, micro_batches: int, chunks: int, gr
 
 
 def _linked(orders: tuple[tuple[ScheduledPass, ...], ...], schedule: Schedule) -> _Events:
-    """Events in an order in which each comes after what it needs.
-
-    An event's code is (kind x places + place) x micro-batches + micro-batch.
-    """
+    """Sort events topologically. An event's code is (kind x places + place) x micro-batches + micro-batch."""
     stages = len(orders)
     chunks = 1 + max(step.chunk for steps in orders for step in steps)
     places = stages * chunks
@@ -197,14 +194,14 @@ def _linked(orders: tuple[tuple[ScheduledPass, ...], ...], schedule: Schedule) -
             others = ((device + 1) % stages, (device - 1) % stages)
             waiting += [n for n in others if n != device and n not in waiting and positions[n] < len(codes[n])]
     if any(position < len(own) for position, own in zip(positions, codes, strict=True)):
-        raise ValueError("the orders wait for each other: no device can go on")
+        raise ValueError("deadlock: the orders of devices wait for each other")
     return _Events(
         linked=tuple(events), last=tuple(latest), durations=tuple(map(tuple, durations)), devices=tuple(devices)
     )
 
 
 def _needed(code: int, kinds: int, count: int) -> int | None:
-    """What an event waits for, by code; see NOTE [ Events ]."""
+    """Code of the event that one waits for; see NOTE [ Events ]."""
     if code < kinds:  # a forward
         return code - count if code >= count else None
     if code < 2 * kinds - count:  # a backward whose place is not the last
@@ -222,7 +219,7 @@ def _play(
     durations = _durations(events, forward, backward, weight)
     ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
     of_duration = durations.__getitem__
-    return Replay(  # summed up one by one: `sum` does it in another way from Python 3.12 on
+    return Replay(  # added one by one: from Python 3.12 on `sum` compensates for rounding
         busy=tuple(reduce(add, map(of_duration, own), 0.0) for own in events.durations),
         ends=tuple(ends[last] for last in events.last),
     )
@@ -234,7 +231,7 @@ def _durations(
     backward: Sequence[Sequence[float]],
     weight: Sequence[Sequence[float]] | None,
 ) -> list[float]:
-    """Of each place's three kinds of work, as `_Linked` numbers them."""
+    """Seconds of each place's three kinds of work, by the index in `_Linked`."""
     stages, chunks = len(forward), len(forward[0])
     durations = [0.0] * (3 * stages * chunks)
     for place, device in enumerate(events.devices):
@@ -245,7 +242,7 @@ def _durations(
 
 
 def _ends(events: _Events, durations: Sequence[float]) -> list[float]:
-    """When each event ends, behind the start."""
+    """End of each event, after the start's 0."""
     ends = [0.0]
     end_at = ends.append
     for before, needed, _, duration in events.linked:
@@ -255,7 +252,7 @@ def _ends(events: _Events, durations: Sequence[float]) -> list[float]:
 
 
 def _far_ends(events: _Events, durations: Sequence[float], transfer: float) -> list[float]:
-    """The same where what comes from another device takes a while."""
+    """`_ends` with transfers between devices."""
     ends = [0.0]
     end_at = ends.append
     for before, needed, far, duration in events.linked:
