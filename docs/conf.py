@@ -21,12 +21,13 @@ from jettison.report.schemas import schema_names  # noqa: E402
 
 project = "Jettison"
 author = "The Jettison developers"
+copyright = f"2026, {author}"
 version = release = jettison.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"Jettison {release}"
 html_static_path = ["_static"]
-html_css_files = ["rows.css"]
+html_css_files = ["site.css", "rows.css"]
 html_js_files = [("rows.js", {"defer": "defer"})]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence"]

@@ -282,8 +282,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_clusters_differ_in_what_connects_the_same_devices() -> None:
-    found = hardware("a100-80gb,network=6.25,node=4,link=100")
+    found = hardware("a100-80gb,network=6.25,node=4,link=100,host=25")
     assert (found.network_bytes_per_second, found.node, found.link_bytes_per_second) == (6_250_000_000, 4, 10**11)
+    assert found.host_bytes_per_second == 25 * 10**9
     assert (found.name, found.usable_bytes) == ("a100-80gb", hardware("a100-80gb").usable_bytes)
     for wrong in (
         "a100-80gb,network=0",

@@ -101,12 +101,8 @@ def built(
 
 
 INTRO: Final = """
-What a training step keeps for its backward pass, and what it takes to keep less. Bytes on this page are the ledger's:
-sums over the tensors that a layer saves, worked out where you see them from formulas that the same walk over the layer
-wrote. Plans are the planner's, and seconds are predicted by the price model. Move a control, and the numbers, the table
-and the command line that prints them follow.
-
-A view is a link: the address keeps what is chosen.
+Bytes are the ledger's, plans the planner's, seconds the price model's. Each figure has a table of its numbers and the
+command that prints them, and the address keeps what is chosen: a view is a link.
 """
 ALONE: Final = " The page asks for nothing and works offline."
 SERVED: Final = " The page asks this machine alone, and works while `jettison explore --serve` runs."
@@ -135,7 +131,7 @@ def explorer_page(
     return page(
         "Activation memory, explored",
         intro=INTRO.rstrip() + (SERVED if served else ALONE) + _left_out(models),
-        scripts=scripts,
+        scripts=[*scripts, "kit/toc.js"],
         data=built(builders, models, jobs=jobs, progress=progress),
         served=served,
     )

@@ -262,12 +262,9 @@ def _planned(model: str, asked: dict[str, Any], device: Hardware, *, offload: bo
     run = run_of(model, recompute="auto", offload=offload, **asked)
     left = available_bytes(device, run)
     asked = asked | {"budget": f"{left}B"}
-    command = line("plan", model, {"gpu": GPU} | asked | {"offload": False})
-    if offload:  # a hardware file with another link, and the plan on it
-        rate = (device.host_bytes_per_second or 0) // 10**9
-        files = "\"$(python -c 'import jettison.spec as s; print(*s.__path__)')\""
-        edit = f"sed 's/^host = .*/host = {rate}/' {files}/hardware_data/{GPU}.toml > link.toml"
-        command = f"{edit} && {line('plan', model, {'gpu': 'link.toml'} | asked)}"
+    rate = (device.host_bytes_per_second or 0) // 10**9
+    gpu: dict[str, Any] = {"gpu": f"{GPU},host={rate}" if offload else GPU}
+    command = line("plan", model, gpu | asked | ({} if offload else {"offload": False}))
     try:
         choice = choose(run, left, device)
     except Infeasible as error:

@@ -219,7 +219,8 @@ def hardware(name_or_path: str | Path) -> Hardware:
     """An accelerator by name, by the part of a name that only one has, or from a TOML file.
 
     Clusters differ in what connects the same devices: ``a100-80gb,network=6.25,node=4`` has 6.25 GB/s from each device
-    to other nodes (adapters that devices share, divided by them), and four devices in a node.
+    to other nodes (adapters that devices share, divided by them), and four devices in a node; ``host=`` is the link to
+    the host.
 
     Raises:
         UsageError: no such name or file, a part that several names have, a file that is not of the form above, or
@@ -249,7 +250,7 @@ def hardware(name_or_path: str | Path) -> Hardware:
 def _connected(text: str, word: str) -> tuple[str, int]:
     """A field of `Hardware` by a word behind its name, and its value."""
     key, _, given = word.partition("=")
-    known = {"node": ("node", 1)} | {name: (f"{name}_bytes_per_second", 10**9) for name in ("network", "link")}
+    known = {"node": ("node", 1)} | {name: (f"{name}_bytes_per_second", 10**9) for name in ("network", "link", "host")}
     try:
         field, unit = known[key]
         exact = Decimal(given) * unit
@@ -262,7 +263,9 @@ def _connected(text: str, word: str) -> tuple[str, int]:
 
 
 def _unconnected(text: str) -> UsageError:
-    return UsageError(f"got the accelerator {text!r}; expected a name and perhaps ,network=25,link=300,node=8 (GB/s)")
+    return UsageError(
+        f"got the accelerator {text!r}; expected a name and perhaps ,network=25,link=300,host=50,node=8 (GB/s)"
+    )
 
 
 def usual_hardware(device: Device) -> Hardware:

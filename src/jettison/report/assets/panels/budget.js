@@ -43,7 +43,7 @@
       const bytes = rows.map((row) => row.bytes), [least, most] = [Math.min(...bytes), Math.max(...bytes)];
       const look = (of) => series.find((one) => one.name === of);
       const meets = cross === null || cross < low ? [] : [{ s: cross, bytes: Number(parts(now, cross).core) }];
-      const left = meets.length && meets[0].s > (width < 500 ? 16384 : 512); // where there is room for its name
+      const left = meets.length && meets[0].s > (width < 500 ? 16384 : 131072); // the curves rise to the right: below them, or above near the edge
       const drawing = J.plot({
         width, height: Math.round(Math.min(440, Math.max(300, width * 0.5))), marginLeft: 72,
         x: { type: "log", base: 2, label: "sequence length s, tokens", domain: [low, high], ticks: width < 500 ? [128, 2048, 32768, 524288] : data.sequences.filter((_, i) => i % 2 === 0), tickFormat: (s) => (s >= 1024 ? `${s / 1024}K` : `${s}`) },
@@ -53,7 +53,7 @@
           ...shown.map((one) => Plot.line(rows.filter((row) => row.of === one.name), { x: "s", y: "bytes", stroke: one.color, strokeWidth: 2.2, strokeDasharray: one.dash })),
           Plot.dot(shown.filter((one) => here[one.of] > 0n), { x: now.s, y: (one) => Number(here[one.of]), symbol: (one) => one.symbol, fill: (one) => one.color, r: 5 }),
           Plot.dot(meets, { x: "s", y: "bytes", r: 8, stroke: "currentColor", strokeWidth: 1.8 }),
-          Plot.text(meets, { x: "s", y: "bytes", text: (m) => `crossover: s = ${J.format.count(m.s)}`, textAnchor: left ? "end" : "start", dx: left ? -13 : 13, dy: left ? -9 : 17, fontWeight: 600, stroke: "var(--panel)", strokeWidth: 4, fill: "currentColor" }),
+          Plot.text(meets, { x: "s", y: "bytes", text: (m) => `crossover: s = ${J.format.count(m.s)}`, textAnchor: left ? "end" : "start", dx: left ? -4 : 13, dy: left ? -28 : 17, fontWeight: 600, stroke: "var(--panel)", strokeWidth: 4, fill: "currentColor" }),
         ],
         symbol: { type: "identity" },
       });

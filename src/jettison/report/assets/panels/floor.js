@@ -82,8 +82,8 @@
       const [plain, shared, stock] = ways.map((way) => J.layers.at(run(values, t, way)));
       const floor = J.layers.total(plain.entries, (e) => e.split === "copy" && e.stays(wanted));
       const text = (big) => J.format.bytes(Number(big));
-      return `At t = ${t}, marked, a rank keeps ${text(plain.held(wanted))} of a layer, ${text(floor)} of it copies of what every other rank keeps as well (the dashed line): that is the floor, which more ranks do not lower. ` +
-        `Sequence parallelism shards it along s: ${text(shared.held(wanted))}. Stock DTensor keeps the gathered inputs of products: ${text(stock.held(wanted))}. The table names each tensor.${J.layers.note({ ...values, t: Math.max(2, values.t) })}`;
+      return `At t = ${t}, marked, a rank keeps ${text(plain.held(wanted))} of a layer, ${text(floor)} of it copies that each rank has: the floor (dashed). ` +
+        `Sequence parallelism shards it along s: ${text(shared.held(wanted))}. Stock DTensor keeps all-gathered inputs of matmuls: ${text(stock.held(wanted))}.${J.layers.note({ ...values, t: Math.max(2, values.t) })}`;
     },
     table(values) {
       const t = J.layers.ranksFor(J.layers.chosen(values).layer, values.t);

@@ -87,7 +87,7 @@
     id: "offload", title: "Recompute or offload, by the link", controls: [model, rate], draw, table,
     caption: (values) => {
       const { m } = find(values);
-      return `${m.name} (${m.layout}) on ${m.gpu}, whose own link has ${m.own} GB/s and which leaves ${J.format.bytes(m.budget)} for tensors; keeping everything would peak at ${J.format.bytes(m.none_peak)}. Only the link differs from point to point. Bandwidths are peaks of one direction. Below, each saved tensor of a layer on its own: the link over which moving it there and back, unhidden, takes as long as computing it again. A copy that hides behind work costs nothing, so a plan moves more than this alone would say.`;
+      return `${m.name} (${m.layout}) on ${m.gpu}, whose own link has ${m.own} GB/s and which leaves ${J.format.bytes(m.budget)} for tensors; keeping everything would peak at ${J.format.bytes(m.none_peak)}. Below, for each saved tensor of a layer: the link over which offloading it, unhidden, takes as long as recomputing it.`;
     },
     command: (values) => find(values).row.mix.command,
   });

@@ -62,7 +62,7 @@
           return `${backward ? "↑ backward" : "↓ forward"}: ${kinds}, ${J.format.bytes(Number(sent))} a rank`;
         };
         const name = nameOf(here);
-        band.append(text(10, middle + 4, name, { "font-weight": 600, "font-style": "italic" }));
+        band.append(text(10, middle + 4, name.replace("-bar", "\u0305"), { "font-weight": 600, "font-style": "italic", "font-size": 15 }));
         band.append(text(narrow ? 50 : 64, middle - 5, line(false)), text(narrow ? 50 : 64, middle + 13, line(true)));
         svg.append(band);
         stops.push([band, `${name}, between ${part.name} and ${parts[i + 1].name}. ${line(false)}. ${line(true)}`]);
@@ -76,9 +76,11 @@
       const layer = J.layers.at(now), parts = partsOf(layer), other = J.layers.at({ ...now, layout: values.sp ? "tp" : "sp" });
       const sent = (of) => of.transfers.reduce((sum, t) => sum + t.wire, 0n);
       const copied = parts.reduce((sum, part) => sum + part.copied, 0n);
-      const lead = `A box is a whole tensor and what is filled is the rank's own. Each of ${now.t} ranks keeps ${J.format.bytes(Number(layer.held("none")))} of the layer, ${copied > 0n ? `${J.format.bytes(Number(copied))} of it copies that all ranks keep` : "and no copy of what another keeps"}. `;
-      return `${lead}Over both passes a rank sends ${J.format.bytes(Number(sent(layer)))} in rings, ${values.sp ? "without" : "with"} sequence parallelism ${J.format.bytes(Number(sent(other)))}: ` +
-        `a ring all-reduce is a reduce-scatter and an all-gather, so that the converters send the same; what comes on top is that Megatron keeps shards of two inputs and gathers them again in backward.${J.layers.note(values)}`;
+      const lead = `A box is a full tensor, filled where it is the rank's own. Each of ${now.t} ranks keeps ${J.format.bytes(Number(layer.held("none")))} of the layer, ${copied > 0n ? `${J.format.bytes(Number(copied))} of it copies that all ranks keep` : "and no copy of what another keeps"}. `;
+      const named = values.sp
+        ? "g all-gathers in forward and reduce-scatters in backward, g\u0305 the reverse"
+        : "f is the identity in forward and an all-reduce in backward, f\u0305 the reverse";
+      return `${lead}${named} (arXiv 2205.05198, figures ${values.sp ? "5 and 6" : "4 and 5"}). Over both passes a rank sends ${J.format.bytes(Number(sent(layer)))} in rings, ${values.sp ? "without" : "with"} sequence parallelism ${J.format.bytes(Number(sent(other)))}: Megatron all-gathers two inputs again in backward.${J.layers.note(values)}`;
     },
     table(values) {
       const now = run(values), layer = J.layers.at(now), parts = partsOf(layer);

@@ -57,7 +57,7 @@
     return J.el("div", {}, legend, memory, flops, said, claims(values));
   };
 
-  // The explainer's interval table beside the ledger's numbers.
+  // A claimed table of intervals beside the ledger's numbers.
   function claims(values) {
     const { m, rows } = find(values);
     if (m.name !== data.claims.model || values["segments-kind"] !== "every") return "";
@@ -73,8 +73,8 @@
       rows: data.claims.rows.map(([n, bytes, overhead]) => [String(n), gb(bytes) ?? "–", gb(rows[n - 1][1]), gb(rows[n - 1][2]), `+ ${J.format.percent(overhead, 0)}`, `+ ${J.format.percent(rows[n - 1][4])}`]),
     });
     return J.el("div", {},
-      J.el("p", { class: "caption" }, "An explainer's table of intervals, and the ledger's numbers:"),
-      J.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "An explainer's interval table beside the ledger" }, table),
+      J.el("p", { class: "caption" }, "Intervals as notes on training have them, without a name of their author (docs/contradictions.md, Every Nth layer), and the ledger's numbers:"),
+      J.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Claimed intervals beside the ledger" }, table),
       data.claims.rows.map(([n]) => J.el("p", { class: "caption" }, `N = ${n}: ${wrong[n]}.`)));
   }
 
@@ -89,7 +89,7 @@
     id: "segments", title: "Checkpoint every k layers: the whole sweep", controls: [model, kind, number], draw, table,
     caption: (values) => {
       const { m, knee } = find(values), ratio = m.layer_bytes / m.input_bytes;
-      return `${m.name}, ${m.layers} layers, one micro-batch. A layer holds ${J.format.bytes(m.layer_bytes)} without checkpointing and ${J.format.bytes(m.input_bytes)} as its input alone, a factor of ${ratio.toFixed(1)}. The rule of √L takes both for the same; with L/k inputs and k whole layers the least lies near √(L ÷ ${ratio.toFixed(1)}) = ${Math.sqrt(m.layers / ratio).toFixed(1)}. Least here: ${knee[0]}. FLOPs stay below a third, since a recompute stops at the last tensor that backward asks for.`;
+      return `${m.name}, ${m.layers} layers, one micro-batch. A layer holds ${J.format.bytes(m.layer_bytes)} without checkpointing, ${ratio.toFixed(1)} times its input: the least lies near √(L ÷ ${ratio.toFixed(1)}) = ${Math.sqrt(m.layers / ratio).toFixed(1)}, and not at √L. Least here: ${knee[0]}.`;
     },
     command: (values) => {
       const { m, at } = find(values);

@@ -204,7 +204,7 @@
     id: "step", title: "The step: what each stage does, and what it holds meanwhile", controls: [layoutOf, first], draw, table,
     caption: (values) => {
       const layout = find(values);
-      return `${layout.name}, on ${layout.gpu}: ${J.format.bytes(layout.usable_bytes)} can be allocated, ${J.format.bytes(layout.available_bytes)} of it for tensors. Each region's bytes are those of its worst moment while it runs, so the highest point is the ledger's peak to the byte (with gradients that appear one by one, GPipe's and interleaved schedules' ledger is an upper bound). Transients are gradients of activations, what is computed again, gathered parameters and workspace. The triangle marks the peak.`;
+      return `${layout.name}, on ${layout.gpu}: ${J.format.bytes(layout.usable_bytes)} can be allocated, ${J.format.bytes(layout.available_bytes)} of it for tensors. The triangle marks the peak, the ledger's to the byte (of GPipe's and interleaved schedules the ledger is an upper bound). Transients are gradients of activations, recomputed tensors, all-gathered parameters and workspace.`;
     },
     command: (values) => find(values).command,
   });

@@ -7,9 +7,13 @@
   const way = J.select({ key: "time-way", label: "Command line of", options: data.ways.map((w) => ({ value: w.key, label: w.label })), value: "auto" });
   const fills = data.parts.map((_, i) => J.marks.hatch(i, J.color(i)));
   const chosen = (values) => data.models.filter((m) => values["time-model"] === ALL || m.name === values["time-model"]);
-  const words = (row) => (row.seconds === null
-    ? `does not fit: ${J.format.bytes(row.minimum_bytes)} at least`
-    : `${row.seconds.toFixed(2)} s (${row.range.map((end) => end.toFixed(2)).join(" to ")} s by runs of its kind), MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${row.fits ? "" : ", does not fit"}`);
+  const words = (row, narrow) => {
+    if (row.seconds === null) return `does not fit: ${J.format.bytes(row.minimum_bytes)} at least`;
+    const range = row.range.map((end) => end.toFixed(2)).join(" to "), fits = row.fits ? "" : ", does not fit";
+    return narrow
+      ? `${row.seconds.toFixed(2)} s (${range}), MFU ${J.format.percent(row.mfu)}${fits}`
+      : `${row.seconds.toFixed(2)} s (${range} s by runs of its kind), MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${fits}`;
+  };
 
   const draw = (values, { width }) => {
     const models = chosen(values), relative = values["time-model"] === ALL, narrow = width < 560;
@@ -19,7 +23,7 @@
       for (const row of m.rows) {
         const key = `${m.name} ${row.way}`;
         order.push(key);
-        titles.push({ key, text: `${relative ? `${m.name}, ` : ""}${label[row.way]}:${narrow ? "\n" : " "}${words(row)}` });
+        titles.push({ key, text: `${relative ? `${m.name}, ` : ""}${label[row.way]}:${narrow ? "\n" : " "}${words(row, narrow)}` });
         let from = 0;
         (row.parts ?? []).forEach((seconds, i) => {
           bars.push({ key, part: data.parts[i], from: from / unit, to: (from + seconds) / unit, text: `${m.name}, ${label[row.way]}\n${data.parts[i]} ${J.format.seconds(seconds)} of ${J.format.seconds(row.seconds)}` });
@@ -62,7 +66,7 @@
     id: "time", title: "Iteration time and where it goes", controls: [model, way], draw, table,
     caption: (values) => {
       const m = chosen(values)[0], own = chosen(values).length === 1;
-      return `${own ? `${m.name} on ${m.gpus} × ${m.gpu} (${m.layout}). ` : "GPTs of arXiv 2205.05198 in its layouts on A100s. "}Full recomputation is without sequence parallelism, as in the paper; the other two are with it. The planner keeps what fits the GPU and computes the rest again. MFU counts what the model needs, HFU what runs. Seconds are predicted; diamonds are Table 5's measured ones.`;
+      return `${own ? `${m.name} on ${m.gpus} × ${m.gpu} (${m.layout}). ` : "GPTs of arXiv 2205.05198 in its layouts on A100s. "}Full recomputation is without sequence parallelism, as in the paper. Seconds are predicted; diamonds are Table 5's measured ones.`;
     },
     command: (values) => {
       const m = chosen(values)[0];

@@ -45,7 +45,7 @@
       const text = selective.saved > 0n
         ? `At s = ${J.format.count(run.s)} selective recomputation drops ${J.format.percent(selective.percent)} of a layer's bytes for ${J.format.percent(selective.more, 2)} more FLOPs in a step (${J.format.percent(forward)} of a forward)`
         : "With fused attention there is nothing for selective recomputation to drop: the kernel itself computes the scores again";
-      return `${text}; full recomputation drops ${J.format.percent(full.percent)} for ${J.format.percent(full.more)}. Lines follow s from ${lengths[0]} to ${lengths[lengths.length - 1] / 1024}K; the large symbols are at the slider's s. FLOPs are those of matrix products; bytes that move cost time as well.${J.layers.note(values)}`;
+      return `${text}; full recomputation drops ${J.format.percent(full.percent)} for ${J.format.percent(full.more)}. Lines follow s from ${lengths[0]} to ${lengths[lengths.length - 1] / 1024}K; FLOPs are those of matmuls.${J.layers.note(values)}`;
     },
     table(values) {
       const run = { ...J.layers.divided(values), layout: values.sp ? "sp" : "tp" };
