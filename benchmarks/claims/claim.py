@@ -1,4 +1,4 @@
-"""A claim, the commands that answer it, and the row that is made of both."""
+"""Claim: its number, the commands that answer it, and rows of both."""
 
 from __future__ import annotations
 
@@ -60,17 +60,27 @@ class Claim:
         return min(self.theirs) * (1 - self.tolerance) <= ours <= max(self.theirs) * (1 + self.tolerance)
 
     def row(self) -> str:
-        theirs = " to ".join(dict.fromkeys(_number(value, self.unit) for value in self.theirs))
-        asked = "<br>".join(f"`{command}`: {keys}" for command, keys in self._by_command().items())
-        unit = f" {self.unit}" if self.unit else ""
-        ours = _number(self.ours(), self.unit)
-        return f"| {self.words} | {theirs}{unit} | {ours}{unit} | {self.verdict.value} | {self.why} | {asked} |"
+        """Line of the page's table."""
+        return f"| {self.words} | {self.claimed()} | {self.computed()} | {self.why} |"
 
-    def _by_command(self) -> dict[str, str]:
+    def cells(self) -> tuple[str, ...]:
+        """Row of the CSV, without its source."""
+        asked = "; ".join(f"{command}: {', '.join(keys)}" for command, keys in self._by_command().items())
+        return self.words, self.claimed(), self.computed(), self.verdict.value, self.why, asked
+
+    def claimed(self) -> str:
+        """The source's number or range, with its unit."""
+        return f"{' to '.join(dict.fromkeys(_number(value, self.unit) for value in self.theirs))} {self.unit}".rstrip()
+
+    def computed(self) -> str:
+        """The commands' number, with its unit."""
+        return f"{_number(self.ours(), self.unit)} {self.unit}".rstrip()
+
+    def _by_command(self) -> dict[str, list[str]]:
         keys: dict[str, list[str]] = {}
         for ask in self.asks:
-            keys.setdefault(ask.command, []).append(f"`{ask.key}`")
-        return {command: ", ".join(of_it) for command, of_it in keys.items()}
+            keys.setdefault(ask.command, []).append(ask.key)
+        return keys
 
 
 def _number(value: float, unit: str) -> str:

@@ -35,7 +35,7 @@ def _gain(run: str) -> Claim:
         asks=(step(run, FULL), step(run, SELECTIVE)),
         value=lambda full, selective: full / selective - 1,
         verdict=Verdict.RIGHT,
-        why="Predicted from data sheets and the schedule; [beside measured times](accuracy.md).",
+        why="Predicted from data sheets and the schedule; [measured times](accuracy.md).",
         tolerance=0.1,
     )
 
@@ -68,7 +68,7 @@ BYTES = (
         why="On one rank, or with sequence parallelism.",
     ),
     Claim(
-        words="The same for the 530B model",
+        words="At 2048 tokens the attention part is, of a layer of the 530B model",
         theirs=(0.65,),
         unit="%",
         asks=(
@@ -80,7 +80,7 @@ BYTES = (
         why="",
     ),
     Claim(
-        words="Running the attention core again adds to the FLOPs of a step of GPT-3",
+        words="Recomputing the attention core adds to the FLOPs of a step of GPT-3",
         theirs=(0.027,),
         unit="%",
         asks=(Ask(command=CORE, key="explain.recompute[change=--recompute selective].of_step"),),
@@ -98,7 +98,7 @@ BYTES = (
         why="s / (6h + s), which is close to s / 6h.",
     ),
     Claim(
-        words="The same for the 530B model, of a step",
+        words="Recomputing it adds to the FLOPs of a step of the 530B model",
         theirs=(0.016,),
         unit="%",
         asks=(Ask(command=CORE_530B, key="explain.recompute[change=--recompute selective].of_step"),),
@@ -119,13 +119,13 @@ RANKS = (
         tolerance=2e-4,
     ),
     Claim(
-        words="At t = 8 it is most of what a rank keeps of a layer",
+        words="At t = 8, what tensor parallelism does not divide is most of a layer's bytes on a rank",
         theirs=(0.5, 1.0),
         unit="%",
         asks=(layer("--no-sp"), layer("--sp")),
         value=lambda copied, shared: (copied - shared) * 8 / 7 / copied,
         verdict=Verdict.WRONG,
-        why="10 of 23 in units of sbh, of which the attention part has 10 as well. Without that it is 10 of 13.",
+        why="10 of 23 in units of sbh; the attention core has another 10. Without the core it is 10 of 13.",
     ),
     Claim(
         words="With sequence parallelism a layer is divided by t = 8",
@@ -138,7 +138,7 @@ RANKS = (
         tolerance=1e-6,
     ),
     Claim(
-        words="Sequence parallelism moves no more bytes: beside tensor parallelism, a step waits for transfers",
+        words="Sequence parallelism moves no more bytes than tensor parallelism: ratio of exposed communication",
         theirs=(1,),
         unit="x",
         asks=(
@@ -152,12 +152,12 @@ RANKS = (
         ),
         value=lambda sequence, tensor: sequence / tensor,
         verdict=Verdict.WRONG,
-        why="The converters move the same bytes. But gathers of gradients are waited for, where an all-reduce hides "
-        "behind products; and two saved shards are gathered again, [1.25 times the bytes]"
+        why="They move the same bytes. But all-gathers of gradients are exposed, while the all-reduce overlaps "
+        "with GEMMs; and two saved shards are all-gathered again, [1.25 times the bytes]"
         "(explore.md#one-layer-across-t-ranks).",
     ),
     Claim(
-        words="Of a pipeline the first stage holds L layers' worth, whatever p: beside one stage, with p = 8",
+        words="The first stage of a pipeline holds L layers' worth, whatever p: ratio to one stage, p = 8",
         theirs=(1,),
         unit="x",
         asks=(
@@ -186,7 +186,7 @@ RANKS = (
 
 LADDER_STEPS = (
     Claim(
-        words="Sequence parallelism leaves about half of the tensor-parallel layer",
+        words="Sequence parallelism leaves about half of the tensor-parallel layer's bytes",
         theirs=(0.5,),
         unit="%",
         asks=(layer("--sp"), layer("--no-sp")),
@@ -195,7 +195,7 @@ LADDER_STEPS = (
         why="The paper's own figure: 62 % for GPT-3, 58 to 67 % for the others.",
     ),
     Claim(
-        words="Selective recomputation leaves about half of it",
+        words="Selective recomputation leaves about half of the tensor-parallel layer's bytes",
         theirs=(0.5,),
         unit="%",
         asks=(layer("--no-sp --recompute selective"), layer("--no-sp")),
@@ -213,13 +213,13 @@ LADDER_STEPS = (
         why="",
     ),
     Claim(
-        words="That holds at every scale: under 20 % for the 1T model",
+        words="Both together leave under 20 % at every scale: the 1T model",
         theirs=(0.18, 0.20),
         unit="%",
         asks=(layer("--sp --recompute selective", "gpt-1t"), layer("--no-sp", "gpt-1t")),
         value=lambda way, base: way / base,
         verdict=Verdict.WRONG,
-        why="By a hair: its layers are wider beside their heads.",
+        why="By a hair: its layers are wider for their number of heads.",
         tolerance=0.005,
     ),
     Claim(
@@ -251,7 +251,7 @@ TIMES = (
         asks=(step("22B", FULL), step("22B", "--no-sp --recompute none")),
         value=lambda full, none: full / none - 1,
         verdict=Verdict.RIGHT,
-        why="Of a whole step, optimizer included; the paper's 39 % are of one layer.",
+        why="Of a step, optimizer included; the paper's 39 % are of one layer.",
     ),
     Claim(
         words="The two techniques together get back more than, of that time (22B)",
@@ -265,7 +265,7 @@ TIMES = (
     ),
     *(_gain(run) for run in RUNS),
     Claim(
-        words="so that a step takes, of one with full recomputation (22B)",
+        words="22B: a step takes, of one with full recomputation",
         theirs=(0.77,),
         unit="%",
         asks=(step("22B", FULL), step("22B", SELECTIVE)),
@@ -290,7 +290,7 @@ TIMES = (
         why="",
     ),
     Claim(
-        words="and 54.2 % with the two techniques",
+        words="530B on 2240 GPUs: 54.2 % MFU with the two techniques",
         theirs=(0.542,),
         unit="%",
         asks=(step("530B", f"--dp 8 {SELECTIVE}", "mfu"),),
@@ -298,7 +298,7 @@ TIMES = (
         why="Ours is 2.6 points too good: gradients of 8 replicas cost the authors more than they do here.",
     ),
     Claim(
-        words="so that it is quicker by 29 %",
+        words="530B on 2240 GPUs: quicker by 29 %",
         theirs=(0.29,),
         unit="%",
         asks=(step("530B", f"--dp 8 {FULL}"), step("530B", f"--dp 8 {SELECTIVE}")),

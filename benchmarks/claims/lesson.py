@@ -26,7 +26,7 @@ BYTES = (
         "#12bld-floats-a-layer-or-34sbh-bytes).",
     ),
     Claim(
-        words="At 8192 tokens and a width of 8192 that is, in BF16",
+        words="A layer's 12 values, at 8192 tokens and a width of 8192, in BF16",
         theirs=(800e6,),
         unit="MB",
         asks=(Ask(command=FUSED, key="bytes"),),
@@ -62,7 +62,7 @@ BYTES = (
         tolerance=0,
     ),
     Claim(
-        words="A layer's input is a tenth of what it keeps",
+        words="A layer's input is a tenth of what the layer keeps",
         theirs=(0.1,),
         unit="%",
         asks=(Ask(command=POLICIES, key="rows[plan=full].of none"),),
@@ -70,13 +70,13 @@ BYTES = (
         why="A seventeenth; with eager attention at these sizes one part in 177.",
     ),
     Claim(
-        words="Where attention is one kernel already, checkpointing layers adds little: what is kept falls by",
+        words="With fused attention, checkpointing adds little: kept bytes fall by",
         theirs=(1, 1.5),
         unit="x",
         asks=(Ask(command=POLICIES, key="rows[plan=full].of none"),),
         value=lambda left: 1 / left,
         verdict=Verdict.WRONG,
-        why="The kernel removes what is quadratic. What is left is 34sbh, of which full recomputation keeps 2.",
+        why="The kernel removes the quadratic term. 34sbh are left, of which full recomputation keeps 2.",
     ),
     Claim(
         words="Selective recomputation saves five times the memory (GPT-3, t = 8)",
@@ -85,7 +85,7 @@ BYTES = (
         asks=(Ask(command=LADDER, key=LAYER), Ask(command=f"{LADDER} --recompute selective", key=LAYER)),
         value=lambda none, selective: none / selective,
         verdict=Verdict.WRONG,
-        why="Five times is sequence parallelism and selective recomputation, together.",
+        why="Five times takes sequence parallelism and selective recomputation together.",
     ),
 )
 
@@ -100,22 +100,22 @@ WORK = (
         tolerance=1e-9,
     ),
     Claim(
-        words="The same where a layer stops at the last tensor that backward asks for, as PyTorch does",
+        words="Checkpointing every layer, with early stop as in PyTorch, adds to the FLOPs of a step",
         theirs=(1 / 3,),
         unit="%",
         asks=(Ask(command=EAGER, key="rows[plan=full].overhead"),),
         verdict=Verdict.WRONG,
-        why="The product back from 4h does not run again. [For Llama 3 70B 25.1 %](contradictions.md"
+        why="The second GEMM of the MLP is not recomputed. [For Llama 3 70B 25.1 %](contradictions.md"
         "#every-nth-layer-19--29--33--or-33--whatever-n).",
     ),
     Claim(
-        words="Elsewhere it says 33 % more *forward* FLOPs",
+        words="Checkpointing every layer adds 33 % *forward* FLOPs",
         theirs=(1 / 3,),
         unit="%",
         asks=(Ask(command=f"{EAGER} --to-the-end", key="rows[plan=full].overhead"),),
         value=lambda of_step: 3 * of_step,
         verdict=Verdict.WRONG,
-        why="The forward runs twice. A third is meant of the step, which is three forwards.",
+        why="The forward runs twice. It is a third of the step, which is three forwards.",
     ),
     Claim(
         words="Attention is 15 % of a layer's FLOPs (s = h = 8192)",
@@ -123,10 +123,10 @@ WORK = (
         unit="%",
         asks=(Ask(command=f"{ENGINE} block", key="the core's share of FLOPs"),),
         verdict=Verdict.RIGHT,
-        why="s / (6h + s), the two products of the core.",
+        why="s / (6h + s), the two GEMMs of the core.",
     ),
     Claim(
-        words="The same for GPT-3 at 2048 tokens",
+        words="Attention is 15 % of a layer's FLOPs (GPT-3, 2048 tokens)",
         theirs=(0.15,),
         unit="%",
         asks=(Ask(command=GPT3, key="the core's share of FLOPs"),),
@@ -142,35 +142,35 @@ WORK = (
         why="If the core runs to its end.",
     ),
     Claim(
-        words="The same where it stops when backward has what it asks for",
+        words="Recomputing the attention core with early stop adds 5 % to a step",
         theirs=(0.05,),
         unit="%",
         asks=(Ask(command=EAGER, key="rows[plan=selective].overhead"),),
         verdict=Verdict.WRONG,
-        why="Backward asks for the probabilities, and not for their product with the values.",
+        why="Backward needs the probabilities, not the GEMM with the values.",
     ),
     Claim(
-        words="Its toy, checkpointed every 4 layers, does a third more than its plain way",
+        words="Its toy network, checkpointed every 4 layers, does a third more than without",
         theirs=(1 / 3,),
         unit="%",
         asks=(Ask(command=f"{ENGINE} toy", key="overhead of its own baseline"),),
         verdict=Verdict.WRONG,
-        why="The plain way keeps layers' inputs and computes the ReLU's input again: it is checkpointed already.",
+        why="Without checkpoints the toy keeps layers' inputs and recomputes the ReLU's: it is checkpointed already.",
     ),
     Claim(
-        words="and a third more than a step needs",
+        words="Its toy network, checkpointed every 4 layers, does a third more than a step needs",
         theirs=(1 / 3,),
         unit="%",
         asks=(Ask(command=f"{ENGINE} toy", key="rows[way=called checkpointed].of needed"),),
         value=lambda of_needed: of_needed - 1,
         verdict=Verdict.WRONG,
-        why="A segment runs to its end, and then the first product of each layer a third time.",
+        why="A segment is recomputed to its end, and the first GEMM of each layer a third time.",
     ),
 )
 
 SEGMENTS = (
     Claim(
-        words="Of 64 layers, segments of sqrt(64) need least: products of one width",
+        words="Of 64 layers of one GEMM each, the best segment length is sqrt(64)",
         theirs=(8,),
         unit="",
         asks=(Ask(command=CHAIN, key="least peak from k"), Ask(command=CHAIN, key="to k")),
@@ -189,12 +189,12 @@ SEGMENTS = (
         tolerance=0,
     ),
     Claim(
-        words="The same of 64 transformer layers",
+        words="Of 64 transformer layers, the best segment length is sqrt(64)",
         theirs=(8,),
         unit="",
         asks=(Ask(command=SWEEP, key="least peak from k"),),
         verdict=Verdict.WRONG,
-        why="Inside of the open segment lie whole layers, 17 inputs each: the least is at sqrt(64 / 17).",
+        why="Layers of the open segment hold 17 inputs each: the minimum is at sqrt(64 / 17).",
     ),
     Claim(
         words="every:8 of 64 layers needs (64/8 + 8) inputs",
@@ -202,16 +202,16 @@ SEGMENTS = (
         unit="MB",
         asks=(Ask(command=SWEEP, key="rows[k=8].peak bytes"),),
         verdict=Verdict.WRONG,
-        why="The same reason. It is more than k = 1 needs.",
+        why="The open segment's 8 layers hold 17 inputs each. It is more than k = 1 needs.",
     ),
     Claim(
-        words="At k = sqrt(64) what is computed again is sqrt(64) layers",
+        words="At k = sqrt(64), sqrt(64) layers are recomputed",
         theirs=(8,),
         unit="",
         asks=(Ask(command=f"{CHAIN} --to-the-end", key="rows[k=8].overhead"),),
         value=lambda overhead: 3 * 64 * overhead,
         verdict=Verdict.WRONG,
-        why="Each layer runs once more, whatever k: 64. Memory goes with the root, work does not.",
+        why="Each layer is recomputed once, whatever k: 64. Memory scales with the root, work does not.",
     ),
     Claim(
         words="Of 32 layers in 32 segments 32 inputs are held",
@@ -236,7 +236,7 @@ SAME = (
         why="Identical to the bit: the same ops on the same inputs.",
     ),
     Claim(
-        words="FP8: if a layer that runs again takes the first run's scale, steps (of 12) whose gradients differ",
+        words="FP8: if a recomputed layer takes the first run's scale, steps (of 12) whose gradients differ",
         theirs=(0,),
         unit="",
         asks=(Ask(command=f"{ENGINE} fp8", key="wrong steps"),),
@@ -244,7 +244,7 @@ SAME = (
         why="",
     ),
     Claim(
-        words="and if it takes the scale of the moment",
+        words="FP8: if a recomputed layer takes the current scale, steps (of 12) whose gradients differ",
         theirs=(1, 12),
         unit="",
         asks=(Ask(command=f"{ENGINE} fp8 --scale current", key="wrong steps"),),

@@ -31,19 +31,19 @@ def _segment(n: int, share: float, verdict: Verdict) -> Claim:
 
 def _of_forward(n: int, share: float, verdict: Verdict) -> Claim:
     return Claim(
-        words=f"which is, of a forward, at every {n}th",
+        words=f"A checkpoint at every {n}th layer adds to a forward",
         theirs=(share,),
         unit="%",
         asks=(Ask(command=f"{RUN} --recompute every:{n} --explain", key="explain.recompute[current=True].of_step"),),
         value=lambda of_step: 3 * of_step,
         verdict=verdict,
-        why="Nearly a whole one: each layer but for what its backward does not ask for.",
+        why="Nearly a full one: each layer, without the ops that backward does not need.",
     )
 
 
 def _held(n: int, size: float) -> Claim:
     return Claim(
-        words=f"and leaves, at every {n}th",
+        words=f"A checkpoint at every {n}th layer leaves",
         theirs=(size,),
         unit="GB",
         asks=(Ask(command=f"{RUN} --recompute every:{n}", key="layers"),),
@@ -55,7 +55,7 @@ def _held(n: int, size: float) -> Claim:
 
 def _saved(n: int, share: float) -> Claim:
     return Claim(
-        words=f"and saves, at every {n}th",
+        words=f"A checkpoint at every {n}th layer saves",
         theirs=(share,),
         unit="%",
         asks=(
@@ -66,7 +66,7 @@ def _saved(n: int, share: float) -> Claim:
             1 - sum(layer["bytes"] for layer in layers if layer["layer"].startswith("layers.")) / (80 * one)
         ),
         verdict=Verdict.WRONG,
-        why=f"Of all that the layers keep. Three quarters are [of 43 GB]({ALL_LAYERS}).",
+        why=f"Of the bytes without checkpointing. Three quarters are [of 43 GB]({ALL_LAYERS}).",
     )
 
 
@@ -102,7 +102,7 @@ ALL = (
         unit="GB",
         asks=(Ask(command=RUN, key="stages[0].optimizer_bytes"),),
         verdict=Verdict.WRONG,
-        why="560 GB are two fp32 moments. With bf16 weights there are fp32 copies of them as well, 4 bytes each.",
+        why="560 GB are two fp32 moments. bf16 weights have fp32 main copies as well, 4 bytes each.",
     ),
     _segment(4, 0.19, Verdict.WRONG),
     _of_forward(4, 0.37, Verdict.WRONG),
@@ -167,7 +167,7 @@ TABLE = (
 
 SELECTIVE = (
     Claim(
-        words="Keeping products' outputs and dropping the rest discards, of a layer",
+        words="Keeping the outputs of GEMMs and dropping the rest frees, of a layer",
         theirs=(0.60, 0.70),
         unit="%",
         asks=(
@@ -176,10 +176,10 @@ SELECTIVE = (
         ),
         value=lambda none, kept: 1 - kept / none,
         verdict=Verdict.WRONG,
-        why="Of a gated layer most bytes *are* products' outputs.",
+        why="Most bytes of a gated layer *are* outputs of GEMMs.",
     ),
     Claim(
-        words="and leaves 2 to 3 GB a layer",
+        words="Keeping the outputs of GEMMs leaves, of a layer",
         theirs=(2e9, 3e9),
         unit="GB",
         asks=(Ask(command=f"{RUN} --recompute selective-op", key=LAYER),),
@@ -187,16 +187,16 @@ SELECTIVE = (
         why="The outputs of gate and up alone are 3.76 GB, by the overview's own table.",
     ),
     Claim(
-        words="and 160 to 240 GB over the 80 layers",
+        words="Keeping the outputs of GEMMs leaves, of 80 layers",
         theirs=(160e9, 240e9),
         unit="GB",
         asks=(Ask(command=f"{RUN} --recompute selective-op", key=LAYER),),
         value=lambda layer: 80 * layer,
         verdict=Verdict.WRONG,
-        why="80 of the line above. The overview's own 43 GB for all layers without checkpointing are fewer.",
+        why="The overview's own 43 GB for all layers without checkpointing are fewer.",
     ),
     Claim(
-        words="for 10 to 15 % more time",
+        words="Keeping the outputs of GEMMs costs, of a step's time",
         theirs=(0.10, 0.15),
         unit="%",
         asks=(
@@ -205,10 +205,10 @@ SELECTIVE = (
         ),
         value=lambda none, kept: kept / none - 1,
         verdict=Verdict.WRONG,
-        why="It runs elementwise ops alone again, and those are quick beside products.",
+        why="Only elementwise ops are recomputed, which take little time next to GEMMs.",
     ),
     Claim(
-        words="where checkpointing whole layers costs 20 to 35 %",
+        words="Checkpointing every layer costs, of a step's time",
         theirs=(0.20, 0.35),
         unit="%",
         asks=(
@@ -240,10 +240,10 @@ PLACES = (
         unit="GB",
         asks=(Ask(command=f"{RUN} --micro-batches 8 --pp 4 --recompute selective-op", key=HELD),),
         verdict=Verdict.WRONG,
-        why="On the first stage. It starts from 43 GB, which is not what there is.",
+        why="On the first stage. The claim starts from 43 GB instead of 870 GB.",
     ),
     Claim(
-        words="which is less than no optimization by",
+        words="4 stages with selective checkpointing need less than no optimization by",
         theirs=(8, 10),
         unit="x",
         asks=(
@@ -252,10 +252,10 @@ PLACES = (
         ),
         value=lambda one, first: 80 * one / first,
         verdict=Verdict.WRONG,
-        why="Selective checkpointing's share alone, since the first stage holds what one stage would.",
+        why="Selective checkpointing alone: the first stage holds as much as a single stage would.",
     ),
     Claim(
-        words="480 GB to the host and back take, over NVLink-C2C",
+        words="Offloading 480 GB and prefetching them takes, over NVLink-C2C",
         theirs=(0.5,),
         unit="s",
         asks=(Ask(command=f"{TIME} --recompute none", key="links[name=NVLink-C2C (GH200)].bytes_per_second"),),
