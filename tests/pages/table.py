@@ -92,10 +92,8 @@ PAGES: dict[str, Page] = {
         slow=("$ jettison search ",),
         codes={"$ jettison search llama3-70b --gpus 8 --gpu a100-80gb --global-batch 8 --budget 10GiB": 3},
     ),
-    "docs/loops.md": Page(
-        slow=("torchrun", "python lora.py"),
-        not_here={"for _ in range(3):  # on a side stream": "tests/runtime/test_captured_steps.py"},
-    ),
+    "docs/loops.md": Page(not_here={"for _ in range(3):  # on a side stream": "tests/runtime/test_captured_steps.py"}),
+    "docs/distributed.md": Page(slow=("torchrun",)),
     "docs/parallel.md": Page(not_here={"import torch": RANKS, "import jettison": RANKS}),
     "docs/profile.md": Page(
         files={"rank0.json": worlds.rank0_json},
@@ -117,6 +115,7 @@ PAGES: dict[str, Page] = {
             "$ curl http": "tests/report/test_documents_served.py",
         }
     ),
+    "docs/trainers.md": Page(slow=("python lora.py",)),
     "docs/start.md": Page(not_here={"pip install .": INSTALLS}),
     "docs/traces.md": Page(
         slow=("$ jettison plan my_models:tower --budget 1000KiB --out plan.json --timeline predicted.json",),

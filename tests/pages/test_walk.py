@@ -72,7 +72,7 @@ def walked(page: str, words: str, launcher: tuple[str, ...], folder: Path, *, pl
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "docs/loops.md",
+            "docs/trainers.md",
             "# lora.py",
             ("python",),
             "jettison: planned PeftModel: budget 24.00 MiB, predicted peak ",
@@ -80,7 +80,7 @@ def walked(page: str, words: str, launcher: tuple[str, ...], folder: Path, *, pl
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "docs/loops.md",
+            "docs/distributed.md",
             "# fsdp2.py",
             TORCHRUN,
             "<Applied: budget 24.00 MiB, predicted peak ",
