@@ -208,7 +208,7 @@ def test_a_search_leaves_out_what_does_not_divide() -> None:
     assert all(4128 * setup.micro_batch // setup.layout.cp % 32 == 0 for setup in space.setups)
     with pytest.raises(UsageError, match="should be a multiple of 32"):
         replace(asked, seq=4100).space(preset("llama3-8b"), gpu, gpus=1, global_batch=1)
-    with pytest.raises(UsageError, match="--fp8-recipe mxfp8 is described for"):
+    with pytest.raises(UsageError, match="--fp8-recipe mxfp8 is modelled for"):
         replace(asked, zero="3").space(preset("llama3-8b"), gpu, gpus=8, global_batch=8)
 
 

@@ -202,9 +202,9 @@ def test_a_search_keeps_to_the_stages_of_zero_that_a_framework_has() -> None:
     assert tuple(space(states_on_host="fsdp2", precision="bf16-pure")) == (3,)
     assert tuple(space(states_on_host="torchao", precision="bf16-pure")) == (0, 3)
     for asked, message in (
-        ({"states_on_host": "deepspeed", "zero": "1"}, "is described for"),
-        ({"states_on_host": "deepspeed", "pp": "2"}, "goes with --pp 1 alone"),
-        ({"states_on_host": "torchao-gradients", "precision": "fp32"}, "a search tries micro-batches"),
+        ({"states_on_host": "deepspeed", "zero": "1"}, "is modelled for"),
+        ({"states_on_host": "deepspeed", "pp": "2"}, "which takes --pp 1"),
+        ({"states_on_host": "torchao-gradients", "precision": "fp32"}, "which takes one micro-batch"),
         ({"reference": "same", "pp": "1,2"}, "--pp 1,2 with --reference"),
     ):
         with pytest.raises(UsageError, match=message):

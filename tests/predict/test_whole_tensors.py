@@ -152,7 +152,7 @@ def test_a_distributed_muon_needs_zero_1() -> None:
         preset("llama3-8b"), hardware("h100-80gb"), gpus=4, global_batch=4
     )
     assert {setup.layout.zero for setup in space.setups} == {1}
-    with pytest.raises(UsageError, match="is described for"):
+    with pytest.raises(UsageError, match="is modelled for"):
         SearchRequest(optimizer="dist-muon", kernels="megatron", zero="0").space(
             preset("llama3-8b"), hardware("h100-80gb"), gpus=4, global_batch=4
         )

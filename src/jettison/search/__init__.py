@@ -1,1 +1,1 @@
-"""Which layout, batch and plan is the fastest that fits."""
+"""Search for the fastest layout, batch and recompute plan that fits."""

@@ -1,32 +1,31 @@
-"""What every candidate must take, in seconds and in bytes, so that most of them need not be worked out.
+"""Lower bounds on the seconds and bytes of candidates, which spare most of them an evaluation.
 
-NOTE [ What may be left out ]
-A candidate is left out of a search only where one of these proves that it cannot be asked for. S is a setup, r a plan.
+NOTE [ Pruning rules ]
+A search skips a candidate only if one of these rules proves that it cannot be in the answer. S is a setup, r a plan.
 
-1. time(S, r) >= time(S, none). A plan adds to backwards, and offloading to both passes; nothing gets shorter. The
-   makespan of fixed orders is a longest path, and grows with every step. A reduction of gradients may hide behind what
-   is computed again, but each second of it is a second of the same stage's last backward, after which nothing but its
-   own weight steps comes: its end moves by as much. With virtual stages backwards of other chunks lie between, and a
-   wait may swallow what the reduction gains: there a stage's forward, which takes no less than all that could be
-   computed again of it, comes off what of its reduction a longer backward could hide.
-2. Stage i cannot begin before the first i places have passed a micro-batch forwards, and after its last backward they
-   pass that micro-batch backwards, the first stage at the end. So the first stage ends no sooner than ramp(i) + n w(i),
-   where w(i) is a micro-batch's work on stage i. Two of these are worked out: the last stage's, from the cheapest
-   layer, and the mean of all, in which w is a p-th of the whole model's W. Where a schedule splits backwards, ramps
-   have forwards only. To W and w come sends that both sides wait for, and what a transfer of ZeRO costs beside a layer
-   at least: what is longer than the longest work, and what it slows the device down while it hides. The first stage's
-   end is followed by what of its reduction and gathering cannot hide behind anything, and by the longest optimizer
-   step. Segments of several layers compute no less again than `full`; W, w depend on t, sp, cp, ep, b and r alone.
-3. peak(S, r) >= parameters + state + gradients of the largest stage, which are there together in the optimizer's step
-   whatever r is; and that is at least a p-th of what they are without a pipeline, at the same dp, cp and ZeRO stage.
-4. peak(S, r) >= what the first stage has of these before any backward (gradients of the chunks that have learned, where
-   they appear one by one), what r holds of its layers for as many micro-batches as the schedule has in flight there,
-   and how far the backward that comes next rises above that: it begins with the last layer, or the last segment, of
-   its chunk, and finds that chunk's gradients there or not.
-5. If none fits, a planner that minimises seconds answers none. If it does not, see NOTE [ What a planner cannot do ] in
-   `planner_time_bound`; of one that may offload nothing but rule 1 is known.
+1. time(S, r) >= time(S, none). A plan lengthens backwards, and offloading both passes; nothing gets shorter. The
+   makespan of fixed orders is a longest path, and grows with every pass. A gradient reduction may overlap with
+   recomputation, but each second of that lengthens the same stage's last backward, which only its own weight passes
+   follow: the stage's end moves by as much. With virtual stages backwards of other chunks lie between, and idle time
+   may absorb what the reduction gains: there the bound subtracts, from the part of the reduction that a longer backward
+   could hide, the stage's forward, which takes no less than its entire recomputation.
+2. Stage i cannot begin before the first i places have run a micro-batch's forward, and after its last backward they run
+   that micro-batch's backward, the first stage at the end. So the first stage ends no sooner than ramp(i) + n w(i),
+   with w(i) a micro-batch's work on stage i. Two of these bounds are computed: the last stage's, from the cheapest
+   layer, and the mean of all, in which w is a p-th of the model's W. If a schedule splits backwards, ramps have
+   forwards only. W and w include sends that both sides wait for, and the least cost of a ZeRO collective that overlaps
+   with a layer: what exceeds the longest compute, and the slowdown of the device meanwhile. After the first stage's end
+   come the exposed part of its reduction and all-gather, and the longest optimizer step. Segments of several layers
+   recompute no less than `full`; W and w depend on t, sp, cp, ep, b and r alone.
+3. peak(S, r) >= parameters + optimizer state + gradients of the largest stage, all alive in the optimizer step whatever
+   r is; that is at least a p-th of their sum without a pipeline, at the same dp, cp and ZeRO stage.
+4. peak(S, r) >= those of the first stage before any backward (gradients of chunks that have had a backward, if
+   gradients appear one by one) + activations that r keeps of its layers, for every micro-batch in flight there + the
+   rise of the next backward: of the last layer or segment of its chunk, with or without that chunk's gradients.
+5. If none fits, a planner that minimises seconds chooses none. If not, see NOTE [ Least seconds of a planner ] in
+   `planner_time_bound`; for one that may offload only rule 1 holds.
 
-Arithmetic in floating point: bounds are shaved by `SHAVED` of themselves.
+Bounds are lowered by `SHAVED` of themselves, for rounding in floating point.
 """
 
 from __future__ import annotations
@@ -55,32 +54,32 @@ from jettison.spec.run import Run
 
 SHAVED: Final = 1e-6
 _TREATMENTS: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
-"""Plans that do the same with every layer."""
+"""Plans with one policy for every layer."""
 _SEGMENTS: Final = frozenset((*_TREATMENTS, Mode.EVERY))
-"""Plans that hold no less of each segment of layers than the least layer's."""
+"""Plans that keep, for each segment of layers, no less than the smallest layer's kept tensors."""
 _N = TypeVar("_N", int, float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ends(Generic[_N]):
-    """One quantity: a layer's, the least; what the first stage has beside layers, and what the last one has."""
+    """One quantity: the least of any layer, and the additions of the first and the last stage."""
 
     layer: _N
     first: _N
     last: _N
 
     def of_first(self, layers: int, *, alone: bool) -> _N:
-        """The first stage with so many layers; ``alone``, it has the head, too."""
+        """Return the first stage's quantity with this many layers; with ``alone`` it has the head, too."""
         return self.first + layers * self.layer + (self.last if alone else 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanBound:
-    """One plan: seconds of a micro-batch through the whole model, the cheapest layer, and the last stage's rest.
+    """Bounds of one plan: seconds of a micro-batch through the model, through the cheapest layer and the head.
 
     Args:
-        longest: the work that hides most of a transfer, by pass.
-        held: bytes of a micro-batch, by the layer that holds least.
+        longest: seconds of the region that can hide most of a transfer, by pass.
+        held: bytes that a micro-batch keeps in the layer that keeps least.
     """
 
     whole: float
@@ -94,18 +93,18 @@ class PlanBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardBound:
-    """What the ranks that share weights add to any plan, at one stage of ZeRO; of a layer the least.
+    """Bounds that data parallelism adds to any plan, at one ZeRO stage; of layers the least.
 
     Args:
-        gathered: seconds of a region beside its forward, and again beside its backward.
-        reduced: seconds of a region beside its backward.
-        added: to add a weight's gradients to those of earlier micro-batches; ``added_whole``: of the whole model.
-        longest_added: of one region.
-        end: behind the last backward.
-        optimizer: of the optimizer's step.
-        everything: bytes of parameters, state and gradients of the whole model.
-        settled: bytes of parameters and state.
-        gathered_bytes: beside any pass of a layer.
+        gathered: seconds of a region's all-gather, in forward and once more in backward.
+        reduced: seconds of a region's gradient reduction.
+        added: seconds of accumulating gradients; ``added_whole``: of the entire model.
+        longest_added: seconds of the region that takes longest to accumulate.
+        end: seconds after the last backward.
+        optimizer: seconds of the optimizer step.
+        everything: bytes of parameters, optimizer state and gradients of the entire model.
+        settled: bytes of parameters and optimizer state.
+        gathered_bytes: bytes of unsharded parameters during any pass of a layer.
     """
 
     gathered: float
@@ -123,16 +122,16 @@ class ShardBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetupBounds:
-    """All setups that share a batch and all axes but virtual stages.
+    """Bounds of all setups that share a batch and all axes but virtual stages.
 
     Args:
-        plans: by what happens to a layer.
-        inner: as `_inner` has it.
-        adds: do backwards go as those that find gradients? A chunk's first one, and later ones.
-        send: seconds of a send between stages; ``waited``: for by both devices, or else on the way while they go on.
-        upfront: gradients are there from the start.
-        hidden: share of the device that a transfer takes while it hides; 1: nothing hides.
-        rises: what `_rise` has worked out.
+        plans: by the policy of a layer.
+        inner: the run of `_inner`.
+        adds: does a backward accumulate into existing gradients? A chunk's first backward, and later ones.
+        send: seconds of a send between stages; ``waited``: it is exposed on both devices.
+        upfront: gradients are allocated before the first backward.
+        hidden: share of the device that an overlapped transfer takes; 1: nothing overlaps.
+        rises: results of `_rise`.
     """
 
     plans: dict[Mode, PlanBound]
@@ -147,12 +146,12 @@ class SetupBounds:
     rises: dict[tuple[Mode | int, bool], int] = field(default_factory=dict)
 
     def of_any(self, setup: Setup, depth: int) -> tuple[float, int]:
-        """Seconds and bytes of every plan of a setup of a model of so many layers."""
+        """Return the least seconds and bytes of any plan of a setup, for a model of ``depth`` layers."""
         sizes = setup.layout.layers_per_chunk(depth)
         return self._seconds(setup, sizes, Mode.NONE), self._base(setup, sizes)
 
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
-        """Seconds and bytes of each of these plans."""
+        """Return the least seconds and bytes of each of these plans."""
         sizes, own, alone = setup.layout.layers_per_chunk(depth), self.shard, setup.layout.pp == 1
         first, base = sizes[:: setup.layout.pp], self._base(setup, sizes)
         always = own.settled.of_first(sum(first), alone=alone) + (own.gathered_bytes if all(first) else 0)
@@ -210,26 +209,26 @@ class SetupBounds:
         return ended + end + _optimizer(shard.optimizer, shape, stages)
 
     def _beside(self, transfer: float, work: float) -> float:
-        """What a transfer adds to the work beside it: what is longer than that, and what the rest slows it down."""
+        """Seconds that a transfer adds to overlapping compute: its exposed part, and the slowdown by the rest."""
         over = max(0.0, transfer - work)
         return over + (transfer - over) * self.hidden
 
     # bytes: rules 3 and 4 ---------------------------------------------------------------------------------------------
 
     def _base(self, setup: Setup, sizes: tuple[int, ...]) -> int:
-        """Rule 3, of the largest stage and of the first when its optimizer steps."""
+        """Bytes by rule 3, of the largest stage and of the first in its optimizer step."""
         layout, own = setup.layout, self.shard
         first, alone = sum(sizes[:: layout.pp]), layout.pp == 1
         steps = own.settled.of_first(first, alone=alone) + own.gradients.of_first(first, alone=alone)
         return max(own.everything // layout.pp, steps)
 
     def _in_backwards(self, setup: Setup, first: tuple[int, ...], plan: Recompute, treated: Mode, entrance: int) -> int:
-        """Rule 4, beside what is always there.
+        """Bytes by rule 4, without parameters and optimizer state.
 
         Args:
             first: layers of the first stage's chunks.
-            treated: what the plan does to a layer.
-            entrance: gradients of an embedding, and of a head behind it.
+            treated: policy of a layer under the plan.
+            entrance: bytes of gradients of the embedding, and of a head on the same stage.
         """
         layout, gradients = setup.layout, self.shard.gradients.layer
         held = self.plans[treated].held
@@ -248,7 +247,7 @@ class SetupBounds:
         return most
 
     def _rise(self, plan: Recompute, first: tuple[int, ...], treated: Mode, adds: bool) -> int:
-        """The last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
+        """Rise of the last layer's or segment's backward, of micro-batches with or without checkpointing."""
         if not all(first):
             return 0
         what: Mode | int = treated
@@ -261,33 +260,37 @@ class SetupBounds:
 
 
 def _treated(plan: Recompute) -> Mode:
-    """The plan whose layers take no longer: full for segments, none for what treats layers differently."""
+    """Return a plan whose layers take no longer: full for segments, none for plans with different layers."""
     if plan.mode is Mode.EVERY:
         return Mode.FULL
     return plan.mode if plan.mode in _TREATMENTS else Mode.NONE
 
 
 def treatments(plans: Iterable[Recompute]) -> tuple[Mode, ...]:
-    """What bounds are needed for."""
+    """Layer policies that need bounds."""
     asked = {_treated(plan) for plan in plans}
     return tuple(mode for mode in _TREATMENTS if mode in asked or mode is Mode.NONE)
 
 
 def _optimizer(seconds: Ends[float], shape: _Shape, stages: int) -> float:
-    """The stage whose step takes longest."""
+    """Seconds of the longest optimizer step of any stage."""
     if stages == 1:
         return seconds.first + shape.most * seconds.layer + seconds.last
     first = seconds.first + shape.first_layers * seconds.layer
     return max(first, shape.most * seconds.layer, seconds.last + shape.last_layers * seconds.layer)
 
 
-# places of a pipeline, and what is in flight --------------------------------------------------------------------------
+# places of a pipeline, and micro-batches in flight --------------------------------------------------------------------
 
 
 class _Tally(NamedTuple):
-    """Some places, each counted so many times: their layers; those with layers in front of which no other region is, so
-    that nothing hides their first gathering; those with two layers or more, and of their layers those with one on both
-    sides.
+    """Counts over weighted places of a pipeline.
+
+    Args:
+        layers: all layers.
+        opened: places that begin with a layer, whose first all-gather overlaps with nothing.
+        pairs: places with two layers or more.
+        inner: layers between two others of their place.
     """
 
     layers: int
@@ -297,7 +300,7 @@ class _Tally(NamedTuple):
 
     @classmethod
     def of(cls, places: Iterable[tuple[int, int, int]]) -> _Tally:
-        """Args: places: layers of each, how often it counts, and its number."""
+        """Args: places: layers of each, its weight, and its number."""
         layers = opened = pairs = inner = 0
         for n, times, place in places:
             layers += n * times
@@ -309,7 +312,7 @@ class _Tally(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shape:
-    """A pipeline's places. ``ramp``: those before the last stage; ``ramps``: the same of every stage, together."""
+    """A pipeline's places. ``ramp``: those before the last stage; ``ramps``: those before each stage, summed."""
 
     every: _Tally
     last: _Tally
@@ -336,13 +339,12 @@ def _shape(sizes: tuple[int, ...], stages: int) -> _Shape:
 
 
 class _BackwardState(NamedTuple):
-    """What the first stage holds before a backward.
+    """Tensors of the first stage before a backward.
 
     Args:
         segments: of layers, times micro-batches.
-        learned: layers whose gradients are there; ``entrance``: those of the first chunk are, and of the embedding.
-        adds: the backward finds its chunk's gradients there. Where they appear, it may rise higher: a bound does
-            without it.
+        learned: layers that have gradients; ``entrance``: the first chunk and the embedding are among them.
+        adds: the backward accumulates into its chunk's gradients. A bound leaves out that new ones may rise higher.
     """
 
     segments: int
@@ -361,11 +363,11 @@ def _in_flight(
     segment: int,
     upfront: bool,
 ) -> tuple[_BackwardState, ...]:
-    """The fullest of these states.
+    """Return the states with most bytes.
 
     Args:
-        layers: of each chunk of the first stage; so many of a ``segment`` are one.
-        upfront: gradients are there from the start.
+        layers: of each chunk of the first stage; ``segment``: layers of one segment.
+        upfront: gradients are allocated before the first backward.
     """
     order = device_order(
         schedule,
@@ -389,14 +391,14 @@ def _in_flight(
     return tuple(kept)
 
 
-# what bounds are made of ----------------------------------------------------------------------------------------------
+# bounds of a run ------------------------------------------------------------------------------------------------------
 
 
 def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -> SetupBounds:
-    """The setups that are like a run in all but m, the schedule and layers by stage.
+    """Bounds of all setups that differ from a run only in virtual stages, schedule and layers by stage.
 
     Args:
-        modes: what happens to layers under the plans that are asked for.
+        modes: policies of layers to bound.
     """
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
@@ -415,22 +417,22 @@ def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -
 
 
 def whole_seconds(run: Run, hardware: Hardware) -> float:
-    """W of rule 2 without recompute."""
+    """Seconds W of rule 2 without recomputation."""
     return _plan_bound(_inner(run), Mode.NONE, hardware).whole
 
 
 def whole_static_bytes(run: Run) -> int:
-    """Parameters, state and gradients on one rank of a run without a pipeline."""
+    """Bytes of parameters, optimizer state and gradients on one rank of a run without a pipeline."""
     return _everything(outline(run)[0][0], stays=run.gradients is not Gradients.ADDED)
 
 
 def _inner(run: Run) -> Run:
-    """What the seconds of its regions depend on: no replicas, no ZeRO, no pipeline, no recompute."""
+    """Return the part of a run that regions' seconds depend on: no replicas, ZeRO, pipeline or recomputation."""
     return replace(run, layout=run.layout.within_stage, micro_batches=1, recompute=Recompute())
 
 
 def _layers(inner: Run, mode: Mode) -> tuple[Run, Chunk, list[StageRegion]]:
-    """A run whose layers are treated so, the whole model, and its layers."""
+    """Return a run with this policy for layers, all its regions, and its layers."""
     run = replace(inner, recompute=Recompute(mode=mode))
     chunk = outline(run)[0][0]
     return run, chunk, [group.part for group in chunk if group.part.is_layer]
@@ -455,12 +457,12 @@ def _plan_bound(inner: Run, mode: Mode, hardware: Hardware) -> PlanBound:
 
 @lru_cache(maxsize=4096)
 def _least_rise(inner: Run, what: Mode | int, rule: GradientRule, adds: bool) -> int:
-    """How far a backward rises at least above what is held before it: a layer's under a mode, or a segment's, which
-    holds its input and runs so many layers again.
+    """Least bytes by which a backward rises above its start: of a layer under a mode, or of a segment, which keeps its
+    input and recomputes this many layers.
 
     Args:
-        rule: of gradients, which ZeRO decides as well.
-        adds: it finds gradients there, which it adds to.
+        rule: of gradients, which also depends on ZeRO.
+        adds: it accumulates into existing gradients.
     """
     _, _, parts = _layers(inner, what if isinstance(what, Mode) else Mode.NONE)
     passes = [passes_of(part, rule, accumulates=adds) for part in parts]
@@ -474,7 +476,7 @@ def _least_rise(inner: Run, what: Mode | int, rule: GradientRule, adds: bool) ->
 
 
 def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
-    """Args: run: on one stage, with nothing computed again."""
+    """Args: run: on one stage, without recomputation."""
     layout, (chunk,) = run.layout, outline(run)[0]
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     items = timing.items(chunk)
@@ -502,28 +504,27 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
 
 
 def _ends(is_layer: Sequence[bool], each: Sequence[_N]) -> Ends[_N]:
-    """Args: each: region's quantity, of a model from its embedding to its head."""
+    """Args: each: quantity of each region, from the embedding to the head."""
     return Ends(layer=min(n for n, layer in zip(each, is_layer, strict=True) if layer), first=each[0], last=each[-1])
 
 
 def _behind(timing: Timing, items: Sequence[Item]) -> Ends[float]:
-    """What is left behind the last backward, whatever hides."""
+    """Least exposed seconds of collectives after the last backward."""
     layout, in_layer = timing.run.layout, [item.in_layer for item in items]
     if layout.shards == 1:
         return Ends(layer=0.0, first=0.0, last=0.0)
     after = [item.gathered if timing.gathers_after else 0.0 for item in items]
     if layout.zero >= 2 and timing.execution.reduces_each:
-        gathered = _ends(in_layer, after)  # and the reduction of the first region is the last
+        gathered = _ends(in_layer, after)  # the last reduction is the first region's
         return replace(gathered, first=gathered.first + items[0].reduced)
     shared = timing.hardware.reached.shared if timing.execution.hides_data else 1.0
     return _ends(in_layer, [item.reduced * shared + each for item, each in zip(items, after, strict=True)])
 
 
 def _least_gathered(run: Run, gathered: Sequence[int]) -> int:
-    """Whole weights beside any layer's backward, at least: its own, and a neighbour's.
+    """Least bytes of unsharded parameters in a layer's backward: its own and a neighbour's.
 
-    Experts that are a group of their own are not whole all through it: NOTE [ Experts within a layer ] in
-    `predict.fsdp2`.
+    Experts in a group of their own are not unsharded throughout: NOTE [ Experts within a layer ] in `predict.fsdp2`.
     """
     return min(gathered[1:-1]) + min(gathered) if run.layout.resharded else 0
 
@@ -534,21 +535,21 @@ def _everything(chunk: Chunk, *, stays: bool) -> int:
     return sum(n * (s.parameters + s.state + (s.gradients if stays else 0)) for n, s in counted)
 
 
-# of a setup whose plan without recompute is known ---------------------------------------------------------------------
+# bounds from a setup's plan without recomputation ---------------------------------------------------------------------
 
 
 def least_seconds(plain: Estimate) -> float:
-    """Of any plan of a setup, from the estimate of none: rule 1."""
+    """Least seconds of any plan of a setup, from the estimate of none: rule 1."""
     if plain.run.layout.virtual_stages == 1:
         return plain.step_seconds
     return with_ends(plain, plain.replay.ends, [sum(stage.forward) for stage in plain.stages])
 
 
 def with_ends(plain: Estimate, ends: Sequence[float], hiding: Sequence[float]) -> float:
-    """The same, where backwards are known to end no sooner than so on the first stages.
+    """Least seconds of a step whose first stages end their backwards no sooner than ``ends``.
 
     Args:
-        hiding: seconds of recompute on each stage, behind which the end of its reduction may hide.
+        hiding: seconds of recomputation on each stage, which may hide the end of its reduction.
     """
     stages = plain.stages
     reduced = (end + s.end - min(s.hideable, most) for end, s, most in zip(ends, stages, hiding, strict=False))
@@ -556,6 +557,6 @@ def with_ends(plain: Estimate, ends: Sequence[float], hiding: Sequence[float]) -
 
 
 def static_bytes(found: Forecast) -> int:
-    """Of any plan of a setup, from a forecast of one: rule 3."""
+    """Least bytes of any plan of a setup, from a forecast of one: rule 3."""
     loads = [stage.load for stage in found.stages]
     return max(load.fixed + load.state + load.gradient_bytes for load in loads)

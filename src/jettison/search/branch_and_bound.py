@@ -1,19 +1,19 @@
 """Branch and bound over a space of candidates.
 
 NOTE [ The order of a search ]
-Candidates are worked out best bound first, in rounds; the bounds are in NOTE [ What may be left out ] of `bounds`.
-Every setup has a rough one. Sharp ones come best first, until the best of these is below all rough ones that are left;
-then a round begins, with what each plan of its setups takes at least. Of each setup that could still matter `none` is
-worked out, fits or not: its seconds bound those of all other plans, which are worked out where they could still matter.
+Candidates are evaluated best bound first, in rounds; the bounds are in NOTE [ Pruning rules ] of `bounds`. Every setup
+has a rough bound. Sharp bounds are computed best first, until the best of them is below all remaining rough ones; then
+a round begins, with bounds of each plan of its setups. Of each setup that could still matter `none` is evaluated, fits
+or not: its seconds bound those of all other plans, which are evaluated if they could still matter.
 
-What matters: a candidate that could be among the fastest, one for each setup; and one that could be on the front of
-time against memory, which reaches to `REACH` times the fastest step. Both are exact over the plans that have a name. A
-planner takes longer to ask than all other plans together. So it is asked afterwards: for each setup, best bound first,
-whose bound is below the last of those that are listed, which makes their places exact with its choices, too.
-What a planner says for more memory need not be faster by this estimate, which is finer than its own.
+A candidate matters if it could be among the fastest, one for each setup, or on the Pareto front of step time and
+memory, which ends at `REACH` times the fastest step. Both are exact over named plans. A planner's choice takes longer
+than all other plans of a setup. So planners run afterwards: best bound first, for setups with a bound below the last
+listed candidate, so that listed places are exact with planners' choices, too. A planner's choice for more memory need
+not be faster by this estimate, which is finer than the planner's own.
 
-Of candidates that take equally long the one that needs less memory counts, then the one that comes first in the space.
-Nothing here depends on how many processes work.
+Ties go to the candidate that needs less memory, then to the first in the space. Results do not depend on the number of
+processes.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 
 REACH: Final = 1.5
-"""The front ends at so many times the fastest step."""
+"""Slowest step on the front over the fastest one."""
 ROUND: Final = 64
-"""Setups that are worked out before bounds are compared again."""
+"""Setups evaluated before bounds are compared once more."""
 SHARPENED: Final = 256
 PLANNER_BOUNDS: Final = 64
 PLANNERS: Final = 2
-"""The same for sharp bounds, for bounds of a planner's choices, and for these: of more at once some would be asked in
-vain, which takes longer than waiting for each other."""
+"""Setups of a round of sharp bounds, of planner bounds, and of planner runs: more at once would run some in vain, which
+takes longer than waiting."""
 RUNNERS: Final = 2
-"""Places that are exact at least: the best, and what it is compared with."""
+"""Fewest exact places: the best, and the runner-up that it is compared with."""
 
 
 _Asked = tuple[tuple[int, int], Task]
-"""Numbers of a setup and of its plan, and what is to be worked out."""
+"""Numbers of a setup and of its plan, and the task."""
 
 
 @dataclass(kw_only=True)
@@ -58,10 +58,10 @@ class Hunt:
     """One branch and bound. See NOTE [ The order of a search ].
 
     Args:
-        top: setups whose place is to be known.
-        reach: of the front; None: there is no need of one.
+        top: number of exact places.
+        reach: of the Pareto front; None: no front.
         known: a candidate that fits.
-        least: by setup, seconds and bytes that each of its plans takes at least: as far as it is known, of the space.
+        least: lower bounds known so far, in seconds and bytes, of each plan of a setup.
     """
 
     space: Space
@@ -78,16 +78,16 @@ class Hunt:
     _best: dict[int, Evaluated] = field(default_factory=dict)
     _rough: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, setup and bytes, the least last
     _limits: dict[int, int] = field(default_factory=dict)
-    _lacks: Evaluated | None = None  # the least of those that do not fit
-    _planners: list[tuple[float, int, bool]] = field(default_factory=list)  # bound, setup, and is it the planner's own?
+    _lacks: Evaluated | None = None  # the closest of those that do not fit
+    _planners: list[tuple[float, int, bool]] = field(default_factory=list)  # bound, setup, is it `planner_bounds`'?
 
     @property
     def ranked(self) -> list[Evaluated]:
-        """The best of each setup."""
+        """Best candidate of each setup, in order."""
         return sorted(self._best.values(), key=lambda found: found.rank)
 
     def run(self) -> None:
-        """Work out all that matters.
+        """Evaluate every candidate that matters.
 
         Raises:
             UsageError: the space is empty.
@@ -96,7 +96,7 @@ class Hunt:
         self.ask_planner()
 
     def find_named(self) -> None:
-        """Work out all that matters of the plans that have a name.
+        """Evaluate every named plan that matters.
 
         Raises:
             UsageError: the space is empty.
@@ -110,12 +110,12 @@ class Hunt:
             self._round()
 
     def plain(self, number: int) -> Evaluated:
-        """A setup without recompute."""
+        """Evaluate a setup without recomputation."""
         candidate = SearchCandidate(setup=self.space.setups[number], recompute=Recompute())
         return self._worked_out([((number, 0), Task(candidate=candidate))])[0]
 
     def closest(self) -> Evaluated:
-        """Where nothing fits: the candidate that lacks least, among plans that have a name if there are any."""
+        """Return the candidate that lacks least if nothing fits, of the named plans if there are any."""
         self._know_least(range(len(self.space.setups)))
         pairs = sorted(
             (nbytes - self._limit(setup), setup, number)
@@ -140,7 +140,7 @@ class Hunt:
     # rounds -----------------------------------------------------------------------------------------------------------
 
     def _round(self) -> None:
-        """The most promising nodes that still matter."""
+        """Evaluate the most promising nodes that still matter."""
         state = self._state()
         self._sharpen(state)
         plain: set[int] = set()
@@ -166,7 +166,7 @@ class Hunt:
         self._sweep()
 
     def _sharpen(self, state: Incumbents) -> None:
-        """Of setups with the best rough bounds, sharp ones, until no rough one is better than all of these."""
+        """Compute sharp bounds, best rough bound first, until no rough one is better than all sharp ones."""
         while self._rough and (not self._heap or self._rough[-1][0] <= self._heap[0][0]):
             numbers: list[int] = []
             while self._rough and len(numbers) < SHARPENED:
@@ -180,7 +180,7 @@ class Hunt:
                     self._push(Node(setup=number, plain=True, seconds=seconds, nbytes=nbytes))
 
     def _know_least(self, numbers: Iterable[int]) -> None:
-        """Work out what each plan of these setups takes at least."""
+        """Compute lower bounds of each plan of these setups."""
         missing = [number for number in numbers if number not in self.least]
         setups, depth = [self.space.setups[number] for number in missing], self.space.template.model.depth
         for number, setup, bounds in zip(missing, setups, self.bench.bounds(setups, self._modes), strict=True):
@@ -188,15 +188,15 @@ class Hunt:
 
     @cached_property
     def _modes(self) -> tuple[Mode, ...]:
-        """What happens to layers under the plans of the space."""
+        """Policies of layers under the plans of the space."""
         return treatments(self.space.every_plan)
 
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
-        """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
+        """Plans of a setup, the planner's included; its bound is that of no recomputation and no activations."""
         return self.space.all_plans(self.space.setups[number])
 
     def _candidate(self, number: int, plan: Recompute) -> SearchCandidate:
-        """With what it is to fit, where that decides about it."""
+        """Make a candidate, with its budget if the plan depends on it."""
         budget = self._limit(number) if plan.mode is Mode.AUTO or plan.whole else None
         return SearchCandidate(setup=self.space.setups[number], recompute=plan, budget_bytes=budget)
 
@@ -216,7 +216,7 @@ class Hunt:
         )
 
     def _wanted(self, node: Node, state: Incumbents) -> list[_Asked]:
-        """What of a node is to be worked out."""
+        """Return the tasks of a node that still matter."""
         setup = self.space.setups[node.setup]
         limit, found = self._limit(node.setup), list[_Asked]()
         matter = False
@@ -240,7 +240,7 @@ class Hunt:
         return found
 
     def _after_plain(self, plain: Evaluated) -> None:
-        """Of a setup without recompute: a candidate if it is asked for, and the bound of all others."""
+        """Take a setup without recomputation: a candidate if the space has it, and the bound of all other plans."""
         number = plain.number[0]
         plans = self.space.plans(self.space.setups[number])
         asked = Recompute() in plans
@@ -254,9 +254,7 @@ class Hunt:
             self._planners.append((least, number, False))
 
     def ask_planner(self) -> None:
-        """After that the planner, where its choice is asked for and could matter: best bound first; a bound of its own
-        is worked out before it is asked.
-        """
+        """Run planners whose choices could matter, best bound first, each after a bound on its own choice."""
         heap = sorted(self._planners) if self.space.asks_planner else []
         while heap:
             last = self._state().last
@@ -308,7 +306,7 @@ class Hunt:
             self.front.append(found)
 
     def _sweep(self) -> None:
-        """Leave on the front what takes less memory than all that is faster."""
+        """Drop candidates from the front that need no less memory than a faster one."""
         if self.reach is None:
             return
         kept: list[Evaluated] = []
@@ -324,7 +322,7 @@ class Hunt:
         return self._limits[number]
 
 
-# what a search goes by ------------------------------------------------------------------------------------------------
+# limits, nodes and incumbents -----------------------------------------------------------------------------------------
 
 
 _UNBOUNDED: Final = 1 << 62
@@ -332,12 +330,12 @@ _UNBOUNDED: Final = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """What there is for tensors.
+    """Usable memory for tensors.
 
     Args:
-        scale: times what the hardware has, and times the budget.
-        margin: what is left beside the expected allowance, as `allowance.available_to` has it.
-        may: what may fit counts, at the low end of its range.
+        scale: factor of the hardware's memory and of the budget.
+        margin: kept free in addition to the expected allowance: `allowance.available_to`.
+        may: accept candidates that may fit, at the low end of their range.
     """
 
     hardware: Hardware
@@ -347,7 +345,7 @@ class MemoryLimit:
     may: bool = False
 
     def limit_bytes(self, setup: Setup, space: Space) -> int:
-        """For a setup: contexts and communicators come off, and the margin."""
+        """Bytes for a setup's tensors, without CUDA context, communicators and margin."""
         budget = None if self.budget_bytes is None else int(self.scale * self.budget_bytes)
         if self.may:
             usable = self._device.usable_bytes
@@ -363,12 +361,12 @@ class MemoryLimit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """Plans of one setup that take at least so many seconds and bytes.
+    """Plans of one setup, with a lower bound of their seconds and bytes.
 
     Args:
         setup: its number in the space.
-        plain: `none` is to be worked out, for itself and as a bound of the others; otherwise, these others.
-        ranks: could it improve on what is known of its setup?
+        plain: evaluate `none`, for itself and as a bound of the other plans; otherwise, the others.
+        ranks: could it improve on the best of its setup?
     """
 
     setup: int
@@ -380,13 +378,13 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incumbents:
-    """What a candidate has to be better than.
+    """Best candidates so far.
 
     Args:
         fastest: seconds of the best; infinite until there is one.
-        last: of the last whose place is to be exact.
-        reach: of the front; None: there is no need of one.
-        times, peaks: of the front, the fastest first.
+        last: seconds of the last exact place.
+        reach: of the Pareto front; None: no front.
+        times, peaks: seconds and bytes of the front, the fastest first.
     """
 
     fastest: float
@@ -400,7 +398,7 @@ class Incumbents:
 
         Args:
             ranks: it could be the best of its setup.
-            named: it is no planner's, whose choice is asked for afterwards.
+            named: it is not a planner's choice; those come later.
         """
         shaved = seconds * (1 - SHAVED)
         if ranks and shaved <= self.last:
@@ -410,6 +408,6 @@ class Incumbents:
         return nbytes <= self.below(seconds)
 
     def below(self, seconds: float) -> int:
-        """What a candidate that takes so many seconds may need, at most, to be on the front."""
+        """Most bytes of a candidate with this step time that is on the front."""
         at = bisect_right(self.times, seconds * (1 - SHAVED))
         return self.peaks[at - 1] - 1 if at else _UNBOUNDED

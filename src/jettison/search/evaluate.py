@@ -1,7 +1,7 @@
-"""Candidates of a search, worked out: in this process or on several cores, and never twice.
+"""Evaluation of a search's candidates: in this process or on several cores, and never twice.
 
-What has been worked out is known by a digest of the candidate, of the run and of the hardware; it can be written to a
-file as it comes, and read from there.
+Results are keyed by a digest of candidate, run and hardware; a journal writes them to a file as they come, and reads
+them back.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
 NOTED: Final = 16
-"""Candidates that are worked out in this process before they are written down."""
+"""Candidates evaluated in this process before they are written to the journal."""
 PLANNER: Final = Recompute(mode=Mode.AUTO)
 CERTAIN: Final = 1024
-"""Setups that keep workers busy, whatever they have in common."""
+"""Setups that keep workers busy, however many share their regions."""
 WORTH_STARTING: Final = 48
-"""A round with less to do is done here while no worker has been started."""
+"""Smallest round that starts workers; shorter ones run in this process."""
 
 
 _PARTS: Final = ("compute", "communication", "bubble", "recompute", "other")
@@ -56,10 +56,10 @@ _PARTS: Final = ("compute", "communication", "bubble", "recompute", "other")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seconds:
-    """Of a step, and what they go into.
+    """Seconds of a step, and their breakdown.
 
     Args:
-        least: of a step of the same setup under any plan, where this is the one that computes nothing again.
+        least: lower bound for any plan of the same setup, if this one recomputes nothing.
     """
 
     step: float
@@ -74,7 +74,7 @@ class Seconds:
 
     @classmethod
     def of(cls, found: Estimate) -> Seconds:
-        """Of an estimate."""
+        """Make them from an estimate."""
         return cls(
             step=found.step_seconds,
             least=least_seconds(found),
@@ -85,20 +85,20 @@ class Seconds:
 
     @property
     def parts(self) -> dict[str, float]:
-        """By what they go into; they add up to the step."""
+        """Breakdown by name; the parts add up to the step."""
         return {name: getattr(self, name) for name in _PARTS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Bytes of the worst rank, and the seconds of a step where they were asked for.
+    """Bytes of the worst rank, and the seconds of a step if it was timed.
 
     Args:
-        peak_bytes: where a planner finds nothing that fits, the fewest bytes that it could have done with.
-        static_bytes: of any plan of the same setup, at least.
-        host_bytes: of what is offloaded.
-        policies: by stage, what a planner does with its layers.
-        whole: of each window of micro-batches, those that are kept whole.
+        peak_bytes: of the step; if a planner finds nothing that fits, its smallest feasible budget.
+        static_bytes: lower bound for any plan of the same setup.
+        host_bytes: offloaded to CPU.
+        policies: a planner's policies of layers, by stage.
+        whole: micro-batches of each window without checkpointing.
     """
 
     peak_bytes: int
@@ -110,10 +110,10 @@ class Figures:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Figures:
-        """From a line of a state file.
+        """Read them from a line of a state file.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the line holds no figures.
         """
         seconds = document["seconds"]
         return cls(
@@ -128,12 +128,12 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """A candidate that was worked out.
+    """Evaluated candidate.
 
     Args:
         number: of its setup in the space, and of its plan.
         limit_bytes: for its tensors, on a device.
-        host_limit_bytes: for what it offloads; None: not stated.
+        host_limit_bytes: for offloaded tensors; None: not stated.
     """
 
     candidate: SearchCandidate
@@ -144,29 +144,29 @@ class Evaluated:
 
     @property
     def needed_bytes(self) -> int:
-        """Its peak."""
+        """Peak bytes on a device."""
         return self.figures.peak_bytes
 
     @property
     def lacks(self) -> int:
-        """Bytes, of the device or of the host; 0 or less where it fits."""
+        """Bytes above the limit of the device or of CPU memory; 0 or less if it fits."""
         of_host = 0 if self.host_limit_bytes is None else self.figures.host_bytes - self.host_limit_bytes
         return max(self.figures.peak_bytes - self.limit_bytes, of_host)
 
     @property
     def fits(self) -> bool:
-        """Is there room for it, and was it timed?"""
+        """Is it within its limits, and was it timed?"""
         return self.lacks <= 0 and self.figures.seconds is not None
 
     @property
     def seconds(self) -> Seconds:
-        """Of one that fits."""
+        """Seconds of a candidate that fits."""
         assert self.figures.seconds is not None
         return self.figures.seconds
 
     @property
     def rank(self) -> tuple[float, int, tuple[int, int]]:
-        """The smaller, the better."""
+        """Sort key; smaller is better."""
         return self.seconds.step, self.figures.peak_bytes, self.number
 
 
@@ -175,13 +175,13 @@ _HEADER: Final = json.dumps({"schema": SCHEMA})
 
 
 class Journal:
-    """The state file of a search: a line of JSON for each candidate that has been worked out, written as they come.
+    """State file of a search: a line of JSON for each evaluated candidate, written as they come.
 
-    Whatever stops the program, all whole lines hold; a last line that was cut off is dropped. Lines of other questions
-    (another model, other hardware, another version) may stand in the same file: their keys are other ones.
+    After a crash all complete lines remain valid; a truncated last line is dropped. Other questions (another model,
+    other hardware, another version) may share the file: their keys differ.
 
     Raises:
-        UsageError: the file is none of a search's, or cannot be written.
+        UsageError: the file is no state of a search, or cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -199,7 +199,7 @@ class Journal:
             self._file.flush()
 
     def write(self, found: Mapping[str, Figures]) -> None:
-        """Add what has been worked out."""
+        """Append evaluated candidates."""
         if found:
             self._file.writelines(json.dumps({"key": key, **asdict(each)}) + "\n" for key, each in found.items())
             self._file.flush()
@@ -216,7 +216,7 @@ class Journal:
 
 
 def _read(path: Path) -> tuple[dict[str, Figures], int]:
-    """What whole lines say, and how many bytes they are."""
+    """Return the figures of all complete lines, and the bytes of these lines."""
     if not path.exists():
         return {}, 0
     content = path.read_bytes()
@@ -242,24 +242,24 @@ def _read(path: Path) -> tuple[dict[str, Figures], int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchQuestion:
-    """What all candidates have in common."""
+    """Run and hardware that all candidates share."""
 
     template: Run
     hardware: Hardware
 
     @property
     def digest(self) -> str:
-        """The same wherever it is asked; another version of this package may answer otherwise."""
+        """Digest, equal on every machine; it includes this package's version, since results may change with it."""
         text = repr((__version__, asdict(self.template), asdict(self.hardware)))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A candidate to work out.
+    """Candidate to evaluate.
 
     Args:
-        limit_bytes: it is timed if it fits; None: in any case.
+        limit_bytes: only a candidate within it is timed; None: any.
     """
 
     candidate: SearchCandidate
@@ -272,11 +272,11 @@ _Key = tuple[object, ...]
 
 
 class Bench:
-    """Works out candidates; several threads may ask at once.
+    """Evaluates candidates; several threads may use it at once.
 
     Args:
         jobs: processes.
-        journal: what has been worked out before, and where to write what comes.
+        journal: earlier results, and the file for new ones.
     """
 
     def __init__(self, question: SearchQuestion, *, jobs: int = 1, journal: Journal | None = None) -> None:
@@ -291,7 +291,7 @@ class Bench:
         self._bounds: dict[_Key, SetupBounds] = {}
         self._pool: Workers[SearchQuestion] | None = None
         self._seldom = seldom_collected()
-        self._lock = Lock()  # of what is known, written down and started
+        self._lock = Lock()  # guards results, journal and pool
 
     def __enter__(self) -> Bench:
         self._seldom.__enter__()
@@ -305,9 +305,9 @@ class Bench:
             self._pool.end(now=error is not None)
 
     def rough(self, setups: Sequence[Setup]) -> list[tuple[float, int]]:
-        """Seconds and bytes of any plan of each setup, in a hurry: no less than the sharp ones."""
+        """Return rough lower bounds of seconds and bytes of any plan of each setup: cheap, and below the sharp ones."""
         if self.jobs > 1 and len(setups) >= CERTAIN:
-            self._workers()  # they import while this process looks what there is to do
+            self._workers()  # they import while this process prepares the work
         self._once(self._whole, _whole, dict(zip(map(_signature, setups), setups, strict=True)), key=_signature)
         found = []
         for setup in setups:
@@ -316,7 +316,7 @@ class Bench:
         return found
 
     def _static(self, layout: Layout) -> int:
-        """Rule 3, of all layouts that share what decides it."""
+        """Bytes by rule 3, cached for layouts that share them."""
         key = layout.tp, layout.ep, layout.shards, layout.zero
         if key not in self._statics:
             alike = Layout(tp=layout.tp, ep=layout.ep, dp=layout.shards, zero=layout.zero, reshard=layout.reshard)
@@ -325,7 +325,7 @@ class Bench:
         return self._statics[key]
 
     def bounds(self, setups: Sequence[Setup], modes: tuple[Mode, ...] = (Mode.NONE,)) -> list[SetupBounds]:
-        """What plans that treat layers so take of each setup, at least."""
+        """Return the bounds of each setup, for plans with these policies of layers."""
         keys = [
             (*_signature(setup), setup.layout.dp, setup.layout.pp, setup.layout.zero, setup.micro_batches, modes)
             for setup in setups
@@ -342,19 +342,19 @@ class Bench:
         *,
         key: Callable[[_T], _Key],
     ) -> None:
-        """Work out what of it is not known."""
+        """Compute the items that are not in the cache."""
         missing = {name: item for name, item in asked.items() if name not in known}
         known.update(zip(missing, self._map(work, list(missing.values()), key=key), strict=True))
 
     def planner_bounds(
         self, setups: Sequence[Setup], limits: Sequence[int], planner: Recompute = PLANNER
     ) -> list[float | None]:
-        """What a planner's choice takes, at least; None where none fits."""
+        """Least seconds of each planner's choice; None if none fits."""
         asked = [(setup, limit, planner) for setup, limit in zip(setups, limits, strict=True)]
         return self._map(_planner_bound, asked, key=lambda one: _signature(one[0]))
 
     def figures(self, tasks: Sequence[Task]) -> list[Figures]:
-        """What the candidates need and take."""
+        """Return the bytes and seconds of candidates."""
         names = (f"{self._context} {task.candidate.text}" for task in tasks)
         keys = [hashlib.sha256(name.encode()).hexdigest()[:24] for name in names]
         missing = {key: task for key, task in zip(keys, tasks, strict=True) if not _answers(self._known.get(key), task)}
@@ -373,7 +373,7 @@ class Bench:
         return [self._known[key] for key in keys]
 
     def _solved(self, tasks: Sequence[Task]) -> list[dict[int, StageAnswer]]:
-        """Of each planner's candidate its stages, shared by all processes; of others, and with one process, none."""
+        """Solve the stages of planners' candidates on all processes; other candidates, and one process, give none."""
         found: list[dict[int, StageAnswer]] = [{} for _ in tasks]
         if self.jobs == 1:
             return found
@@ -394,10 +394,10 @@ class Bench:
         key: Callable[[_T], _Key],
         note: Callable[[Mapping[int, _R]], None] = lambda _part: None,
     ) -> list[_R]:
-        """In the order of the items. Those that share tensors are worked out by the same process, if possible.
+        """Return results in the order of the items. Items with the same key go to the same process, if possible.
 
         Args:
-            note: is given results by the numbers of their items, as they come.
+            note: called with results by the numbers of their items, as they come.
         """
         found: dict[int, _R] = {}
         if self.jobs == 1 or (self._pool is None and len(items) < WORTH_STARTING):
@@ -419,13 +419,13 @@ class Bench:
 
 
 def _signature(setup: Setup) -> _Key:
-    """Setups with the same have the same regions: their region signatures are alike."""
+    """Key that is equal for setups with equal regions."""
     layout = setup.layout
     return layout.tp, layout.sp, layout.cp, layout.ep, setup.micro_batch
 
 
 def _answers(known: Figures | None, task: Task) -> bool:
-    """Is what is known enough?"""
+    """Do the known figures answer the task?"""
     if known is None:
         return False
     fits = task.limit_bytes is None or known.peak_bytes <= task.limit_bytes
@@ -449,7 +449,7 @@ def _planner_bound(question: SearchQuestion, asked: tuple[Setup, int, Recompute]
     run = setup_run(setup, question.template, Recompute(mode=planner.mode))
     plain = forecast_sizes(run)
     timed = _timed(plain, question.hardware)
-    if planner.offload:  # what is on the host costs nothing, as long as its copies hide
+    if planner.offload:  # offloading is free as long as its copies overlap with compute
         return least_seconds(timed)
     return planner_seconds(plain, timed, limit_bytes)
 
@@ -461,7 +461,7 @@ def _solve_stage(question: SearchQuestion, asked: tuple[SearchCandidate, int]) -
 
 
 def _work(question: SearchQuestion, asked: tuple[Task, Mapping[int, StageAnswer]]) -> Figures:
-    """Args: asked: a candidate, and of its stages those that have been solved."""
+    """Args: asked: a candidate, and its stages that are solved already."""
     task, solved = asked
     candidate = task.candidate
     run = candidate.run(question.template)
@@ -482,12 +482,12 @@ def _work(question: SearchQuestion, asked: tuple[Task, Mapping[int, StageAnswer]
 
 
 def _timed(found: Forecast, hardware: Hardware) -> Estimate:
-    """Of a `forecast_sizes`."""
+    """Estimate the time of a `forecast_sizes`."""
     return estimate(found.run, hardware, outlined=[stage.groups for stage in found.stages])
 
 
 def _planned(run: Run, hardware: Hardware, budget_bytes: int, solved: Mapping[int, StageAnswer]) -> Figures:
-    """The planner's choice; where there is none, bytes that it could have done with."""
+    """Figures of the planner's choice; if nothing fits, with its smallest feasible budget."""
     static = static_bytes(forecast_sizes(run))
     try:
         choice = choose(run, budget_bytes, hardware, solved=solved)
@@ -505,7 +505,7 @@ def _planned(run: Run, hardware: Hardware, budget_bytes: int, solved: Mapping[in
 
 
 def _policies(choice: AutoForecast) -> Iterator[str]:
-    """By stage, what its layers do: "12 mixed, 8 none"."""
+    """Policies of layers, by stage: "12 mixed, 8 none"."""
     words = dict(layer_policies(choice))
     for stage in choice.forecast.stages:
         counted = Counter(words[part.name] for chunk in stage.parts for part in chunk if part.is_layer)
@@ -513,7 +513,7 @@ def _policies(choice: AutoForecast) -> Iterator[str]:
 
 
 def _host_bytes(run: Run) -> int:
-    """What offloading puts on one rank's share of the host, at most."""
+    """Most bytes that one rank offloads to CPU memory."""
     if run.recompute.sent:
         sent = [
             (stage, [sum(sent_to_host(run, own).values()) for own in stage.groups])

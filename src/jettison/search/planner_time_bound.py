@@ -1,25 +1,24 @@
-"""What a planner's choice must take at least, from what a setup takes without recompute: asking it is dear.
+"""Lower bound on the step time of a planner's choice, from the setup without recomputation: planners are slow.
 
-NOTE [ What a planner cannot do ]
-In the state of the pipeline that rises highest, a stage has too many bytes by so many. The last layer of the chunk
-whose backward comes next does one of the few things that a planner chooses from; with it go seconds, the bytes that it
-lets go of, and how far its backward rises above what is held. The other layers let go of bytes for seconds, too: for
-a region, the least that must run again for the bytes that stay, op by op, is the hull of `solve.frontier`, with the
-seconds that the planner takes. Layers that may let go of any part of any byte, the cheapest bytes first, take no longer
-than those that choose. Layers in a segment let go of their inputs, too, all but the first one's, and all but the last
-run whole: as much as if each let go of part of its input for as large a part of what running whole takes beyond
-computing again what its input gives. That holds for layers that are alike; of different ones inputs cost nothing here.
-The last layer may end a segment, whose backward rises by at least what it saves. The least of all that over what the
-one layer does is r_i, seconds of recompute in one micro-batch's
-backward on stage i. Where
-ZeRO moves weights and gradients beside backwards, what more work would hide of the waiting without recompute comes off.
+NOTE [ Least seconds of a planner ]
+At the pipeline state with the highest peak, a stage exceeds its limit by some bytes. The last layer of the chunk whose
+backward comes next takes one of the few policies that a planner chooses from, each with its seconds, freed bytes and
+rise of the backward. The other layers free bytes for seconds, too: the hull of `solve.frontier`, with the planner's
+seconds per op, is the least recomputation for the bytes that a region keeps. Layers that may free any fraction of a
+tensor, the cheapest bytes first, take no longer than layers that choose policies. In a segment, layers also free their
+inputs, except the first one's, and all but the last are recomputed entirely: the same as if each freed a fraction of
+its input for that fraction of the seconds that full recomputation takes beyond recomputation from its input. This
+holds for equal layers; with different layers inputs are free of cost here. The last layer may end a segment, whose
+backward rises by at least its saved bytes. The minimum over that layer's policies is r_i, the seconds of recomputation
+in one micro-batch's backward on stage i. If ZeRO's collectives overlap with backwards, the idle time that more compute
+would hide is subtracted.
 
-One virtual stage: the schedule is played with each stage's backward longer by r_i. With several it is not known among
-which chunks a planner would share r_i. Then, for each device: its first backward waits for a micro-batch's forward
-through all places and its backward through all that lie behind, until which the device has done only the forwards that
-its order puts before; all else of its work comes later, r_i of each micro-batch included; and after its last backward
-come those of the places before it. What a planner computes again beyond r_i moves the device's end by as much for each
-micro-batch once this is later than without recompute, and hides no more of the reduction than it takes.
+With one virtual stage the schedule is simulated with r_i added to each stage's backward. With several it is unknown how
+a planner would divide r_i among chunks. Then, for each device: its first backward waits for a micro-batch's forward
+through all places and its backward through all later places; until then the device has run only the forwards that its
+order puts first. All its other work comes later, r_i of each micro-batch included; after its last backward come those
+of earlier places. Recomputation beyond r_i delays the device's end by as much per micro-batch once that end is later
+than without recomputation, and hides no more of the reduction than its own length.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ from jettison.spec.layout import Schedule
 from jettison.spec.precision import GradientRule
 
 Segments = tuple[tuple[int, float], ...]
-"""Bytes that a layer can let go of and the seconds that they cost, the cheapest first."""
+"""Bytes that a layer can free and the seconds that they cost, the cheapest first."""
 Way = tuple[int, int, float]
-"""Of what a layer may do: how far its backward rises, bytes that it lets go of, and the seconds."""
+"""A layer's policy: rise of its backward, bytes that it frees, and seconds."""
 Above = tuple[int, tuple[Way, ...]]
-"""Of a chunk's backward: how far it rises at least, and what its last layer may do, if there is one."""
+"""Least rise of a chunk's backward, and the policies of its last layer, if there is one."""
 ALL_POINTS = 1 << 20
 
 
 def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float | None:
-    """Of a step under any choice that fits, at least; None: no choice fits.
+    """Least seconds of a step under any choice that fits; None if no choice fits.
 
     Args:
-        plain, timed: of the setup without recompute.
+        plain, timed: of the setup without recomputation.
     """
     run = plain.run
     timing = Timing(run=run, hardware=timed.hardware, execution=execution_of(run))
@@ -89,14 +88,14 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
 
 
 def _interleaved(timed: Estimate, device: int, line: float, again: float, hiding: float) -> float:
-    """The end of a device and of its reduction; see the second paragraph of NOTE [ What a planner cannot do ].
+    """End of a device and of its reduction: NOTE [ Least seconds of a planner ], second paragraph.
 
     Args:
-        line: the end of its last backward as `_in_line` has it, with ``again`` in each micro-batch.
-        hiding: what of ``again`` there is with what hides behind waits.
+        line: end of its last backward by `_in_line`, with ``again`` in each micro-batch.
+        hiding: recomputation of a micro-batch, including the part that idle time hides.
     """
     stage, end, count = timed.stages[device], timed.replay.ends[device], timed.run.micro_batches
-    more = max(0.0, end - line) / count  # so much more again, and it is the line that decides
+    more = max(0.0, end - line) / count  # with this much more recomputation the line decides
     return max(end, line) + stage.end - min(stage.hideable, hiding + more)
 
 
@@ -112,7 +111,7 @@ def _played(timed: Estimate, again: list[float]) -> tuple[float, ...]:
 
 
 def _in_line(timed: Estimate, device: int, again: float) -> tuple[float, float]:
-    """The end of a device of an interleaved schedule, and of the first device, by what one waits for and has to do."""
+    """Ends of a device of an interleaved schedule and of the first device, by the device's waiting time and work."""
     run, stages = timed.run, timed.stages
     pp, chunks = run.layout.pp, run.layout.virtual_stages
     warm_up = _warm_up(device, pp, min(run.micro_batches, 3 * pp), chunks)
@@ -126,7 +125,7 @@ def _in_line(timed: Estimate, device: int, again: float) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def _warm_up(device: int, stages: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
-    """The chunks of the forwards that come before a device's first backward."""
+    """Chunks of the forwards before a device's first backward."""
     steps = order(Schedule.ONE_F_ONE_B, stage=device, stages=stages, micro_batches=micro_batches, virtual_stages=chunks)
     return tuple(step.chunk for step in takewhile(lambda step: step.work is Work.FORWARD, steps))
 
@@ -138,10 +137,10 @@ def _recompute(
     hulls: Mapping[Region, Segments],
     known: dict[tuple[int, bool], Above],
 ) -> float | None:
-    """r_i; None where everything that layers can let go of is not enough.
+    """Return r_i in seconds; None if layers cannot free enough bytes.
 
     Args:
-        known: `_above` of chunks, by the objects that they are, whose gradients are there or not.
+        known: cache of `_above`, by the chunk's id and whether its gradients exist.
     """
     load = stage.load
     held = [min(load.held(chunk), load.held_half(chunk)) + load.sent for chunk in range(len(load.chunks))]
@@ -152,7 +151,7 @@ def _recompute(
     for state in load.occupancies:
         if state.step.work is Work.FORWARD:
             continue
-        at_work = state.step.chunk, load.adds(state)  # the chunk whose backward comes next, and does it find gradients?
+        at_work = state.step.chunk, load.adds(state)  # chunk of the next backward, and does it have gradients yet?
         marks = state.learned, state.reduced
         if marks not in gradients:
             gradients[marks] = load.learned_bytes(*marks)
@@ -162,7 +161,7 @@ def _recompute(
             key = id(stage.groups[chunk]), adds
             if key not in known:
                 finds = adds or timing.run.frees_gradients
-                halved = any(unit.halves for unit in load.chunks[chunk])  # neither half rises as the whole does
+                halved = any(unit.halves for unit in load.chunks[chunk])  # neither half rises as the full backward does
                 known[key] = (0, ()) if halved else _above(timing, stage.groups[chunk], load.chunks[chunk], finds)
             lowest, ways = above[at_work] = known[key]
             least[at_work] = max(lowest, min((rise for rise, _, _ in ways), default=0))
@@ -185,10 +184,10 @@ def _recompute(
 
 
 def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bool) -> Above:
-    """How far a chunk's backward rises above what is held before it.
+    """Rise of a chunk's backward above the bytes before it.
 
     Args:
-        there: gradients are, already.
+        there: the chunk has gradients already.
     """
     run, level, lowest, units = timing.run, 0, 0, list(chunk_units)
     for at in reversed(range(len(groups))):
@@ -205,7 +204,7 @@ def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bo
 
 @lru_cache(maxsize=1024)
 def _ways(prices: PriceModel, region: Region, rule: GradientRule, there: bool) -> tuple[Way, ...]:
-    """What a planner chooses from, without the transients of ZeRO."""
+    """Policies that a planner chooses from, without the transients of ZeRO."""
     everything = chosen_passes(region, kept_by(region, NONE), rule, False).resident
     found = []
     for point in layer_points(prices, region):
@@ -220,7 +219,7 @@ def _ways(prices: PriceModel, region: Region, rule: GradientRule, there: bool) -
 def _offers(
     stage: Stage, alive: Sequence[int], hulls: Mapping[Region, Segments], *, without: int
 ) -> Iterator[tuple[float, int]]:
-    """Seconds a byte, and so many bytes, of all layers but the last one of a chunk."""
+    """Offers of all layers but the last one of a chunk: seconds per byte, and bytes."""
     for number, (count, groups) in enumerate(zip(alive, stage.groups, strict=True)):
         chosen = number == without
         for group in reversed([group for group in groups if group.part.is_layer]):
@@ -231,10 +230,12 @@ def _offers(
 
 
 def _cheapest(offers: Sequence[tuple[float, int]]) -> Callable[[int], float | None]:
-    """Seconds for so many bytes, any part of each offer; None where all of them are not enough.
+    """Return a function from bytes to the least seconds that free them, taking any part of each offer.
+
+    It returns None if all offers together are too few bytes.
 
     Args:
-        offers: seconds a byte, and so many bytes, the cheapest first.
+        offers: seconds per byte, and bytes, the cheapest first.
     """
     nbytes = tuple(accumulate((n for _, n in offers), initial=0))
     seconds = tuple(accumulate((price * n for price, n in offers), initial=0.0))
@@ -252,10 +253,10 @@ def _cheapest(offers: Sequence[tuple[float, int]]) -> Callable[[int], float | No
 
 @lru_cache(maxsize=1024)
 def _segments(prices: PriceModel, region: Region, alike: bool) -> Segments:
-    """The hull, from plain autograd on, to where a layer holds nothing at all.
+    """Segments of the convex hull, from plain autograd to a layer that keeps nothing.
 
     Args:
-        alike: all layers of the model are.
+        alike: all layers of the model are equal.
     """
     spent = prices.op_seconds(region)
     points = pareto_frontier(region.program, spent, max_points=ALL_POINTS)[::-1]

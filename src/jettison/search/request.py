@@ -1,6 +1,6 @@
-"""From what was typed to a space to search: lists become tuples, and what was not given is searched or has its default.
+"""Request of a search: options become axes of a space; an omitted axis is searched.
 
-See NOTE [ Defaults ] in `predict.run_request` for what is no axis.
+Other omitted options take their default: NOTE [ Defaults ] in `predict.run_request`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jettison.spec.states_on_host import NOT_MOVED, states_on_host
 from jettison.spec.tuning import Base
 
 MARGIN: Final = 0.25
-"""Of the way from what is expected beside the tensors to the most that is: as much again as predicted peaks are off in
-the median."""
+"""Default of ``--margin``: memory kept free, as a share of the way from the expected to the largest allowance. As many
+bytes as the median error of predicted peaks."""
 _LISTS: Final = ("tp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "micro_batch")
-"""Axes of numbers, of which several may be asked for: 1,2,4."""
+"""Axes of numbers, which take lists: 1,2,4."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -78,12 +78,12 @@ class SearchRequest(CommonRequest):
     runs_on: str | None = None
 
     def _zero(self) -> tuple[tuple[int, ...], str]:
-        """Stages of ZeRO that are described, and the field that says so; empty where they all are."""
+        """Return the ZeRO stages that are modelled, and the field that restricts them; empty without a restriction."""
         host = self.states_on_host
         moved = NOT_MOVED if host is None or host not in named("states_on_host") else states_on_host(host)
         if moved.one_micro_batch:
             raise UsageError(
-                "a search tries micro-batches; --states-on-host torchao-gradients goes with one: say torchao"
+                "got --states-on-host torchao-gradients, which takes one micro-batch; to search, give torchao"
             )
         if self.optimizer in MUONS[1:]:
             return (1,), "optimizer"
@@ -98,31 +98,33 @@ class SearchRequest(CommonRequest):
         return moved.zeros, "states_on_host" if host else ""
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
-        """What is to be searched.
+        """Return the space to search.
 
         Raises:
-            UsageError: a word or a number that makes no sense.
+            UsageError: an axis has an unknown or impossible value, or options exclude each other.
         """
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         kept, by = self._zero()
         template, _ = anchored(resolve(model, RunRequest(**common, zero=kept[0] if by else None)).run, hardware)
         recipe = template.precision.recipe
-        if recipe is not None and recipe.library is Library.TE:  # whose weights under FSDP are not described
+        if recipe is not None and recipe.library is Library.TE:  # its weights under FSDP are not modelled
             kept, by = tuple(z for z in kept if z < 3), by or "fp8_recipe"
         lists = (template.recompute,) if replace(template.recompute, reentrant=False) != Recompute() else ()
         self._check_lists(lists, template)
         template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
-            raise UsageError("a search tries micro-batches and replicas; --gradients in-backward goes with neither")
+            raise UsageError(
+                "got --gradients in-backward, which takes one micro-batch and one replica; a search tries several"
+            )
         if template.tuning is not None and template.tuning.base is Base.INT8 and self.recompute != "none":
-            raise UsageError("got --base int8, under which nothing can be computed again; give --recompute none")
+            raise UsageError("got --base int8, which cannot be recomputed; give --recompute none")
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
         able = runnable(self.runs_on)
         for name in (name for name in _LISTS if able is not None and name not in ("zero", "micro_batch", *able.axes)):
             numbers[name] = numbers[name] or (1,)
             if numbers[name] != (1,):
                 raise UsageError(f"got {flag_of(name)} {getattr(self, name)}, which {self.runs_on} cannot run")
-        ruled = template.layout.zero if self.like else 0  # what a framework's rule says, where it says any
+        ruled = template.layout.zero if self.like else 0  # by the framework preset, if it sets one
         if able is not None:
             kept, by = tuple(stage for stage in kept if stage in able.zero), by or "runs_on"
         zero = numbers.pop("zero") or ((ruled,) if ruled else kept)
@@ -130,24 +132,24 @@ class SearchRequest(CommonRequest):
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         if not set(zero) <= set(kept):
             said = f"--zero {self.zero}" if self.zero else f"--like {self.like}, which is --zero {ruled}"
-            raise UsageError(f"got {said}; {flag_of(by)} {getattr(self, by)} is described for {kept}")
+            raise UsageError(f"got {said}; {flag_of(by)} {getattr(self, by)} is modelled for {kept}")
         alone = [f"--{beside.role}" for beside in template.frozen]
         alone += [f"--states-on-host {self.states_on_host}"] if template.states_on_host.frees_gradients else []
-        if alone:  # what no stage of a pipeline is described with
+        if alone:  # not modelled in a pipeline
             numbers["pp"] = numbers["pp"] or (1,)
             if numbers["pp"] != (1,):
-                raise UsageError(f"got --pp {self.pp} with {alone[0]}, which goes with --pp 1 alone")
-        if template.packed:  # ranks share no documents
+                raise UsageError(f"got --pp {self.pp} with {alone[0]}, which takes --pp 1")
+        if template.packed:  # documents are not split over ranks
             numbers["cp"] = numbers["cp"] or (1,)
             if numbers["cp"] != (1,):
-                raise UsageError(f"got --cp {self.cp} with --packed; documents that ranks share are not described")
-        if template.kernels.loss in (Loss.TILED, Loss.DPO):  # its head is whole on each rank
+                raise UsageError(f"got --cp {self.cp} with --packed; documents split over ranks are not modelled")
+        if template.kernels.loss in (Loss.TILED, Loss.DPO):  # its head is unsharded
             numbers["tp"], numbers["cp"] = numbers["tp"] or (1,), numbers["cp"] or (1,)
             if (numbers["tp"], numbers["cp"]) != ((1,), (1,)):
-                raise UsageError("got --loss dpo with more than one rank of --tp or --cp; its head is whole on each")
+                raise UsageError("got --loss dpo with more than one rank of --tp or --cp; its head is unsharded")
             if self.micro_batch is not None and all(count % 2 for count in numbers["micro_batch"] or ()):
                 raise UsageError(f"got --loss dpo with --micro-batch {self.micro_batch}; a pair is two sequences")
-        if model.recorder is not None:  # its blocks cannot be cut
+        if model.recorder is not None:  # its blocks cannot be sharded
             numbers.update({name: numbers[name] or (1,) for name in ("tp", "cp", "ep")})
         axes = Axes(
             **numbers,
@@ -174,11 +176,15 @@ class SearchRequest(CommonRequest):
         )
 
     def _check_lists(self, lists: tuple[Recompute, ...], template: Run) -> None:
-        """Raises a `UsageError` where a list of modules is not of the framework that is to run it."""
+        """Check that a list of modules belongs to the framework that will run it.
+
+        Raises:
+            UsageError: it does not.
+        """
         own = named("kernels")[template.kernels.name]["folder"]
         if lists and self.runs_on not in (None, own):
             raise UsageError(
-                f"got modules of {own} to compute again, which {self.runs_on} cannot run; give --recompute instead"
+                f"got modules of {own} to recompute, which {self.runs_on} cannot run; give --recompute instead"
             )
 
     def _sequence_parallelism(self, able: Runnable | None) -> tuple[bool, ...]:
@@ -191,10 +197,10 @@ class SearchRequest(CommonRequest):
     def _allowed(
         self, name: str, able: tuple[()] | tuple[tuple[str, ...], tuple[str, ...]], usual: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """The words of an axis: as asked for, otherwise the usual ones.
+        """Values of an axis: as given, otherwise the defaults.
 
         Args:
-            able: words that a framework runs and that are tried, and others that it runs; empty: it may run all.
+            able: values that the framework runs and a search tries, and others that it runs; empty: any.
         """
         asked = _words(getattr(self, name))
         if not able:
@@ -208,7 +214,7 @@ class SearchRequest(CommonRequest):
         return asked or tried
 
     def _over_tensor_ranks(self) -> OverTensorRanks:
-        """What a framework's rule says otherwise over several ranks, where no flag goes before it."""
+        """Settings that the preset changes above one tensor-parallel rank, unless a flag sets them."""
         if self.like is None:
             return OverTensorRanks()
         alone, over = rule(self.like, tp=1), rule(self.like, tp=2)
@@ -219,7 +225,7 @@ class SearchRequest(CommonRequest):
         )
 
     def _over_shards(self) -> dict[str, bool]:
-        """Fields that the preset sets for layouts that shard parameters, where no flag does."""
+        """Fields that the preset sets for layouts that shard parameters, unless a flag sets them."""
         if self.like is None or self.outer_ends is not None or self.fsdp_version is not None:
             return {}
         said = rule(self.like, tp=1, zero=3)
@@ -254,10 +260,10 @@ class Runnable:
 def runnable(framework: str | None) -> Runnable | None:
     """Return the layouts and recompute modes that a framework can run; None without a framework.
 
-    A planner's choice for each tensor is run by frameworks that this package plugs into, where it is asked for.
+    Frameworks that this package integrates with also run a planner's choice (auto), if it is given.
 
     Raises:
-        UsageError: nothing is known of it.
+        UsageError: the framework is unknown.
     """
     if framework is None:
         return None
@@ -275,7 +281,7 @@ def runnable(framework: str | None) -> Runnable | None:
 
 
 def _words(text: str | None) -> tuple[str, ...]:
-    """A list as it is typed, without what is there twice."""
+    """Split a comma-separated list, without duplicates."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(","))) if text is not None else ()
 
 

@@ -1,6 +1,6 @@
-"""The fastest way to train a model on so many devices: layout, batch and recompute plan together, exact in its space.
+"""Fastest layout, batch and recompute plan for a number of devices, exact over the space.
 
-How it is found, and what exact means: NOTE [ The order of a search ] in `branch_and_bound`.
+Order of evaluation and meaning of exact: NOTE [ The order of a search ] in `branch_and_bound`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run
 
 ALIKE: Final = 0.01
-"""Steps that differ by such a share are not told apart: ranges are wider."""
+"""Steps within this share of each other count as equal: ranges are wider."""
 MORE_MEMORY: Final = Fraction(11, 10)
 MORE_GPUS: Final = (2, 3, 4)
-"""Times as many; the first with a candidate that fits."""
+"""Multiples of the devices to try, until a candidate fits."""
 
 
 class NothingFits(JettisonError, ValueError):
@@ -36,10 +36,10 @@ class NothingFits(JettisonError, ValueError):
     def __init__(
         self, closest: Evaluated, *, candidates: int, advice: str, template: Run, budget_bytes: int | None = None
     ) -> None:
-        """Say what the closest one lacks.
+        """Report how many bytes the closest candidate lacks.
 
         Args:
-            template: what all candidates have in common. ``budget_bytes``: of their tensors.
+            template: run that all candidates share. ``budget_bytes``: of their tensors.
         """
         super().__init__(
             f"none of {candidates:,} candidates fits; the closest, {closest.candidate.flags}, lacks "
@@ -51,7 +51,7 @@ class NothingFits(JettisonError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WithMore:
-    """The fastest with more of something."""
+    """Fastest candidate with more devices or memory."""
 
     gpus: int
     memory: Fraction
@@ -60,16 +60,17 @@ class WithMore:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchAnswer:
-    """What a search found.
+    """Result of a search.
 
     Args:
         ranked: the fastest of each setup, in the order of `by_slack`.
-        front: each takes less memory than all faster ones.
-        plain: the best one's setup without recompute, fits or not.
-        more_gpus: or why there are none.
-        evaluated: candidates worked out now; others were bounded, or known.
-        margin: that all of them leave. ``budget_bytes``: of tensors, where one was given.
-        closest: where none leaves it, the one that lacks least; all that are listed may fit, at the low end of ranges.
+        front: Pareto front of step time and memory.
+        plain: the best candidate's setup without recomputation, fits or not.
+        more_gpus: the fastest with more devices, or the reason why there is none.
+        evaluated: number of candidates evaluated now; others were pruned, or known.
+        margin: that all candidates leave. ``budget_bytes``: of tensors, if given.
+        closest: set if no candidate leaves the margin: the one that lacks least. Listed ones then may fit, at the low
+            end of their ranges.
     """
 
     space: Space
@@ -108,14 +109,14 @@ def search(
     """Find the fastest candidates that fit.
 
     Args:
-        budget_bytes: of tensors on a device, where that is less than what the hardware leaves for them.
-        margin: how much of the way from the expected allowance beside them to its upper bound stays free: from 0 to 1.
+        budget_bytes: of tensors on a device, if less than the hardware's usable memory.
+        margin: memory kept free, as a share (0 to 1) of the way from the expected allowance to its upper bound.
         top: setups to list.
         jobs: processes; above 1, call it below ``if __name__ == "__main__"``.
-        journal: the state to go on from, and to add to.
-        progress: is told how far it is.
+        journal: state to resume from, and to append to.
+        progress: called with messages.
 
-    Where nothing leaves the margin, the answer is of candidates that may fit.
+    If no candidate leaves the margin, the answer lists candidates that may fit.
 
     Raises:
         NothingFits: no candidate may fit.
@@ -130,7 +131,7 @@ def search(
     with ThreadPoolExecutor(1) as beside, Bench(question, jobs=jobs, journal=journal) as bench:
         hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress)
         hunt.find_named()
-        # where a planner is asked, one candidate often waits for another: meanwhile workers are free for other devices
+        # planners' candidates often wait for one another: meanwhile workers evaluate more devices
         begun = beside.submit(_more_gpus, space, room, bench, silent) if hunt.ranked and jobs > 1 else None
         hunt.ask_planner()
         closest, strict = None, room
@@ -168,12 +169,12 @@ def search(
 
 
 def _against(room: MemoryLimit, space: Space, found: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
-    """Candidates held against what is expected to be there for them."""
+    """Return the candidates with limits of this room."""
     return tuple(replace(one, limit_bytes=room.limit_bytes(one.candidate.setup, space)) for one in found)
 
 
 def by_slack(ranked: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
-    """Candidates by time; of those within `ALIKE` of the first of them, the one that leaves most bytes comes first."""
+    """Sort candidates by time; among those within `ALIKE` of the first, the one with most free bytes comes first."""
     found: list[Evaluated] = []
     for one in ranked:
         first = found[0] if found else one
@@ -186,13 +187,13 @@ def by_slack(ranked: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
 
 
 def _more_gpus(space: Space, room: MemoryLimit, bench: Bench, progress: Progress) -> WithMore | str:
-    """The first multiple of the devices that has a candidate that fits; otherwise, why there is none."""
+    """Return the fastest candidate of the first multiple of devices that fits, or the reason why there is none."""
     why = "nothing fits"
     for times in MORE_GPUS:
         hunt = Hunt(space=replace(space, gpus=times * space.gpus), room=room, bench=bench, say=progress)
         try:
             hunt.run()
-        except UsageError as error:  # nothing divides, or the hardware's file has no network
+        except UsageError as error:  # nothing divides, or the hardware file has no network
             why = str(error)
             continue
         if hunt.ranked:

@@ -1,8 +1,8 @@
-"""What `search` looks through: every way to train a model on so many devices that its axes allow.
+"""Search space: every layout, batch and recompute plan on a number of devices that the axes allow.
 
-A setup is a layout and how the global batch is cut; a plan is what happens to activations. A candidate is one of each.
-Data-parallel ranks are what tensor, pipeline and context parallelism leave, and accumulation is what data parallelism
-and the micro-batch leave: N = t x p x cp x dp and B = dp x b x n, all whole.
+A setup is a layout and a division of the global batch; a plan is a recompute mode with or without offloading. A
+candidate is one of each. Data-parallel ranks and accumulation steps follow from the other axes: N = t x p x cp x dp and
+B = dp x b x n, all integers.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import Run, recipe_misfit
 
 MOST_DEVICES: Final = 1 << 24
-"""And sequences in a step: more than any machine has."""
+"""Most devices, and most sequences in a step: more than any machine has."""
 INTERLEAVED: Final = "interleaved"
 """The schedule 1f1b with virtual stages."""
 SCHEDULES: Final = (str(Schedule.ONE_F_ONE_B), INTERLEAVED)
-"""Searched unless others are asked for."""
+"""Default schedules of a search."""
 EVERY: Final = "every"
 """`every:K` for each K above 1 that divides a stage's layers."""
 PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUTO))
-"""Searched unless others are asked for."""
+"""Default recompute modes of a search."""
 
 
 _FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers")
 _OF_FULL_SHARDS: Final = ("reshard", "outer_ends", "flat_parameters", "reshard_ranks")
-"""Fields of the template's layout that hold for all of a search; and those that hold under ZeRO 3."""
+"""Fields of the template's layout that every candidate has, and those of candidates under ZeRO 3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """The values that each axis may take; None: all that divide.
+    """Values that each axis may take; None: all that divide.
 
     Args:
-        tp: left out, up to a node.
-        sp: with it and without; a tp of 1 has none.
-        schedules: gpipe, 1f1b, interleaved, zero-bubble; a pipeline of one stage has none.
+        tp: None: up to a node.
+        sp: with and without sequence parallelism; always without at a tp of 1.
+        schedules: gpipe, 1f1b, interleaved, zero-bubble; unused by a pipeline of one stage.
         plans: recompute modes; `every` and `auto` among them.
-        lists: plans beside these, by lists of modules.
-        offload: False: what stays is on the device; True: on the host.
-        whole: True: pipelines keep as many micro-batches of each window whole as fit.
-        uneven: also pipelines whose ends have a layer less, or more, than other stages.
+        lists: additional plans, by lists of modules.
+        offload: False: kept activations stay on the device; True: they are offloaded to CPU.
+        whole: True: pipelines run as many micro-batches of each window without checkpointing as fit.
+        uneven: include pipelines whose ends have a layer less, or more, than other stages.
 
     Raises:
-        UsageError: a schedule that there is not.
+        UsageError: an unknown schedule.
     """
 
     tp: tuple[int, ...] | None = None
@@ -82,7 +82,7 @@ class Axes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverTensorRanks:
-    """What a framework's rule says where tp is above 1, and otherwise not; None: as the template."""
+    """Settings that a framework preset has only at a tp above 1; None: as the template."""
 
     loss: Loss | None = None
     gathered_inputs: bool | None = None
@@ -90,10 +90,10 @@ class OverTensorRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A layout, and the batch as it is cut for one data-parallel rank.
+    """Layout, and the division of one data-parallel rank's batch.
 
     Args:
-        loss, gradients: that go with this layout; None: the template's.
+        loss, gradients: of this layout; None: the template's.
     """
 
     layout: Layout
@@ -104,7 +104,7 @@ class Setup:
 
     @property
     def flags(self) -> str:
-        """As it is typed."""
+        """Command-line flags."""
         lay = self.layout
         words = [f"--tp {lay.tp}", "--no-sp" if lay.tp > 1 and not lay.sp else "", f"--pp {lay.pp}"]
         words += [f"--virtual-stages {lay.virtual_stages}"] if lay.virtual_stages > 1 else []
@@ -118,10 +118,10 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchCandidate:
-    """A setup and a plan.
+    """Setup and recompute plan.
 
     Args:
-        budget_bytes: what a planner was asked to fit, or micro-batches kept whole; None where the mode says everything.
+        budget_bytes: for a planner, or for micro-batches without checkpointing; None if the mode needs none.
     """
 
     setup: Setup
@@ -130,7 +130,7 @@ class SearchCandidate:
 
     @property
     def flags(self) -> str:
-        """What to give `ledger` and `estimate` for it."""
+        """Command-line flags for `ledger` and `estimate`."""
         plan = self.recompute
         more = " --offload" if plan.offload else " --whole-micro-batches most" if plan.whole else ""
         more += f" --offload-modules {','.join(plan.sent)}" if plan.sent else ""
@@ -138,22 +138,22 @@ class SearchCandidate:
 
     @property
     def text(self) -> str:
-        """All that tells it from others of its question."""
+        """Text that identifies it among the candidates of a question."""
         gradients = f" {self.setup.gradients}" if self.setup.gradients else ""
         return f"{self.flags} {self.setup.layout} {self.setup.loss}{gradients} {self.budget_bytes}"
 
     @property
     def is_planned(self) -> bool:
-        """Does a planner choose for it?"""
+        """Does a planner choose its recomputation?"""
         return self.budget_bytes is not None and not self.recompute.whole
 
     def run(self, template: Run) -> Run:
-        """The run that it is."""
+        """Return its run."""
         return setup_run(self.setup, template, self.recompute)
 
 
 def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -> Run:
-    """A setup's run: everything else is as in the template. Without a mode, nothing is computed again."""
+    """Return a setup's run, with the template's other fields; without a mode, nothing is recomputed."""
     return replace(
         template,
         kernels=template.kernels if setup.loss is None else _with_loss(template.kernels, setup.loss),
@@ -167,7 +167,7 @@ def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -
 
 @cache
 def _with_loss(kernels: Kernels, loss: Loss) -> Kernels:
-    """One object of each: runs that share it share their regions."""
+    """Cached: runs that share the object share their regions."""
     return replace(kernels, loss=loss)
 
 
@@ -176,15 +176,14 @@ class Space:
     """All candidates for a model, a number of devices and a global batch.
 
     Args:
-        template: the run's model, sequence, precision, kernels and so on; its layout's flags that are no axes hold.
+        template: model, sequence, precision, kernels and so on, and fields of the layout that are no axes.
         node: devices of a node.
-        over_tensor_ranks: what layouts with tp above 1 have instead of what the template has.
-        over_shards: fields of layouts without a pipeline that shard parameters, instead of what the template has.
-        over_replicas: when gradients are allocated, by whether there are several replicas and by stage of ZeRO, where
-            not as in the template.
+        over_tensor_ranks: settings of layouts with tp above 1 that replace the template's.
+        over_shards: fields of layouts without a pipeline that shard parameters, which replace the template's.
+        over_replicas: gradient buffers that replace the template's, by (several replicas?, ZeRO stage).
 
     Raises:
-        UsageError: a number below one.
+        UsageError: ``gpus`` or ``global_batch`` is out of range.
     """
 
     template: Run
@@ -206,10 +205,10 @@ class Space:
 
     @cached_property
     def setups(self) -> tuple[Setup, ...]:
-        """In a fixed order.
+        """All setups, in a fixed order.
 
         Raises:
-            UsageError: there are none; the message says why.
+            UsageError: there are none; the message gives the reason.
         """
         refused: Counter[str] = Counter()
         found = tuple(self._setups(refused))
@@ -219,35 +218,35 @@ class Space:
         return found
 
     def plans(self, setup: Setup) -> tuple[Recompute, ...]:
-        """The modes to try, the planner aside, in a fixed order."""
+        """Recompute modes to try without the planner, in a fixed order."""
         return self._plans[self._kind(setup)]
 
     def all_plans(self, setup: Setup) -> tuple[Recompute, ...]:
-        """With the planner, last, where its choice is among them."""
+        """Recompute modes to try, the planner last if the space has it."""
         return self._all_plans[self._kind(setup)]
 
     @cached_property
     def every_plan(self) -> tuple[Recompute, ...]:
-        """All plans that some setup has, the planner's among them."""
+        """Union of all setups' plans, the planner included."""
         return tuple(dict.fromkeys(plan for kind in self._all_plans.values() for plan in kind))
 
     def _kind(self, setup: Setup) -> tuple[int, bool]:
-        """What decides a setup's plans: the most layers of a chunk, and is it a pipeline?"""
+        """Key of a setup's plans: most layers of a chunk, and is it a pipeline?"""
         return max(setup.layout.layers_per_chunk(self.template.model.depth)), setup.layout.pp > 1
 
     @property
     def asks_planner(self) -> bool:
-        """Is its choice among the plans?"""
+        """Is the planner among the plans?"""
         return str(Mode.AUTO) in self.axes.plans
 
     @property
     def planner(self) -> Recompute:
-        """What it is asked for: where offloading is tried, it may do so, too."""
+        """The planner's mode; it may offload if the space tries offloading."""
         return Recompute(mode=Mode.AUTO, offload=True in self.axes.offload)
 
     @cached_property
     def size(self) -> int:
-        """Candidates."""
+        """Number of candidates."""
         return sum(len(self.plans(setup)) + self.asks_planner for setup in self.setups)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -300,7 +299,7 @@ class Space:
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 
     def _misfit(self, layout: Layout, micro_batch: int) -> str:
-        """Why narrow products, a loss over pairs or an exchange of heads refuse these; empty where they do not."""
+        """Reason why FP8 GEMMs, a loss over pairs or an all-to-all of heads exclude a setup; empty if none does."""
         recipe, template = self.template.precision.recipe, self.template
         if template.kernels.loss is Loss.DPO and micro_batch % 2:
             return f"--loss dpo takes pairs of sequences, not --micro-batch {micro_batch}"
@@ -321,7 +320,7 @@ class Space:
             for ep in self._expert_ranks(dp * cp):
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
                     grouped = {**of_template, **(self.over_shards if pp == ep == 1 else {})}
-                    for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # alone, none of them shards
+                    for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # one rank shards nothing
                         try:
                             layout = Layout(
                                 tp=tp,
@@ -345,7 +344,7 @@ class Space:
                         yield layout
 
     def _meshes(self, refused: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
-        """tp, pp, cp and dp whose product is the number of devices."""
+        """Yield tp, pp, cp and dp whose product is the number of devices."""
         axes = self.axes
         for tp in _among(_divisors(self.gpus), axes.tp):
             if axes.tp is None and tp > self.node:
@@ -365,7 +364,7 @@ class Space:
         return [ep for ep in _divisors(ranks) if not any(count % ep for count in experts)] if experts else (1,)
 
     def _orders(self, pp: int) -> Iterator[tuple[int, Schedule, tuple[int, ...]]]:
-        """Virtual stages, the schedule that goes with them, and layers of each stage where they are uneven."""
+        """Yield virtual stages, their schedule, and layers of each stage if uneven."""
         model = self.template.model
         wanted, depth = self.axes.virtual_stages, model.depth - model.further
         if pp == 1:

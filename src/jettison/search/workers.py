@@ -1,8 +1,8 @@
-"""Processes that work out parts of a search, each with a memory of its own.
+"""Worker processes of a search, each with its own caches.
 
-What a process has worked out once (regions, prices, hulls) it knows; another one works it out again. So items of a key
-go to the process that had the first of them, and others take over only what it has not begun when they have nothing
-left: with a common queue two processes took two thirds more processor time than one.
+A process caches regions, prices and hulls; another one would recompute them. So all items of a key go to the process
+that had the first of them, and an idle process takes over only parts that it has not begun: with a common queue two
+processes took two thirds more processor time than one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Final, Generic, TypeVar
 from jettison.core.process import SELDOM, deaf_to_interrupts, end_pool
 
 CHUNKS: Final = 8
-"""Parts, for each worker, that a round of work is cut into."""
+"""Parts of a round, per worker."""
 AHEAD: Final = 2
-"""Parts that a worker has been given, at most: one that it works on, and the next."""
+"""Most parts submitted to a worker: the one it works on, and the next."""
 
 _Q = TypeVar("_Q")
 _T = TypeVar("_T")
@@ -30,10 +30,10 @@ _Chunk = list[int]
 
 
 class Workers(Generic[_Q]):
-    """So many processes. Several threads may ask at once.
+    """Pool of ``jobs`` processes. Several threads may use it at once.
 
     Args:
-        question: what every piece of work is given first.
+        question: first argument of every call.
     """
 
     def __init__(self, question: _Q, jobs: int) -> None:
@@ -44,13 +44,13 @@ class Workers(Generic[_Q]):
         self._homes: dict[tuple[object, ...], int] = {}
         with deaf_to_interrupts():
             for pool in self._pools:
-                pool.submit(_nothing)  # that starts it
+                pool.submit(_nothing)  # starts the process
 
     def end(self, *, now: bool) -> None:
-        """Let them go.
+        """End the processes.
 
         Args:
-            now: nobody waits for what they are at.
+            now: without waiting for running work.
         """
         for pool in self._pools:
             end_pool(pool, now=now)
@@ -58,7 +58,7 @@ class Workers(Generic[_Q]):
     def map(
         self, work: Callable[[_Q, _T], _R], items: Sequence[_T], key: Callable[[_T], tuple[object, ...]]
     ) -> Iterator[dict[int, _R]]:
-        """Results by the numbers of their items, in parts, as they come."""
+        """Yield results by the numbers of their items, in parts, as they come."""
         left, fresh = self._shared(items, key)
         running: dict[Future[list[_R]], tuple[int, _Chunk]] = {}
 
@@ -67,7 +67,7 @@ class Workers(Generic[_Q]):
             source = own or max(left, key=len)
             if source:
                 chunk = source.pop(0 if source is own else -1)
-                if source is not own:  # what nobody has begun lives where it is begun
+                if source is not own:  # a key belongs to the process that begins it
                     self._homes |= {each: worker for i in chunk if (each := key(items[i])) in fresh}
                 asked: Any = (work, [items[i] for i in chunk])
                 running[self._pools[worker].submit(_several, asked)] = worker, chunk
@@ -84,9 +84,9 @@ class Workers(Generic[_Q]):
     def _shared(
         self, items: Sequence[_T], key: Callable[[_T], tuple[object, ...]]
     ) -> tuple[list[list[_Chunk]], set[tuple[object, ...]]]:
-        """By worker, the numbers of its items in parts; and the keys that are new.
+        """Divide items among workers: the numbers of each worker's items in parts, and the new keys.
 
-        They go to the one that has least.
+        A new key goes to the worker with fewest items.
         """
         by_key: dict[tuple[object, ...], list[int]] = {}
         for number, item in enumerate(items):
@@ -106,15 +106,15 @@ _question: Any = None
 
 
 def _nothing() -> None:
-    """To have been asked for something."""
+    """Do nothing: a first call starts the process."""
 
 
 def _start(question: object) -> None:
     global _question
     _question = question
     gc.set_threshold(SELDOM)
-    atexit.register(os._exit, 0)  # what it knows need not be taken apart object by object
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks stops, and lets this one go
+    atexit.register(os._exit, 0)  # skips freeing the caches object by object
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and ends this process
 
 
 def _several(asked: tuple[Callable[[Any, _T], _R], list[_T]]) -> list[_R]:
