@@ -195,6 +195,11 @@ def test_a_document_with_the_keys_of_the_contract(capsys) -> None:
     best, second = found["candidates"][:2]
     assert lost["lost_seconds"] == pytest.approx(second["step_seconds"] - best["step_seconds"])
     assert sum(lost["more"].values()) == pytest.approx(lost["lost_seconds"])
+    assert lost["more_allocated_bytes"] == second["peak_bytes"] - best["peak_bytes"]
+    device = [one["figures"]["device_bytes"]["expected"] for one in (best, second)]
+    assert lost["more_device_bytes"] == pytest.approx(device[1] - device[0], abs=1)
+    assert any(lost["words"] in line for line in found["explanation"])
+    assert any(lost["memory_words"] in line for line in found["explanation"])
     assert found["more_gpus"]["gpus"] == 8
     trainings = {one["gpus"]: one for one in found["trainings"]}  # 16 x 512 tokens a step, so that there are a thousand
     assert trainings.keys() == {4, 8} and {one["steps"] for one in trainings.values()} == {1000}
@@ -218,7 +223,14 @@ def test_what_is_printed_can_be_given_to_estimate(capsys) -> None:
 def test_for_people(capsys) -> None:
     code, out, _ = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB")
     assert code == 0
-    words = ("The fastest 10", "The runner-up", "10.0 % more memory", "8 devices would take", "Less memory costs time")
+    words = (
+        "The fastest 10",
+        "Rank 2, ",
+        "Memory of rank 2 against rank 1",
+        "10.0 % more memory",
+        "8 devices would take",
+        "Less memory costs time",
+    )
     for text in words:
         assert text in out
 

@@ -173,6 +173,9 @@ def test_a_brief_says_what_is_offloaded() -> None:
     assert "on the host: 11.66 GiB" in found.files["brief.md"] and "--no-offload" in found.files["brief.md"]
     lost = exported(made, "torchtitan").lost
     assert lost[0].startswith("11.66 GiB of 31 layers wait on the host in the plan")
+    assert "layers.31: mixed (recomputed mlp silu) in the plan, selective here" in " ".join(lost)
+    last = exported(made, "torchtitan").document()["layers"][-1]
+    assert (last["plan"], last["plan_recomputed"], last["plan_offloaded"]) == ("mixed", ["mlp silu"], [])
 
 
 def cli(*arguments: object) -> int:
@@ -193,7 +196,8 @@ def test_the_command_writes_files_and_replaces_none(tmp_path: Path, capsys: pyte
     assert json.loads(made.read_text()) == json.loads(json.dumps(paper()))
     assert cli("export", made, "--to", "brief") == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("# What to keep")
+    assert printed.out.startswith("# What to keep") and "What a step costs" not in printed.out
+    assert "What a step costs" in printed.err
     assert cli("export", made, "--to", "megatron-bridge", "--format", "json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == "jettison.export/1"

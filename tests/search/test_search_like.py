@@ -15,7 +15,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.search.evaluate import Evaluated, Figures, Seconds
-from jettison.search.request import SearchRequest
+from jettison.search.request import SearchRequest, on_own_framework
 from jettison.search.search import by_slack, search
 from jettison.search.space import SearchCandidate, Setup, setup_run
 from jettison.spec.frameworks import named
@@ -171,6 +171,19 @@ def test_a_search_keeps_to_what_a_framework_can_run(framework: str) -> None:
     assert "sp" in able["axes"] or not any(setup.layout.sp for setup in found.setups)
     assert {str(plan) for setup in found.setups for plan in found.plans(setup)} >= {"none", "full"}
     assert found.axes.plans == tuple(able["recompute"])
+
+
+@pytest.mark.parametrize("preset", sorted(named("presets")))
+def test_a_preset_is_searched_for_what_its_framework_runs(preset: str) -> None:
+    """Unless a field asks for something else."""
+    folder, sizes = named("presets")[preset]["folder"], {"gpus": 8, "global_batch": 8}
+    found = on_own_framework(SearchRequest(seq=256, like=preset), LLAMA, A100, **sizes)
+    assert found.runs_on == (folder if folder in named("runs") else None)
+    for more in ({"recompute": "every:2,interval:3"}, {"runs_on": "any"}):
+        asked = SearchRequest(seq=256, like=preset, **more)
+        assert on_own_framework(asked, LLAMA, A100, **sizes) == asked
+    anything = replace(asked, recompute="interval:3").space(LLAMA, A100, **sizes)
+    assert anything.axes.plans == ("interval:3",)
 
 
 @pytest.mark.parametrize(

@@ -64,14 +64,9 @@ def command(
     if form == "json":
         print(json_text(found.document() | {"request": asked(plan=plan, to=to, gpu=gpu, model=model)}), end="")
     elif out is None:
-        for left_out in found.subject.left_out:
-            hint(f"note: {left_out}")
-        for lost in found.lost:
-            hint(f"lost: {lost}")
-        for note in found.notes:
-            hint(f"note: {note}")
         sys.stdout.write("\n".join(found.files.values()))
         sys.stdout.flush()
+        show(export_table(found), sys.stderr)  # stdout is the files' alone
     else:
         show(export_table(found))
     for path in written:

@@ -34,7 +34,7 @@ from jettison.predict.training_cost import Wanted
 from jettison.report.console import hint, json_text, progress
 from jettison.report.search import SearchReport, nothing_document
 from jettison.search.evaluate import Journal
-from jettison.search.request import MARGIN, SearchRequest
+from jettison.search.request import MARGIN, SearchRequest, on_own_framework
 from jettison.search.search import NothingFits
 from jettison.search.search import search as find
 from jettison.spec.anchor import read_anchor
@@ -97,7 +97,6 @@ def command(
     if found is not None:
         if request.runs_on is None and found.framework in named("runs"):
             request = replace(request, runs_on=found.framework)
-            hint(f"layouts and recompute modes that {found.framework} can run, as with --runs-on {found.framework}")
         flags = replace(
             flags,
             gpus=found.gpus if flags.gpus is None else flags.gpus,
@@ -178,17 +177,10 @@ def search(
     device = hardware(gpu)
     if request.anchor is not None:
         device = read_anchor(Path(request.anchor)).hardware(device)
-    space = request.space(
-        spec_of(
-            model,
-            RunRequest(
-                seq=request.seq, attention=request.attention, precision=request.precision, family=request.family
-            ),
-        ),
-        device,
-        gpus=gpus,
-        global_batch=global_batch,
-    )
+    given = {name: getattr(request, name) for name in ("seq", "attention", "precision", "family")}
+    spec = spec_of(model, RunRequest(**given))
+    request = on_own_framework(request, spec, device, gpus=gpus, global_batch=global_batch)
+    space = request.space(spec, device, gpus=gpus, global_batch=global_batch)
     begin = time.perf_counter()
     with nullcontext() if state is None else Journal(state) as journal:
         answer = find(

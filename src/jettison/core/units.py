@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 KIB: Final = 1 << 10
@@ -89,3 +90,9 @@ def _scaled(value: float, base: float, units: tuple[str, ...], *, decimals: int)
         value /= base
         index += 1
     return f"{value:.{decimals}f} {units[index]}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names of a list, and how many more there are: ``"silu, mul and 3 more"``."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -11,7 +11,7 @@ from typing import Any
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
 from jettison.frameworks.nearest import Nearest
-from jettison.frameworks.policy import Cost, LayerPolicy, Pricer, Subject
+from jettison.frameworks.policy import Cost, LayerPolicy, Pricer, Subject, tensor_names
 from jettison.spec.frameworks import named
 
 SCHEMA = "jettison.export/1"
@@ -83,6 +83,8 @@ class Exported:
                     "layer": policy.layer,
                     "stage": policy.decision.stage,
                     "plan": policy.decision.policy,
+                    "plan_recomputed": list(policy.decision.recomputed),
+                    "plan_offloaded": list(tensor_names(policy.program, policy.decision.moved)),
                     "exported": policy.words or str(policy.action),
                     "plan_kept_bytes": policy.decision.kept_bytes,
                     "kept_bytes": policy.kept_bytes,
@@ -192,7 +194,7 @@ def _count(runs: Sequence[object]) -> str:
 
 def _change(policy: LayerPolicy) -> tuple[str, str, int, int]:
     """Words and bytes before and after, of the layer by itself: what runs of layers share is said once for all."""
-    before = policy.decision.policy
+    before = policy.decision.words
     after = policy.words or str(policy.action)
     again = policy.decision.again
     same = policy.kept == policy.decision.kept and policy.moved == policy.decision.moved and not policy.decision.packed

@@ -21,10 +21,15 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
+from jettison.core.units import listed
 from jettison.ledger.program import Op, Program, Source
 from jettison.predict.auto_recompute import AutoForecast
+from jettison.solve.plan import PolicyWord
 from jettison.solve.policy import Full
 from jettison.spec.hardware import Hardware
+
+MOST_NAMED = 4
+"""Tensors named in a sentence; JSON has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +79,33 @@ class Decision:
         return self.program.kept_bytes(self.kept - self.moved) - self.shared_bytes - self.packed_bytes
 
     @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Names of saved tensors that backward recomputes, the largest first."""
+        return tensor_names(self.program, self.program.saved_buffers() - self.kept)
+
+    @property
+    def words(self) -> str:
+        """The policy, and which tensors are recomputed and offloaded where the policy does not say it."""
+        tensors = {"recomputed": self.recomputed, "offloaded": tensor_names(self.program, self.moved)}
+        parts = [f"{verb} {listed(names, MOST_NAMED)}" for verb, names in tensors.items() if names]
+        return f"{self.policy} ({'; '.join(parts)})" if self.policy == PolicyWord.MIXED and parts else self.policy
+
+    @property
     def again(self) -> tuple[int, ...]:
         """Ops that backward runs a second time."""
         return tuple(range(len(self.program.ops))) if self.through else self.program.recompute_set(self.kept)
+
+
+def tensor_names(program: Program, buffers: Iterable[int]) -> tuple[str, ...]:
+    """Names of tensors, the largest first: the op that computes each and its module, or which input it is."""
+    found = []
+    for buffer in sorted((program.buffers[b] for b in buffers), key=lambda buffer: -buffer.nbytes):
+        if buffer.producer is None:
+            found.append(buffer.name or "input")
+        else:
+            op = program.ops[buffer.producer]
+            found.append(f"{op.path} {op.name.removeprefix('aten.').removesuffix('.default')}".lstrip())
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from jettison.core.units import GIB, format_bytes, format_percent, format_seconds
+from jettison.core.units import GIB, format_bytes, format_percent, format_seconds, listed
 from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.layer import Class, PriceModel
@@ -335,19 +335,12 @@ class Reason:
     def _words(self) -> Iterator[str]:
         if self.again:
             spent, freed = format_seconds(self.again_seconds), format_bytes(self.freed_bytes)
-            yield f"again {_named(self.again)}: {spent} for {freed}"
+            yield f"again {listed(self.again, MOST_NAMED)}: {spent} for {freed}"
         if self.moved:
             shortest = min(self.forward_seconds, self.backward_seconds)
             waits = f"waits {format_seconds(self.stalled_seconds)}" if self.stalled_seconds else "hides"
-            yield (
-                f"to the host {_named(self.moved)}: {format_seconds(self.way_seconds)} a way {waits} behind "
-                f"{format_seconds(shortest)}"
-            )
-
-
-def _named(names: tuple[str, ...]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+            took = f"{format_seconds(self.way_seconds)} a way {waits} behind {format_seconds(shortest)}"
+            yield f"to the host {listed(self.moved, MOST_NAMED)}: {took}"
 
 
 def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:

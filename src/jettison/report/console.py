@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
@@ -24,9 +24,11 @@ class _Piped(Console):
         raise BrokenPipeError
 
 
-def show(document: RenderableType) -> None:
-    """Print a table, or a line, on stdout."""
-    _Piped(file=sys.stdout, width=shown_width(), highlight=False, markup=False).print(document)
+def show(document: RenderableType, file: TextIO | None = None) -> None:
+    """Print a table, or a line, on stdout or another file."""
+    _Piped(file=sys.stdout if file is None else file, width=shown_width(), highlight=False, markup=False).print(
+        document
+    )
 
 
 def shown_width() -> int:

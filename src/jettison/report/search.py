@@ -15,9 +15,10 @@ from jettison.predict.allowance import available_to
 from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, scaled, time_residual, unlike_anchor
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.schemas import document, part
-from jettison.report.tables import FittedTable, device_notes, facts, grid
+from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
 from jettison.search.branch_and_bound import REACH
 from jettison.search.evaluate import Evaluated, Seconds
+from jettison.search.request import ANY
 from jettison.search.search import ALIKE, NothingFits, SearchAnswer, WithMore
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, Schedule
@@ -126,7 +127,7 @@ class SearchReport:
             candidates=[self._candidate(found) for found in answer.ranked],
             front=[self._candidate(found) for found in answer.front],
             front_reach=REACH,
-            runner_up=[_loss(answer.best, found) for found in rivals(answer)],
+            runner_up=[self._loss(found) for found in rivals(answer)],
             without_recompute=self._candidate(answer.plain),
             more_memory=self._more(answer.more_memory),
             more_gpus=self._more(more_gpus) if isinstance(more_gpus, WithMore) else None,
@@ -142,9 +143,33 @@ class SearchReport:
         candidate = self._candidate(more.best)
         return part("MoreResources", more, memory=float(more.memory), saved_seconds=saved, candidate=candidate)
 
+    def _loss(self, rival: Evaluated) -> dict[str, Any]:
+        """What a rival takes more than the best: seconds by part, and bytes."""
+        best, ours, theirs = self.answer.best, self.figures(self.answer.best), self.figures(rival)
+        parts = {f"{name}_seconds": rival.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
+        return part(
+            "RivalLoss",
+            flags=rival.candidate.flags,
+            lost_seconds=rival.seconds.step - best.seconds.step,
+            more=parts,
+            words=_difference(best, rival),
+            more_allocated_bytes=rival.needed_bytes - best.needed_bytes,
+            more_device_bytes=round(theirs.device.expected - ours.device.expected),
+            memory_words=self._memory(rival),
+        )
+
+    def _memory(self, rival: Evaluated) -> str:
+        """Memory of a rival beside the best's, and their verdicts where these differ."""
+        best = self.answer.best
+        allocated = signed(rival.needed_bytes - best.needed_bytes)
+        device = signed(round(self.figures(rival).device.expected - self.figures(best).device.expected))
+        verdicts = self.verdict(best), self.verdict(rival)
+        differ = "" if verdicts[0] is verdicts[1] else f"; {verdicts[1]}, where rank 1 is {verdicts[0]}"
+        return f"{allocated} allocated, {device} on the device{differ}"
+
     def sentences(self) -> Iterator[str]:
         """The answer in words, and which candidate fits without doubt where the first may not."""
-        yield from sentences(self.answer)
+        yield from sentences(self.answer, self._memory)
         doubtful = self.verdict(self.answer.best)
         if doubtful is FitVerdict.FITS:
             return
@@ -173,6 +198,8 @@ class SearchReport:
             f"{space.size:,} plans of {len(space.setups):,} layouts with their batches; "
             f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}",
         )
+        if (framework := self.request.get("runs_on")) not in (None, ANY):
+            yield "runs on", f"{framework}: layouts and recompute modes that it can run (--runs-on {ANY}: all)"
         if answer.margin:
             layout, kind = answer.best.candidate.setup.layout, template.kernels.device
             free = available_to(device, layout, kind) - available_to(device, layout, kind, answer.margin)
@@ -217,20 +244,22 @@ def rivals(answer: SearchAnswer) -> Iterator[Evaluated]:
         yield from (found for found, _ in zip(others, range(1), strict=False))
 
 
-def sentences(answer: SearchAnswer) -> Iterator[str]:
-    """The answer in words."""
+def sentences(answer: SearchAnswer, memory: Callable[[Evaluated], str]) -> Iterator[str]:
+    """The answer in words; ``memory`` are those for a rival's bytes."""
     best = answer.best
-    shares = [f"{name} {format_percent(took / best.seconds.step)}" for name, took in _shares(best.seconds)]
+    shares = [
+        f"{_WORDS.get(name, name)} {format_percent(took / best.seconds.step)}" for name, took in _shares(best.seconds)
+    ]
     yield f"The fastest, {best.candidate.flags}: {', '.join(shares)}."
     yield from _recompute(answer)
-    for place, found in zip(
-        ("The runner-up", "The first that divides the devices otherwise"), rivals(answer), strict=False
-    ):
+    for found in rivals(answer):
+        place = f"Rank {answer.ranked.index(found) + 1}"
         if found.seconds.step < best.seconds.step:
             less = format_bytes(found.limit_bytes - found.needed_bytes)
             yield f"{place}, {found.candidate.flags}, is as fast within {format_percent(ALIKE)}, and leaves {less}."
         else:
             yield f"{place}, {found.candidate.flags}, loses {_difference(best, found)}."
+        yield f"Memory of {place.lower()} against rank 1: {memory(found)}."
     yield _more_memory(answer)
     yield _more_gpus(answer)
 
@@ -284,10 +313,17 @@ def _difference(best: Evaluated, other: Evaluated) -> str:
     least = WORTH_SAYING * best.seconds.step
     parts = other.seconds.parts
     changes = sorted(((parts[name] - took, name) for name, took in best.seconds.parts.items()), reverse=True)
-    more = [f"{format_seconds(change)} more of {name}" for change, name in changes if change > least]
-    less = [f"{format_seconds(-change)} less of {name}" for change, name in reversed(changes) if change < -least]
+    more = [f"{format_seconds(change)} more {_WORDS.get(name, name)}" for change, name in changes if change > least]
+    less = [
+        f"{format_seconds(-change)} less {_WORDS.get(name, name)}"
+        for change, name in reversed(changes)
+        if change < -least
+    ]
     words = ", but ".join(", ".join(words) for words in (more, less) if words)
     return f"{format_seconds(lost)} ({format_percent(lost / best.seconds.step)}): {words or 'a little of everything'}"
+
+
+_WORDS: Final = {"communication": "exposed communication", "other": "optimizer and dispatch"}
 
 
 def _shares(seconds: Seconds) -> list[tuple[str, float]]:
@@ -431,10 +467,3 @@ def _candidate(found: Evaluated, sure: Residual | None, ranges: RunFigures, verd
         step_range_seconds=list(sure.seconds(seconds.step)) if seconds and sure else None,
         breakdown=seconds and {f"{name}_seconds": took for name, took in seconds.parts.items()},
     )
-
-
-def _loss(best: Evaluated, other: Evaluated) -> dict[str, Any]:
-    """Seconds that a rival takes more than the best, by part."""
-    more = {f"{name}_seconds": other.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
-    lost = other.seconds.step - best.seconds.step
-    return part("RivalLoss", flags=other.candidate.flags, lost_seconds=lost, more=more, words=_difference(best, other))

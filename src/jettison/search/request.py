@@ -28,6 +28,8 @@ from jettison.spec.tuning import Base
 MARGIN: Final = 0.25
 """Default of ``--margin``: memory kept free, as a share of the way from the expected to the largest allowance. As many
 bytes as the median error of predicted peaks."""
+ANY: Final = "any"
+"""Value of ``runs_on`` for layouts and recompute modes of any framework."""
 _LISTS: Final = ("tp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "micro_batch")
 """Axes of numbers, which take lists: 1,2,4."""
 
@@ -46,7 +48,7 @@ class SearchRequest(CommonRequest):
         ep: Expert-parallel ranks [default: all that divide the experts].
         dp: Data-parallel replicas [default: the remaining devices].
         zero: ZeRO stages [default: 0,1,2,3].
-        runs_on: Only what this framework can run, such as torchtitan [default: as --from].
+        runs_on: Only what this framework can run, or any [default: as --from or --like].
 
     Recompute and offload:
         recompute: none, selective, selective-op, full, every, every:K, block:N, interval:K, auto [default: all but
@@ -182,7 +184,7 @@ class SearchRequest(CommonRequest):
             UsageError: it does not.
         """
         own = named("kernels")[template.kernels.name]["folder"]
-        if lists and self.runs_on not in (None, own):
+        if lists and self.runs_on not in (None, ANY, own):
             raise UsageError(
                 f"got modules of {own} to recompute, which {self.runs_on} cannot run; give --recompute instead"
             )
@@ -258,18 +260,18 @@ class Runnable:
 
 
 def runnable(framework: str | None) -> Runnable | None:
-    """Return the layouts and recompute modes that a framework can run; None without a framework.
+    """Return the layouts and recompute modes that a framework can run; None for all.
 
     Frameworks that this package integrates with also run a planner's choice (auto), if it is given.
 
     Raises:
         UsageError: the framework is unknown.
     """
-    if framework is None:
+    if framework in (None, ANY):
         return None
     known = named("runs")
     if framework not in known:
-        raise UsageError(f"got --runs-on {framework!r}; expected one of {', '.join(sorted(known))}")
+        raise UsageError(f"got --runs-on {framework!r}; expected one of {', '.join(sorted(known))} or {ANY}")
     found, plugged = known[framework], {entry["folder"] for entry in named("trainers").values()}
     return Runnable(
         axes=tuple(found["axes"]),
@@ -278,6 +280,21 @@ def runnable(framework: str | None) -> Runnable | None:
         plans=tuple(found["recompute"]),
         also=(*found.get("also", ()), *([str(Mode.AUTO)] if found["folder"] in plugged else [])),
     )
+
+
+def on_own_framework(
+    request: SearchRequest, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int
+) -> SearchRequest:
+    """Keep to what the framework of ``like`` can run, unless ``runs_on`` or another field says otherwise."""
+    own = named("presets").get(request.like or "", {}).get("folder")
+    if request.runs_on is not None or own not in named("runs"):
+        return request
+    found = replace(request, runs_on=own)
+    try:
+        found.space(model, hardware, gpus=gpus, global_batch=global_batch)
+    except UsageError:  # a field asks for more
+        return request
+    return found
 
 
 def _words(text: str | None) -> tuple[str, ...]:
