@@ -55,8 +55,7 @@ def command(
         files = [Path(target) for target in targets]
         require_files(files)
         with progress() as say:
-            say("reading " + ", ".join(targets))
-            said = profile_files(files, known)
+            said = profile_files(files, known, say)
     else:
         require_target(targets[0])
         if (advice := misplaced(Path(targets[0]), "profile")) is not None:  # it would be run
@@ -102,14 +101,14 @@ def profile_run(
     with tempfile.TemporaryDirectory(prefix="jettison-profile-") as folder:
         path = Path(folder) / "trace.json" if trace is None else trace
         seconds = record_run(target, path, steps=steps, progress=progress).seconds
-        report = profile_files([path], gpu)
+        report = profile_files([path], gpu, progress)
     first, usual = seconds[0], median(seconds[1:])  # the first step is not in the trace: it was timed
     rows = [*report.facts, ("first step", f"{format_seconds(first)}; {format_seconds(usual)} the others")]
     findings = (*report.findings, *slow_first(0, first, usual))
     return replace(report, facts=rows, more=report.more | {"step_seconds": seconds}, findings=findings)
 
 
-def profile_files(files: Sequence[Path], gpu: Hardware | None = None) -> FindingsReport:
+def profile_files(files: Sequence[Path], gpu: Hardware | None = None, progress: Progress = silent) -> FindingsReport:
     """Diagnose traces and snapshots of one run.
 
     Args:
@@ -118,7 +117,10 @@ def profile_files(files: Sequence[Path], gpu: Hardware | None = None) -> Finding
     Raises:
         UsageError: one of them is neither.
     """
-    parts = [_snapshot(read_snapshot(f)) if is_snapshot(f) else _trace(read_profile(f), gpu) for f in files]
+    parts = [
+        _snapshot(read_snapshot(f)) if is_snapshot(f) else _trace(read_profile(f, progress), gpu, progress)
+        for f in files
+    ]
     if len(parts) == 1:
         return parts[0]
     return FindingsReport(
@@ -146,7 +148,8 @@ def _levels(facts: MemoryFacts) -> list[tuple[str, str]]:
     return [("between steps", f"{exact(last)} after {len(facts.steps) - 1} steps")]
 
 
-def _trace(trace: ProfilerTrace, gpu: Hardware | None) -> FindingsReport:
+def _trace(trace: ProfilerTrace, gpu: Hardware | None, progress: Progress) -> FindingsReport:
+    progress(f"{trace.name}: {len(trace.steps)} steps of {len(trace.ops):,} operators")
     found = profile_steps(trace)
     used = _utilization(trace, found, gpu)
     return FindingsReport(

@@ -48,6 +48,18 @@ def deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no reference cycles within the context."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 SELDOM: Final = 100_000
 """Objects allocated between two garbage collections. One takes 0.2 s over all of torch's objects: an eighth of
 a layout search, a tenth of planning a small model."""

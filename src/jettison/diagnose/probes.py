@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError
+from jettison.core.process import uncollected
 from jettison.core.progress import Progress, silent
 from jettison.cost.kernel import Product
 from jettison.diagnose.finding import table
@@ -99,19 +100,14 @@ def undisturbed(
         if sampler.usable:
             samplers.append(sampler)
     samples: dict[str, list[float]] = {sampler.name: [] for sampler in samplers}
-    enabled = gc.isenabled()
     for number in range(MOST_ROUNDS):
         if number >= LEAST_ROUNDS and time.perf_counter() > deadline:
             break
         say(f"round {number + 1} of {len(samplers)} calls")
         gc.collect()
-        gc.disable()
-        try:
+        with uncollected():
             for sampler in samplers[:: 1 if number % 2 == 0 else -1]:
                 samples[sampler.name].append(sampler.sample())
-        finally:
-            if enabled:
-                gc.enable()
     return {name: statistics.quantiles(found, n=4, method="inclusive")[0] for name, found in samples.items()}
 
 

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.process import uncollected
+from jettison.core.progress import Progress, silent
+from jettison.core.units import format_bytes
 
 MOST_READ_BYTES: Final = 2 << 30
 RECOMPUTES: Final = "jettison.recompute"
@@ -97,12 +100,13 @@ def is_trace(path: Path) -> bool:
     return begin[:2] == b"\x1f\x8b" or begin.lstrip()[:1] in (b"{", b"[")
 
 
-def read_profile(path: Path) -> ProfilerTrace:
+def read_profile(path: Path, progress: Progress = silent) -> ProfilerTrace:
     """Read a trace.
 
     Raises:
         UsageError: it is none.
     """
+    progress(f"reading {path}")
     try:
         with path.open("rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
@@ -112,11 +116,16 @@ def read_profile(path: Path) -> ProfilerTrace:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if len(data) > MOST_READ_BYTES:
         raise UsageError(f"{path} has more than {MOST_READ_BYTES} bytes; profile fewer steps")
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no JSON ({str(error)[:80]}); expected a trace of torch.profiler") from error
-    return profile_of(content, path.name)
+    progress(f"{path}: parsing {format_bytes(len(data))}")
+    with uncollected():  # among millions of small objects collections take most of the time
+        try:
+            content = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} is no JSON ({str(error)[:80]}); expected a trace of torch.profiler") from error
+        progress(f"{path}: reading events")
+        found = profile_of(content, path.name)
+        del content
+        return found
 
 
 def profile_of(content: object, name: str) -> ProfilerTrace:

@@ -9,7 +9,7 @@ runs recipes without, and `jettison profile` annotates them. A kernel belongs to
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,6 +138,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
     kernels = [one.ns for one in work if one.kind == "kernel" and one.start_ns >= start]
     launched = _launches(trace, [(one.start_ns, one.end_ns) for one in again]) if has_device else None
     ran_again = launched if launched is not None else _spans(again)
+    points = _points(trace)
     return StepProfile(
         steps=len(steady),
         step_spans={number: (one.start_ns, one.end_ns) for number, one in trace.steps},
@@ -158,9 +159,9 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         median_kernel_ns=round(median(kernels)) if kernels else 0,
         flops=sum(op_flops(one.name, one.args) for one in trace.ops if start <= one.start_ns < end),
         again_flops=sum(op_flops(one.name, one.args) for one in again if start <= one.start_ns < end),
-        peak_bytes=_peaks(trace, phases),
-        state_bytes=_state(trace),
-        reserved_at_peak=_reserved(trace),
+        peak_bytes=_peaks(points, phases),
+        state_bytes=_state(trace, points),
+        reserved_at_peak=_reserved(points),
     )
 
 
@@ -226,6 +227,12 @@ def _inside(at: int, spans: Sequence[Span]) -> bool:
     return place >= 0 and spans[place][0] <= at < spans[place][1]
 
 
+def _touches(spans: Sequence[Span], start: int, end: int) -> bool:
+    """Whether one of them has a part between ``start`` and ``end``; joined."""
+    place = bisect_left(spans, (end,)) - 1
+    return place >= 0 and end > start and spans[place][1] > start
+
+
 def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[ProfilerSlice]:
     """Find recomputed operators in backward, with all that is inside of them."""
     engine = joined(_spans(one for one in trace.ops if one.name.startswith(_ENGINE)))
@@ -284,10 +291,11 @@ def _short(name: str) -> str:
 def _after(exposed: list[Span], compute: list[Span], phases: Mapping[str, list[Span]], start: int, end: int) -> int:
     """Length between the last computation of a backward and the first of an optimizer."""
     found = 0
+    backward = phases[BACKWARD]
     for begin, stop in within(exposed, start, end):
-        before = [phase for phase in phases[BACKWARD] if phase[0] <= begin]
-        nothing_left = before and not within(compute, stop, max(before[-1][1], stop))
-        found += (stop - begin) if nothing_left else 0
+        before = bisect_right(backward, (begin, 1 << 62))
+        if before and not _touches(compute, stop, backward[before - 1][1]):
+            found += stop - begin
     return found
 
 
@@ -323,6 +331,7 @@ def _copies(trace: ProfilerTrace, compute: list[Span], start: int, end: int) -> 
     ]
     waits = [one for one in trace.runtime if one.name.startswith(_WAITS) and start <= one.start_ns < end]
     reads = [one for one in trace.ops if one.name == "aten::_local_scalar_dense" and start <= one.start_ns < end]
+    read = joined(_spans(reads))
     inside = joined(_spans(reads) + _spans(one for one in trace.ops if one.name in ("aten::copy_", "aten::_to_copy")))
     return Copies(
         count=len(copies),
@@ -330,27 +339,32 @@ def _copies(trace: ProfilerTrace, compute: list[Span], start: int, end: int) -> 
         waited_ns=sum(one.ns for one in waits if _inside(one.start_ns, inside)),
         pageable=sum("Pageable" in one.name for one in copies),
         to_host=sum("Pageable" in one.name and "DtoH" in one.name for one in copies),
-        reads=sum(_inside(one.start_ns, joined(_spans(reads))) for one in waits),
+        reads=sum(_inside(one.start_ns, read) for one in waits),
     )
 
 
 # bytes ----------------------------------------------------------------------------------------------------------------
 
 
-def _points(trace: ProfilerTrace) -> list[tuple[int, int, int]]:
-    """Time, allocated and reserved, of the device with most; of the host where there is none."""
-    names = {point.device for point in trace.memory}
-    on_device = names - {"cpu"} or names
+Point = tuple[int, int, int]
+"""Time, allocated and reserved."""
+
+
+def _points(trace: ProfilerTrace) -> list[Point]:
+    """The allocator's counters, of the device with most; of the host where there is none."""
+    most: dict[str, int] = {}
+    for point in trace.memory:
+        most[point.device] = max(most.get(point.device, 0), point.allocated_bytes)
+    on_device = most.keys() - {"cpu"} or most.keys()
     if not on_device:
         return []
-    best = max(on_device, key=lambda n: max(p.allocated_bytes for p in trace.memory if p.device == n))
+    best = max(on_device, key=most.__getitem__)
     found = [(p.at_ns, p.allocated_bytes, p.reserved_bytes) for p in trace.memory if p.device == best]
     return sorted(found, key=lambda point: point[0])
 
 
-def _peaks(trace: ProfilerTrace, phases: Mapping[str, list[Span]]) -> dict[str, int]:
+def _peaks(points: list[Point], phases: Mapping[str, list[Span]]) -> dict[str, int]:
     found: dict[str, int] = {}
-    points = _points(trace)
     for name, spans in phases.items():
         inside = [allocated for at, allocated, _ in points if _inside(at, spans)]
         if inside:
@@ -358,9 +372,8 @@ def _peaks(trace: ProfilerTrace, phases: Mapping[str, list[Span]]) -> dict[str, 
     return found
 
 
-def _state(trace: ProfilerTrace) -> int:
+def _state(trace: ProfilerTrace, points: list[Point]) -> int:
     """By how much the first optimizer step of the trace raises what is allocated, if later ones do not."""
-    points = _points(trace)
     steps = sorted(_spans(one for one in trace.annotations if one.name.startswith("Optimizer.step#")))
     if not points or len(steps) < 2:
         return 0
@@ -374,10 +387,9 @@ def _state(trace: ProfilerTrace) -> int:
     return rises[0] if rises[0] > 0 and max(rises[1:]) < 0.2 * rises[0] else 0
 
 
-def _reserved(trace: ProfilerTrace) -> tuple[int, int] | None:
+def _reserved(points: list[Point]) -> tuple[int, int] | None:
     """Allocated and reserved where most is allocated; None where nothing is reserved (the host)."""
-    points = [(allocated, reserved) for _, allocated, reserved in _points(trace) if reserved]
-    return max(points) if points else None
+    return max(((allocated, reserved) for _, allocated, reserved in points if reserved), default=None)
 
 
 # spans of time --------------------------------------------------------------------------------------------------------
@@ -407,7 +419,7 @@ def within(spans: Iterable[Span], start: int, end: int) -> list[Span]:
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
     """Subtract ``others`` from ``spans``; both joined."""
     found: list[Span] = []
-    at = 0
+    at = bisect_left(others, spans[0][:1]) if spans else 0
     for start, end in spans:
         while at and others[at - 1][1] > start:
             at -= 1

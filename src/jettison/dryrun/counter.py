@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.dispatch import WHICH_DEVICE, fakes_below, outside_of_compiled, which_device
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
+from jettison.core.process import uncollected
 from jettison.dryrun.tape import NOBODY, StretchTape, leaves_of
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
@@ -477,13 +478,8 @@ def _is_dense(tensor: Tensor) -> bool:
 def quiet_gc() -> Iterator[None]:
     """Collect garbage first, and not during the run: when the collector frees something is not part of a plan."""
     gc.collect(1)  # garbage of an earlier dry run is young: none is collected while one runs
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # numbers --------------------------------------------------------------------------------------------------------------

@@ -7,15 +7,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from jettison import __version__
-from jettison.core.process import cores
+from jettison.core.process import cores, uncollected
 from jettison.core.units import format_bytes
 
 Clock = Callable[[], float]
@@ -72,7 +71,8 @@ def interleaved(
             case()
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for index in range(rounds):
-        with _no_collection():
+        gc.collect()
+        with uncollected():
             for name in _order(list(cases), index):
                 seconds[name].append(timed_seconds(cases[name], clock))
     return TimingReport(
@@ -120,18 +120,6 @@ def _quartiles(ratios: list[float]) -> tuple[float, float]:
 def _synchronize() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # environment of a measurement -----------------------------------------------------------------------------------------
