@@ -59,7 +59,7 @@ def rules() -> list[Rule]:
         Rule(words="MB of 64 layers", taught=twelve(layers=LAYERS, **sizes) / MB, counted=plain.held_bytes / MB),
         Rule(words="a layer's input, of what it keeps", taught=1 / 10, counted=one / layer),
         Rule(words="MB under every:8", taught=inputs_held(layers=LAYERS, k=K, **sizes) / MB, counted=_peak(fused, K)),
-        Rule(words="the same for products alone", taught=2 * K * one / MB, counted=_peak(products, K)),
+        Rule(words="the same for GEMMs alone", taught=2 * K * one / MB, counted=_peak(products, K)),
         Rule(words="best k", taught=best_segment(LAYERS), counted=_best(fused)),
     ]
     return [*found, *_work(eager, plain_eager)]
