@@ -1,4 +1,4 @@
-"""Every architecture: each `model_type` made small, asked for, and held beside its trace.
+"""Every architecture: each `model_type` made small, described, and compared with its trace.
 
     PYTHONPATH=src:. python -m benchmarks.model_types [TYPE ...] [--write]
 
@@ -368,7 +368,7 @@ def page(rows: Sequence[Answer]) -> str:
         )
     ]
     lines += [
-        "| model_type | by | parameters | saved bytes | beside the trace | laid out |",
+        "| model_type | by | parameters | saved bytes | against the trace | sharded |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     lines += [row.markdown for row in rows if row.way != "refused"]
@@ -383,31 +383,31 @@ Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan
 
 - **Closed form**: the architecture is a file of families. It needs neither torch nor transformers, and every
   layout, every set of kernels and every precision applies. Each entry is tested: parameters, and each tensor that
-  autograd saves, are those of a trace. Layers that carry a state along the sequence (Mamba, Qwen3-Next) are as
-  transformers' own code has them, and cannot be cut by `--tp` or `--cp`; `--scans fused` is what the kernels of
+  autograd saves, are those of a trace. State-space and linear-attention layers (Mamba, Qwen3-Next) follow
+  transformers' own code, and are not sharded by `--tp` or `--cp`; `--scans fused` is what the kernels of
   flash-linear-attention and mamba-ssm keep.
 - **Trace**: the architecture is in no table. Where torch and transformers are installed, the model is built on
-  tensors without memory, one forward is recorded, and the recorded blocks stand where described ones would: `--dp`,
-  `--zero`, `--pp`, `--recompute`, `--offload` and budgets apply. `--tp`, `--cp` and `--ep` would cut a block, and
-  nothing says how; they are refused by name, as are `--dropout`, `--kernels` and `--loss`, since a recorded block
-  is as it is built. Bytes are those of the CPU's kernels. A model whose blocks read more than the block before them
-  (an encoder's result, the embeddings) has no `--pp`. `--trace` asks for this way even where there is a closed
-  form, once a layout is given beside it.
-- **Refused**, in words: no forward can be recorded without real values, or nothing in the model repeats.
+  tensors without memory, one forward is recorded, and the recorded blocks replace described ones: `--dp`,
+  `--zero`, `--pp`, `--recompute`, `--offload` and budgets apply. `--tp`, `--cp` and `--ep` would shard a block, and
+  nothing says how; they raise an error, as do `--dropout`, `--kernels` and `--loss`, since a recorded block
+  is as it was built. Bytes are those of the CPU's kernels. A model whose blocks read more than the block before them
+  (an encoder's result, the embeddings) has no `--pp`. `--trace` records even an architecture with a closed
+  form, if a layout is given.
+- **Refused**, with an error: no forward can be recorded without real values, or nothing in the model repeats.
 
 A `config.json` whose `model_type` is in none of these, and is built like one of them, is described with `--family`,
 such as `jettison ledger my-model --family qwen3`.
 
-Towers for images and sound beside a text model in closed form are counted as weights, gradients and optimizer
-state, by name and to the parameter, where the two libraries are installed; without them their size is said to be
-left out. What they would save and compute for an image is not in the figures, and that is said, too. Of CLIP, where
-its file says `CLIPModel`, both towers run and are described; Wav2Vec2 and HuBERT are given a second of sound.
+Image and audio towers of a text model in closed form are counted as weights, gradients and optimizer
+state, to the parameter, if the two libraries are installed; without them a warning says that they are left
+out. Their activations are not in the figures, with a warning. Both towers of CLIP (`CLIPModel`)
+run and are described; Wav2Vec2 and HuBERT are given a second of sound.
 
-Tried: {tried} types, each made small (4 layers, h 64, 2 sequences of 32 tokens, bf16) and held beside a trace of
+Tried: {tried} types, each made small (4 layers, h 64, 2 sequences of 32 tokens, bf16) and compared with a trace of
 transformers {transformers}: {closed} in closed form, {traced} by trace, {refused} refused; {equal} of the first two
-have the trace's parameters and saved bytes. "laid out" is the peak of a step in bytes with ZeRO 3 on two replicas,
-whole layers computed again, and two pipeline stages where the blocks are a chain. `python -m benchmarks.model_types
---write` makes this page again, in three minutes.
+have the trace's parameters and saved bytes. "sharded" is the peak of a step in bytes with ZeRO-3 on two replicas,
+full recompute, and two pipeline stages where the blocks are a chain. `python -m benchmarks.model_types
+--write` regenerates this page in three minutes.
 """
 
 
