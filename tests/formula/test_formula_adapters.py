@@ -268,7 +268,7 @@ def test_a_base_in_eight_bits() -> None:
 @pytest.mark.parametrize("recompute", ["full", "selective-op", "auto"])
 def test_inputs_of_eight_bits_are_out_of_a_checkpoints_reach(recompute: str) -> None:
     request = RunRequest(lora="r=16", base="int8", recompute=recompute)
-    with pytest.raises(UsageError, match="where no checkpoint lets go of them"):
+    with pytest.raises(UsageError, match="only reentrant checkpoints free"):
         resolve(preset("llama3-8b"), request)
 
 
@@ -284,7 +284,7 @@ def test_a_reentrant_checkpoint_lets_go_of_inputs_of_eight_bits() -> None:
 def test_what_lora_is_told_wrongly() -> None:
     with pytest.raises(UsageError, match="without a rank"):
         Tuning.parse("targets=qkv")
-    with pytest.raises(UsageError, match="in the place of 'x'"):
+    with pytest.raises(UsageError, match="a number instead of 'x'"):
         Tuning.parse("r=x")
 
 

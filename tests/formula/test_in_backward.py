@@ -65,8 +65,8 @@ def test_of_8b_no_gradients_are_left() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"micro_batches": 2}, "each backward would be a step"),
-        ({"dp": 2}, "--zero 0, whose replicas reduce buckets"),
+        ({"micro_batches": 2}, "each backward would be a separate optimizer step"),
+        ({"dp": 2}, "--zero 0, which all-reduces buckets"),
         ({"pp": 2, "micro_batches": 1}, "--pp 2"),
         ({"optimizer": "adamw-foreach"}, "many parameters at once"),
         ({"accumulation": "fused"}, "another buffer"),

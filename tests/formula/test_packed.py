@@ -137,11 +137,8 @@ def test_a_search_shares_no_documents() -> None:
     [
         ({"packed": 0}, "packed"),
         ({"packed": 9000, "seq": 8192}, "tokens of a document, 1 to --seq 8192"),
-        ({"packed": 1024, "cp": 2}, "--cp 2; documents that ranks share"),
-        (
-            {"packed": 1024, "kernels": "huggingface", "attention": "flash-attn", "micro_batch": 2},
-            "packs one row alone",
-        ),
+        ({"packed": 1024, "cp": 2}, "--cp 2; documents across ranks"),
+        ({"packed": 1024, "kernels": "huggingface", "attention": "flash-attn", "micro_batch": 2}, "packs one row only"),
     ],
 )
 def test_what_nobody_packs_is_refused(asked: dict[str, object], message: str) -> None:

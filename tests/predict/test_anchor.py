@@ -175,8 +175,8 @@ def test_figures_as_they_are_typed() -> None:
     ("text", "message"),
     [
         ("x = 1", "schema"),
-        ('schema = "jettison.anchor/1"\nstack = "a"\nbytes = 3\n[measured]\nstep = 1.0', "not of that form"),
-        ('schema = "jettison.anchor/1"\nstack = "a"\n[measured]\nstep = "x"', "not of that form"),
+        ('schema = "jettison.anchor/1"\nstack = "a"\nbytes = 3\n[measured]\nstep = 1.0', "not an anchor file"),
+        ('schema = "jettison.anchor/1"\nstack = "a"\n[measured]\nstep = "x"', "not an anchor file"),
         ("x = ", "not TOML"),
         (f"{HEAD}step = nan", "seconds of a step"),
         (f"{HEAD}reserved = 0", "expected bytes of a run"),

@@ -63,8 +63,8 @@ def test_layers_beside_checkpoints_are_compiled_as_well(mode: str, checkpointed:
     ("given", "words"),
     [
         ({"kernels": "megatron"}, "whose layers nobody compiles"),
-        ({"recompute": "selective"}, "decides within a layer as the compiler does"),
-        ({"lora": "8"}, "no compiled adapters"),
+        ({"recompute": "selective"}, "chooses within a layer, as the compiler does"),
+        ({"lora": "8"}, "compiled adapters are not modelled"),
     ],
 )
 def test_what_is_not_known_is_refused(given: dict[str, object], words: str) -> None:

@@ -119,7 +119,7 @@ def test_a_search_has_them_on_the_last_stage() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kernels": "pytorch"}, "Megatron-Core alone builds them"),
+        ({"kernels": "pytorch"}, "only Megatron-Core builds them"),
         ({"loss": "chunked"}, "give vocab-parallel, native or te"),
     ],
 )

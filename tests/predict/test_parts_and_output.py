@@ -144,9 +144,9 @@ def test_automodel_sets_what_its_recipe_does() -> None:
     ("given", "words"),
     [
         ({"pp": 2}, "whose schedule calls the model"),
-        ({"loss": "fused"}, "makes no logits"),
-        ({"loss": "listed"}, "stay anyway"),
-        ({"loss": "rows"}, "writes over logits"),
+        ({"loss": "fused"}, "returns no logits"),
+        ({"loss": "listed"}, "saves the logits anyway"),
+        ({"loss": "rows"}, "overwrites logits"),
     ],
 )
 def test_logits_that_no_loop_can_hold_are_refused(given: dict[str, object], words: str) -> None:

@@ -169,14 +169,14 @@ def test_an_explanation_tries_the_stages_of_zero_that_go_with_it(rule: str, stag
 REFUSED = [
     ({"states_on_host": "somewhere"}, "expected one of none, deepspeed, deepspeed-parameters, fsdp2, torchao"),
     ({"states_on_host": "deepspeed"}, "--zero 0; ZeRO-Offload"),
-    ({"states_on_host": "deepspeed", "zero": 2, "precision": "bf16-pure"}, "DeepSpeed updates fp32 copies"),
+    ({"states_on_host": "deepspeed", "zero": 2, "precision": "bf16-pure"}, "DeepSpeed updates fp32 masters"),
     ({"states_on_host": "deepspeed", "zero": 2, "optimizer": "muon"}, "--optimizer muon; expected adamw"),
     ({"states_on_host": "deepspeed", "zero": 3, "pp": 2}, "--pp 2; no rule"),
     ({"states_on_host": "deepspeed-parameters", "dp": 8, "zero": 2}, "shards of parameters are there under --zero 3"),
     ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, "pp": 2, **FP32}, "--pp 2; no rule"),
-    ({"states_on_host": "fsdp2", "dp": 8, "zero": 3}, "--precision bf16; it updates"),
+    ({"states_on_host": "fsdp2", "dp": 8, "zero": 3}, "--precision bf16; no masters are"),
     ({"states_on_host": "fsdp2", "zero": 3, "lora": "r=16", "base": "nf4", **FP32}, "in fewer than 16 bits"),
-    ({"states_on_host": "torchao"}, "--precision bf16; it updates parameters themselves"),
+    ({"states_on_host": "torchao"}, "--precision bf16; no masters are updated"),
     ({"states_on_host": "torchao", "precision": "bf16-pure", "zero": 1}, "--zero 1; give --zero 3"),
     (
         {"states_on_host": "torchao-gradients", "precision": "fp32", "micro_batches": 2},

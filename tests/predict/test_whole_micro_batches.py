@@ -187,7 +187,7 @@ def request(whole: str) -> RunRequest:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"recompute": "none"}, "keeps all of them whole"),
+        ({"recompute": "none"}, "checkpoints no micro-batch"),
         ({"recompute": "full", "offload": True}, "does not go with --offload"),
         ({"recompute": "full", "pp": 1}, "without a pipeline"),
         ({"recompute": "full", "whole_micro_batches": "some"}, "got --whole-micro-batches some"),

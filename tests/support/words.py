@@ -22,7 +22,7 @@ PATTERNS = {
     "in addition to, alongside, live at the same time as": r"\bbeside\b",
     "after": r"\bbehind (?:it|them|that|each|every|a |the )",
     "multi-token prediction": r"further tokens?",
-    "matmuls, GEMMs": r"\b(?:matrix )?products\b",
+    "matmuls, GEMMs": r"(?<!--)\b(?:matrix )?products\b",
     "FP8, FP4, low precision": r"\bnarrow(?:er)?\b",
     "offloaded to CPU": r"\bwaits? (?:on|in) the host|tensors that wait\b",
     "raises a clear error": r"\b(?:refused|said|stops?|ends?) in words\b",

@@ -336,7 +336,7 @@ def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
     """Parts of a configuration that transformers' code does not build, one remark each."""
     further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
     if isinstance(further, int) and further > 0:
-        count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
+        count = "a layer" if further == 1 else f"{further} layers"
         yield f"{count} {MTP_LEFT_OUT}, as in the code of transformers"
     family = FAMILIES.get(str(inner.get("model_type")))
     if family and family.waveform and (chance := inner.get("layerdrop", family.defaults["layerdrop"])):

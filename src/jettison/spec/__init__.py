@@ -1,1 +1,1 @@
-"""What is asked: model, layout, kernels, precision and batch. Frozen, validated, without torch."""
+"""Specification of a run: model, layout, kernels, precision and batch. Frozen, validated, without torch."""

@@ -1,4 +1,4 @@
-"""Anchors: a measured run of a stack as the physical quantities that explain it, and the file that holds them."""
+"""Anchors: a measured run of a software stack, the physical quantities that explain it, and their file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 SCHEMA: Final = "jettison.anchor/1"
 FACTORS: Final = ("compute", "communication", "host")
 BUFFERS: Final = ("logits in fp32", "logits in bf16", "parameters", "gradients", "residual stream in fp32")
-"""Buffers of which a framework may hold copies, the likeliest first; `predict.extra_buffers` has their sizes."""
+"""Buffers that a framework may copy, most likely first; `predict.extra_buffers` computes their sizes."""
 MOST_COPIES: Final = 3
 MOST_FRAGMENTS: Final = 100.0
-"""GiB for each square root of an allocated GiB: more than any device has."""
+"""GiB per square root of allocated GiB, above any device's."""
 MEASURED_WORDS: Final = '"allocated=61.2GiB reserved=66GiB device=69GiB step=1.32s"'
 
 
@@ -33,7 +33,7 @@ class MeasuredRun:
     """Figures of one run; None: not measured.
 
     Args:
-        allocated, reserved, device: peak bytes of a step: by tensors, by the caching allocator, as nvidia-smi has it.
+        allocated, reserved, device: peak bytes of a step: of tensors, of the caching allocator, in nvidia-smi.
         step: seconds.
     """
 
@@ -63,7 +63,7 @@ def parse_measured(text: str) -> MeasuredRun:
     """Read figures such as ``allocated=61.2GiB step=1.32s``.
 
     Raises:
-        UsageError: an unknown name, a figure without its unit, or one that contradicts another.
+        UsageError: an unknown name, a figure without a unit, or contradicting figures.
     """
     found: dict[str, Any] = {}
     for word in text.replace(",", " ").split():
@@ -81,14 +81,14 @@ class RunAnchor:
     """Physical quantities that explain a measured run: NOTE [ Anchored ] in `predict.anchor`.
 
     Args:
-        stack: framework preset or kernels of that run, in words.
+        stack: framework preset or kernels of that run.
         gpu: name of the hardware.
-        kind: its class among published runs; empty: not known.
+        kind: its class among published runs; empty: unknown.
         run: the command that describes the run.
-        copies, buffer: so many copies of a buffer are allocated beside the ledger's; 0: none.
-        unexplained: bytes of the measured run that nothing explains; other runs are not given them.
-        fragments: reserved over allocated, in GiB for each square root of an allocated GiB; None: not known.
-        context: bytes of the device beside the allocator's and the layout's allowance; None: not known.
+        copies, buffer: number of additional copies of a buffer that the ledger does not count; 0: none.
+        unexplained: bytes of the measured run without an explanation; not added to other runs.
+        fragments: reserved minus allocated, in GiB per square root of allocated GiB; None: unknown.
+        context: device bytes outside the allocator and the layout's allowance; None: unknown.
         compute, communication, host: factors on predicted seconds.
     """
 
@@ -117,19 +117,19 @@ class RunAnchor:
             )
 
     def hardware(self, hardware: Hardware) -> Hardware:
-        """The device, as this stack reaches it."""
+        """The device at the speed that this stack reaches."""
         from jettison.spec.hardware import slower  # most runs have no anchor
 
         factors = {name: getattr(self, name) for name in FACTORS}
         return hardware if set(factors.values()) == {1.0} else slower(hardware, **factors)
 
     def text(self) -> str:
-        """As TOML."""
+        """TOML of the anchor file."""
         return "\n".join(_lines(self)) + "\n"
 
 
 def _lines(anchor: RunAnchor) -> Iterator[str]:
-    yield "# What one measured run of this stack says about others: jettison calibrate wrote it, --anchor takes it."
+    yield "# One measured run of a software stack, written by jettison calibrate; --anchor reads it."
     yield f'schema = "{SCHEMA}"'
     for name in ("stack", "gpu", "kind", "run"):
         yield f"{name} = {json.dumps(getattr(anchor, name))}"
@@ -138,7 +138,7 @@ def _lines(anchor: RunAnchor) -> Iterator[str]:
         value = getattr(anchor.measured, f.name)
         if value is not None:
             yield f"{f.name} = {value!r}"
-    yield "\n[memory] # bytes; fragments: GiB for each square root of an allocated GiB"
+    yield "\n[memory] # bytes; fragments: GiB per square root of allocated GiB"
     if anchor.copies:
         yield f"copies = {anchor.copies}\nbuffer = {json.dumps(anchor.buffer)}"
     yield f"unexplained = {anchor.unexplained}"
@@ -151,10 +151,10 @@ def _lines(anchor: RunAnchor) -> Iterator[str]:
 
 
 def read_anchor(path: Path) -> RunAnchor:
-    """Read what `RunAnchor.text` wrote.
+    """Read a file that `RunAnchor.text` wrote.
 
     Raises:
-        UsageError: no such file, or not of that form.
+        UsageError: no such file, or another format.
     """
     from pydantic import TypeAdapter
 
@@ -170,9 +170,9 @@ def read_anchor(path: Path) -> RunAnchor:
     try:
         for given, kind in ((measured, MeasuredRun), (own, RunAnchor)):
             if unknown := sorted(given.keys() - kind.__dataclass_fields__.keys()):
-                raise ValueError(f"the key {unknown[0]} is not known")
+                raise ValueError(f"unknown key {unknown[0]}")
         made = TypeAdapter(MeasuredRun).validate_python(measured)
         return TypeAdapter(RunAnchor).validate_python({**own, "measured": made})
     except (AttributeError, TypeError, ValueError) as error:  # ValidationError is a ValueError
         said = " ".join(str(error).split())[:200]
-        raise UsageError(f"got --anchor {path}, which is not of that form: {said}") from None
+        raise UsageError(f"got --anchor {path}, which is not an anchor file: {said}") from None

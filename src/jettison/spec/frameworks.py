@@ -1,9 +1,9 @@
-"""Training frameworks as data: ``frameworks/NAME/defaults.toml`` has what each sets, writes and calls things.
+"""Training frameworks as data: ``frameworks/NAME/defaults.toml`` has defaults, export targets and names of flags.
 
-Its sections: ``presets`` (of ``--like``: fields of a request, ``like`` for another preset's, ``when`` for what a layout
-changes), ``targets`` (of ``export --to``), ``runs`` (of ``search --runs-on``), ``trainers`` (planned live), ``flags``
-(ours by theirs; braces hold an example), ``kernels`` (fields of `Kernels`), ``execution`` (of `cost.execution`),
-``states_on_host`` and ``stacks`` (of software, which hardware files tell apart).
+Its sections: ``presets`` (of ``--like``: fields of a request, ``like`` to inherit from another preset, ``when`` for
+fields that depend on the layout), ``targets`` (of ``export --to``), ``runs`` (of ``search --runs-on``), ``trainers``
+(planned live), ``flags`` (the framework's flags and ours; braces hold an example), ``kernels`` (fields of `Kernels`),
+``execution`` (of `cost.execution`), ``states_on_host`` and ``stacks`` (software stacks with figures in hardware files).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jettison.core.errors import UsageError
 
 FOLDER: Final = Path(__file__).parents[1] / "frameworks"
 BASE_STACK: Final = "base"
-"""The figures of a hardware file itself."""
+"""Stack of the hardware file's own figures."""
 _COMPARE: Final = {">": operator.gt, "==": operator.eq}
 
 
@@ -43,7 +43,7 @@ def _tables(section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 @cache
 def named(section: str) -> Mapping[str, Mapping[str, Any]]:
-    """Entries of a section by name, of all frameworks, listed by their ``order``; each with its ``folder``."""
+    """Entries of a section of all frameworks by name, sorted by ``order``; each with its ``folder``."""
     found = [
         (name, entry | {"folder": folder}) for folder, entries in _tables(section) for name, entry in entries.items()
     ]
@@ -51,12 +51,12 @@ def named(section: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def foreign_flags() -> Mapping[str, str]:
-    """Our flags by those of other tools."""
+    """Our flags, keyed by other tools' flags."""
     return {flag: ours for _, flags in _tables("flags") for flag, ours in flags.items()}
 
 
 def software(name: str) -> str:
-    """A software stack by name, or a `UsageError`."""
+    """Validate the name of a software stack; raises a `UsageError`."""
     known = (BASE_STACK, *named("stacks"))
     if name not in known:
         raise UsageError(f"got --stack {name!r}; expected one of {', '.join(known)}")
@@ -64,10 +64,10 @@ def software(name: str) -> str:
 
 
 def rule(name: str, *, tp: int, dp: int = 1, zero: int = 0, lora: int = 0, packed: int = 0) -> Mapping[str, Any]:
-    """Fields of a request that a framework sets where a run says nothing else; a `UsageError` of an unknown one.
+    """Default fields of a request in a framework preset; a `UsageError` for an unknown one.
 
     Args:
-        lora: 1: adapters are trained. ``packed``: over a base of so many bits; 0: as wide as products read it.
+        lora: 1: adapters are trained. ``packed``: bits of a quantized base; 0: not quantized.
     """
     case = {"tp": tp, "dp": dp, "zero": zero, "lora": lora, "packed": packed}
     presets = named("presets")

@@ -1,4 +1,4 @@
-"""How the mathematics of a layer is carried out: which kernels are one piece, and therefore what they leave behind.
+"""Kernels that implement a layer: which ops are fused, and so which tensors autograd saves.
 
 The same layer saves different tensors under different code. A named set of these choices is an entry of a framework's
 ``defaults.toml``, section ``kernels``; a model family's file overrides fields where its code differs.
@@ -18,74 +18,74 @@ from jettison.spec.frameworks import named
 
 
 class AttentionKernel(StrEnum):
-    """How scores become outputs."""
+    """Attention kernel."""
 
     EAGER = "eager"  # scores, probabilities and masks are tensors
-    FLASH = "flash"  # one kernel that keeps query, key, value, output and a log-sum-exp a row (arXiv 2205.14135)
+    FLASH = "flash"  # one kernel saves query, key, value, output and a log-sum-exp a row (arXiv 2205.14135)
 
 
 class Loss(StrEnum):
-    """From logits to a number."""
+    """Cross-entropy implementation."""
 
     UPCAST = "upcast"  # fp32 copy of the logits, log-softmax, nll: torch.nn.functional.cross_entropy
-    OUTSIDE = "outside"  # the same of what the model has returned: a loop's own, in fp32 whatever the model's would be
-    ROWS = "rows"  # the same over chunks of rows, its gradient in the fp32 logits' place: `auto_checkpoint` has it so
+    OUTSIDE = "outside"  # the same in the training loop, on the logits that the model returned, in fp32
+    ROWS = "rows"  # the same over chunks of rows, gradients overwrite the fp32 logits: `auto_checkpoint`
     VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: one fp32 copy of a shard, in place from exponential to gradient
-    SHARDED = "sharded"  # nanotron's: the same in a second copy, beside fp32 logits that the caller holds
+    SHARDED = "sharded"  # nanotron's: the same in a second copy, while the caller keeps its fp32 logits
     NATIVE = "native"  # Megatron's --cross-entropy-fusion-impl native: the same compiled, with a second copy
-    TE = "te"  # TransformerEngine's: the gradient is written over the 16-bit logits in the forward
-    IN_PLACE = "in-place"  # one kernel that keeps logits; its gradient is written over them in backward
+    TE = "te"  # TransformerEngine's: the forward overwrites the 16-bit logits with the gradient
+    IN_PLACE = "in-place"  # one kernel that saves logits; backward overwrites them with the gradient
     COMPILED = "compiled"  # cross_entropy under torch.compile: 16-bit logits and two numbers a row
-    DTENSOR = "dtensor"  # torch's loss_parallel over a sharded vocabulary: four fp32 copies at its worst moment
-    FUSED = "fused"  # head and loss together: gradients are made in the forward, logits never kept
-    CHUNKED = "chunked"  # the sequence passes the head and the loss in chunks, each computed again in backward
-    LISTED = "listed"  # the same, but 16-bit logits of all chunks stay: torchtune's CEWithChunkedOutputLoss
-    TILED = "tiled"  # log-probabilities of tiles of logits, again in backward: TRL's trainers
-    DPO = "dpo"  # the same of chosen and rejected sequences
+    DTENSOR = "dtensor"  # torch's loss_parallel over a sharded vocabulary: up to four fp32 copies at once
+    FUSED = "fused"  # fused linear cross-entropy: gradients are computed in the forward, logits are not saved
+    CHUNKED = "chunked"  # head and loss in chunks of the sequence, each recomputed in backward
+    LISTED = "listed"  # the same, but 16-bit logits of all chunks are saved: torchtune's CEWithChunkedOutputLoss
+    TILED = "tiled"  # log-probabilities of tiles of logits, recomputed in backward: TRL's trainers
+    DPO = "dpo"  # the same for chosen and rejected sequences
 
 
 class Documents(StrEnum):
-    """How attention stays within documents that are packed into one sequence."""
+    """Masking of attention between documents that are packed into one sequence."""
 
-    MASK = "mask"  # scores of other documents are masked: a mask of s × s for each sequence
-    VARLEN = "varlen"  # the kernel is told where each begins, and computes nothing else: flash-attn, thd, varlen_attn
-    BLOCKS = "blocks"  # FlexAttention: blocks of 128 × 128 that nothing needs are left out
+    MASK = "mask"  # an s × s mask for each sequence
+    VARLEN = "varlen"  # the kernel gets cumulative lengths and skips the rest: flash-attn, thd, varlen_attn
+    BLOCKS = "blocks"  # FlexAttention: skips fully masked blocks of 128 × 128
 
 
 class ContextExchange(StrEnum):
-    """How attention over a sharded sequence gets to see all of it (context parallelism)."""
+    """Communication of attention under context parallelism."""
 
-    RING = "ring"  # keys and values travel, and each rank's own stay as they are
-    P2P = "p2p"  # the same by TransformerEngine: own keys and values are first joined in one buffer, which stays
-    GATHER = "gather"  # keys and values of all ranks, in each pass: Llama 3 (arXiv 2407.21783 §3.3.2), `jettison train`
-    A2A = "a2a"  # all-to-all: whole sequences of a share of the heads, and back (arXiv 2309.14509)
+    RING = "ring"  # keys and values are passed on; each rank saves its own shards as they are
+    P2P = "p2p"  # the same by TransformerEngine, which saves a buffer with its own keys and values concatenated
+    GATHER = "gather"  # keys and values all-gathered in each pass: Llama 3 (arXiv 2407.21783 §3.3.2), `jettison train`
+    A2A = "a2a"  # all-to-all to full sequences of a share of the heads, and back (arXiv 2309.14509)
 
 
 class Dispatcher(StrEnum):
-    """How tokens reach the ranks of their experts."""
+    """Token dispatcher of expert parallelism."""
 
-    ALLTOALL = "alltoall"  # rows travel to the ranks that have their experts, and back
-    FLEX = "flex"  # the same by DeepEP or HybridEP: over the network once to each node, which changes times alone
-    ALLGATHER = "allgather"  # every rank gathers all tokens in a buffer that stays, and takes rows for its experts
+    ALLTOALL = "alltoall"  # all-to-all to the ranks of the experts, and back
+    FLEX = "flex"  # the same by DeepEP or HybridEP: once over the network for each node; only times differ
+    ALLGATHER = "allgather"  # each rank all-gathers all tokens into a saved buffer and selects its experts' rows
 
 
 class Scans(StrEnum):
-    """How a state is carried along the sequence, in layers that have one."""
+    """Kernel of state-space and linear-attention layers."""
 
     WRITTEN = "written"  # transformers' own code, op by op
     FUSED = "fused"  # one kernel: flash-linear-attention's, or mamba-ssm's with causal-conv1d
 
 
 class Combine(StrEnum):
-    """Where the outputs of a token's experts get their weights, and how they become one row again."""
+    """Weighted sum of the outputs of a token's experts."""
 
-    ACTIVATION = "activation"  # weights enter the kernel of the activation, before the last product
-    ADDED = "added"  # fp32 outputs times weights, added to the rows of their tokens
+    ACTIVATION = "activation"  # weights enter the activation's kernel, before the down projection
+    ADDED = "added"  # fp32 outputs times weights, index-added to the rows of their tokens
     SORTED = "sorted"  # outputs times weights, sorted back by token and summed
 
 
 class Device(StrEnum):
-    """Whose kernels: they differ in what fused ones save beside the mathematics."""
+    """Device type of the kernels; fused ones save different extra tensors on each."""
 
     CUDA = "cuda"
     CPU = "cpu"
@@ -93,82 +93,81 @@ class Device(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionChoices:
-    """Attention, from the joint projection to the output projection."""
+    """Attention, from the QKV projection to the output projection."""
 
     attention: AttentionKernel = AttentionKernel.FLASH
     scores_float32: bool = True  # eager softmax runs on an fp32 copy, and its result is cast back
-    uncast_probabilities: bool = False  # it stays in the dtype of scores, which an fp32 mask widens under autocast
-    wide_scores: bool = False  # eager attention casts query and key to fp32 before their product
+    uncast_probabilities: bool = False  # the result keeps the dtype of scores: fp32 under autocast with an fp32 mask
+    wide_scores: bool = False  # eager attention casts query and key to fp32 before QK^T
     fused_softmax: bool = False  # scale, mask and softmax of eager attention are one kernel
-    filled_masks: bool = False  # scores are filled by a boolean mask, which stays; otherwise a mask is added
+    filled_masks: bool = False  # `masked_fill` with a boolean mask, which is saved; otherwise a mask is added
     copied_attention: bool = False
-    """A fused kernel takes b x s and is given copies of query, key and value; its output is copied back.
-    TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), which it prefers before Hopper, and
-    later where a run has to be deterministic, but for Hopper itself (``utils.py``, ``get_attention_backend``); cuDNN's
-    kernel takes s x b as it is."""
-    context_exchange: ContextExchange = ContextExchange.RING  # how attention sees a sequence that cp shards
-    documents: Documents = Documents.VARLEN  # how it stays within packed documents
-    varlen_random_state: bool = True  # `torch.nn.attention.varlen` keeps its kernel's random state
-    tensor_masks: bool = False  # windows and padding reach a fused kernel as a mask, which each layer keeps
-    bidirectional_masks: bool = False  # and a mask where attention looks both ways, too
-    made_masks: bool = False  # and one whatever it knows; with distances one of its own for each head
-    fused_projections: bool = False  # query, key and value are one product, gate and up another
+    """The fused kernel reads b x s, so that query, key and value are copied, and its output is copied back.
+    TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), its choice before Hopper and, for
+    deterministic runs, after Hopper (``utils.py``, ``get_attention_backend``); cuDNN's kernel reads s x b."""
+    context_exchange: ContextExchange = ContextExchange.RING  # communication under context parallelism
+    documents: Documents = Documents.VARLEN  # masking between packed documents
+    varlen_random_state: bool = True  # `torch.nn.attention.varlen` saves its kernel's random state
+    tensor_masks: bool = False  # a fused kernel gets windows and padding as a mask, which each layer saves
+    bidirectional_masks: bool = False  # and a mask for bidirectional attention
+    made_masks: bool = False  # and a mask in every case; with ALiBi one for each head
+    fused_projections: bool = False  # one QKV GEMM, one gate-up GEMM
     split_projections: bool = False  # a joint projection is cut by split, chunk or unbind, not by slices
-    packed_heads: bool = False  # query, key and value are copied out as one: NOTE [ Packed heads ] in `formula`
-    copied_heads: bool = False  # queries are scaled before heads are split, and each head is made contiguous: Whisper
-    repeat_kv: bool = False  # key-value heads are copied for every query head, unless a kernel takes groups
-    always_repeat_kv: bool = False  # and then as well
-    indexed_kv: bool = False  # shared keys and values are copied by an index that stays; no fused kernel takes one head
-    learned_zeros: bool = False  # zeros in the place of biases have a gradient
+    packed_heads: bool = False  # query, key and value are copied as one tensor: NOTE [ Packed heads ] in `formula`
+    copied_heads: bool = False  # queries are scaled before heads are split; each head is made contiguous: Whisper
+    repeat_kv: bool = False  # repeat_kv, unless the kernel supports grouped-query attention
+    always_repeat_kv: bool = False  # repeat_kv even then
+    indexed_kv: bool = False  # shared keys and values are copied by a saved index; fused kernels get equal head counts
+    learned_zeros: bool = False  # zeros instead of biases, with gradients
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormChoices:
-    """Normalisations."""
+    """Norms."""
 
     fused_norm: bool = True  # one kernel that saves its input and its statistics
-    wide_norm: bool = False  # a written RMSNorm's weight multiplies the fp32 value, not the one cast back
-    unwidened_norm: bool = False  # its mean is an fp32 copy's, and the input itself is scaled
-    cast_weights: bool = False  # where norms are fp32, the weight is cast, too, and its copy stays
-    written_layer_norm: bool = False  # LayerNorm is written out in fp32, op by op
-    late_norms: bool = False  # norms of each head's query and key come after their rotation
-    inline_norms: bool = False  # they come with their own products, the value's product behind them
+    wide_norm: bool = False  # an unfused RMSNorm's weight multiplies the fp32 value, before the cast back
+    unwidened_norm: bool = False  # its mean is of an fp32 copy; the input itself is scaled
+    cast_weights: bool = False  # fp32 norms cast the weight as well, and save the copy
+    written_layer_norm: bool = False  # LayerNorm in fp32, op by op
+    late_norms: bool = False  # query and key norms come after the rotary embedding
+    inline_norms: bool = False  # query and key are projected and normed one by one, before the value is projected
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryChoices:
-    """Rotary positions and their tables."""
+    """Rotary embeddings and their tables."""
 
-    fused_rotary: bool = False  # one kernel that saves nothing but its tables
-    wide_rotary: bool = False  # the tables are fp32, and so is the rotation
-    narrow_tables: bool = False  # the rotation is fp32, and the tables are not
+    fused_rotary: bool = False  # one kernel that saves only its tables
+    wide_rotary: bool = False  # fp32 tables and rotation
+    narrow_tables: bool = False  # fp32 rotation, tables in the dtype of activations
     paired_rotary: bool = False  # the tables have one column for two elements of a head
-    complex_rotary: bool = False  # cosines and sines are one complex fp32 table, of one column for two elements
-    batched_rotary: bool = False  # the tables are made for each sequence of a batch
-    spread_rotary: bool = False  # each block repeats the columns of the tables for itself
-    rotary_apiece: bool = False  # and does so for queries and keys apart, once each
-    looked_up_rotary: bool = False  # an fp32 buffer of both, of which packed documents look up rows by position
-    rotary_by_window: bool = False  # layers with a window have tables of their own
-    wide_positions: bool = False  # the factor of scaled queries is fp32
-    joined_rotary: bool = False  # it ends by joining rotated and unrotated parts, which leaves heads outermost
+    complex_rotary: bool = False  # cosines and sines are one complex fp32 table, one column for two elements
+    batched_rotary: bool = False  # tables for each sequence of a batch
+    spread_rotary: bool = False  # each block expands the columns of the tables
+    rotary_apiece: bool = False  # and does so once for queries and once for keys
+    looked_up_rotary: bool = False  # one fp32 buffer of both tables, indexed by the positions of packed documents
+    rotary_by_window: bool = False  # sliding-window layers have tables of their own
+    wide_positions: bool = False  # the scale of queries is fp32
+    joined_rotary: bool = False  # concatenates rotated and unrotated parts, which leaves heads outermost
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoices:
-    """Mixtures of experts and their routers."""
+    """Mixture of experts (MoE) and its router."""
 
     combine: Combine = Combine.ADDED
     dispatcher: Dispatcher = Dispatcher.ALLTOALL
-    deterministic: bool = False  # ``index_add_`` adds expert outputs, and keeps them: ``--deterministic-mode``
-    every_token: bool = False  # each expert gets all tokens, those it was not chosen for weighted by 0, unless ep > 1
-    looped_experts: bool = False  # a loop with gate and up apart, which keeps outputs and rows' places, unless ep > 1
-    sequential_experts: bool = False  # one expert after the other, with products of its own
-    routers_apart: bool = False  # a router's product is out of autocast's reach
-    router_float32: bool = False  # a router's input and weight are cast to fp32 for its product
-    narrow_routers: bool = False  # scores are worked out in the dtype of activations; otherwise in fp32
-    wide_routers: bool = False  # a router's weight is held in fp32 whatever the others are
-    weights_float32: bool = True  # the weights of a token's experts stay fp32; otherwise they are cast back
-    softmax_float32: bool = False  # that cast back, after an fp32 softmax, is to the dtype of tokens, not of logits
+    deterministic: bool = False  # ``index_add_`` sums expert outputs, and saves them: ``--deterministic-mode``
+    every_token: bool = False  # each expert computes all tokens, with weight 0 if not selected, unless ep > 1
+    looped_experts: bool = False  # a loop with separate gate and up, which saves outputs and row indices, unless ep > 1
+    sequential_experts: bool = False  # one expert after the other, each with GEMMs of its own
+    routers_apart: bool = False  # the router's GEMM runs outside autocast
+    router_float32: bool = False  # the router's input and weight are cast to fp32
+    narrow_routers: bool = False  # router scores in the dtype of activations; otherwise in fp32
+    wide_routers: bool = False  # the router's weight is fp32 in every precision
+    weights_float32: bool = True  # routing weights stay fp32; otherwise they are cast back
+    softmax_float32: bool = False  # that cast, after an fp32 softmax, is to the dtype of tokens, not of logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,59 +176,57 @@ class LossChoices:
 
     loss: Loss = Loss.UPCAST
     loss_chunks: int = 8
-    loss_float32: bool = True  # logits are cast up
-    shifted_labels: bool = False  # the model itself moves labels by one position, after padding them
-    copied_logits: bool = (
-        False  # all of them but a sequence's last are copied for the loss; otherwise labels are padded
-    )
-    widened_logits: bool = False  # the model itself casts them up, and lets go of what their product returned
-    biased_logits: bool = False  # an fp32 buffer is added to logits; what their product returned goes then
+    loss_float32: bool = True  # logits are cast to fp32
+    shifted_labels: bool = False  # the model pads labels and shifts them by one position
+    copied_logits: bool = False  # logits without a sequence's last are copied for the loss; otherwise labels are padded
+    widened_logits: bool = False  # the model casts them to fp32 and frees the head's output
+    biased_logits: bool = False  # an fp32 buffer is added to logits, and the head's output is freed
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkChoices:
-    """What a framework's code does around layers, and what it has at all."""
+    """Framework code around layers, and features that a framework has."""
 
-    model_code: bool = False  # the model's own modules, as its family's file describes them, whose frames hold values
-    forward_names: bool = False  # and whose forward makes masks and rotary tables for all layers, and names embeddings
+    model_code: bool = False  # the model's own modules, as in its family's file; local variables keep tensors alive
+    forward_names: bool = False  # and its forward makes masks and rotary tables for all layers and keeps embeddings
     declared: tuple[str, ...] = ()
-    """How names of a layer's weights begin, in the order in which its code declares them; the longest that fits counts,
-    and what none fits is behind. Empty: in the order of the forward."""
+    """Prefixes of a layer's weight names in the order in which its code declares them; the longest match counts, and
+    weights without a match come last. Empty: the order of the forward."""
     builds_mtp: bool = False  # layers for multi-token prediction
     module_lists: bool = False  # recomputes and offloads lists of modules
-    shares_scans: bool = False  # tensor parallelism shares the heads of fused scans, whose norm and product stand apart
-    global_buffer: bool = False  # gathered inputs have a buffer for good
-    upfront_gradients: bool = False  # gradients are one buffer from the start
-    te_products: bool = False  # narrow products are TransformerEngine's; otherwise torchao's
-    stacks: bool = False  # hardware files tell its software stacks apart
-    not_compiled: str = ""  # why nobody compiles its layers, and what to give
-    undescribed: str = ""  # of a set that is described for some families: what to give for another, ``{kinds}`` those
+    shares_scans: bool = False  # tensor parallelism shards the heads of fused scans, with separate norm and GEMM
+    global_buffer: bool = False  # all-gathered inputs share a permanent buffer
+    upfront_gradients: bool = False  # gradients are one buffer, allocated before the first step
+    te_products: bool = False  # FP8 and FP4 GEMMs are TransformerEngine's; otherwise torchao's
+    stacks: bool = False  # hardware files have figures for its software stacks
+    not_compiled: str = ""  # why its layers are not compiled, and the alternative
+    undescribed: str = ""  # of a set for some families: the alternative for another; ``{kinds}``: those families
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossChoices, FrameworkChoices):
-    """A set of choices: PyTorch's own fused operators where it has them, the rest written out, unless it says more."""
+    """A kernel set; by default PyTorch's fused operators where it has them, and eager ops for the rest."""
 
     name: str = "pytorch"
     scans: Scans = Scans.WRITTEN
     device: Device = Device.CUDA
     batch_first: bool = True  # activations are b x s x h; otherwise s x b x h
-    byte_masks: bool = True  # a dropout mask takes one byte an element; otherwise it has the dtype of what it masks
-    biases_apart: bool = False  # a product's result gets its bias by a sum, in the wider dtype of both
-    widened_down: bool = False  # what a feed-forward block's last product reads is cast to its weight's dtype before
-    fused_gate: bool = False  # activation and product of a gated block are one kernel that saves both halves
-    fused_adapters: bool = False  # a product and its adapter are one op, which keeps what it reads
-    fused_gelu: bool = False  # GPT-2's written GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``)
+    byte_masks: bool = True  # a dropout mask has one byte an element; otherwise the dtype of its input
+    biases_apart: bool = False  # a bias is added after the GEMM, in the wider dtype of both
+    widened_down: bool = False  # the down projection's input is cast to its weight's dtype
+    fused_gate: bool = False  # activation and multiplication of a gated MLP are one kernel that saves both halves
+    fused_adapters: bool = False  # a linear layer and its adapter are one op, which saves its inputs
+    fused_gelu: bool = False  # GPT-2's tanh GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``)
     gelu_function: bool = False  # GELU saves its input; five tensors of its size in backward (``bloom_gelu_back``)
-    named_attention: bool = False  # a layer has a name for what its attention returned until it is over
-    named_blocks: bool = False  # a block's result and what it is added to have names until the norm behind is over
-    named_embeddings: bool = False  # the model names the rows of its tables until its layers are through
-    batched_positions: bool = False  # ids of positions and segments are made for each sequence of a batch
+    named_attention: bool = False  # a local variable keeps the attention output alive until the layer returns
+    named_blocks: bool = False  # local variables keep a block's output and its residual alive until the next norm ends
+    named_embeddings: bool = False  # the model keeps its embeddings alive until its layers have run
+    batched_positions: bool = False  # position and segment ids for each sequence of a batch
     stored_positions: bool = False  # position ids are a buffer of the model
 
     def with_attention(self, word: str | None) -> Kernels:
-        """The same with another attention; None leaves it. "flash-attn" is the library, with what it copies; "flex" is
-        torch's, which differs where documents are packed.
+        """Replace the attention kernel; None: unchanged. "flash-attn" is the library, with the copies that it makes;
+        "flex" is torch's, which differs for packed documents.
 
         Raises:
             UsageError: no such kernel.
@@ -248,7 +245,7 @@ class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossC
         )
 
     def on_cpu(self) -> Kernels:
-        """The same on PyTorch's CPU kernels."""
+        """Replace CUDA kernels by PyTorch's CPU kernels."""
         return replace(self, device=Device.CPU, byte_masks=False)
 
 
@@ -269,20 +266,20 @@ _TYPES: Final = MappingProxyType(
 
 
 def typed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `Kernels` as TOML has them, with enum members and tuples in the place of strings and lists."""
+    """Convert fields of `Kernels` from TOML: strings to enum members, lists to tuples."""
     return {key: _TYPES[key](value) if key in _TYPES else value for key, value in fields.items()}
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Names of all sets."""
+    """Names of all kernel sets."""
     return tuple(named("kernels"))
 
 
 @cache
 def kernels(name: str, family: str = "") -> Kernels:
-    """A set by name, as code of a model family has it, or a `UsageError`.
+    """Return a kernel set by name for a model family; a `UsageError` for an unknown one.
 
-    A set says itself where families differ: ``only`` lists those that have a field, ``but`` those that have it not.
+    A set lists where families differ: ``only`` has the families with a field, ``but`` those without it.
     """
     sets = named("kernels")
     if name not in sets:
@@ -299,16 +296,16 @@ def kernels(name: str, family: str = "") -> Kernels:
 
 # workspaces -----------------------------------------------------------------------------------------------------------
 #
-# What libraries of matrix products set aside for themselves. They are tensors, and count as allocated
+# Workspaces of GEMM libraries are tensors, and count as allocated
 # NOTE [ Workspaces ]
 # torch gives cuBLAS one for each handle and stream (``aten/src/ATen/cuda/CublasHandlePool.cpp``,
-# ``getChosenWorkspaceSize``): 32 MiB on Hopper, 8.125 MiB elsewhere, or what ``CUBLAS_WORKSPACE_CONFIG`` says; 32 MiB
-# on Blackwell as well from pull request 175344 on, of February 2026 (NVIDIA's containers from 26.04 on). Handles belong
-# to threads, and autograd's backward has a thread of its own: two, the second from the first backward on.
-# TransformerEngine has one for all its products (``get_cublas_workspace_size_bytes``): 32 MiB and 1 KiB on Hopper and
-# later, 4 MiB before; and one for each of four streams of its grouped products (``get_cublas_workspace`` with
-# ``grouped_gemm``), where there are experts; and three in one for products whose transfers run beside them (``ub``
-# there, ``_NUM_MAX_UB_STREAMS``; Megatron's ``--tp-comm-overlap``).
+# ``getChosenWorkspaceSize``): 32 MiB on Hopper, 8.125 MiB elsewhere, or ``CUBLAS_WORKSPACE_CONFIG``; 32 MiB on
+# Blackwell as well since pull request 175344 of February 2026 (NVIDIA's containers from 26.04). Each thread has a
+# handle, and autograd's backward has its own thread: two workspaces, the second from the first backward on.
+# TransformerEngine has one for all its GEMMs (``get_cublas_workspace_size_bytes``): 32 MiB and 1 KiB on Hopper and
+# later, 4 MiB before; with experts one for each of the four streams of its grouped GEMMs (``get_cublas_workspace`` with
+# ``grouped_gemm``); and one of three times the size for GEMMs that overlap with communication (``ub`` there,
+# ``_NUM_MAX_UB_STREAMS``; Megatron's ``--tp-comm-overlap``).
 
 
 GROUPED_STREAMS: Final = 4
@@ -317,30 +314,30 @@ OVERLAP_STREAMS: Final = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspaces:
-    """Bytes that are set aside.
+    """Bytes of GEMM workspaces.
 
     Args:
-        router_bytes: by the library, where torch has the layers' products and Megatron gives it a router's:
+        router_bytes: TransformerEngine's, where torch has the layers' GEMMs and TransformerEngine the router's:
             ``megatron/core/transformer/moe/moe_utils.py``, ``RouterGatingLinearFunction`` with ``te_general_gemm``.
     """
 
     name: str
-    torch_bytes: int = 0  # by torch for a thread's products
-    library_bytes: int = 0  # by the library that has the layers' products; 0: torch has them
+    torch_bytes: int = 0  # torch's, of one thread
+    library_bytes: int = 0  # of the library of the layers' GEMMs; 0: torch has them
     router_bytes: int = 0
 
     @property
     def grouped_bytes(self) -> int:
-        """Of the library's grouped products."""
+        """Bytes for grouped GEMMs of the library."""
         return GROUPED_STREAMS * self.library_bytes
 
     @property
     def overlap_bytes(self) -> int:
-        """Of the library's products that transfers run beside."""
+        """Bytes for GEMMs of the library that overlap with communication."""
         return OVERLAP_STREAMS * self.library_bytes
 
     def with_torch(self, nbytes: int) -> Workspaces:
-        """As ``CUBLAS_WORKSPACE_CONFIG`` changes it: :4096:8 is 32 MiB."""
+        """Apply a size from ``CUBLAS_WORKSPACE_CONFIG``: :4096:8 is 32 MiB."""
         return replace(self, torch_bytes=nbytes)
 
 
@@ -360,11 +357,11 @@ WORKSPACES: Final = MappingProxyType(
         )
     }
 )
-"""By whose products they are and on which GPU; Hopper's are those of Blackwell as well under a torch of this year."""
+"""Workspaces by library and GPU; torch of 2026 has Hopper's sizes on Blackwell."""
 
 
 def workspaces(name: str) -> Workspaces:
-    """A set by name, or a `UsageError`."""
+    """Return workspaces by name, or raise a `UsageError`."""
     if name not in WORKSPACES:
         raise UsageError(f"got --workspaces {name!r}; expected one of {', '.join(WORKSPACES)}")
     return WORKSPACES[name]

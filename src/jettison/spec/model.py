@@ -355,7 +355,7 @@ class Layer:
     ``plain_start``: no norm before its attention, since the embedding ends with one.
     ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
     ``repeats``: its weights are those of the layer before it, which it runs once more.
-    ``products``: globs of its products, and recipes in the place of the run's: NOTE [ Other products ].
+    ``products``: globs of its products, and recipes in the place of the run's: NOTE [ Recipes of single GEMMs ].
     """
 
     attention: Attention | LatentAttention | Scan | None

@@ -1,13 +1,13 @@
-"""The same model with layers for multi-token prediction (MTP), or with products by other recipes.
+"""Variants of a model: layers for multi-token prediction (MTP), and recipes of single GEMMs.
 
-NOTE [ Other products ]
+NOTE [ Recipes of single GEMMs ]
 Megatron-Core runs the first and last layers without a recipe (``first_last_layers_bf16``,
-``num_layers_at_end_in_bf16``: ``megatron/core/fp8_utils.py`` and ``fp4_utils.py``, ``get_fp4_context``), and gives
-single modules one of their own by globs, of which the first that fits counts
+``num_layers_at_end_in_bf16``: ``megatron/core/fp8_utils.py`` and ``fp4_utils.py``, ``get_fp4_context``), and sets
+recipes of single modules by globs, of which the first match counts
 (``megatron/core/quantization/quant_config.py``, ``RecipeConfig.match``;
-``extensions/transformer_engine.py``, ``_get_fp8_autocast_for_quant_recipe``). In layers without a recipe no glob counts
-(``override_nonquantized_autocast``). Names here are those of the ledger: ``attention.qkv``, ``mlp.experts.up``,
-``mixer.out_proj``, whose first part may be left away.
+``extensions/transformer_engine.py``, ``_get_fp8_autocast_for_quant_recipe``), except in layers without a recipe
+(``override_nonquantized_autocast``). Names are the ledger's: ``attention.qkv``, ``mlp.experts.up``,
+``mixer.out_proj``, with or without their first part.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from jettison.spec.model import AnyLayer, Arrangement, Attention, Layer, ModelSp
 ALL: Final = "*"
 _ENDS: Final = ("first", "last")
 _MTP: Final = "mtp"
-MTP_LEFT_OUT: Final = "further tokens left out"
+MTP_LEFT_OUT: Final = "for multi-token prediction (MTP) left out"
 _WITHOUT_LOGITS: Final = (Loss.FUSED, Loss.CHUNKED, Loss.LISTED)
 
 
 def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool = False) -> ModelSpec:
-    """The same with so many of them, each like the model's last layer (``get_gpt_mtp_block_spec``). Where layers are
-    one block alone, each is attention and experts (``mtp_hybrid_override_pattern`` of Nemotron 3: ``*E``), which is
-    what a layer of both is.
+    """Add MTP layers, each like the model's last layer (``get_gpt_mtp_block_spec``). In models whose layers are one
+    block each, an MTP layer has attention and experts (``mtp_hybrid_override_pattern`` of Nemotron 3: ``*E``).
 
     Args:
-        repeated: one layer's weights serve all depths (``mtp_use_repeated_layer``: in
+        depths: number of MTP layers.
+        repeated: all depths share one layer's weights (``mtp_use_repeated_layer``: in
             megatron/core/transformer/multi_token_prediction.py one layer is built, and called for each).
 
     Raises:
-        UsageError: nobody builds them so.
+        UsageError: no framework builds them for this model.
     """
     if depths < 0:
         raise UsageError(f"got --mtp-num-layers {depths}; expected a whole number of 0 or more")
@@ -46,13 +46,13 @@ def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool 
     last = _pattern(model) or model.layers[-1]
     why = ""
     if not kernels.builds_mtp:
-        why = f"with --kernels {kernels.name}; Megatron-Core alone builds them: give --kernels megatron"
+        why = f"with --kernels {kernels.name}; only Megatron-Core builds them: give --kernels megatron"
     elif kernels.loss in _WITHOUT_LOGITS:
-        why = f"with --loss {kernels.loss}, which Megatron-Core has not; give vocab-parallel, native or te"
+        why = f"with --loss {kernels.loss}, which Megatron-Core does not have; give vocab-parallel, native or te"
     elif not isinstance(last, Layer) or last.arrangement is not Arrangement.PRE or model.final_norm is None:
-        why = f"and {model.name}, whose layers do not end in a sum and a norm behind all of them"
+        why = f"and {model.name}, whose layers are not pre-norm with a final norm"
     elif last.lone or (last.scan is not None) or (not _pattern(model) and any(map(_mixes, model.described))):
-        why = f"and {model.name}, whose layers are not all attention with a feed-forward block"
+        why = f"and {model.name}, whose layers are not all attention and an MLP"
     elif model.learned_positions:
         why = f"and {model.name}, which has learned positions"
     if why:
@@ -68,7 +68,7 @@ def _mixes(layer: Layer) -> bool:
 
 
 def _pattern(model: ModelSpec) -> Layer | None:
-    """Attention and experts of a model whose layers are one of both alone, as one layer; None of any other."""
+    """Combine attention and experts of a model whose layers are one block each; None for other models."""
     if not all(layer.lone for layer in model.described):
         return None
     attention = [layer.attention for layer in model.described if isinstance(layer.attention, Attention)]
@@ -77,14 +77,14 @@ def _pattern(model: ModelSpec) -> Layer | None:
 
 
 def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
-    """The same with layers that know their products' recipes.
+    """Set recipes of single GEMMs in a model's layers.
 
     Args:
         text: such as ``last:14=bf16,mtp=bf16,attention.*=bf16,out_proj=mxfp8``.
-        recipe: the run's.
+        recipe: the run's recipe.
 
     Raises:
-        UsageError: it is not of that form, names no recipe, or what it names is not there.
+        UsageError: another format, an unknown recipe, or layers that the model does not have.
     """
     if recipe.library is not Library.TE:
         raise UsageError(f"got --products with --fp8-recipe {recipe.name} of {recipe.library}; give --kernels megatron")
@@ -113,7 +113,7 @@ def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
 
 def _with(layer: AnyLayer, wide: bool, rules: tuple[Rule, ...]) -> AnyLayer:
     if not isinstance(layer, Layer):
-        raise UsageError("got --products and layers that were recorded; what their products are called is not known")
+        raise UsageError("got --products and recorded layers, whose GEMMs have no names")
     return replace(layer, products=((ALL, WIDE),) if wide else rules)
 
 

@@ -1,19 +1,19 @@
-"""Bytes of a parameter's companions: what is held for each parameter beside itself, by precision and by optimizer.
+"""Precision and optimizer of a run: dtypes of parameters, gradients, master weights and optimizer state.
 
 NOTE [ Precision-aware optimizers ]
 Megatron's ``--use-precision-aware-optimizer`` with moments in bf16 (``--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16``).
-TransformerEngine's ``FusedAdam`` then holds the 16 bits that bf16 weights lack of fp32, as int16
-(``store_param_remainders``, on by default: ``megatron/core/optimizer/optimizer_config.py``), and reads gradients as
-they are (``decoupled_grad``): ``bf16-aware``, with ``--main-grads-dtype bf16``, and ``bf16-aware-grad32``. Where
-``fp8_recipe`` is set to a scaling of the day, and Megatron-Bridge sets it to "tensorwise" even in bf16
-(``mixed_precision.py``), Megatron holds fp32 masters instead and copies gradients to fp32
-(``use_precision_aware_optimizer_no_fp8_or_ds_fp8``, ``_copy_model_grads_to_main_grads``): ``bf16-bridge``.
+TransformerEngine's ``FusedAdam`` then keeps the 16 bits by which fp32 masters differ from bf16 weights, as int16
+(``store_param_remainders``, on by default: ``megatron/core/optimizer/optimizer_config.py``), and reads gradients
+without a copy (``decoupled_grad``): ``bf16-aware``, with ``--main-grads-dtype bf16``, and ``bf16-aware-grad32``. Where
+``fp8_recipe`` is current scaling, and Megatron-Bridge sets "tensorwise" even in bf16 (``mixed_precision.py``), Megatron
+keeps fp32 masters instead and copies gradients to fp32 (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``,
+``_copy_model_grads_to_main_grads``): ``bf16-bridge``.
 
 NOTE [ Autocast ]
-``torch.autocast`` leaves parameters, embeddings, norms and sums in fp32. A product casts what it reads
-(``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``): its input anew, so that each of three products of one input
-keeps a copy, and its weight once until the outermost autocast ends, a copy that its backward keeps. FSDP's mixed
-precision (``bf16-autocast`` under ZeRO 3) casts what modules are given, and gathers weights narrow: no copy of either.
+``torch.autocast`` leaves parameters, embeddings, norms and sums in fp32. A matmul casts its operands
+(``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``): its input every time, so that each of three matmuls of one input
+saves a copy, and its weight once until the outermost autocast ends, a copy that its backward saves. FSDP's mixed
+precision (``bf16-autocast`` under ZeRO 3) casts inputs of modules and all-gathers weights in bf16, without such copies.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from jettison.spec.fp8 import NARROW, Fp8Recipe
 
 
 class Gradients(StrEnum):
-    """When weight gradients are allocated."""
+    """Allocation of weight gradients."""
 
-    ONE_BY_ONE = "one by one"  # as backward reaches each weight; freed again after the optimizer step
-    UPFRONT = "upfront"  # one buffer for all, for good: Megatron's, and DDP's buckets where gradients are views of them
-    BUCKETS = "buckets"  # one by one, beside buckets that are there for good: DistributedDataParallel as it comes
-    ADDED = "added"  # as each backward makes them, and behind it added to a wider buffer and let go of: nanotron
-    IN_BACKWARD = "in backward"  # the optimizer steps within backward, and each is freed as soon as it was applied
+    ONE_BY_ONE = "one by one"  # as backward reaches each weight; freed after the optimizer step
+    UPFRONT = "upfront"  # one permanent buffer: Megatron's, and DDP's with gradients as bucket views
+    BUCKETS = "buckets"  # one by one, and permanent buckets: DistributedDataParallel by default
+    ADDED = "added"  # in each backward; after it added to a wider buffer and freed: nanotron
+    IN_BACKWARD = "in backward"  # the optimizer steps during backward and frees each gradient at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,23 +43,22 @@ class Precision:
     """Dtypes of a training run.
 
     Args:
-        accumulator: of a second gradient buffer that micro-batches are added up in; None: there is none.
-        apart: the accumulator is there for good, and gradients go when they have been added to it: `Gradients.ADDED`.
-        optimizer_gradient: of the copy of gradients that the optimizer makes for its masters, and that stays until
-            gradients are let go of for the next step; None: it reads them as they are.
-        recipe: how they are quantised, by which library; None: it is not said, and copies of weights and scales are
-            not counted.
-        casts: what products cast their inputs and weights to, where other ops run in ``compute``: `under_autocast`.
+        accumulator: dtype of a second buffer that accumulates gradients of micro-batches; None: no such buffer.
+        apart: the accumulator is permanent, and gradients are freed once added to it: `Gradients.ADDED`.
+        optimizer_gradient: dtype of the optimizer's copy of gradients for its masters, which is kept until gradients
+            are freed for the next step; None: no copy.
+        recipe: quantization of GEMMs; None: unknown, and quantized copies of weights and scales are not counted.
+        casts: dtype of matmuls whose operands are cast, where other ops run in ``compute``: `under_autocast`.
     """
 
     name: str
-    compute: str  # of activations
-    parameter: str  # of the weights that forward and backward read
-    gradient: str  # of what backward leaves at each parameter
+    compute: str  # dtype of activations
+    parameter: str  # of weights in forward and backward
+    gradient: str  # of ``.grad``
     accumulator: str | None = None
-    master: str | None = None  # of the copy that the optimizer updates; None: it updates the weights themselves
-    product: str | None = None  # of the inputs of matrix products, where they are quantised for them
-    moment: str | None = None  # of what the optimizer remembers of gradients; None: of what it updates
+    master: str | None = None  # of master weights; None: the optimizer updates the parameters
+    product: str | None = None  # of quantized GEMM inputs
+    moment: str | None = None  # of the optimizer's moments; None: that of the weights it updates
     optimizer_gradient: str | None = None
     recipe: Fp8Recipe | None = None
     casts: str | None = None
@@ -67,20 +66,20 @@ class Precision:
 
     @property
     def words(self) -> str:
-        """Its name, and how products are narrow."""
-        return self.name if self.recipe is None else f"{self.name}, products by {self.recipe}"
+        """Name and recipe, for messages."""
+        return self.name if self.recipe is None else f"{self.name}, GEMMs by {self.recipe}"
 
     def check(self, optimizer: Optimizer, *, on_host: bool) -> None:
-        """Refuse an optimizer that does not hold this."""
+        """Reject an optimizer that does not support this precision."""
         if self.moment and (on_host or optimizer not in (Optimizer.ADAMW, Optimizer.NONE)):
-            where = " and states on the host" if on_host else ""
+            where = " and --states-on-host" if on_host else ""
             raise UsageError(
                 f"got --precision {self.name} with --optimizer {optimizer}{where}; Megatron's precision-aware "
                 "optimizer is adamw, on the device"
             )
 
     def with_recipe(self, recipe: Fp8Recipe) -> Precision:
-        """The same with narrow products; refused unless activations are in 16 bits."""
+        """Add a recipe for FP8 or FP4 GEMMs; a `UsageError` unless activations are bf16."""
         if self.compute != "bfloat16":
             raise UsageError(f"got --fp8-recipe {recipe.name} with --precision {self.name}; give one in bf16")
         return replace(self, product=NARROW, recipe=recipe)
@@ -88,41 +87,40 @@ class Precision:
 
 @lru_cache(maxsize=16)
 def under_autocast(precision: Precision) -> Precision:
-    """What regions see of fp32 weights under torch.autocast. See NOTE [ Autocast ]."""
+    """Precision of regions with fp32 weights under torch.autocast. See NOTE [ Autocast ]."""
     return replace(precision, compute=precision.parameter, casts=precision.compute)
 
 
 class Adding(StrEnum):
-    """How a weight's gradient gets to what was there before it."""
+    """Accumulation of weight gradients."""
 
-    WHOLE = "whole"  # made beside it in its dtype, and added: autograd
-    CAST = "cast"  # made in the parameter's dtype, and added to a wider buffer: Megatron's DDP hook
-    FUSED = "fused"  # the product of inputs and gradients adds to the buffer: Megatron's gradient_accumulation_fusion
-    DUMMY = "fused-dummy"  # the same, and TransformerEngine keeps an empty gradient for each shape, for good
+    WHOLE = "whole"  # a new gradient in the same dtype is added: autograd
+    CAST = "cast"  # a new gradient in the parameter's dtype is added to a wider buffer: Megatron's DDP hook
+    FUSED = "fused"  # the weight gradient GEMM accumulates into the buffer: Megatron's gradient_accumulation_fusion
+    DUMMY = "fused-dummy"  # the same, and TransformerEngine keeps a permanent dummy gradient for each shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GradientRule:
-    """What there is of weight gradients during a backward. `gradient_rule` makes one of each kind: a key of caches."""
+    """Dtypes of weight gradients during a backward. `gradient_rule` returns one object of each kind: a cache key."""
 
-    kept: str  # dtype of what stays until the optimizer
-    added: str  # of a contribution to what is there already, while both live
-    fused: bool = False  # products have no contribution of their own
-    dummies: bool = False  # not even the head's, which is torch's: it is given the library's empty gradient as well
-    update_bytes: int = 0  # of an element, while a weight is updated within backward
-    reentrant: bool = False  # a full checkpoint holds the gradient of what it returned through its backward
+    kept: str  # dtype of gradients until the optimizer step
+    added: str  # of a new gradient that is added to an earlier one
+    fused: bool = False  # GEMMs accumulate without a new gradient
+    dummies: bool = False  # and so does torch's head, which is given the library's dummy gradient
+    update_bytes: int = 0  # of an element, while a weight is updated during backward
+    reentrant: bool = False  # a full checkpoint keeps the gradient of its output through its backward
 
 
 @lru_cache(maxsize=256)
 def gradient_rule(
     precision: Precision, adding: Adding, update_bytes: int = 0, *, whole: bool = False, reentrant: bool = False
 ) -> GradientRule:
-    """Where a precision and a way to add meet.
+    """Gradient rule of a precision and an accumulation.
 
     Args:
-        whole: gradients come in the dtype of products, and shards of them are what is kept: `GradientRule.kept` is
-            what they come in.
-        reentrant: checkpoints are.
+        whole: unsharded gradients have the dtype of matmuls, which `GradientRule.kept` is, and shards are kept.
+        reentrant: checkpoints are reentrant.
     """
     if whole:
         wide = precision.compute
@@ -176,24 +174,24 @@ PRECISIONS: Final = MappingProxyType(
         )
     }
 )
-"""By name. Optimizer state comes on top: see `Optimizer`."""
+"""Precisions by name; comments count bytes a parameter."""
 
 
 class Optimizer(StrEnum):
-    """Which state is held for each parameter."""
+    """Optimizer and the state it keeps for each parameter."""
 
     ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
-    ADAMW_FOREACH = "adamw-foreach"  # the same as torch runs it on CUDA unless told otherwise: all at once, unfused
-    ADAMW_ON_COPIES = "adamw-deepspeed"  # the same on copies of its gradients, as DeepSpeed's ZeRO steps
-    ADAMW_BF16 = "adamw-bf16"  # two bf16 moments, whatever is updated: torchtitan's fused_opt_states_bf16
+    ADAMW_FOREACH = "adamw-foreach"  # the same in torch's default on CUDA: foreach, unfused
+    ADAMW_ON_COPIES = "adamw-deepspeed"  # the same on copies of its gradients: DeepSpeed's ZeRO
+    ADAMW_BF16 = "adamw-bf16"  # two bf16 moments in every precision: torchtitan's fused_opt_states_bf16
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
     ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)
     ADAM4BIT = "adam4bit"  # two moments of half a byte, and an fp32 scale for each 128 of them: torchao's AdamW4bit
     ADAFACTOR = "adafactor"  # a row and a column of a matrix (arXiv 1804.04235), no first moment
     MUON = "muon"  # one moment for matrices of layers, AdamW for the rest
-    DIST_MUON = "dist-muon"  # Megatron's: each rank has whole matrices: NOTE [ Whole tensors on ranks ]
-    DIST_MUON_PINGPONG = "dist-muon-pingpong"  # its older way to share tensors out
+    DIST_MUON = "dist-muon"  # Megatron's: each rank has full matrices: NOTE [ Whole tensors on ranks ]
+    DIST_MUON_PINGPONG = "dist-muon-pingpong"  # its older assignment of tensors to ranks
     NONE = "none"
 
 
@@ -201,14 +199,14 @@ MUONS: Final = (Optimizer.MUON, Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPON
 
 
 def precision(name: str) -> Precision:
-    """A precision by name, or a `UsageError`."""
+    """Return a precision by name, or raise a `UsageError`."""
     if name not in PRECISIONS:
         raise UsageError(f"got the precision {name!r}; expected one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def optimizer(name: str) -> Optimizer:
-    """An optimizer by name, or a `UsageError`."""
+    """Return an optimizer by name, or raise a `UsageError`."""
     if name not in set(Optimizer):
         raise UsageError(f"got the optimizer {name!r}; expected one of {', '.join(Optimizer)}")
     return Optimizer(name)

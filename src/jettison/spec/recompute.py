@@ -1,4 +1,4 @@
-"""What is computed again: a mode by its word, for all layers or some, and what of them waits on the host."""
+"""Recompute modes of all layers or some, with lists of recomputed and offloaded modules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jettison.spec.model import Attention, LatentAttention, Mlp, ModelSpec, Moe
 
 # lists of modules -----------------------------------------------------------------------------------------------------
 #
-# Lists of modules, as Megatron-Core writes them: parts of a layer that are computed again, or wait on the host
+# Lists of recomputed and offloaded modules, named as in Megatron-Core
 # ``megatron/core/transformer/transformer_config.py`` (0.19): ``recompute_modules`` with the granularity "selective",
-# and ``offload_modules`` with ``fine_grained_activation_offloading``; ``__post_init__`` has what goes with what. What
-# each of them keeps and frees: `solve.modules`.
+# and ``offload_modules`` with ``fine_grained_activation_offloading``; ``__post_init__`` checks their combinations.
+# `solve.modules` has the tensors that each of them keeps and frees.
 
 
 CORE_ATTENTION: Final = "core_attn"
@@ -27,10 +27,10 @@ _INSIDE_EXPERTS: Final = frozenset({"moe_act", "expert_fc1"})
 
 
 def listed(text: str, flag: str) -> tuple[str, ...]:
-    """Read ``core_attn,mlp``; blanks separate as well, as on Megatron's command line.
+    """Read a list such as ``core_attn,mlp``; spaces separate as well, as on Megatron's command line.
 
     Raises:
-        UsageError: a module that is not known, or none.
+        UsageError: an unknown module, or an empty list.
     """
     known = RECOMPUTED if flag == "--recompute-modules" else OFFLOADED
     found = tuple(dict.fromkeys(text.replace(",", " ").replace("+", " ").split()))
@@ -41,43 +41,40 @@ def listed(text: str, flag: str) -> tuple[str, ...]:
 
 
 def check_lists(again: tuple[str, ...], sent: tuple[str, ...]) -> None:
-    """Refuse lists that do not go together, as ``TransformerConfig.__post_init__`` does."""
+    """Reject combinations of lists that ``TransformerConfig.__post_init__`` rejects."""
     if "attn_proj" in sent and CORE_ATTENTION not in sent:
-        raise UsageError(
-            "got --offload-modules attn_proj without core_attn, which needs what attn_proj reads; give both"
-        )
+        raise UsageError("got --offload-modules attn_proj without core_attn, whose output attn_proj reads; give both")
     inside = _INSIDE_EXPERTS.intersection(sent)
     if "moe" in again and inside:
         raise UsageError(
-            f"got --offload-modules {','.join(sorted(inside))} and --recompute-modules moe, which computes all of the "
-            "experts again; leave one of them away"
+            f"got --offload-modules {','.join(sorted(inside))} and --recompute-modules moe, which recomputes all of "
+            "the experts; drop one of them"
         )
 
 
 def check_parts(model: ModelSpec, kernels: Kernels, names: Iterable[str], *, own_norms: bool) -> None:
-    """Refuse parts that this model, in this code, has not.
+    """Reject modules that this model does not have with these kernels.
 
     Args:
-        own_norms: TransformerEngine has the products, and a norm is a module of its own where it cannot be part of one:
+        own_norms: TransformerEngine has the GEMMs, and a norm is a separate module where it cannot be fused with one:
             NOTE [ Norms of their own ] in `solve.modules`.
     """
     if not kernels.module_lists:
         raise UsageError(
-            f"got lists of modules with --kernels {kernels.name}; Megatron-Core alone takes them: give --kernels "
-            "megatron or --like megatron-0.19, or another word of --recompute"
+            f"got lists of modules with --kernels {kernels.name}; only Megatron-Core has them: give --kernels "
+            "megatron or --like megatron-0.19, or another mode of --recompute"
         )
     there = _there(model, kernels, own_norms=own_norms)
     for name in names:
         if name not in there:
-            norm = " of its own, since TransformerEngine makes norms part of the next product" if "norm" in name else ""
+            norm = ", since TransformerEngine fuses norms with the next linear layer" if "norm" in name else ""
             raise UsageError(
-                f"got the module {name}, and no layer of {model.name} has one{norm}: it would free nothing. Leave it "
-                "away"
+                f"got the module {name}, which no layer of {model.name} has{norm}: it would free nothing. Drop it"
             )
 
 
 def _there(model: ModelSpec, kernels: Kernels, *, own_norms: bool) -> frozenset[str]:
-    """Names that mean something in some layer."""
+    """Names of modules that some layer has."""
     experts = [layer.mlp for layer in model.described if isinstance(layer.mlp, Moe)]
     latent = any(isinstance(layer.attention, LatentAttention) for layer in model.described)
     attends = any(isinstance(layer.attention, Attention | LatentAttention) for layer in model.described)
@@ -96,42 +93,41 @@ def _there(model: ModelSpec, kernels: Kernels, *, own_norms: bool) -> frozenset[
 
 
 class Mode(StrEnum):
-    """What happens to what a layer would save."""
+    """Recompute mode of a layer's saved tensors."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # the attention core goes (arXiv 2205.05198 §5)
-    SELECTIVE_OP = "selective-op"  # outputs of matrix products and fused attention stay
-    SELECTIVE_OP_ALTERNATE = "selective-op-alternate"  # the same, but every second product goes (torchtitan)
-    FULL = "full"  # a layer's input stays
-    EVERY = "every"  # segments of K layers: the segment's input stays (arXiv 1604.06174)
-    BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
-    INTERVAL = "interval"  # one layer in K is full, the rest is none (torchtitan's selective layer)
-    PARTS = "parts"  # attention, feed-forward block and norms of a layer are a checkpoint each: `solve.policy`
-    MODULES = "modules"  # parts of a layer by Megatron's names, as lists above
-    AUTO = "auto"  # as a planner decides for a budget
+    SELECTIVE = "selective"  # recomputes core attention (arXiv 2205.05198 §5)
+    SELECTIVE_OP = "selective-op"  # saves outputs of matmuls and fused attention
+    SELECTIVE_OP_ALTERNATE = "selective-op-alternate"  # the same, but recomputes every second matmul (torchtitan)
+    FULL = "full"  # saves a layer's input
+    EVERY = "every"  # segments of K layers: saves the segment's input (arXiv 1604.06174)
+    BLOCK = "block"  # the first N layers of a stage are full, the rest none (Megatron's block method)
+    INTERVAL = "interval"  # one layer in K is full, the rest none (torchtitan's selective layer)
+    PARTS = "parts"  # separate checkpoints of attention, MLP and norms of a layer: `solve.policy`
+    MODULES = "modules"  # modules of a layer by Megatron's names, as listed above
+    AUTO = "auto"  # planned for a budget
 
 
 MOST: Final = -1
-"""Of micro-batches kept whole: as many as fit, which `predict.whole_micro_batches` finds."""
+"""Micro-batches without checkpointing: as many as fit, which `predict.whole_micro_batches` finds."""
 _WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:
-    """A mode and its number. ``offload`` sends what stays of each layer to the host until backward.
+    """A mode and its number. ``offload`` offloads the kept tensors of each layer to CPU until backward.
 
-    ``whole``: of each window of micro-batches that a pipeline stage has in flight, so many keep everything, the same
-    number on every stage (arXiv 2205.05198 Appendix C; Megatron's
-    ``num_microbatches_with_partial_activation_checkpoints``).
+    ``whole``: micro-batches without checkpointing in each window that a pipeline stage has in flight, the same number
+    on every stage (arXiv 2205.05198 Appendix C; Megatron's ``num_microbatches_with_partial_activation_checkpoints``).
 
-    ``reentrant``: checkpoints differentiate what they recompute in a backward of its own (``use_reentrant=True``), and
-    are around what FSDP has wrapped.
+    ``reentrant``: checkpoints run a nested backward of what they recompute (``use_reentrant=True``), outside the FSDP
+    wrapping.
 
-    ``modules``: parts of a layer that are computed again; ``sent``: those of which everything large waits on the host.
+    ``modules``: recomputed modules of a layer; ``sent``: modules whose large tensors are offloaded to CPU.
 
     Raises:
-        UsageError: a mode that needs a number has none, or one below 1; micro-batches kept whole where all are, or
-            beside offloading; lists of modules that do not go together, or beside another mode.
+        UsageError: a mode without its number, or a number below 1; micro-batches without checkpointing together with
+            mode none or offloading; lists of modules that exclude each other or the mode.
     """
 
     mode: Mode = Mode.NONE
@@ -146,19 +142,19 @@ class Recompute:
         check_lists(self.modules, self.sent)
         if self.sent and (self.offload or self.mode not in (Mode.NONE, Mode.MODULES)):
             other = "--offload" if self.offload else f"--recompute {self.mode}"
-            raise UsageError(f"--offload-modules does not go with {other}; leave one of them away")
+            raise UsageError(f"--offload-modules does not go with {other}; drop one of them")
         if self.number < 1:
             raise UsageError(f"got --recompute {self.mode}:{self.number}; expected a number of 1 or more")
         if self.whole < MOST:
             raise UsageError(f"got --whole-micro-batches {self.whole}; expected 0 or more")
         if self.whole and self.mode is Mode.NONE:
             raise UsageError(
-                "got --whole-micro-batches and --recompute none, which keeps all of them whole; give another mode for "
+                "got --whole-micro-batches and --recompute none, which checkpoints no micro-batch; give the mode of "
                 "the others"
             )
         if self.whole and self.to_host:
             flag = "--offload" if self.offload else "--offload-modules"
-            raise UsageError(f"--whole-micro-batches does not go with {flag}; leave one of them away")
+            raise UsageError(f"--whole-micro-batches does not go with {flag}; drop one of them")
 
     @classmethod
     def parse(cls, text: str, *, layers: int, offload: bool = False, whole: int = 0) -> Recompute:
@@ -166,7 +162,7 @@ class Recompute:
         ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers), ``parts``, ``modules:core_attn+mlp`` or ``auto``.
 
         Raises:
-            UsageError: none of these.
+            UsageError: another text.
         """
         word, colon, number = text.partition(":")
         if word == Mode.MODULES and colon:
@@ -193,21 +189,21 @@ class Recompute:
 
     @property
     def to_host(self) -> bool:
-        """Does anything wait there?"""
+        """Whether anything is offloaded to CPU."""
         return self.offload or bool(self.sent)
 
     @property
     def words(self) -> str:
-        """With what is offloaded, and what is kept whole."""
+        """Mode with offloading and micro-batches without checkpointing, for messages."""
         text = f"{self}, offloaded" if self.offload else str(self)
-        text += f", {'+'.join(self.sent)} on the host" if self.sent else ""
-        return f"{text}, {self.whole} of each window whole" if self.whole > 0 else text
+        text += f", {'+'.join(self.sent)} offloaded" if self.sent else ""
+        return f"{text}, {self.whole} micro-batches of each window without checkpointing" if self.whole > 0 else text
 
 
 NOTHING_AGAIN: Final = Recompute()
 
 
 def round_sqrt(layers: int) -> int:
-    """The whole number nearest to √L: the segment length that holds fewest bytes (arXiv 1604.06174 §4.1)."""
+    """Integer nearest to √L: the segment length with the fewest saved bytes (arXiv 1604.06174 §4.1)."""
     root = isqrt(layers)
     return root + (layers - root * root > root)

@@ -1,4 +1,4 @@
-"""One training run: what the batch is, in which precision, with which kernels, and what is computed again."""
+"""A training run: model, batch, layout, precision, kernels and recompute mode, and the checks of their combination."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from jettison.spec.hardware import Hardware
 
 UPDATE_BYTES: Final = 8
-"""Of an element, while AdamW updates a parameter on a CPU: two tensors in fp32."""
+"""Transient bytes of an element while AdamW updates a parameter on CPU: two fp32 tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionSignature:
-    """What decides the tensors of one region, and nothing else: runs that share it share their layers' ledgers.
+    """All that decides the tensors of a region: runs with equal signatures share their layers' ledgers.
 
-    ``again``: modules that are computed again, where narrow products keep others of their inputs then.
+    ``again``: recomputed modules, where they change the inputs that FP8 GEMMs save.
     """
 
     model: ModelSpec
@@ -60,35 +60,35 @@ class RegionSignature:
     again: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
-        """Cheap: scenes are keys of caches, and those of one search differ in these."""
+        """Hash of the fields that differ within one search; cheap, since signatures are cache keys."""
         layout = self.layout
         return hash((self.model, self.seq, self.micro_batch, layout.tp, layout.sp, layout.cp, layout.ep))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training step of one model under one layout. b and s are of one micro-batch on one data-parallel rank.
+    """A training step of a model under a layout. b and s are of one micro-batch on one data-parallel rank.
 
     Args:
-        micro_batches: forwards and backwards between two optimizer steps, on one data-parallel rank.
-        dropout: probability at every site that the architecture has; 0 switches all of them off.
-        capacity_factor: rows that an expert takes, as a multiple of an even share; None: no token is dropped.
-        imbalance: rows that arrive at a rank's experts, as a multiple of an even share, where ranks share experts.
-        padding: the batch has an attention mask, as encoders' batches do.
-        tp_comm_overlap: transfers of tensor parallelism run beside products in pieces, which have their own workspaces.
-        ep_comm_overlap: rows travel to experts and back beside the work of another micro-batch. Bytes stay.
-        cuda_graphs: the kernels of layers are replayed without the host. Bytes stay.
-        stack: whose software runs it, where hardware files tell several apart; None: what goes with the kernels.
-        adding: how a weight's gradient gets to the one that is there. ``workspaces``: set aside for matrix products.
-        loader_masks: the batch has an s × s mask for each sequence. ``keep_batches``: those of a step stay to its end.
-        holds_output: the loop has a name for the model's logits until their backward is over.
-        source_seq: tokens that the encoder of an encoder with a decoder reads; 0: there is none.
-        packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
-        tuning: adapters are trained beside frozen weights; None: every weight is trained.
-        frozen: models beside it of which a step runs the forward.
-        states_on_host: whose way of keeping the optimizer's states in the host's memory.
-        compiled: each layer is compiled by itself, and keeps what torch's partitioner leaves it.
-        anchor: a measured run of the same stack; its ledger and its peak stay what they are.
+        micro_batches: gradient accumulation steps on one data-parallel rank.
+        dropout: probability of every dropout of the architecture; 0: no dropout.
+        capacity_factor: rows of an expert, as a multiple of an even share; None: no token is dropped.
+        imbalance: rows of a rank's experts under expert parallelism, as a multiple of an even share.
+        padding: the batch has an attention mask, as for encoders.
+        tp_comm_overlap: communication of tensor parallelism overlaps with split GEMMs, which have their own workspaces.
+        ep_comm_overlap: all-to-all overlaps with compute of another micro-batch. Bytes do not change.
+        cuda_graphs: layers are CUDA graphs, without launches from the host. Bytes do not change.
+        stack: software stack, where hardware files have figures for several; None: that of the kernels.
+        adding: accumulation of weight gradients. ``workspaces``: of GEMM libraries.
+        loader_masks: the batch has an s × s mask for each sequence. ``keep_batches``: batches live to the step's end.
+        holds_output: the training loop references the model's logits until their backward ends.
+        source_seq: tokens that the encoder of an encoder-decoder reads; 0: no encoder.
+        packed: tokens of a document in packed sequences; 0: sequences are not packed.
+        tuning: adapters of frozen weights; None: full training.
+        frozen: reference and reward models, of which a step runs the forward.
+        states_on_host: the framework's rule for optimizer offload.
+        compiled: each layer is compiled separately; torch's partitioner decides what it saves.
+        anchor: a measured run of the same stack; ledger and peak do not change.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -137,14 +137,14 @@ class Run:
 
     @cached_property
     def gradient_rule(self) -> GradientRule:
-        """What there is of weight gradients during a backward."""
+        """Dtypes of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
         whole = self.precision.gradient != self.precision.compute and self.gradients_come_whole
         return gradient_rule(self.precision, self.adding, updates, whole=whole, reentrant=self.recompute.reentrant)
 
     @property
     def gradients_come_whole(self) -> bool:
-        """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
+        """Whether each backward allocates unsharded gradients in the dtype of matmuls, and shards of them are kept."""
         widened = self.precision.gradient != self.precision.compute
         if self.states_on_host.moves_parameters:
             return True
@@ -152,25 +152,25 @@ class Run:
 
     @property
     def gathers_parameters(self) -> bool:
-        """Are they whole on a device only while they are needed? One rank alone gets them from its host."""
+        """Whether parameters are unsharded only while in use, by all-gather or from the host's memory."""
         if self.states_on_host.moves_parameters:
             return True
         return self.layout.shards_parameters
 
     @property
     def frees_gradients(self) -> bool:
-        """Do gradients go as backward makes them?"""
+        """Whether backward frees each gradient once it is computed."""
         return self.gradients is Gradients.IN_BACKWARD or self.states_on_host.frees_gradients
 
     @property
     def updates_on_cpu(self) -> bool:
-        """Does an update make tensors of a parameter's size? PyTorch's do, on a CPU; fused kernels do not."""
+        """Whether an update allocates tensors of a parameter's size: PyTorch's on CPU do, fused kernels do not."""
         return self.kernels.device is Device.CPU and self.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
 
     @property
     def uses_autocast(self) -> bool:
-        """Does torch.autocast cast what products of the model read? FSDP casts itself; a frozen base in 16 bits needs
-        no cast, and the casts of its adapters are those of `spec.tuning`.
+        """Whether torch.autocast casts operands of the model's matmuls. FSDP casts without it; a frozen 16-bit base
+        needs no cast, and `spec.tuning` has the casts of its adapters.
         """
         wide = self.precision.parameter == "float32" and self.precision.compute != "float32"
         tuning = self.tuning
@@ -179,13 +179,13 @@ class Run:
 
     @property
     def autocast(self) -> bool:
-        """Does it, in layers whose casts are described? Recorded ones are as they were recorded."""
+        """Whether it casts in layers of a formula; recorded layers have their casts already."""
         return self.uses_autocast and self.model.recorder is None
 
     @property
     def _scene_kernels(self) -> Kernels:
-        """The loss of a pipeline is the schedule's, of what its last stage has returned. Code of an encoder beside a
-        decoder knows of its checkpoints: `formula.attention`.
+        """Kernels with the schedule's loss under pipelines, on logits that the last stage returned, and with the
+        encoder-decoder code for checkpoints: `formula.attention`.
         """
         found = self.kernels
         outside = self.layout.pp > 1 and found.loss is Loss.UPCAST
@@ -196,7 +196,7 @@ class Run:
 
     @cached_property
     def scene(self) -> RegionSignature:
-        """What its regions depend on."""
+        """Signature of the regions."""
         layout = self.layout
         return RegionSignature(
             model=self.model,
@@ -218,35 +218,36 @@ class Run:
 
 @lru_cache(maxsize=256)
 def _adjusted(kernels: Kernels, outside: bool, learned_zeros: bool) -> Kernels:
-    """Kept, since a search asks for thousands of runs, and copying so many fields takes as long as all checks."""
+    """Cached copy: a search makes thousands of runs, and a copy of so many fields takes as long as all checks."""
     found = replace(kernels, loss=Loss.OUTSIDE) if outside else kernels
     return replace(found, learned_zeros=True) if learned_zeros else found
 
 
 def expect_run(value: object) -> None:
-    """Refuse what is no run: public functions take runs, and people give names."""
+    """Reject values other than runs, such as a model's name."""
     if not isinstance(value, Run):
-        raise UsageError(f"got {short(value)}; expected a run, such as jettison.run_of('llama3-8b') makes of a name")
+        raise UsageError(f"got {short(value)}; expected a run, such as jettison.run_of('llama3-8b')")
 
 
-# Is a run one that somebody's code does, and that is described here? --------------------------------------------------
+# Checks of a run ------------------------------------------------------------------------------------------------------
 #
-# Each rule yields what it refuses, in words, with what to give instead; the first refusal is the one that is raised.
+# Each rule yields an error with an alternative for runs that no framework supports or that are not modelled; the first
+# one is raised.
 
 
 def check_run(run: Run) -> None:
-    """Refuse what nobody does, and what no description has.
+    """Reject runs that no framework supports or that are not modelled.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide, or
-            flags that contradict each other; it says which, and what to give.
+            flags that contradict each other, with an alternative.
     """
     for rule in _RULES:
         for why in rule(run):
             raise UsageError(why)
     run.layout.check(run.model, seq=run.seq, source_seq=run.source_seq)
-    for beside in run.frozen:
-        for why in _beside(run, beside):
+    for frozen in run.frozen:
+        for why in _frozen(run, frozen):
             raise UsageError(why)
 
 
@@ -261,14 +262,14 @@ def _sizes(run: Run) -> Iterator[str]:
         yield f"got a capacity factor of {run.capacity_factor}; expected more than 0"
     if not 1 <= run.imbalance <= max(1, run.layout.ep):
         yield (
-            f"got --expert-imbalance {run.imbalance:g}; expected 1, which is even, to the {run.layout.ep} ranks "
-            "of --ep, one of which may be sent everything"
+            f"got --expert-imbalance {run.imbalance:g}; expected 1 (even) to {run.layout.ep}, the size of --ep "
+            "(all rows on one rank)"
         )
     run.precision.check(run.optimizer, on_host=run.states_on_host.moves)
 
 
 def _pairs(run: Run) -> Iterator[str]:
-    """A micro-batch of DPO is pairs of sequences, on ranks that do not share a head."""
+    """Reject DPO with an odd micro-batch, or with a sharded head."""
     if run.kernels.loss is not Loss.DPO:
         return
     if run.micro_batch % 2:
@@ -278,11 +279,11 @@ def _pairs(run: Run) -> Iterator[str]:
         )
     if run.layout.tp * run.layout.cp > 1:
         ways = f"--tp {run.layout.tp}" if run.layout.tp > 1 else f"--cp {run.layout.cp}"
-        yield f"got --loss dpo with {ways}; TRL's head is whole on each rank: give another --loss"
+        yield f"got --loss dpo with {ways}; TRL does not shard its head: give another --loss"
 
 
 def _packed(run: Run) -> Iterator[str]:
-    """Documents are packed in a way that somebody's code has."""
+    """Reject packed documents where no framework packs them."""
     if not run.packed:
         return
     if not 1 <= run.packed <= run.seq:
@@ -290,166 +291,163 @@ def _packed(run: Run) -> Iterator[str]:
     scans = [layer.scan.words for layer in run.model.described if layer.scan is not None]
     if scans:
         yield (
-            f"got --packed; layers of {run.model.name} have a {scans[0]}, which as transformers writes it carries "
-            "its state from one document to the next: leave it away"
+            f"got --packed; layers of {run.model.name} have a {scans[0]}, whose state transformers' code carries "
+            "from one document to the next: drop --packed"
         )
     if run.layout.cp > 1:
-        yield f"got --packed with --cp {run.layout.cp}; documents that ranks share are not described"
+        yield f"got --packed with --cp {run.layout.cp}; documents across ranks are not modelled: give --cp 1"
     if run.kernels.model_code and run.kernels.documents is Documents.VARLEN and run.micro_batch > 1:
         yield (
-            f"got --packed with --micro-batch {run.micro_batch}; with flash-attn transformers packs one row alone "
+            f"got --packed with --micro-batch {run.micro_batch}; with flash-attn transformers packs one row only "
             "(modeling_flash_attention_utils.py, _is_packed_sequence): --micro-batch 1 and a longer --seq"
         )
 
 
 def _source(run: Run) -> Iterator[str]:
-    """Two lengths where there are two stacks, and one where there is one."""
+    """Reject a source length without an encoder, and flags for decoders with other models."""
     source, name = run.model.source, run.model.name
-    beside = [run.model, *(one.model for one in run.frozen if one.model is not None)]
-    kinds = [one.name for one in beside if one.two_stacks or not one.words]
+    models = [run.model, *(one.model for one in run.frozen if one.model is not None)]
+    kinds = [one.name for one in models if one.two_stacks or not one.words]
     for flag, given in (("--packed", run.packed), ("a frozen model", run.frozen), ("--mtp", run.model.further)):
         if kinds and given:
-            yield f"got {flag} with {kinds[0]}, which is no decoder of words alone: leave it away"
+            yield f"got {flag} with {kinds[0]}, which is not a text-only decoder: drop it"
     if run.model.audio is not None:
         run.model.audio.check(name, seq=run.seq, samples=run.source_seq)
     sound = run.model.audio is not None or (source is not None and source.sound > 0)
     if run.tuning is not None and (sound or run.model.pair is not None):
-        what = "hears sound" if sound else f"is {run.model.two_stacks}"
-        yield f"got --lora; {name} {what}, for which no description has it: leave it away"
+        what = "reads audio" if sound else f"is {run.model.two_stacks}"
+        yield f"got --lora; {name} {what}, for which it is not modelled: drop --lora"
     got = f"got --source-seq {run.source_seq}"
     if run.model.pair is not None:
         if run.source_seq != (tokens := run.model.pair.tokens):
-            yield f"{got}; an image of {name} has {tokens} tokens: leave it away"
+            yield f"{got}; an image of {name} has {tokens} tokens: drop --source-seq"
     elif source is None:
         if run.source_seq and run.model.audio is None:
-            yield f"{got}; {name} has no encoder beside a decoder"
+            yield f"{got}; {name} is not an encoder-decoder: drop --source-seq"
     else:
         least = source.max_positions if source.sound else 1
         most = source.max_positions if source.position_rows else run.source_seq
         if not least <= run.source_seq <= most:
-            expected = f"{least} to {most}" if least < most else f"sound of {least}" if source.sound else "1 or more"
+            expected = f"{least} to {most}" if least < most else f"audio of {least}" if source.sound else "1 or more"
             yield f"{got}; {name} reads {expected} tokens"
 
 
 def _sequence(run: Run) -> Iterator[str]:
-    """A sequence is as long as an image is, or as positions go."""
+    """Reject a sequence longer than positions, or other than an image's."""
     model = run.model
     if run.kernels.context_exchange is ContextExchange.A2A and (why := exchange_misfit(run.layout, model)):
         yield why
     if model.patches is not None and run.seq != model.patches.tokens:
-        yield f"got --seq {run.seq}; an image of {model.name} has {model.patches.tokens} tokens: leave it away"
+        yield f"got --seq {run.seq}; an image of {model.name} has {model.patches.tokens} tokens: drop --seq"
     if model.learned_positions and (run.packed or run.seq) > model.max_positions:
         yield f"got --seq {run.seq}; {model.name} has {model.max_positions} positions"
     if run.recompute.whole and run.layout.pp == 1:
-        yield (
-            "got --whole-micro-batches without a pipeline, where no other micro-batch is in flight; give --pp 2 or more"
-        )
+        yield ("got --whole-micro-batches without a pipeline, where one micro-batch is in flight; give --pp 2 or more")
 
 
 def _narrow_base(run: Run) -> Iterator[str]:
-    """Frozen matrices of TransformerEngine keep their copies, and its products no inputs; adapters are layers of
-    Megatron's own (Megatron-Bridge, ``peft/utils.py``, ``ParallelLinearAdapter``), as wide as activations. Narrow
-    products of other libraries over frozen matrices nobody has described.
+    """Reject LoRA with FP8 but for TransformerEngine, whose frozen matrices keep quantized copies and save no inputs;
+    adapters are Megatron's layers (Megatron-Bridge, ``peft/utils.py``, ``ParallelLinearAdapter``) in 16 bits.
     """
     recipe, tuning = run.precision.recipe, run.tuning
     if tuning is None or run.precision.product is None:
         return
     if recipe is None or recipe.library is not Library.TE:
         yield (
-            f"got --lora with --precision {run.precision.name}; TransformerEngine's products alone are described "
-            "with both: give --kernels megatron and --fp8-recipe, or --precision bf16"
+            f"got --lora with --precision {run.precision.name}; both are modelled for TransformerEngine only: give "
+            "--kernels megatron and --fp8-recipe, or --precision bf16"
         )
     elif tuning.base is not Base.PLAIN or run.layout.zero == 3:
         what = f"--base {tuning.base}" if tuning.base is not Base.PLAIN else "--zero 3"
-        yield f"got {what} with --lora and --fp8-recipe {recipe.name}; no description has all of them"
+        yield f"got {what} with --lora and --fp8-recipe {recipe.name}; they are not modelled together: drop one"
 
 
 def _parts(run: Run) -> Iterator[str]:
-    """What is cut out of layers is there: heads of scans, modules, parts."""
+    """Reject sharded scans and recomputed modules that the layers do not have."""
     model = run.model
     scans = [layer.scan.words for layer in model.described if layer.scan is not None]
     if scans and run.layout.tp > 1 and not (run.kernels.shares_scans and run.kernels.scans is Scans.FUSED):
         yield (
             f"got --tp {run.layout.tp}; layers of {model.name} have a {scans[0]}, whose heads "
-            "Megatron-Core alone shares: give --kernels megatron with --scans fused, or leave it away"
+            "only Megatron-Core shards: give --kernels megatron with --scans fused, or drop --tp"
         )
     if names := (*run.recompute.modules, *run.recompute.sent):
         check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))
     lets_go = run.recompute.mode is Mode.NONE or (run.recompute.mode is Mode.FULL and run.recompute.reentrant)
     if run.tuning is not None and run.tuning.base is Base.INT8 and not lets_go:
         yield (
-            f"got --base int8 with --recompute {run.recompute}; bitsandbytes holds what its products read where "
-            "no checkpoint lets go of them, but for reentrant ones: give --recompute none, --reentrant, or --base nf4"
+            f"got --base int8 with --recompute {run.recompute}; bitsandbytes keeps the inputs of its matmuls, which "
+            "only reentrant checkpoints free: give --recompute none, --reentrant, or --base nf4"
         )
 
 
 def _output(run: Run) -> Iterator[str]:
-    """There are logits that a loop could have a name for."""
+    """Reject --holds-output where the model returns no logits."""
     model, loss, why = run.model, run.kernels.loss, ""
     if not run.holds_output:
         return
     if run.layout.pp > 1:
-        why = f"--pp {run.layout.pp}, whose schedule calls the model; --stage-buffers says what it holds"
+        why = f"--pp {run.layout.pp}, whose schedule calls the model; --stage-buffers sets what it keeps"
     elif model.recorder is not None or model.audio is not None or model.pair is not None:
-        why = f"{model.name}, of which no description says what it returns"
+        why = f"{model.name}, whose return values are not modelled"
     elif model.head.pooling is not Pooling.NONE:
         why = f"{model.name}, which returns one prediction a sequence"
     elif loss in (Loss.FUSED, Loss.CHUNKED, Loss.TILED, Loss.DPO):
-        why = f"--loss {loss}, for which the model makes no logits"
+        why = f"--loss {loss}, for which the model returns no logits"
     elif loss is Loss.LISTED:
-        why = f"--loss {loss}, whose logits stay anyway"
+        why = f"--loss {loss}, which saves the logits anyway"
     elif loss is Loss.ROWS:
-        why = f"--loss {loss}, which writes over logits that nobody else has: give --loss upcast"
+        why = f"--loss {loss}, which overwrites logits without other references: give --loss upcast"
     if why:
-        yield f"got --holds-output with {why}; leave it away"
+        yield f"got --holds-output with {why}; drop --holds-output"
 
 
 COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selective-op", "selective-op-alternate", "auto")
-"""Recompute modes that say nothing about single tensors of a layer, or that torch's partitioner is told of.
+"""Recompute modes that compiled layers support: of layers, or passed to torch's partitioner.
 
-A planner's choice names tensors of a layer that is not compiled: its bytes are of those, its seconds of fused kernels.
+A plan names tensors of uncompiled layers: with --compile its bytes are theirs, its seconds those of fused kernels.
 """
 
 
 def _compiled(run: Run) -> Iterator[str]:
-    """It is known what a compiled layer keeps: NOTE [ What torch's partitioner keeps ] in `solve.policy`."""
+    """Reject --compile for layers without a model of it: NOTE [ What torch's partitioner keeps ] in `solve.policy`."""
     model, mode, why = run.model, run.recompute.mode, ""
     if mode is Mode.PARTS and model.recorder is not None:
-        yield f"got --recompute parts; {model.name}'s blocks are recorded as one: give full"
+        yield f"got --recompute parts; {model.name}'s blocks are recorded without parts: give full"
     if not run.compiled:
         return
     if run.kernels.not_compiled:
         why = run.kernels.not_compiled
     elif model.recorder is not None:
-        why = f"and {model.name}, whose blocks are recorded as they are built"
+        why = f"and {model.name}, whose blocks are recorded uncompiled"
     elif any(layer.scan is not None for layer in model.described):
-        why = f"and {model.name}, of whose scans no compiled form was looked at"
+        why = f"and {model.name}, whose state-space or linear-attention layers are not modelled compiled"
     elif any(layer.experts for layer in model.kinds):
-        why = f"and {model.name}, whose experts' layers are more than one graph"
+        why = f"and {model.name}, whose MoE layers have graph breaks"
     elif run.tuning is not None:
-        why = "with --lora; no compiled adapters were looked at"
+        why = "with --lora; compiled adapters are not modelled"
     elif mode not in COMPILED_MODES:
         modes = ", ".join(COMPILED_MODES)
-        why = f"with --recompute {mode}, which decides within a layer as the compiler does; give one of {modes}"
+        why = f"with --recompute {mode}, which chooses within a layer, as the compiler does; give one of {modes}"
     if why:
         yield f"got --compile {why}"
 
 
 def _recipe(run: Run) -> Iterator[str]:
-    """It is known what this recipe keeps here."""
+    """Reject an FP8 or FP4 recipe where it is not modelled."""
     recipe = run.precision.recipe
     if recipe is None:
         return
     lists = frozenset((*run.recompute.modules, *run.recompute.sent))
     names = lists & ({"layernorm"} if recipe.keeps_original else {"layernorm", "moe_act"})
     if run.compiled and recipe.inputs is Scales.MX:
-        why = "with --compile; what torch's partitioner keeps of MX tensors was not looked at"
+        why = "with --compile; MX tensors are not modelled under torch's partitioner"
     elif recipe.library is Library.TE and run.layout.zero == 3:
-        why = "with --zero 3; what FSDP gathers of TransformerEngine's weights is not described: give --zero 1"
+        why = "with --zero 3; FSDP's all-gather of TransformerEngine's weights is not modelled: give --zero 1"
     elif recipe.library is Library.TORCHAO and any(layer.experts for layer in run.model.kinds):
-        why = f"and {run.model.name}, whose experts torchao's linear layers are not; give --kernels megatron"
+        why = f"and {run.model.name}, whose experts are not torchao's linear layers; give --kernels megatron"
     elif names:
-        why = f"with the module {min(names)}, under which Megatron keeps other inputs; leave it away"
+        why = f"with the module {min(names)}, under which Megatron saves other inputs; drop the module"
     else:
         misfit = recipe_misfit(recipe, run.model, run.layout, seq=run.seq, micro_batch=run.micro_batch)
         why = f"where {misfit}" if misfit else ""
@@ -458,7 +456,7 @@ def _recipe(run: Run) -> Iterator[str]:
 
 
 def recipe_misfit(recipe: Fp8Recipe, model: ModelSpec, layout: Layout, *, seq: int, micro_batch: int) -> str:
-    """Which size a library's narrow products do not take, in words; empty: they take all."""
+    """Name the size that a library's FP8 or FP4 GEMMs do not support; empty: all are supported."""
     if recipe.library is not Library.TE:
         return ""
     rows = seq * micro_batch // layout.cp
@@ -470,18 +468,18 @@ def recipe_misfit(recipe: Fp8Recipe, model: ModelSpec, layout: Layout, *, seq: i
 
 
 def _widths(layer: Layer, layout: Layout) -> Iterator[tuple[str, int]]:
-    """Local sizes of a layer's products, and what they are."""
+    """Names and local sizes of a layer's GEMM dims."""
     tp = layout.tp
     match layer.attention:
         case Attention() as a:
-            yield "what attention returns on a rank", a.heads * a.head_dim // tp
-            yield "queries, keys and values of a rank", (a.heads + 2 * max(a.kv_heads, tp)) * a.head_dim // tp
+            yield "a rank's width of attention's output", a.heads * a.head_dim // tp
+            yield "a rank's width of queries, keys and values", (a.heads + 2 * max(a.kv_heads, tp)) * a.head_dim // tp
         case LatentAttention() as a:
             yield "the rank of keys and values", a.kv_rank
-            yield "what attention returns on a rank", a.heads * a.value_dim // tp
+            yield "a rank's width of attention's output", a.heads * a.value_dim // tp
     match layer.mlp:
         case Mlp() as m:
-            yield "the feed-forward width of a rank", m.ffn // tp
+            yield "a rank's width of the MLP", m.ffn // tp
         case Moe() as m:
             yield "an expert's width", m.ffn // (layout.expert_tp or tp)
             if m.shared_ffn:
@@ -489,28 +487,28 @@ def _widths(layer: Layer, layout: Layout) -> Iterator[tuple[str, int]]:
 
 
 def _in_backward(run: Run) -> Iterator[str]:
-    """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself."""
+    """Reject an optimizer step in backward unless each gradient of one micro-batch is reduced separately."""
     layout, why = run.layout, ""
     if run.optimizer in MUONS[1:] and layout.zero != 1 and (layout.dp > 1 or layout.zero):
         yield f"got --optimizer {run.optimizer} with --zero {layout.zero}; expected --zero 1"
     if run.gradients is not Gradients.IN_BACKWARD:
         return
     if run.micro_batches > 1:
-        why = f"--micro-batches {run.micro_batches}: each backward would be a step of its own"
+        why = f"--micro-batches {run.micro_batches}: each backward would be a separate optimizer step"
     elif layout.pp > 1:
-        why = f"--pp {layout.pp}, which needs micro-batches to fill"
+        why = f"--pp {layout.pp}, which needs several micro-batches"
     elif layout.dp * layout.cp > 1 and layout.zero < 2:
-        why = f"--zero {layout.zero}, whose replicas reduce buckets of gradients; --zero 2 or 3 reduces each"
+        why = f"--zero {layout.zero}, which all-reduces buckets of gradients; --zero 2 or 3 reduces each"
     elif run.adding is not Adding.WHOLE or run.precision.accumulator or run.precision.optimizer_gradient:
-        why = "gradients that are gathered up in another buffer"
+        why = "gradients that are accumulated in another buffer"
     elif run.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.ADAMW_ON_COPIES, *MUONS):
-        why = f"--optimizer {run.optimizer}, which steps for many parameters at once"
+        why = f"--optimizer {run.optimizer}, which updates many parameters at once"
     if why:
         yield f"got --gradients in-backward with {why}"
 
 
 def _host(run: Run) -> Iterator[str]:
-    """The framework whose rule it is keeps states on the host like this."""
+    """Reject optimizer offload that the rule's framework does not support."""
     rule, why = run.states_on_host, ""
     if not rule.moves:
         return
@@ -519,15 +517,15 @@ def _host(run: Run) -> Iterator[str]:
     kinds = ours if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
     packed = run.tuning is not None and run.tuning.base.packed
     if rule.moves_parameters and (run.precision.recipe is not None or (packed and not rule.moves_packed)):
-        why = "weights in fewer than 16 bits; what is gathered of them from a host was not read"
+        why = "weights in fewer than 16 bits, whose offload is not modelled: give --states-on-host none"
     elif rule.moves_masters and own:
-        why = f"--precision {run.precision.name}; {rule.framework} updates fp32 copies: --precision bf16"
+        why = f"--precision {run.precision.name}; {rule.framework} updates fp32 masters: --precision bf16"
     elif not rule.moves_masters and not own:
-        why = f"--precision {run.precision.name}; it updates parameters themselves: bf16-pure, bf16-autocast or fp32"
+        why = f"--precision {run.precision.name}; no masters are updated: bf16-pure, bf16-autocast or fp32"
     elif run.optimizer not in kinds:
         why = f"--optimizer {run.optimizer}; expected {' or '.join(kinds)}"
     elif rule.one_micro_batch and run.micro_batches > 1:
-        why = f"--micro-batches {run.micro_batches}; each gradient goes as it is made: 1, or torchao"
+        why = f"--micro-batches {run.micro_batches}; each gradient is freed in its backward: 1, or torchao"
     elif rule.steps_there and run.gradients is not Gradients.ONE_BY_ONE:
         why = f"gradients {run.gradients}; give --gradients one-by-one"
     if why:
@@ -550,39 +548,41 @@ _RULES: Final = (
 )
 
 
-def _beside(run: Run, beside: FrozenModel) -> Iterator[str]:
-    """A frozen model can stand beside it."""
+def _frozen(run: Run, frozen: FrozenModel) -> Iterator[str]:
+    """Reject a frozen model under pipelines, or with too few positions."""
     if run.layout.pp > 1:
         yield (
-            f"got --{beside.role} with --pp {run.layout.pp}; no rule says which stage would run its forward when: "
+            f"got --{frozen.role} with --pp {run.layout.pp}; frozen models are not modelled in pipeline schedules: "
             "give --pp 1, and --zero 3 or --tp instead"
         )
-    model = beside.model
+    model = frozen.model
     if model is None:
         return
     if model.learned_positions and run.seq > model.max_positions:
-        yield f"got --seq {run.seq}; the {beside.role} {model.name} has {model.max_positions} positions"
+        yield f"got --seq {run.seq}; the {frozen.role} {model.name} has {model.max_positions} positions"
     run.layout.check(model, seq=run.seq)
 
 
 def check_scans(model: ModelSpec, kernels: Kernels) -> None:
-    """Refuse --scans where the model has none, or none that are described so."""
+    """Reject --scans where no layer has one, or not of that kernel."""
     scans = [layer.scan for layer in model.described if layer.scan is not None]
     if not scans:
-        raise UsageError(f"got --scans {kernels.scans}; no layer of {model.name} carries a state: leave it away")
+        raise UsageError(
+            f"got --scans {kernels.scans}; {model.name} has no state-space or linear-attention layer: drop --scans"
+        )
     if kernels.scans is Scans.FUSED and any(isinstance(scan, SelectiveScan) for scan in scans):
         raise UsageError(
-            f"got --scans fused; what mamba-ssm keeps of the selective scan of {model.name} is not described: written"
+            f"got --scans fused; mamba-ssm's selective scan, of {model.name}, is not modelled: give --scans written"
         )
 
 
 def placed(run: Run, hardware: Hardware) -> Run:
-    """The run as a device runs it: on a host by PyTorch's CPU kernels."""
+    """Adapt a run to its device: PyTorch's CPU kernels on a CPU."""
     return replace(run, kernels=run.kernels.on_cpu()) if hardware.synchronous else run
 
 
 def anchored(run: Run, hardware: Hardware) -> tuple[Run, Hardware]:
-    """A run as a device runs it, which already is as its anchor says: its time is not corrected again."""
+    """Adapt a run and its device to the run's anchor, whose factors on time are then 1."""
     run = placed(run, hardware)
     if run.anchor is None:
         return run, hardware

@@ -1,6 +1,6 @@
-"""Optimizer states that live in the host's memory: which move there, what is copied each step, what stays behind.
+"""Optimizer offload: states and parameters that move to CPU memory, copies of each step, tensors that stay.
 
-A framework's ``defaults.toml`` has its rules, section ``states_on_host``, with the code that was read for each.
+A framework's ``defaults.toml`` has its rules, section ``states_on_host``, with the framework code of each.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from jettison.spec.frameworks import named
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StatesOnHost:
-    """A rule; by default none moves. One object for each: they are keys of caches.
+    """Rule for optimizer offload; by default nothing moves. Each rule is one object, since rules are cache keys.
 
     Args:
-        framework: whose it is, in messages. ``zeros``: stages of ZeRO that it is described for.
-        moves_masters: the copies that the optimizer updates move. ``moves_parameters``: a rank's shards of parameters
-            wait there, too.
-        moves_packed: also of weights in fewer bits than products read.
+        framework: its framework, in messages. ``zeros``: supported ZeRO stages.
+        moves_masters: the optimizer's master weights move. ``moves_parameters``: so do a rank's parameter shards.
+        moves_packed: and those of quantized weights.
         keeps_buffer: a gradient of the largest parameter stays on the device. ``copies_shards``: gradients are reduced
-            on the device before they go. ``one_micro_batch``: the host adds no gradients up.
+            on the device before they are offloaded. ``one_micro_batch``: gradients cannot be accumulated on CPU.
     """
 
     name: str = "none"
     framework: str = ""
     zeros: tuple[int, ...] = (0, 1, 2, 3)
-    least_elements: int = 4096  # of a parameter whose states move; smaller ones stay
-    steps_there: bool = False  # the host updates the parameters
-    frees_gradients: bool = False  # gradients go as backward makes them
+    least_elements: int = 4096  # states of smaller parameters stay
+    steps_there: bool = False  # the optimizer step runs on CPU
+    frees_gradients: bool = False  # gradients are offloaded and freed during backward
     moves_masters: bool = False
     moves_parameters: bool = False
     moves_packed: bool = False
     keeps_buffer: bool = False
     copies_shards: bool = False
     one_micro_batch: bool = False
-    moves: bool = True  # is anything on the host?
+    moves: bool = True  # whether anything is offloaded
 
     def __reduce__(self) -> tuple[Callable[[str], StatesOnHost], tuple[str]]:
         return states_on_host, (self.name,)
@@ -53,7 +52,7 @@ NOT_MOVED: Final = StatesOnHost(moves=False)
 
 @cache
 def states_on_host(name: str) -> StatesOnHost:
-    """A rule by name, or a `UsageError`."""
+    """Return a rule by name, or raise a `UsageError`."""
     rules = named("states_on_host")
     if name == "none":
         return NOT_MOVED
@@ -66,14 +65,14 @@ def states_on_host(name: str) -> StatesOnHost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementBytes:
-    """Bytes of one number of a parameter whose states are on the host, beside these.
+    """Bytes per element of a parameter whose states are offloaded, without the states.
 
     Args:
-        sent_each, fetched_each: over the link, in every micro-batch.
+        sent_each, fetched_each: device to host and back in every micro-batch.
         sent, fetched: the same, once a step.
     """
 
-    host: int  # copies and gradients there, without parameters that wait for their gathers
+    host: int  # copies and gradients on CPU, without offloaded parameter shards
     sent_each: int = 0
     fetched_each: int = 0
     sent: int = 0
@@ -81,10 +80,10 @@ class ElementBytes:
 
 
 def element_bytes(rule: StatesOnHost, *, zero: int, micro_batches: int, parameter: int, gradient: int) -> ElementBytes:
-    """What a rule holds and moves beside states.
+    """CPU memory and transfers of a rule without the states.
 
     Args:
-        parameter, gradient: bytes of one number, as the device has them.
+        parameter, gradient: bytes of one element on the device.
     """
     updated = 0 if rule.moves_parameters else parameter  # parameters come back once a step
     if not rule.steps_there:

@@ -1,46 +1,46 @@
-"""Fine-tuning: which weights are frozen, in how many bits they lie, and the adapters that are trained beside them.
+"""Fine-tuning: frozen weights and their quantization, LoRA adapters, and frozen reference and reward models.
 
 NOTE [ Adapters as PEFT places them ]
-LoRA (arXiv 2106.09685) adds B(A(dropout(x))) · alpha / r to a product whose own weight is frozen. ``peft/tuners/lora/
-layer.py``, ``Linear.forward``: x is cast to the adapters' dtype, for each adapted product anew; the sum with the
-product's result is cast back. Under autocast that copy is cast to the dtype of products again, and A keeps what comes
-out. Over 4 bits (``lora/bnb.py``, ``Linear4bit.forward``) the result is copied first, and under autocast x is not cast.
-alpha changes no byte. A frozen weight needs no input: autograd keeps x for adapters alone.
+LoRA (arXiv 2106.09685) adds B(A(dropout(x))) · alpha / r to a linear layer with a frozen weight. ``peft/tuners/lora/
+layer.py``, ``Linear.forward``: each adapted layer casts x to the adapters' dtype, and the sum back. Under autocast that
+copy is cast again, to the dtype of matmuls, and A saves the result. Over 4 bits (``lora/bnb.py``,
+``Linear4bit.forward``) the layer's output is copied first, and under autocast x is not cast. alpha changes no byte. A
+frozen weight needs no saved input: autograd saves x for adapters only.
 
-Where the embedding is frozen, the first layer's input has no gradient, and what stands before its first adapter keeps
-nothing. With checkpoints, trainers ask the embedding's output for one (``enable_input_require_grads``).
+With a frozen embedding the first layer's input has no gradient, and ops before its first adapter save nothing. With
+checkpoints, trainers make the embedding's output require one (``enable_input_require_grads``).
 
 NOTE [ Four bits ]
-bitsandbytes (``functional.py``, ``quantize_4bit``): two numbers a byte, an fp32 scale for each 64 of them and a table
-of 16 fp32; doubly quantised (arXiv 2305.14314 §3), a byte for each 64, an fp32 scale for each 256 of these and an fp32
-offset. ``autograd/_functions.py``, ``MatMul4Bit``: each pass makes the 16-bit matrix again for its product, and keeps
-neither it nor the input. What transformers packs are its ``nn.Linear`` but for the head: embeddings, norms, routers and
-experts, which are one tensor, keep 16 bits. Before 5.0 experts were linear layers, and packed.
+bitsandbytes (``functional.py``, ``quantize_4bit``): two elements a byte, an fp32 scale per 64 and a table of 16 fp32;
+with double quantization (arXiv 2305.14314 §3) a byte per 64, an fp32 scale per 256 of these and an fp32 offset.
+``autograd/_functions.py``, ``MatMul4Bit``: each pass dequantizes the matrix to 16 bits for its GEMM, and saves neither
+it nor the input. transformers quantizes every ``nn.Linear`` but the head: embeddings, norms, routers and experts, which
+are one tensor, keep 16 bits. Before 5.0 experts were linear layers, and quantized.
 
 NOTE [ GPTQ ]
-Checkpoints of GPTQ, as AutoGPTQ and fms-acceleration's copy of GPTQModel hold them (876e2ed, ``gptqmodel/nn_modules/
-qlinear/qlinear_tritonv2.py``): eight numbers an int32, of each 128 inputs (``group_size``) a 16-bit scale and four bits
-of zero an output, and an int32 an input. ``triton_utils/dequant.py``, ``QuantLinearFunction``: each pass makes the
-16-bit matrix again, and keeps neither it nor the input. PEFT (``tuners/lora/gptq.py``) adds to what it returns in its
-place. Under FSDP numbers and zeros are parameters (``autogptq_utils.py``, ``PATCH_FOR_FSDP_TRITON_V2``), the rest lies
-whole on each rank. Nothing is cast to fp32 for training.
+GPTQ checkpoints in AutoGPTQ and in fms-acceleration's copy of GPTQModel (876e2ed, ``gptqmodel/nn_modules/qlinear/
+qlinear_tritonv2.py``): eight elements an int32; for each 128 inputs (``group_size``) a 16-bit scale and a 4-bit zero an
+output; an int32 an input. ``triton_utils/dequant.py``, ``QuantLinearFunction``: each pass dequantizes the matrix to
+16 bits, and saves neither it nor the input. PEFT (``tuners/lora/gptq.py``) adds to its output in place. Under FSDP
+elements and zeros are parameters (``autogptq_utils.py``, ``PATCH_FOR_FSDP_TRITON_V2``), the rest is replicated. Nothing
+is cast to fp32 for training.
 
 NOTE [ What is not packed ]
-PEFT's ``prepare_model_for_kbit_training`` (``peft/utils/other.py``, 0.5 to 0.21) casts every parameter in 16 bits that
-is not packed to fp32: embeddings, norms, the head, biases. So the residual stream is fp32: ``Linear4bit.forward``
-(bitsandbytes 0.43 to 0.50, ``nn/modules.py``) casts its input to the dtype of products, and what it returns back
+PEFT's ``prepare_model_for_kbit_training`` (``peft/utils/other.py``, 0.5 to 0.21) casts every 16-bit parameter that is
+not quantized to fp32: embeddings, norms, the head, biases. So the residual stream is fp32: ``Linear4bit.forward``
+(bitsandbytes 0.43 to 0.50, ``nn/modules.py``) casts its input to the dtype of matmuls, and its output back
 (``.to(inp_dtype)``). TRL to 0.26 (``peft_module_casting_to_bf16``: ``trl/trainer/utils.py``, later
-``trl/models/utils.py``) casts embeddings and the head back, and not norms, whose fp32 weights make what they return
-fp32: the first layer is given 16 bits, and returns fp32 from its feed-forward block on. Neither where the base is in
-shards (``is_sharded_qlora``).
+``trl/models/utils.py``) casts embeddings and the head back but not norms, whose fp32 weights make their outputs fp32:
+the first layer's input is 16-bit, and its residual is fp32 from its MLP on. Neither happens with a sharded base
+(``is_sharded_qlora``).
 
 NOTE [ Eight bits ]
-bitsandbytes (LLM.int8, arXiv 2208.07339): ``functional.py``, ``int8_vectorwise_quant``: a byte a number and an fp32
-scale a row. ``autograd/_functions.py``, ``MatMul8bitLt`` (0.50): forward quantises its input, multiplies bytes, and
-holds the 16-bit input where it needs a gradient, although backward does not read it; backward makes the 16-bit matrix
-again (``state.CB.to(ctx.dtype_A, copy=True)``). It holds the input as an attribute, of which checkpoints know nothing,
-unless they are reentrant: their forward makes no graph that could hold it.
-Columns of outliers, which are few, are not counted, nor what forward makes to quantise.
+bitsandbytes (LLM.int8, arXiv 2208.07339): ``functional.py``, ``int8_vectorwise_quant``: a byte an element and an fp32
+scale a row. ``autograd/_functions.py``, ``MatMul8bitLt`` (0.50): forward quantizes its input, runs an int8 GEMM, and
+keeps the 16-bit input where it requires a gradient, although backward does not read it; backward dequantizes the matrix
+to 16 bits (``state.CB.to(ctx.dtype_A, copy=True)``). The input is an attribute of the context, so that checkpoints do
+not free it, unless they are reentrant: their forward builds no graph.
+Outlier columns, which are few, and temporaries of the quantization are not counted.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ GPTQ_GROUP: Final = 128
 
 
 class Base(StrEnum):
-    """How frozen matrices are held."""
+    """Storage of frozen matrices."""
 
-    PLAIN = "plain"  # in the dtype of products
+    PLAIN = "plain"  # in the dtype of matmuls
     FP32 = "fp32"
     NF4 = "nf4"
     NF4_DOUBLE = "nf4-double"
@@ -71,23 +71,23 @@ class Base(StrEnum):
 
     @property
     def packed(self) -> bool:
-        """In fewer bits than products read."""
+        """Whether matrices are quantized."""
         return self in (Base.NF4, Base.NF4_DOUBLE, Base.INT8, Base.GPTQ)
 
     @property
     def bits(self) -> int:
-        """Bits of a packed number; 0 where the base is not packed."""
+        """Bits of a quantized element; 0: not quantized."""
         return (8 if self is Base.INT8 else 4) if self.packed else 0
 
     def packed_bytes(self, elements: int, rows: int) -> int:
-        """Bytes of one packed matrix: NOTE [ Four bits ], NOTE [ Eight bits ] and NOTE [ GPTQ ]."""
+        """Bytes of one quantized matrix: NOTE [ Four bits ], NOTE [ Eight bits ] and NOTE [ GPTQ ]."""
         if self is Base.INT8:
             return elements + self.beside_bytes(elements, rows)
         zeros = _groups(elements, rows) * rows // 2 if self is Base.GPTQ else 0
         return -(-elements // 2) + zeros + self.beside_bytes(elements, rows)
 
     def beside_bytes(self, elements: int, rows: int) -> int:
-        """Bytes of scales and other tensors that are no parameters."""
+        """Bytes of scales and other tensors that are not parameters."""
         if self is Base.INT8:
             return 4 * rows
         if self is Base.GPTQ:
@@ -98,12 +98,12 @@ class Base(StrEnum):
 
 
 def _groups(elements: int, rows: int) -> int:
-    """Number of groups of inputs, each of which shares a scale."""
+    """Number of groups of inputs that share a scale."""
     return -(-elements // rows // GPTQ_GROUP)
 
 
 class Upcast(StrEnum):
-    """Parts of a packed base that are fp32: NOTE [ What is not packed ]."""
+    """Parts of a quantized base that are fp32: NOTE [ What is not packed ]."""
 
     NONE = "none"
     NORMS = "norms"
@@ -148,21 +148,21 @@ TARGETS: Final = MappingProxyType(
         "mlp": _MLP,
     }
 )
-"""Names of modules, as configurations of PEFT have them, and words for several: which products they are here."""
+"""Linear layers by PEFT's names of target modules, and by names for several."""
 _KEYS: Final = ("r", "alpha", "targets", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """Low-rank adapters beside frozen weights."""
+    """Low-rank adapters (LoRA) of frozen weights."""
 
     rank: int  # r
-    targets: frozenset[str] = frozenset((ALL,))  # words of `TARGETS`, or ``all-linear``
-    dropout: float = 0.0  # of what adapters read
-    base: Base = Base.PLAIN  # how frozen matrices are held
+    targets: frozenset[str] = frozenset((ALL,))  # names in `TARGETS`, or ``all-linear``
+    dropout: float = 0.0  # of the adapters' input
+    base: Base = Base.PLAIN  # storage of frozen matrices
     inputs_need_gradients: bool = False  # the first layer's input has a gradient although the embedding is frozen
-    upcast: Upcast = Upcast.NONE  # what of a packed base is made fp32
-    wide: bool = False  # adapters are fp32 whatever parameters are: PEFT's ``autocast_adapter_dtype``
+    upcast: Upcast = Upcast.NONE  # parts of a quantized base in fp32
+    wide: bool = False  # fp32 adapters in every precision: PEFT's ``autocast_adapter_dtype``
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -174,7 +174,7 @@ class Tuning:
                 raise UsageError(f"got --lora targets={word}; expected {ALL} or some of {', '.join(TARGETS)}")
 
     def adapts(self, name: str) -> bool:
-        """Has the product of this name an adapter?"""
+        """Whether the linear layer of this name has an adapter."""
         return ALL in self.targets or any(name in TARGETS[word] for word in self.targets)
 
     def __str__(self) -> str:
@@ -194,18 +194,18 @@ class Tuning:
         """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``.
 
         Raises:
-            UsageError: another key, or a value that is no number.
+            UsageError: another key, or a value that is not a number.
         """
         given = {"r": text} if text.isdecimal() else {}
         for part in () if given else text.split(","):
             key, equals, value = part.partition("=")
             if key not in _KEYS or not equals or key in given:
                 raise UsageError(
-                    f"got --lora {text!r}; expected r=16, and perhaps alpha=32,targets=qkv+mlp,dropout=0.05"
+                    f"got --lora {text!r}; expected r=16, optionally with alpha=32,targets=qkv+mlp,dropout=0.05"
                 )
             given[key] = value
         if "r" not in given:
-            raise UsageError(f"got --lora {text!r} without a rank; expected r=16, and perhaps more: r=16,{text}")
+            raise UsageError(f"got --lora {text!r} without a rank; expected one, such as r=16,{text}")
         _number(text, given.get("alpha", "1"), float)
         return cls(
             rank=int(_number(text, given["r"], int)),
@@ -222,26 +222,24 @@ def _number(text: str, value: str, kind: type[int] | type[float]) -> float:
     try:
         return kind(value)
     except ValueError:
-        raise UsageError(
-            f"got --lora {text!r}; expected a number in the place of {value!r}, and r=16 at least"
-        ) from None
+        raise UsageError(f"got --lora {text!r}; expected a number instead of {value!r}, such as --lora r=16") from None
 
 
-# Models beside the one that is trained: they are never trained, and a step runs their forward alone -------------------
+# Frozen models, of which a step runs the forward only -----------------------------------------------------------------
 #
 # NOTE [ When a frozen model runs ]
-# A reference's log-probabilities are asked for while the policy's saved tensors live. TRL's ``trl/trainer/
-# dpo_trainer.py``, ``DPOTrainer._compute_loss``: ``outputs = model(...)`` first, then ``self.ref_model(...)`` under
-# ``torch.no_grad()``, then the loss, whose backward follows. torchtune's ``recipes/full_dpo_distributed.py`` and
-# LLaMA-Factory's ``train/dpo/trainer.py`` do so as well. So its largest transient stands on everything that the policy
-# keeps. Where rewards and references are made with the answers, before any training forward (``trl/trainer/
-# grpo_trainer.py``, ``_generate_and_score_completions``), it stands on weights and state alone: ``when=before``, as
-# reward models do.
+# The reference model runs while the policy's saved tensors live. TRL's ``trl/trainer/dpo_trainer.py``,
+# ``DPOTrainer._compute_loss``: ``outputs = model(...)`` first, then ``self.ref_model(...)`` under ``torch.no_grad()``,
+# then the loss and its backward; torchtune's ``recipes/full_dpo_distributed.py`` and LLaMA-Factory's
+# ``train/dpo/trainer.py`` likewise. So its transient memory adds to all that the policy saves. Where rewards and
+# reference log-probabilities are computed with the completions, before any training forward (``trl/trainer/
+# grpo_trainer.py``, ``_generate_and_score_completions``), it adds to weights and state only: ``when=before``, the
+# default of reward models.
 #
-# Its weights lie as the framework puts them: in shards where the policy's are (ZeRO 3, FSDP), else whole on each rank;
-# ``trl/models/utils.py``, ``prepare_deepspeed``: "If ZeRO-3 is used, we shard both ... Otherwise ... ZeRO disabled".
-# Their dtype is the policy's (``setdefault("dtype", self.model.dtype)``) unless it is said. With adapters there need be
-# no second model: they are switched off for a forward (``use_adapter``): ``base``.
+# Its weights are sharded where the policy's are (ZeRO 3, FSDP), otherwise replicated; ``trl/models/utils.py``,
+# ``prepare_deepspeed``: "If ZeRO-3 is used, we shard both ... Otherwise ... ZeRO disabled". Their dtype is the policy's
+# by default (``setdefault("dtype", self.model.dtype)``). Adapters need no second model: they are disabled for a forward
+# (``use_adapter``): ``base``.
 
 
 SAME: Final = "same"
@@ -251,14 +249,14 @@ _WORDS: Final = {"yes": True, "no": False}
 
 
 class Role(StrEnum):
-    """What a frozen model is there for."""
+    """Role of a frozen model."""
 
     REFERENCE = "reference"  # log-probabilities of the batch's tokens
-    REWARD = "reward"  # one number for each token's state: a head of one column
+    REWARD = "reward"  # one number a token: a head of one column
 
 
 class When(StrEnum):
-    """Where its forward stands in a micro-batch. See NOTE [ When a frozen model runs ]."""
+    """Order of its forward in a micro-batch. See NOTE [ When a frozen model runs ]."""
 
     AFTER = "after"  # between the policy's forward and its backward
     BEFORE = "before"  # before the policy's forward
@@ -266,24 +264,24 @@ class When(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenModel:
-    """One of them."""
+    """A frozen model of a training step."""
 
     role: Role
-    model: ModelSpec | None  # what it is; None: the policy's own frozen weights, whose adapters are switched off
-    dtype: str = ""  # of its weights; "": as the policy's
-    sharded: bool = True  # over the ranks that the policy is sharded over
+    model: ModelSpec | None  # None: the policy's frozen weights with adapters disabled
+    dtype: str = ""  # of its weights; "": the policy's
+    sharded: bool = True  # over the policy's ranks
     when: When = When.AFTER
 
     def __str__(self) -> str:
         name = "the policy with its adapters off" if self.model is None else self.model.name
         dtype = f", {self.dtype}" if self.dtype else ""
-        whole = "" if self.sharded or self.model is None else ", whole on each rank"
+        whole = "" if self.sharded or self.model is None else ", replicated"
         return f"{self.role}: {name}{dtype}{whole}, {self.when} the policy's forward"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenWords:
-    """``--reference`` and ``--reward`` as they are typed: a model, and perhaps ``dtype``, ``sharded`` and ``when``."""
+    """Values of ``--reference`` and ``--reward``: a model, optionally with ``dtype``, ``sharded`` and ``when``."""
 
     model: str
     dtype: str = ""
@@ -295,11 +293,11 @@ class FrozenWords:
         """Read ``same``, or ``same,dtype=bf16,sharded=no,when=before``.
 
         Raises:
-            UsageError: another key or word.
+            UsageError: another key or value.
         """
         model, *parts = text.split(",")
         given = dict(part.partition("=")[::2] for part in parts)
-        example = f"expected {flag} same or a model, and perhaps ,dtype=bf16,sharded=no,when=before"
+        example = f"expected {flag} same or a model, optionally with ,dtype=bf16,sharded=no,when=before"
         if not model or "=" in model or len(given) < len(parts) or set(given) - {"dtype", "sharded", "when"}:
             raise UsageError(f"got {flag} {text!r}; {example}")
         for key, words in (("dtype", _DTYPES), ("sharded", _WORDS), ("when", set(When))):
