@@ -16,6 +16,7 @@ from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
+from jettison.predict.time import estimate
 from jettison.spec.hardware import AttentionRates, hardware
 from jettison.spec.run import Run
 
@@ -193,3 +194,15 @@ def test_a_stack_has_its_own_section(tmp_path: Path) -> None:
     device = hardware(path)
     assert device.attention is None
     assert device.under("new").attention == AttentionRates(edge=500, shares=(("bf16", 128, 0.7, 0.6),))
+
+
+def test_kernels_that_are_told_a_window_skip_what_it_hides() -> None:
+    """A mask that is a tensor skips nothing, not even what is causal; flash-attn takes the window as a number."""
+
+    def seconds(model: str, attention: str) -> float:
+        asked = RunRequest(seq=4096, kernels="huggingface", attention=attention)
+        return estimate(resolve(preset(model), asked).run, hardware("a100-80gb")).step_seconds
+
+    plain, windowed = ({a: seconds(m, a) for a in ("sdpa", "flash-attn")} for m in ("mistral-7b-v0.3", "mistral-7b"))
+    assert windowed["sdpa"] > 1.05 * plain["sdpa"]
+    assert windowed["flash-attn"] < 1.01 * plain["flash-attn"]

@@ -188,11 +188,12 @@ def _one(
 
 
 def _computed_share(run: Run, layer: AnyLayer) -> float:
-    if run.packed and run.kernels.documents is Documents.MASK:
+    seq, masked = run.packed or run.seq, run.kernels.documents is Documents.MASK
+    if masked and run.packed:
         return 1.0
-    seq, masked = run.packed or run.seq, run.kernels.tensor_masks and not run.packed
-    if masked and layer.window is not None and layer.window <= seq:
-        return 1.0  # the mask is a tensor, and nothing is skipped
+    # a mask that is a tensor skips nothing; flash-attn and FlexAttention are told the window
+    if masked and run.kernels.tensor_masks and layer.window is not None and layer.window <= seq:
+        return 1.0
     return _visible_share(layer, seq)
 
 
