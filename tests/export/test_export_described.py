@@ -170,9 +170,9 @@ def test_a_brief_says_what_is_offloaded() -> None:
         "llama3-8b", RunRequest(micro_batch=2, dp=8, zero=3, offload=True), PlanFlags(budget="40GiB", gpu="h100-80gb")
     ).document()
     found = exported(made, "brief")
-    assert "on the host: 11.66 GiB" in found.files["brief.md"] and "--no-offload" in found.files["brief.md"]
+    assert "offloaded to CPU: 11.66 GiB" in found.files["brief.md"] and "--no-offload" in found.files["brief.md"]
     lost = exported(made, "torchtitan").lost
-    assert lost[0].startswith("11.66 GiB of 31 layers wait on the host in the plan")
+    assert lost[0].startswith("11.66 GiB of 31 layers are offloaded to CPU in the plan")
     assert "layers.31: mixed (recomputed mlp silu) in the plan, selective here" in " ".join(lost)
     last = exported(made, "torchtitan").document()["layers"][-1]
     assert (last["plan"], last["plan_recomputed"], last["plan_offloaded"]) == ("mixed", ["mlp silu"], [])
@@ -320,7 +320,7 @@ def test_flags_for_one_list_of_layers_of_words_are_written_for_no_other_model(
     peak = forecast(jettison.run_of(str(file), asked)).peak_bytes
     made = plan(str(file), asked, PlanFlags(budget=f"{peak * 93 // 100}B")).document()
     for target in refused:
-        with pytest.raises(CannotSay, match=r"is an encoder with a decoder|is two towers|reads none"):
+        with pytest.raises(CannotSay, match=r"is an encoder with a decoder|is two towers|reads no tokens"):
             exported(made, target)
     for target in {"torch", "transformers", "deepspeed"} - refused:
         assert exported(made, target).files

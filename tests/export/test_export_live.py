@@ -197,7 +197,7 @@ def test_what_a_target_cannot_say_is_refused_by_name() -> None:
 
 def test_what_no_checkpoint_can_reach_does_not_fit() -> None:
     budget = document("stack", 0.0)["budget_bytes"]
-    with pytest.raises(DoesNotFit, match="torch can say which calls of ops stay") as caught:
+    with pytest.raises(DoesNotFit, match="torch can express which calls of ops stay") as caught:
         exported("torch", "stack", 0.0)
     assert caught.value.peak_bytes > budget == caught.value.limit_bytes
 
@@ -323,8 +323,8 @@ def test_inputs_of_checkpoints_wait_on_the_host_where_nothing_else_fits(
 
 
 def test_accelerate_is_not_told_to_run_dropout_again() -> None:
-    """Its checkpoints put no random states back."""
-    with pytest.raises(CannotSay, match="put no random states back"):
+    """Its checkpoints do not restore random generator states."""
+    with pytest.raises(CannotSay, match="do not restore random generator states"):
         exported("accelerate", "noisy", 0.3)
 
 

@@ -136,7 +136,7 @@ def test_devices(tmp_path: Path) -> None:
         ((("torch.optim.Adam", "dion.Muon"),), "muon|Muon"),
         ((("optimizer:", "kd_ratio: 0.5\noptimizer:"),), "distillation"),
         ((("local_batch_size: 2", "local_batch_size: two"),), "expected a whole number"),
-        ((("optimizer:", "warp: 9\noptimizer:"),), "it is not known"),
+        ((("optimizer:", "warp: 9\noptimizer:"),), "unknown key"),
         (((MODEL, "config: {name_or_path: gpt2, num_hidden_layers: 2}}"),), "other sizes"),
     ],
 )

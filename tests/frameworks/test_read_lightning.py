@@ -105,7 +105,7 @@ def test_keys_under_fit_are_the_same(tmp_path: Path) -> None:
         ((("precision: bf16-mixed", "precision: 16-mixed"),), "16-mixed"),
         ((("strategy: ddp", "strategy: horovod"),), "expected auto, ddp, fsdp"),
         ((("strategy: ddp", "plugins: [x]\n  strategy: ddp"),), "plugins"),
-        ((("lr: 1e-4}}\ndata", "lr: 1e-4, depth: 99}}\ndata"),), r"depth = 99 \(it is not known"),
+        ((("lr: 1e-4}}\ndata", "lr: 1e-4, depth: 99}}\ndata"),), r"depth = 99 \(unknown key"),
         ((("batch_size: 2", "batch_size: two"),), "expected a whole number"),
         ((("devices: 4", "devices: auto"),), "give --gpus"),
         ((strategy("FSDPStrategy", cpu_offload="true"),), "FSDP1 on the host"),

@@ -138,7 +138,7 @@ def test_a_model_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((("global_batch_size: 8", "global_batch_size: 1"),), "has no 2 sequences"),
         ((("lora_r: 16", "lora_r: many"),), "expected a whole number"),
         ((("devices: 1", "devices: auto"),), "give --gpus"),
-        ((("devices: 1", "devices: 1\nwarp: 9"),), "it is not known"),
+        ((("devices: 1", "devices: 1\nwarp: 9"),), "unknown key"),
         ((("devices: 1", "devices: 2\nquantize: bnb.nf4"),), r"bnb\.nf4 \(litgpt itself refuses it on several GPUs"),
     ],
 )

@@ -257,7 +257,7 @@ def test_what_an_argument_becomes(read: Any, values: dict[str, Any], field: str,
     ("values", "why"),
     [
         ({"use-megatron-fsdp": True}, r"use-megatron-fsdp = true \(Megatron's own FSDP is not described\)"),
-        ({"hyper-drive": 9}, r"hyper-drive = 9 \(it is not known\)"),
+        ({"hyper-drive": 9}, r"hyper-drive = 9 \(unknown key\)"),
         ({"optimizer": "lion"}, r"optimizer = lion \(described are adam, sgd and muon\)"),
         ({"spec": "mine.layers spec"}, r"spec = .*layers of another module"),
         ({"no-rope-freq": 4}, "layers without rotary positions"),
@@ -268,7 +268,7 @@ def test_what_an_argument_becomes(read: Any, values: dict[str, Any], field: str,
         ({"micro-batch-size": 0}, r"global-batch-size 32 is no multiple of 0 sequences"),
         ({"global-batch-size": 7}, r"global-batch-size 7 is no multiple of 2 sequences x 8 replicas"),
         ({"num-layers": "$LAYERS"}, "num-layers"),
-        ({"global-batch-size": "$BATCH"}, r"global-batch-size = \$BATCH \(the file leaves it open\)"),
+        ({"global-batch-size": "$BATCH"}, r"global-batch-size = \$BATCH \(the file does not set its value\)"),
     ],
 )
 def test_what_is_refused_names_the_argument(read: Any, values: dict[str, Any], why: str) -> None:
@@ -398,8 +398,8 @@ def test_branches_of_a_script_that_are_known() -> None:
     }
     assert found[PROGRAM] == "train.py"
     assert found[NOTES] == [
-        "of a loop the first round alone is read: n = 3",
-        "of 2 commands with arguments the first with the most is read: train.py",
+        "only the first iteration of a loop is read: n = 3",
+        "of 2 commands with arguments only the first with most of them is read: train.py",
     ]
 
 
@@ -413,19 +413,19 @@ def test_tests_of_a_script_that_are_not_known_are_said(tmp_path: Path) -> None:
                     "--tensor-model-parallel-size $TP\n")  # fmt: skip
     found = read_run(file, gpus=8)
     assert found.request.tp == 2
-    assert found.notes == ('a test of the script is not known, and counts as false: [ "$(hostname)" = big ]',)
+    assert found.notes == ('a test of the script has an unknown result, and counts as false: [ "$(hostname)" = big ]',)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("a.sh", "", "no key of a framework that is known"),
+        ("a.sh", "", "no key of a known framework"),
         ("a.yaml", "- 1\n- 2\n", "is not YAML: it holds list"),
-        ("a.yaml", "MODEL_ARGS: [--num-layers, 2]\n", "no key of a framework that is known"),
+        ("a.yaml", "MODEL_ARGS: [--num-layers, 2]\n", "no key of a known framework"),
         ("a.yaml", "a: &a {--num-layers: 2, --hidden-size: 64}\nMODEL_ARGS:\n  <<: *a\n  --micro-batch-size: 1\n",
          "got MODEL_ARGS.*num_attention_heads|num_attention_heads"),
         ("a.sh", "python a.py --micro-batch-size 1 --hidden-size 1e400 --num-layers 2", "expected a whole number"),
-        ("a.sh", "A=(--micro-batch-size 1\npython x.py 'never ends", "no key of a framework that is known|hidden"),
+        ("a.sh", "A=(--micro-batch-size 1\npython x.py 'never ends", "no key of a known framework|hidden"),
     ],
 )  # fmt: skip
 def test_files_that_are_no_runs(tmp_path: Path, name: str, text: str, why: str) -> None:
@@ -439,7 +439,7 @@ def test_a_script_that_grows_without_end_is_refused(tmp_path: Path) -> None:
     lines = ["A=xxxxxxxxxx"] + ["A=$A$A$A$A$A$A$A$A"] * 12
     file = tmp_path / "run.sh"
     file.write_text("\n".join(lines) + "\npython a.py --x $A\n")
-    with pytest.raises(UsageError, match="grow beyond what can be read"):
+    with pytest.raises(UsageError, match="expand to more than"):
         read_run(file)
 
 

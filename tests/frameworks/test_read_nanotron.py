@@ -110,7 +110,7 @@ def test_what_a_key_becomes(read: Any, old: str, new: str, field: str, value: An
         ("hidden_act: silu", "sliding_window_size: 64", "windows of nanotron"),
         ("is_llama_config", "is_llamoe_config", r"is_llamoe_config = true \(experts"),
         ("dtype: bfloat16", "dtype: float8", r"model\.dtype = float8 \(expected bfloat16 or float32\)"),
-        ("dp: 4,", "dp: 4, warp: 9,", r"parallelism\.warp = 9 \(it is not known\)"),
+        ("dp: 4,", "dp: 4, warp: 9,", r"parallelism\.warp = 9 \(unknown key\)"),
         ("dp: 4,", "dp: 4, expert_parallel_size: 2,", r"expert_parallel_size = 2 \(experts"),
         ("hidden_size: 256", "hidden_size: many", r"hidden_size = many; expected a whole number"),
         ("    hidden_size: 256\n", "", "names no model"),

@@ -243,7 +243,7 @@ def test_experts(tmp_path: Path) -> None:
         (("training.global_batch_size = 100",), "do not divide"),
         (("parallelism.data_parallel_replicate_degree = 7",), "does not divide"),
         (("parallelism.data_parallel_shard_degree = 32",), "leave --gpus away"),
-        (("parallelism.warp = 9",), r"parallelism\.warp = 9 \(it is not known\)"),
+        (("parallelism.warp = 9",), r"parallelism\.warp = 9 \(unknown key\)"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
@@ -420,9 +420,9 @@ def test_a_python_file_with_several_configurations_needs_a_name(
         ("", "it has no configurations"),
         ("def a(:", "is not PYTHON"),
         ("def a():\n    return a()\n", "calls within each other"),
-        ("def a():\n    return T(x=1)\n", "no key of a framework that is known"),
+        ("def a():\n    return T(x=1)\n", "no key of a known framework"),
         ("X = 1 << 100000\ndef a():\n    return T(model_spec=X * X)\n", "names no model|not read"),
-        ("def a():\n    return open('/etc/passwd').read()\n", "no key of a framework that is known"),
+        ("def a():\n    return open('/etc/passwd').read()\n", "no key of a known framework"),
         ("(" * 500 + ")" * 500, "is not PYTHON"),
         (
             "A0 = [1]\n"

@@ -137,7 +137,7 @@ def test_a_length_that_nobody_says_is_noted(tmp_path: Path) -> None:
         ((("torch.optim.AdamW", "torch.optim.Rprop"),), "Rprop"),
         ((LORA, ("lora_rank: 16", "lora_rank: 16, use_dora: true")), "DoRA"),
         ((("batch_size: 2", "batch_size: two"),), "expected a whole number"),
-        ((("dtype", "warp: 9\ndtype"),), r"warp = 9 \(it is not known\)"),
+        ((("dtype", "warp: 9\ndtype"),), r"warp = 9 \(unknown key\)"),
         ((("llama3_1_8b", "llama9_8b"),), "names no model"),
     ],
 )
@@ -160,9 +160,6 @@ def test_references_are_followed_and_resolvers_refused(tmp_path: Path) -> None:
         tmp_path, ("batch_size: 2", "size: 2\nbatch_size: ${size}"), ("/data/t,", "'${checkpointer.checkpoint_dir}/t',")
     )
     assert given(read_run(file, gpus=8, allow_unread=True)) == usual
-    for value, why in (
-        ("${oc.env:SIZE}", "the resolver oc.env is not known"),
-        ("${sizes}", "the file has no key sizes"),
-    ):
+    for value, why in (("${oc.env:SIZE}", "unknown resolver oc.env"), ("${sizes}", "the file has no key sizes")):
         with pytest.raises(UsageError, match=rf"batch_size = .* \({why}\)"):
             read_run(written(tmp_path, ("batch_size: 2", f"batch_size: {value}")), gpus=8)

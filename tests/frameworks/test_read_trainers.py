@@ -138,7 +138,7 @@ def test_deepspeed_beside_a_trainer_or_named_by_it(write: Any, tmp_path: Path) -
     assert read_run(beside, write(SFT), gpus=8).request == found.request
     assert read_run(write(SFT, deepspeed="zero3.json"), gpus=8).request == found.request
     assert read_run(write(SFT, deepspeed=dict(ZERO3)), gpus=8).request == found.request
-    with pytest.raises(UsageError, match=r"deepspeed = none\.json \(no such file is here"):
+    with pytest.raises(UsageError, match=r"deepspeed = none\.json \(file not found"):
         read_run(write(SFT, deepspeed="none.json"), gpus=8)
     with pytest.raises(UsageError, match="give --gpus"):
         read_run(write(SFT), beside)
@@ -288,7 +288,7 @@ def test_a_command_line_and_the_file_that_it_names(write: Any, tmp_path: Path) -
 def test_a_file_that_is_named_and_not_there(tmp_path: Path, named: str) -> None:
     script = tmp_path / "run.sh"
     script.write_text(f"accelerate launch train.py --model_name_or_path gpt2 --block_size 64 {named}\n")
-    with pytest.raises(UsageError, match=r"none\.\w+ \(no such file is here: give it, too, as a second --from"):
+    with pytest.raises(UsageError, match=r"none\.\w+ \(file not found: give it as a second --from"):
         read_run(script)
 
 
@@ -397,13 +397,13 @@ def test_llamafactory_field_by_field(write: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "more", "message"),
     [
-        (SFT, {"hyper_drive": 1}, r"hyper_drive = 1 \(it is not known\)"),
+        (SFT, {"hyper_drive": 1}, r"hyper_drive = 1 \(unknown key\)"),
         (SFT, {"max_length": "long"}, r"max_length = long; expected a whole number"),
         (SFT, {"max_length": 2.5}, r"max_length = 2\.5; expected a whole number"),
         (SFT, {"optim": "lion_32bit"}, r"optim = lion_32bit \(expected one of adamw_torch"),
         (SFT, {"num_generations": 8}, r"num_generations = 8 \(what generates"),
         (SFT, {"use_peft": True, "use_dora": True}, r"use_dora = true \(DoRA"),
-        (SFT, {"use_peft": True, "lora_target_modules": ["strange"]}, r"strange is no product"),
+        (SFT, {"use_peft": True, "lora_target_modules": ["strange"]}, r"strange is no known target"),
         (
             SFT,
             {"use_peft": True, "load_in_4bit": True, "dtype": None},
@@ -448,7 +448,7 @@ def test_anchors_windows_lines_and_a_missing_model(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     common = "common: &c\r\n  micro_batch_size: 2\r\n"
     file.write_bytes((common + "<<: *c\r\nbase_model: gpt2\r\nsequence_len: 128\r\n").encode())
-    with pytest.raises(UsageError, match=r"common\.micro_batch_size = 2 \(it is not known\)"):
+    with pytest.raises(UsageError, match=r"common\.micro_batch_size = 2 \(unknown key\)"):
         read_run(file)
     assert read_run(file, allow_unread=True).request.micro_batch == 2
     file.write_text("max_length: 128\nper_device_train_batch_size: 1\n")

@@ -80,7 +80,7 @@ def test_a_mode_on_the_command_line_stands_for_a_files_list_of_modules() -> None
 
 def test_an_unknown_key_is_refused_by_name(titan: Path) -> None:
     titan.write_text(TITAN.replace("seq_len", "hyper_drive = true\nseq_len"))
-    with pytest.raises(UsageError, match=r"training\.hyper_drive = true \(it is not known\).*--allow-unread"):
+    with pytest.raises(UsageError, match=r"training\.hyper_drive = true \(unknown key\).*--allow-unread"):
         read_run(titan, gpus=8)
     found = read_run(titan, gpus=8, allow_unread=True)
     assert [key.name for key in found.unread] == ["training.hyper_drive"]
@@ -93,7 +93,7 @@ def test_an_unknown_key_is_refused_by_name(titan: Path) -> None:
     [
         (TITAN.replace("4096", "40.5"), r"training\.seq_len = 40\.5; expected a whole number"),
         (TITAN.replace("[model]", "[model"), "is not TOML"),
-        ("[nothing]\nx = 1\n", "no key of a framework that is known; expected torchtitan"),
+        ("[nothing]\nx = 1\n", "no key of a known framework; expected torchtitan"),
         (TITAN.replace("full", "some"), r"activation_checkpoint\.mode = some \(expected one of"),
     ],
 )
@@ -180,8 +180,8 @@ def test_what_a_shell_would_do(text: str, wanted: dict[str, str]) -> None:
 def test_what_only_a_run_would_know_is_said() -> None:
     found = arguments('source ours.sh\nif have gpus; then A=1; fi\npython t.py --lr $LR --a 1 $MORE "$@"\n')
     assert found[NOTES] == [
-        "a test of the script is not known, and counts as false: have gpus",
-        "arguments that the script does not say are left away: $MORE",
+        "a test of the script has an unknown result, and counts as false: have gpus",
+        "arguments in a variable that the script does not set are omitted: $MORE",
     ]
 
 
@@ -219,7 +219,7 @@ def test_references_of_yaml_to_its_own_keys(tmp_path: Path) -> None:
         assert "${" in values[left]
     chain = [f"a{n}: '${{a{n - 1}}}${{a{n - 1}}}'" for n in range(1, 30)]
     file.write_text("\n".join(["a0: text", *chain]))
-    with pytest.raises(UsageError, match="references grow"):
+    with pytest.raises(UsageError, match="references expand"):
         read_config_file(file)
 
 
@@ -237,7 +237,7 @@ def test_a_script_that_starts_what_a_file_says(titan: Path) -> None:
     script = titan.with_name("run.sh")
     script.write_text(f"torchrun -m train --job.config_file ./{titan.name} --training.steps 3\n")
     with pytest.raises(
-        UsageError, match=rf"run\.sh, which starts what .*{titan.name} says; expected --from .*{titan.name}"
+        UsageError, match=rf"run\.sh, which starts a run of .*{titan.name}; expected --from .*{titan.name}"
     ):
         read_run(script, gpus=8)
 

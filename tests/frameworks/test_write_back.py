@@ -42,7 +42,7 @@ def test_the_fastest_that_fits_is_written(tmp_path: Path, capsys: pytest.Capture
     file.write_text(TITAN)
     command = ["plan", "--from", str(file), "--gpus", "8", "--gpu", "a100-40gb", "--write"]
     assert run(command) == 0
-    assert "lost beside the plan" in capsys.readouterr().err
+    assert "lost against the plan" in capsys.readouterr().err
     assert back.read_text() == TITAN.replace('"selective"', '"full"')
     assert file.read_text() == TITAN
     assert read_run(back, gpus=8).request.recompute == "full"

@@ -56,7 +56,7 @@ def test_its_configuration_takes_a_budget_and_what_cannot_be_planned_is_refused_
         "compile": "compile.enable=False",
         "pipeline": "parallelism.pipeline_parallel_degree=1",
         "tensor": "parallelism.tensor_parallel_degree=1",
-        "selective": "SelectiveAC is switched on; say activation_checkpoint=None",
+        "selective": "SelectiveAC is on; set activation_checkpoint=None",
         "flex": "attn_backend='varlen'",
         "whole mesh": "parallelism.spmd_backend='partial_dtensor'",
         "nobody": "none is being built here",

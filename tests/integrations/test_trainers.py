@@ -170,7 +170,7 @@ def test_a_trainer_keeps_its_budget(make: Callable[[Path], Any], tmp_path: Path)
     logged, parameters = trained(plain)
     budget = Bytes(0.88 * max(plain.peaks))
     handle = auto_checkpoint_trainer(planned, budget)
-    with pytest.raises(UsageError, match="when the trainer's first batch comes"):
+    with pytest.raises(UsageError, match="at the trainer's first batch"):
         handle.report()
     again, same = trained(planned)
     assert len(logged) == STEPS
@@ -226,14 +226,14 @@ def test_checkpointing_twice_is_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = plain_trainer(tmp_path, gradient_checkpointing=True)
-    with pytest.raises(UnsupportedModule, match=r"say (activation|gradient)_checkpointing=False"):
+    with pytest.raises(UnsupportedModule, match=r"set (activation|gradient)_checkpointing=False"):
         auto_checkpoint_trainer(trainer, "1GiB")
 
 
 @pytest.mark.parametrize("switch", ["activation_checkpointing", "gradient_checkpointing", "torch_compile"])
 def test_what_a_trainer_switches_on_is_refused_with_the_line_to_change(switch: str) -> None:
     trainer = types.SimpleNamespace(training_step=None, args=types.SimpleNamespace(**{switch: True}))
-    with pytest.raises(UnsupportedModule, match=f"say {switch}=False"):
+    with pytest.raises(UnsupportedModule, match=f"set {switch}=False"):
         auto_checkpoint_trainer(trainer, "1GiB")
 
 
@@ -385,7 +385,7 @@ def test_lightning_keeps_its_budget(more: dict[str, Any], tmp_path: Path) -> Non
 
     losses, parameters, plain = lightning_run(tmp_path, [], **more)
     callback = AutoCheckpoint(int(0.9 * plain))
-    with pytest.raises(UsageError, match="when the trainer's first batch comes"):
+    with pytest.raises(UsageError, match="at the trainer's first batch"):
         callback.memory()
     again, same, peak = lightning_run(tmp_path, [callback], **more)
     assert again == losses

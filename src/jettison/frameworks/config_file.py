@@ -1,8 +1,8 @@
 """Configuration files of training frameworks as values by dotted key: TOML, YAML, JSON, Python, command-line arguments.
 
-Nothing in a file is run: of a shell script assignments and arguments are read, of Python literals. References of a YAML
-file to its own keys, as OmegaConf has them (``${output_dir}/logs``, ``${model.hidden}``, ``${.sibling}``), are
-resolved; environment variables and resolvers (``${oc.env:HOME}``) stay in the text.
+No file is executed: assignments and arguments of a shell script are read, and literals of Python. OmegaConf's
+references to keys of the same YAML file (``${output_dir}/logs``, ``${model.hidden}``, ``${.sibling}``) are resolved;
+environment variables and resolvers (``${oc.env:HOME}``) stay in the text.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ MOST_BYTES: Final = 1 << 20
 MOST_KEYS: Final = 20_000
 _REFERENCE: Final = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+|\[\d+\])*)\}")
 _DEEPEST: Final = 32
-"""References that lead to references."""
+"""Longest chain of references."""
 _SUFFIXES: Final = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python"}
 _EXPECTED: Final = "a training framework's file: TOML, YAML, JSON, Python, a shell script, or arguments as text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """A file as it was read.
+    """Parsed file.
 
     Args:
-        path: as it was given, with a configuration's name behind a colon where a Python file has several.
+        path: as given, such as ``FILE.py:NAME`` for one of several configurations of a Python file.
         syntax: toml, yaml, json, python or arguments.
-        values: leaves by dotted key (``training.seq_len``); lists are leaves. Arguments are by name without dashes,
-            those without a value are True, those with several a list; a script's variables, and the programs that it
-            starts, are there by name with a dollar sign.
+        values: leaves by dotted key (``training.seq_len``); lists are leaves. Arguments are keyed by name without
+            dashes, those without a value are True, those with several a list; a script's variables and the programs
+            that it starts are keyed by name with a dollar sign.
     """
 
     path: Path
@@ -47,10 +47,10 @@ class ConfigFile:
 
 
 def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
-    """Read a file of a framework; ``text``: what it says, where that is not what is written there.
+    """Read a file of a framework; ``text`` replaces its contents.
 
     Raises:
-        UsageError: no such file, too large, or not in the syntax that its name says.
+        UsageError: no such file, too large, or not in the syntax of its suffix.
     """
     file, name = split_name(path)
     try:
@@ -59,7 +59,7 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
     except OSError as error:
         raise UsageError(f"got --from {path}; expected {_EXPECTED}: {error.strerror or 'it cannot be read'}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"got --from {path}, which is no text; expected {_EXPECTED}") from None
+        raise UsageError(f"got --from {path}, which is not UTF-8 text; expected {_EXPECTED}") from None
     if len(data) > MOST_BYTES:
         raise UsageError(f"got --from {path} with {len(data):,} bytes; expected {_EXPECTED}, of at most {MOST_BYTES:,}")
     syntax = _SUFFIXES.get(file.suffix.lower(), "arguments")
@@ -78,7 +78,7 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
 
 
 def split_name(path: Path) -> tuple[Path, str | None]:
-    """A file, and which of a Python file's configurations is meant: ``config.py:pretrain``."""
+    """Split ``config.py:pretrain`` into the file and the name of one of its configurations."""
     stem, colon, name = path.name.rpartition(":")
     if colon and stem.lower().endswith(".py") and not path.exists():
         return path.with_name(stem), name
@@ -86,7 +86,7 @@ def split_name(path: Path) -> tuple[Path, str | None]:
 
 
 def _flat(values: Any) -> Iterator[tuple[str, Any]]:
-    """Leaves by dotted key. An alias of YAML may stand for a tree many times over, so leaves are counted."""
+    """Yield leaves by dotted key. They are counted, since YAML aliases can repeat a tree many times over."""
     if not isinstance(values, Mapping):
         raise ValueError(f"it holds {type(values).__name__}, not keys with values")
     left, waiting = MOST_KEYS, [("", values)]
@@ -105,7 +105,7 @@ def _flat(values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _elements(value: Any, most: int) -> int:
-    """Elements of a list and of what is in it, as far as ``most`` and one more."""
+    """Count the elements of nested lists and tables, up to ``most`` and one more."""
     count, waiting = 0, [value]
     while waiting and count <= most:
         one = waiting.pop()
@@ -126,11 +126,11 @@ def _yaml(text: str) -> Any:
 
 @dataclass
 class _References:
-    """References of a file's values to its own keys. Those that lead nowhere, or in a circle, stay as they are."""
+    """References between keys of one file. Unknown and circular ones stay in the text."""
 
     values: Mapping[str, Any]
     _left: int = MOST_BYTES
-    """Characters that all values may grow by."""
+    """Characters by which all values together may still grow."""
 
     def resolved(self) -> dict[str, Any]:
         """Values by dotted key; a reference to a table stands for each of its keys."""
@@ -154,7 +154,7 @@ class _References:
         return found
 
     def _table(self, key: str, value: Any) -> str:
-        """Return the key that a value names which is one reference, followed to the last; empty for other values."""
+        """Follow a value that is one reference to its last key; empty for other values."""
         for _ in range(_DEEPEST):
             whole = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
             if whole is None:
@@ -175,7 +175,7 @@ class _References:
         made, before = _REFERENCE.sub(lambda match: _as_text(self._of(match, key, depth)), value), value
         self._left -= max(0, len(made) - len(before))
         if self._left < 0:
-            raise ValueError("its references grow beyond what can be read")
+            raise ValueError(f"its references expand to more than {MOST_BYTES:,} characters")
         return self._value(made, key, depth + 1) if made != before else made
 
     def _of(self, match: re.Match[str], key: str, depth: int) -> Any:
@@ -190,7 +190,7 @@ class _References:
 
     @staticmethod
     def _target(match: re.Match[str], key: str) -> str:
-        """The dotted key: one point before it is the table that the reference stands in, two the one around that."""
+        """Return the absolute key: one leading dot is the table of the reference, two the enclosing one."""
         name = re.sub(r"\[(\d+)\]", r".\1", match[2])
         tables = key.split(".")[: -len(match[1])] if match[1] else []
         return ".".join([*tables, name])

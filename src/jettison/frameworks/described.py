@@ -1,4 +1,4 @@
-"""Costs of a described run under a policy per layer, by the ledger, timeline and prices that planned it."""
+"""Costs of a described run under one policy per layer, by the ledger, timeline and prices of its planner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jettison.spec.run import COMPILED_MODES, Run
 
 
 def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
-    """By layer, in the order of the model."""
+    """Return the decisions of all layers, in the order of the model."""
     words = dict(layer_policies(choice))
     found = {}
     for stage in choice.forecast.stages:
@@ -45,7 +45,7 @@ class DescribedPricer:
         self.execution = execution_of(self.run)
 
     def plan(self) -> Cost:
-        """Under the plan itself, by the same sums."""
+        """Cost under the plan itself, by the same formulas."""
         choice, run = self.choice, self.choice.forecast.run
         parts = {part.name: part for part in choice.forecast.parts if part.is_layer}
         chosen = [parts[name].chosen for name in run.model.layer_names]
@@ -63,19 +63,19 @@ class DescribedPricer:
         return self._cost(run, found, chosen, again, extra=self._beyond(policies), host_bytes=on_host)
 
     def without_overlap(self) -> DescribedPricer:
-        """For who copies to and from the host while nothing is computed."""
+        """Return a pricer of copies to and from CPU memory that do not overlap with compute."""
         other = DescribedPricer(self.choice)
         other.execution = replace(self.execution, hides_offload=False)
         return other
 
     def last_of_chunks(self) -> frozenset[str]:
-        """Layers whose backward follows their forward: what they would send to the host is wanted at once."""
+        """Layers whose backward follows their forward, so that offloaded tensors would be prefetched at once."""
         chunks = [[part.name for part in c if part.is_layer] for s in self.choice.forecast.stages for c in s.parts]
         return frozenset(names[-1] for names in chunks if names)
 
     @staticmethod
     def _on_host(found: Forecast, policies: Sequence[LayerPolicy]) -> int:
-        """Host bytes of all micro-batches in flight, on the stage with most."""
+        """Offloaded bytes of all micro-batches in flight, on the stage with most."""
         moved = {policy.layer: policy.program.kept_bytes(policy.moved) for policy in policies}
         return max(
             sum(
@@ -87,7 +87,7 @@ class DescribedPricer:
         )
 
     def cost_of_mode(self, recompute: Recompute, policies: Sequence[LayerPolicy]) -> Cost:
-        """Cost of a mode that is more than a policy per layer: segments."""
+        """Cost of a mode that one policy per layer cannot express: segments."""
         compiled = self.run.compiled and str(recompute.mode) in COMPILED_MODES
         run = replace(self.run, recompute=recompute, compiled=compiled)
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
@@ -115,9 +115,7 @@ class DescribedPricer:
         )
 
     def _beyond(self, policies: Sequence[LayerPolicy]) -> float:
-        """Seconds of a step for ops that a checkpoint runs again although nobody wants their results, on the stage that
-        has most of them.
-        """
+        """Seconds of a step for recomputed ops whose results nothing needs, on the stage with most of them."""
         by_stage: dict[int, float] = {}
         for policy in policies:
             if policy.action is LayerAction.KEEP:
@@ -131,7 +129,7 @@ class DescribedPricer:
 
 
 def subject_of(choice: AutoForecast, document: dict[str, object], model: str) -> Subject:
-    """A described plan, made again, as what is exported."""
+    """Make the subject of an export from a described plan."""
     made_by = document.get("made_by")
     predicted = document.get("predicted")
     return Subject(

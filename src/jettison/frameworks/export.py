@@ -1,4 +1,4 @@
-"""Targets of an export by name, what one writes, and what is lost and costs next to the plan."""
+"""Export targets by name, the files that they write, and losses and costs against the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA = "jettison.export/1"
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Something else that the target can say, and what that costs."""
+    """Another policy that the target can express, and its cost."""
 
     words: str
     cost: Cost
@@ -27,10 +27,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What a target makes of a plan: files by name, in the order in which they matter.
+    """Output of a target: files by name, the most important first.
 
     Args:
-        lost: beside what `losses` finds; None where nothing at all is lost.
+        lost: losses in addition to those of `losses`; None if nothing at all is lost.
     """
 
     files: dict[str, str]
@@ -43,7 +43,7 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What is written beside the plan itself; ``checked_with``: versions whose own parser or class took such output."""
+    """Export of a plan; ``checked_with``: versions whose own parser or class accepted such output."""
 
     target: str
     subject: Subject
@@ -58,11 +58,11 @@ class Exported:
 
     @property
     def exact(self) -> bool:
-        """Nothing of the plan is lost."""
+        """Is nothing of the plan lost?"""
         return not self.lost
 
     def document(self) -> dict[str, Any]:
-        """Schema ``jettison.export/1``."""
+        """JSON document of schema ``jettison.export/1``."""
         subject = self.subject
         return {
             "schema": SCHEMA,
@@ -105,8 +105,8 @@ def exporter(target: str) -> Exporter:
     """Return the exporter of a target, around its framework's ``write``.
 
     An exporter raises:
-        CannotSay: the target has no words for the plan or its model.
-        DoesNotFit: nothing that it can say fits the plan's budget.
+        CannotSay: the target cannot express the plan or its model.
+        DoesNotFit: no policy that it can express fits the plan's budget.
 
     Raises:
         UsageError: there is no such target.
@@ -138,16 +138,16 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
         touched = [p for p in policies if getattr(p.decision, name) and not p.moved]
         if touched:
             nbytes = sum(p.program.kept_bytes(getattr(p.decision, name)) for p in touched)
-            where = "on the host" if name == "moved" else "in fewer bytes"
+            where = "offloaded to CPU" if name == "moved" else "kept in fewer bytes"
             found.append(
-                f"{format_bytes(nbytes)} of {len(touched)} layers wait {where} in the plan; {target} is not told so"
+                f"{format_bytes(nbytes)} of {len(touched)} layers are {where} in the plan; {target} cannot express it"
             )
     here = [policy for policy in policies if policy.moved and policy.moved != policy.decision.moved]
     if here:
         planned = sum(p.program.kept_bytes(p.decision.moved) for p in here)
         ours = sum(p.program.kept_bytes(p.moved) for p in here)
         found.append(
-            f"{format_bytes(ours)} of {len(here)} layers wait on the host, and in the plan {format_bytes(planned)} "
+            f"{format_bytes(ours)} of {len(here)} layers are offloaded to CPU, in the plan {format_bytes(planned)} "
             "of them, other tensors"
         )
     found += _other_runs(subject, policies)
@@ -159,7 +159,7 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
     for (before, after, plan_bytes, ours), group in groupby(policies, key=_change):
         alike = list(group)
         names = [policy.layer for policy in alike]
-        other = "tensors on the host" if any(p.moved != p.decision.moved for p in alike) else "ops run again"
+        other = "offloaded tensors" if any(p.moved != p.decision.moved for p in alike) else "recomputed ops"
         if plan_bytes != ours or before != after:
             word = "more" if ours > plan_bytes else "less"
             found.append(
@@ -171,7 +171,7 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
 
 
 def _other_runs(subject: Subject, policies: Sequence[LayerPolicy]) -> Iterator[str]:
-    """Runs of layers of which one holds an input for all, where the plan has others than the export."""
+    """Report segments, of which only the first layer keeps its input, if plan and export have different ones."""
     planned = [bool(policy.decision.shared_bytes) for policy in policies]
     ours = [bool(policy.shared_bytes) for policy in policies]
     if planned == ours:
@@ -193,13 +193,13 @@ def _count(runs: Sequence[object]) -> str:
 
 
 def _change(policy: LayerPolicy) -> tuple[str, str, int, int]:
-    """Words and bytes before and after, of the layer by itself: what runs of layers share is said once for all."""
+    """Return the layer's policies and bytes in plan and export, each by itself: `_other_runs` reports segments."""
     before = policy.decision.words
     after = policy.words or str(policy.action)
     again = policy.decision.again
     same = policy.kept == policy.decision.kept and policy.moved == policy.decision.moved and not policy.decision.packed
     if same and (set(again) <= set(policy.again) or not again):
-        after = before  # the same buffers stay; what is run again beside is in the cost
+        after = before  # the same buffers are kept; additional recomputation is in the cost
     shared = policy.decision.shared_bytes, policy.shared_bytes
     return before, after, policy.decision.kept_bytes + shared[0], policy.kept_bytes + shared[1]
 
@@ -208,7 +208,7 @@ def strategy_notes(subject: Subject, policies: Sequence[LayerPolicy]) -> tuple[s
     """Notes on settings of the strategy that wraps a live model."""
     if not subject.live:
         return ()
-    found = ["the peak is of one rank that holds the whole model, as the plan's is; sharding it takes less"]
+    found = ["the peak is of one rank with the unsharded model, as in the plan; sharding takes less"]
     if any(policy.moved for policy in policies):
-        found.append("copies to the host and back run while nothing is computed; their time is not in these seconds")
+        found.append("offload and prefetch do not overlap with compute; their time is not in these seconds")
     return tuple(found)

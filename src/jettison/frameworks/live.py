@@ -1,4 +1,4 @@
-"""`export` of a live model's plan: what was written is run on fake tensors, so that its cost is its own."""
+"""Export of a live model's plan: a dry run of the written code on fake tensors gives its cost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _subject(plan: Plan, traced: ModelTrace, request: ModelRequest, prices: Hard
 
 
 def _decision(entry: LayerPlan, program: Any, model: Any, *, inside: bool) -> Decision:
-    """``inside`` a segment, behind its first layer."""
+    """Args: inside: the layer is in a segment, after its first one."""
     module = type(model.get_submodule(entry.layer))
     spared = max(0, program.kept_bytes(frozenset(entry.kept) - frozenset(entry.offloaded)) - entry.kept_bytes)
     return Decision(
@@ -91,7 +91,7 @@ def _called(cls: type) -> str:
 
 
 class LivePricer:
-    """Runs what was written on fake tensors; see `jettison.frameworks.policy.Pricer`."""
+    """Dry-runs the written code on fake tensors; see `jettison.frameworks.policy.Pricer`."""
 
     def __init__(self, plan: Plan, subject: Subject, traced: ModelTrace, optimizer: Any) -> None:
         self._plan, self._subject, self._traced, self._optimizer = plan, subject, traced, optimizer
@@ -99,7 +99,7 @@ class LivePricer:
         self._pricing = Pricing(run=small)
 
     def plan(self) -> Cost:
-        """As its document has it."""
+        """Cost in the plan's document."""
         again = [(d.program, o) for d in self._subject.decisions for o in d.again]
         return Cost(
             layer_bytes=sum(decision.kept_bytes for decision in self._subject.decisions),
@@ -110,11 +110,11 @@ class LivePricer:
         )
 
     def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
-        """Cost of one policy per layer, as ``code`` carries it out."""
+        """Cost of one policy per layer, applied by ``code``."""
         defined: dict[str, Any] = {"__name__": "exported"}
-        exec(compile(code, "<exported>", "exec"), defined)  # of our own making, names as literals
+        exec(compile(code, "<exported>", "exec"), defined)  # generated here, with names as literals
         with warnings.catch_warnings():
-            # torch_remat asks tensors for their addresses, to tell those without bytes
+            # torch_remat compares addresses of tensors, to find those without bytes
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor", category=UserWarning)
             step = self._pricing.known(
                 lambda workspace: dry_run_given(

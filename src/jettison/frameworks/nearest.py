@@ -1,4 +1,4 @@
-"""The nearest policy to a plan that a target can say, the fastest that still fits the plan's budget; and refusals."""
+"""Nearest policy to a plan that a target can express: the fastest that fits the plan's budget. And refusals."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jettison.frameworks.policy import (
 Policies = tuple[LayerPolicy, ...]
 Priced = tuple[Policies, Cost]
 Checkpoint = Callable[[Decision], LayerPolicy]
-"""What becomes of a layer that is a checkpoint."""
+"""Policy of a layer that is a checkpoint."""
 
 
 class CannotSay(UsageError):
-    """A target has no words for what the plan asks for, or for the model that it was made for."""
+    """A target cannot express the plan, or the model that it was made for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,11 @@ class Nearest:
     """Chooses for one plan and one target.
 
     Args:
-        could: what the target can say.
-        write: policies as Python that defines ``apply(model)``.
+        could: policies that the target can express, for messages.
+        write: turns policies into Python that defines ``apply(model)``.
 
     Each choice raises:
-        DoesNotFit: nothing that it tries fits the plan's budget.
+        DoesNotFit: no policy that it tries fits the plan's budget.
     """
 
     subject: Subject
@@ -48,28 +48,28 @@ class Nearest:
     write: Callable[[Policies], str] = lambda _policies: ""
 
     def saying(self, could: str, write: Callable[[Policies], str] | None = None) -> Nearest:
-        """The same, where this is what the target can say."""
+        """Return a copy for a target that can express these policies."""
         return replace(self, could=could, write=write or self.write)
 
     def priced(self, policies: Policies) -> Priced:
-        """Policies and what a step under them costs."""
+        """Return the policies with the cost of a step under them."""
         return policies, self.pricer.cost(policies, self.write(policies))
 
     def fits(self, found: Priced) -> bool:
-        """Whether a step stays below the plan's budget."""
+        """Does the step fit the plan's budget?"""
         return found[1].peak_bytes <= self.subject.budget_bytes
 
     def all_or_none(self, checkpoint: Checkpoint = checkpointed) -> Priced:
-        """No layer is a checkpoint where that fits, else every one."""
+        """Checkpoint no layer if that fits, else every one."""
         decisions = self.subject.decisions
         plain = self.priced(tuple(map(kept_whole, decisions)))
         return plain if self.fits(plain) else self._fitting(self.priced(tuple(map(checkpoint, decisions))))
 
     def checkpoints(self, checkpoint: Checkpoint = checkpointed) -> Priced:
-        """Whole layers as checkpoints: as the plan has it where it treats layers whole, else as few as fit its budget.
+        """Checkpoint entire layers: the plan's own if it has no others, else as few as fit its budget.
 
-        Of layers that free as much the first go first: what a checkpoint makes again in backward then comes when the
-        layers behind it are gone.
+        Of layers that free equally many bytes the first ones are chosen: they are recomputed last, when later layers
+        have freed their tensors.
         """
         decisions = self.subject.decisions
         if self.subject.whole_layers:
@@ -86,10 +86,10 @@ class Nearest:
         return self.least(made, len(order))
 
     def with_host(self, choose: Callable[[Nearest, Checkpoint], Priced]) -> Priced:
-        """Checkpoints, with what they are given on the host where that is faster, or the only way to fit.
+        """Choose checkpoints, with inputs offloaded to CPU if that is faster, or the only way to fit.
 
-        Considered where the plan moves something. A described plan's copies are priced as what nothing is computed
-        beside; of a live plan inputs are offloaded where nothing else fits.
+        Only for plans that offload. A described plan's copies are priced without overlap; a live plan's inputs are
+        offloaded only if nothing else fits.
         """
         pricer, limit = self.pricer, None
         tries: list[tuple[Nearest, Checkpoint]] = [(self, checkpointed)]
@@ -109,15 +109,15 @@ class Nearest:
                 break
         allowed = [one for one in found if limit is None or one[1].host_bytes <= limit]
         if not allowed:
-            assert problem is not None  # what stays on the device is allowed
+            assert problem is not None  # without offloading everything is allowed
             raise problem
         return min(allowed, key=lambda one: (one[1].step_seconds or 0.0, one[1].host_bytes))
 
     def with_moves(self, checkpoint: Checkpoint, partly: Checkpoint) -> Priced:
-        """Whole layers as checkpoints, and what a live plan moves of layers that it leaves alone waits on the host.
+        """Checkpoint entire layers, and offload what a live plan offloads of layers without recomputation.
 
         Args:
-            partly: what becomes of a layer of which the plan computes a part again.
+            partly: policy of a layer that the plan recomputes in part.
         """
 
         def wish(decision: Decision) -> LayerPolicy:
@@ -130,10 +130,10 @@ class Nearest:
         return self.between(tuple(map(wish, decisions)), as_it_stands=said, checkpoint=checkpoint)
 
     def between(self, wished: Policies, *, as_it_stands: bool, checkpoint: Checkpoint = checkpointed) -> Priced:
-        """A wish for each layer; where that is above the budget the first layers are checkpoints, as few as fit.
+        """Apply the wished policies; above the budget, checkpoint the fewest first layers that make it fit.
 
         Args:
-            as_it_stands: else, where the wish leaves room, the last layers keep everything, as many as fit.
+            as_it_stands: if false and the wish leaves room, as many last layers as fit keep everything.
         """
         depth = len(wished)
         levels = [
@@ -150,7 +150,7 @@ class Nearest:
         return self.least(made, 2 * depth)
 
     def least(self, made: Callable[[int], Policies], most: int) -> Priced:
-        """The first of ``made(0) .. made(most)`` that fits; more of them take fewer bytes."""
+        """Return the first of ``made(0) .. made(most)`` that fits; later ones need fewer bytes."""
         first = self.priced(made(0))
         if self.fits(first):
             return first
@@ -170,20 +170,20 @@ class Nearest:
         return found
 
     def too_much(self, peak_bytes: int) -> DoesNotFit:
-        """The error for what needs more than the plan's budget, whatever is said."""
+        """Return the error for a target without a policy within the plan's budget."""
         return DoesNotFit(
             peak_bytes=peak_bytes,
             limit_bytes=self.subject.budget_bytes,
             limit_name="the plan's budget",
-            advice=f"{self.target} can say {self.could}, which the plan goes beyond. "
+            advice=f"{self.target} can express {self.could}, and the plan needs more. "
             f"Plan with --budget {peak_bytes}B or more",
         )
 
     def refuse_described(self) -> None:
-        """Refuse a plan that names no modules.
+        """Refuse the plan of a described run, which names no modules.
 
         Raises:
-            CannotSay: it is one.
+            CannotSay: the plan is one.
         """
         if not self.subject.live:
             raise CannotSay(
@@ -192,14 +192,14 @@ class Nearest:
             )
 
     def refuse_stacks(self, *, in_order: bool = False) -> None:
-        """Refuse a described plan whose layers are not the one list in which the target numbers them.
+        """Refuse a described plan whose layers are not one list, if the target numbers them in one.
 
         Args:
-            in_order: layers of several lists are numbered in the order of modules: an encoder's before a decoder's, and
-                a tower of words before one of images, which a description has the other way round.
+            in_order: the target numbers layers of several lists in the order of modules: an encoder's before a
+                decoder's, but a text tower before an image tower, contrary to a description.
 
         Raises:
-            CannotSay: the model is made of two stacks.
+            CannotSay: the model has two stacks.
         """
         model = None if self.subject.described is None else self.subject.described.forecast.run.model
         if model is not None and model.two_stacks and not (in_order and model.source is not None):
@@ -209,13 +209,13 @@ class Nearest:
             )
 
     def refuse_images(self) -> None:
-        """Refuse a described plan of a model that reads no tokens.
+        """Refuse a described plan of a model without tokens.
 
         Raises:
-            CannotSay: it is one.
+            CannotSay: the plan is one.
         """
         if self.subject.described is not None and not self.subject.described.forecast.run.model.words:
             raise CannotSay(
-                f"{self.target} is told of models of words, and {self.subject.model} reads none; export --to "
+                f"{self.target} is for language models, and {self.subject.model} reads no tokens; export --to "
                 "transformers"
             )

@@ -1,16 +1,16 @@
-"""A plan's decisions by layer, policies of a target for a layer, and the buffers that it then keeps.
+"""A plan's decisions by layer, an export target's policies for a layer, and the buffers that they keep.
 
 NOTE [ What a checkpoint holds ]
-`torch.utils.checkpoint` holds everything that a layer is given and runs the layer's Python again: all ops up to the
-last one of which backward asks for something, whether their results are wanted or not. Under selective contexts the
-outputs of chosen calls of ops are held as well, all of a call's outputs or none, and these calls are not run again. A
-plan that keeps one of two outputs, or leaves out an input that it can compute, therefore holds more once exported.
+`torch.utils.checkpoint` keeps all inputs of a layer and recomputes its Python: all ops up to the last one with a result
+that backward needs, needed or not. Selective contexts also keep the outputs of chosen calls of ops, all of a call's
+outputs or none, and do not recompute these calls. A plan that keeps one of two outputs, or drops an input that it can
+recompute, therefore keeps more once exported.
 
 NOTE [ What selective contexts must not save ]
-Where a call is not run again its result is handed out in its place. That is wrong without an error for ops that write
-in place, since the code around them goes on with the tensor that they wrote to; and it moves the random stream on less
-than the forward did, for whoever draws next. So no op in place is saved, and of those that draw all or none. Nor is
-what such an op writes to, its first argument: torch refuses to hand out what has changed since it was saved.
+Selective contexts return the saved result in place of a call. For in-place ops that is silently wrong, since the code
+around them uses the tensor that they wrote to; and for ops that draw random numbers it advances the generator less than
+the forward did, which later draws see. So no in-place op is saved, and of random ops all or none. Nor is the tensor
+that an in-place op writes to, its first argument: torch raises if a saved tensor has changed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a plan does with one layer; ``kept`` and, of these, ``moved`` and ``packed`` are buffers of its program.
+    """A plan's decision for one layer; ``kept`` and its subsets ``moved`` and ``packed`` are buffers of its program.
 
     Args:
-        layer: its number's name in a description, or its path in a live model.
-        policy: the plan's word for it.
-        shared_bytes: of what it keeps, what nobody holds: a layer before it in its segment makes it again.
-        packed_bytes: of what it keeps, what is spared by packing.
-        through: backward runs all of it again, for the next layer of its segment.
-        module: class of a live model's block, as ``module:Class``; ``bases`` are those that it is made of, itself too.
+        layer: name in a described model, or path in a live one.
+        policy: name of the plan's policy.
+        moved: offloaded to CPU. ``packed``: kept in fewer bytes.
+        shared_bytes: of kept buffers that an earlier layer of the segment recomputes, so that they take no memory.
+        packed_bytes: saved by packing.
+        through: backward recomputes the entire layer, for the next layer of its segment.
+        module: class of a live model's block, as ``module:Class``; ``bases``: its base classes, itself included.
     """
 
     layer: str
@@ -60,22 +61,22 @@ class Decision:
 
     @property
     def plain(self) -> bool:
-        """Autograd's own saved tensors stay where they are."""
+        """Does the layer run under plain autograd?"""
         return not self.moved and not self.packed and not self.program.recompute_set(self.kept)
 
     @property
     def whole(self) -> bool:
-        """Nothing stays but what the layer is given, and what cannot be computed again."""
+        """Does the layer keep only its inputs and what cannot be recomputed?"""
         return not self.moved and not self.packed and self.kept <= Full().kept(self.program)
 
     @property
     def only_moves(self) -> bool:
-        """Some of what autograd saves waits on the host, and nothing is computed again."""
+        """Are saved tensors offloaded to CPU, and none recomputed?"""
         return bool(self.moved) and not self.packed and not self.program.recompute_set(self.kept)
 
     @property
     def kept_bytes(self) -> int:
-        """On the device, between forward and backward."""
+        """Bytes kept on the device between forward and backward."""
         return self.program.kept_bytes(self.kept - self.moved) - self.shared_bytes - self.packed_bytes
 
     @property
@@ -92,7 +93,7 @@ class Decision:
 
     @property
     def again(self) -> tuple[int, ...]:
-        """Ops that backward runs a second time."""
+        """Recomputed ops."""
         return tuple(range(len(self.program.ops))) if self.through else self.program.recompute_set(self.kept)
 
 
@@ -113,12 +114,12 @@ class Subject:
     """A plan to export.
 
     Args:
-        hardware: whose prices seconds are stated at.
-        segments: runs of layers of which only the first holds its input, by the names of the first and the last.
-        root_freed_bytes: what the plan drops of the part around the layers.
+        hardware: whose prices give the seconds.
+        segments: runs of layers of which only the first keeps its input, by the names of the first and the last.
+        root_freed_bytes: bytes that the plan drops outside the layers.
         described: the choice for a described run; None for a live model's plan.
-        predicted: what the plan's document says of it, by key.
-        asked: what it was made from, by flag, as the document has it.
+        predicted: predictions of the plan's document, by key.
+        asked: flags of the plan's document.
     """
 
     model: str
@@ -140,22 +141,22 @@ class Subject:
 
     @property
     def moves(self) -> bool:
-        """Something of a layer waits on the host."""
+        """Does the plan offload tensors of a layer to CPU?"""
         return any(decision.moved for decision in self.decisions)
 
     @property
     def whole_layers(self) -> bool:
-        """Each layer is left alone, or computed again as a whole."""
+        """Is each layer either left alone or fully recomputed?"""
         return all(decision.plain or decision.whole for decision in self.decisions)
 
     @property
     def live(self) -> bool:
-        """It was made for a module, and not for a description."""
+        """Is it the plan of a live module?"""
         return self.described is None
 
 
 class LayerAction(StrEnum):
-    """One word for a layer."""
+    """Kind of a layer's policy."""
 
     KEEP = "none"
     CHECKPOINT = "full"
@@ -172,8 +173,8 @@ class OpCall:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPolicy:
-    """What is done with one layer: ``kept`` stays of its program's buffers, ``moved`` of these on the host, and
-    backward runs the ops ``again`` a second time.
+    """Policy of one layer: ``kept`` buffers of its program, the subset ``moved`` to CPU, and the recomputed ops
+    ``again``.
     """
 
     decision: Decision
@@ -182,14 +183,14 @@ class LayerPolicy:
     moved: frozenset[int] = frozenset()
     again: tuple[int, ...] = ()
     saves: tuple[OpCall, ...] = ()
-    words: str = ""  # a target's own
-    regions: tuple[str, ...] = ()  # modules of the layer that stay
-    beside_bytes: int = 0  # held although it is no buffer of the program; below 0: spared by packing
-    shared_bytes: int = 0  # of what is kept, what nobody holds: a layer before it in its checkpoint makes it again
+    words: str = ""  # name of the policy in the target's terms
+    regions: tuple[str, ...] = ()  # modules of the layer that are not recomputed
+    beside_bytes: int = 0  # kept in addition to buffers of the program; below 0: saved by packing
+    shared_bytes: int = 0  # of kept buffers that an earlier layer of the checkpoint recomputes
 
     @property
     def layer(self) -> str:
-        """Its name."""
+        """Name of the layer."""
         return self.decision.layer
 
     @property
@@ -199,7 +200,7 @@ class LayerPolicy:
 
     @property
     def kept_bytes(self) -> int:
-        """On the device, between forward and backward."""
+        """Bytes kept on the device between forward and backward."""
         return self.program.kept_bytes(self.kept - self.moved) + self.beside_bytes - self.shared_bytes
 
     @property
@@ -209,12 +210,12 @@ class LayerPolicy:
 
 
 def kept_whole(decision: Decision) -> LayerPolicy:
-    """Plain autograd."""
+    """Return the policy of plain autograd."""
     return LayerPolicy(decision=decision, action=LayerAction.KEEP, kept=decision.program.saved_buffers())
 
 
 def checkpointed(decision: Decision) -> LayerPolicy:
-    """The layer is a checkpoint of its own."""
+    """Return the policy of one checkpoint around the layer."""
     program = decision.program
     return LayerPolicy(
         decision=decision, action=LayerAction.CHECKPOINT, kept=Full().kept(program), again=rerun(program)
@@ -222,7 +223,9 @@ def checkpointed(decision: Decision) -> LayerPolicy:
 
 
 def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy]:
-    """The layers are one checkpoint: it holds what the first is given, and runs all but the last to their ends."""
+    """Yield the policies of one checkpoint around all layers: it keeps the first one's inputs, and recomputes all but
+    the last to their ends.
+    """
     for place, decision in enumerate(decisions):
         policy = checkpointed(decision)
         if place:
@@ -233,17 +236,17 @@ def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy
 
 
 def checkpointed_on_host(decision: Decision) -> LayerPolicy:
-    """The same, and what it is given waits on the host."""
+    """Return the policy of a checkpoint whose inputs are offloaded to CPU."""
     return with_input_on_host(checkpointed(decision))
 
 
 def as_the_plan_moves(decision: Decision) -> LayerPolicy:
-    """A checkpoint, with what it is given on the host where the plan moves something of the layer."""
+    """Return the policy of a checkpoint, its inputs offloaded to CPU if the plan offloads tensors of the layer."""
     return checkpointed_on_host(decision) if decision.moved else checkpointed(decision)
 
 
 def with_input_on_host(policy: LayerPolicy) -> LayerPolicy:
-    """A checkpoint, with what it is given on the host."""
+    """Offload a checkpoint's inputs to CPU."""
     return replace(policy, moved=_inputs(policy), words="full, its input on the host")
 
 
@@ -253,14 +256,14 @@ def _inputs(policy: LayerPolicy) -> frozenset[int]:
 
 
 def by_ops(decision: Decision) -> LayerPolicy:
-    """The nearest to a plan that selective contexts can say: see NOTE [ What a checkpoint holds ]."""
+    """Return the policy nearest to a plan that selective contexts can express: NOTE [ What a checkpoint holds ]."""
     if decision.plain:
         return kept_whole(decision)
     return saving(decision, (op.index for op in decision.program.ops if decision.kept.intersection(op.outputs)))
 
 
 def by_ops_and_host(decision: Decision) -> LayerPolicy:
-    """The same, and what the plan moves waits on the host where hooks see it: see NOTE [ What hooks move ] in
+    """Return the policy of `by_ops`, with the plan's offloading of tensors that hooks see: NOTE [ What hooks move ] in
     frameworks/text.py.
     """
     if not decision.moved:
@@ -275,7 +278,7 @@ def by_ops_and_host(decision: Decision) -> LayerPolicy:
 
 
 def saving(decision: Decision, wanted: Iterable[int]) -> LayerPolicy:
-    """The layer is a checkpoint that saves the outputs of these ops, but for those that must not be."""
+    """Return the policy of a selective checkpoint that saves the outputs of these ops, as far as they are `savable`."""
     program = decision.program
     saved = savable(program, frozenset(wanted))
     if not saved:
@@ -293,20 +296,20 @@ def saving(decision: Decision, wanted: Iterable[int]) -> LayerPolicy:
 
 
 def savable(program: Program, wanted: frozenset[int]) -> frozenset[int]:
-    """Of these ops: see NOTE [ What selective contexts must not save ]."""
+    """Select the ops that may be saved: NOTE [ What selective contexts must not save ]."""
     written = {op.inputs[0] for op in program.ops if op.inputs and writes_in_place(op)}
     found = wanted - {op.index for op in program.ops if writes_in_place(op) or written.intersection(op.outputs)}
     return found if drawing(program) <= found else found - drawing(program)
 
 
 def writes_in_place(op: Op) -> bool:
-    """By the convention for names of ops; what stands for no op of torch's counts as well."""
+    """Does the op's name end in an underscore, or is it no op of torch?"""
     namespace, _, name = op.name.partition(".")
     return namespace == "jettison" or name.partition(".")[0].endswith("_")
 
 
 def random_states(program: Program) -> frozenset[int]:
-    """Buffers that are states of random numbers."""
+    """Buffers that hold random generator states."""
     return frozenset(buffer.index for buffer in program.buffers if buffer.source is Source.RANDOM)
 
 
@@ -318,7 +321,7 @@ def drawing(program: Program) -> frozenset[int]:
 
 
 def draws_again(policy: LayerPolicy) -> bool:
-    """Backward draws random numbers of the layer a second time, from where the forward did."""
+    """Does recomputation draw the layer's random numbers a second time, from the forward's generator state?"""
     calls = op_calls(policy.program)
     return policy.action is not LayerAction.KEEP and not {calls[o] for o in drawing(policy.program)} <= set(
         policy.saves
@@ -326,7 +329,7 @@ def draws_again(policy: LayerPolicy) -> bool:
 
 
 def op_calls(program: Program) -> list[OpCall]:
-    """By op of a program, which call of its kind it is."""
+    """Number the calls of each kind of op."""
     seen: Counter[str] = Counter()
     found = []
     for op in program.ops:
@@ -336,20 +339,20 @@ def op_calls(program: Program) -> list[OpCall]:
 
 
 def rerun(program: Program, saved: frozenset[int] = frozenset()) -> tuple[int, ...]:
-    """Ops that a checkpoint runs again, in order."""
+    """Ops that a checkpoint recomputes, in order."""
     makers = [m for b in program.needed_buffers() if (m := program.buffers[b].producer) is not None]
     return tuple(o for o in range(max(makers, default=-1) + 1) if o not in saved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of one step. None where it is not known.
+    """Cost of one step; None if unknown.
 
     Args:
         layer_bytes: kept on the device by all layers, of one micro-batch on one rank.
-        held_bytes: alive between forward and backward beside what was there before, the model's output included.
-        recompute_seconds: at the prices of one accelerator, with nothing else on it.
-        step_seconds: of the whole step, where a described run says what that is.
+        held_bytes: kept between forward and backward, the model's output included, parameters and the like excluded.
+        recompute_seconds: at the prices of one accelerator without other work.
+        step_seconds: of the entire step, known for described runs.
     """
 
     layer_bytes: int
@@ -362,16 +365,16 @@ class Cost:
 
 
 class Pricer(Protocol):
-    """Says what a step costs. Lives where the plan can be worked out again."""
+    """Cost of a step under a plan and under its exports."""
 
     def plan(self) -> Cost:
-        """Under the plan itself."""
+        """Cost under the plan itself."""
         ...
 
     def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
-        """Under what was exported.
+        """Cost under an export.
 
         Args:
-            code: Python that defines ``apply(model)``; where there is a module, this is what runs.
+            code: Python that defines ``apply(model)``, which a live model's dry run executes.
         """
         ...

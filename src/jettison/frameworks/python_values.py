@@ -1,8 +1,8 @@
-"""Values of a Python configuration file without running it: literals, calls as what they are given, local functions.
+"""Values of a Python configuration file, without executing it: literals, arguments of calls, local functions.
 
-A call such as ``SelectiveAC.Config(debug=True)`` is a table of its arguments, its name under the empty key: positional
-ones by number, others by name. A function of the file itself is followed, and so are assignments to attributes
-(``config.training.steps = 10``). Of anything else there is its text: an expression as a value, a statement as a key.
+A call such as ``SelectiveAC.Config(debug=True)`` becomes a table of its arguments, by position or name, with the
+function's name under the empty key. Functions of the file itself and assignments to attributes
+(``config.training.steps = 10``) are evaluated. Other expressions become their text, other statements a key.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _SUMS: Final[Mapping[type, Callable[[Any, Any], Any]]] = MappingProxyType(
 
 
 class _Unknown(Exception):
-    """This expression says nothing without being run."""
+    """The expression's value is unknown without execution."""
 
 
 def python_values(text: str, name: str | None) -> Mapping[str, Any]:
     """Return the value that a function of a file returns, or that a variable of the module holds.
 
     Args:
-        name: of the function or the variable; None: the only function without required arguments, or where there is
-            none the only variable that holds a call.
+        name: of the function or variable; None: the only function without required arguments, or without any the only
+            variable that holds a call.
 
     Raises:
-        SyntaxError: it is no Python.
-        UsageError: no such name, or several functions and none named.
+        SyntaxError: the text is not Python.
+        UsageError: no such name, or several candidates for None.
     """
     return _Module(ast.parse(text)).values(name)
 
@@ -73,14 +73,12 @@ class _Module:
                 listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
                 raise UsageError(
                     f"it has {len(known) or 'no'} configurations{': ' + listed if known else ''}; "
-                    f"expected one, or its name behind a colon, such as FILE.py:{known[0] if known else 'pretrain'}"
+                    f"expected one, or FILE.py:NAME, such as FILE.py:{known[0] if known else 'pretrain'}"
                 )
             name = known[0]
         found = self.call(name, [], {}) if name in self.functions else self.names.get(name)
         if not isinstance(found, dict):
-            raise UsageError(
-                f"it has no configuration {name!r}; expected one of {', '.join(known) or 'none that is there'}"
-            )
+            raise UsageError(f"it has no configuration {name!r}; expected one of {', '.join(known) or 'none'}")
         return {key: value for key, value in found.items() if key}
 
     def configurations(self) -> list[str]:
@@ -115,7 +113,7 @@ class _Module:
         return found
 
     def _run(self, body: list[ast.stmt], local: dict[str, Any], unread: dict[str, Any]) -> Any:
-        """Return what a body returns; statements that say nothing are left in ``unread``."""
+        """Evaluate a body's return value; other statements are added to ``unread``."""
         for node in body:
             match node:
                 case ast.Return(value=ast.expr() as value):
@@ -136,7 +134,7 @@ class _Module:
         return None
 
     def _set(self, target: ast.Attribute, value: ast.expr, local: dict[str, Any]) -> bool:
-        """Set an attribute of a table; False where the object is none."""
+        """Set an attribute of a table; False if the object is no table."""
         path = [target.attr]
         owner: ast.expr = target.value
         while isinstance(owner, ast.Attribute):
@@ -151,7 +149,7 @@ class _Module:
         return True
 
     def value(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
-        """A value, or an expression's text."""
+        """Return the value of an expression, or its text."""
         try:
             return self._known(node, local)
         except _Unknown:

@@ -1,22 +1,23 @@
-"""A run as a training framework's own file configures it: a request, the keys it came from, and those not read.
+"""Run configured by a training framework's own file: a request, the keys it came from, and unread keys.
 
-``frameworks/NAME/read.toml`` says what each key of a framework's files is here; ``frameworks/NAME/read.py`` has what is
-no table, as a function ``read(keys)``. Sections of ``read.toml``:
+``frameworks/NAME/read.toml`` maps keys of a framework's files to fields of a request; ``frameworks/NAME/read.py`` has a
+function ``read(keys)`` for keys without a table form. Sections of ``read.toml``:
 
-- ``says``: what such a file is called. ``syntaxes``, ``any``, ``all``: a file is one where its syntax is among these,
-  one of ``any`` is among its keys (globs, with or without ``prefixes``), and all of ``all``. ``order``: whose turn it
-  is, the least first.
-- ``like``: the preset of ``--like`` that such a run follows.
-- ``keys``: fields of a request by key, value for value: ``"training.seq_len" = "seq"``.
-- ``words``: by key and then by value, as text in lower case or a glob, fields with their values, and ``note``, which is
-  said of it. A value that is not there is refused. ``like = "NAME:KEY"``: those of another framework's key.
+- ``says``: name of such a file in messages. ``syntaxes``, ``any``, ``all``: a file matches if it has one of these
+  syntaxes, a key of ``any`` (globs, with or without ``prefixes``) and every key of ``all``. ``order``: tables are
+  matched in this order, the least first.
+- ``like``: framework preset of such a run.
+- ``keys``: fields of a request by key, with the same value: ``"training.seq_len" = "seq"``.
+- ``words``: by key and value (lower-case text or a glob), fields with their values, and ``note``, a message. Other
+  values are refused. ``like = "NAME:KEY"``: includes the values of another framework's key.
 - ``ignored``: globs of keys that change neither memory nor time.
-- ``refused``: by glob, why keys that do are not read. One whose value is off (false, null, 0, empty) says nothing.
-- ``prefixes``: prefixes of a file's keys that are dropped, ``underscores``: dashes in them are these, and
-  ``renames``: keys by what such a file calls them.
-- ``beside``: by framework, what the keys of its file begin with here, when it is given beside this one.
-- ``[[forms]]``: kinds of files of one framework, each with any of these sections; what stands above counts for all.
-  ``name``: how ``read`` tells them apart (`Keys.form`).
+- ``refused``: by glob, the reason why keys that change them are not read, unless the value is off (false, null, 0,
+  empty).
+- ``prefixes``: prefixes that are removed from keys, ``underscores``: dashes become underscores, and ``renames``: our
+  names by the file's.
+- ``beside``: by framework, the prefix of its keys if its file is given with this one.
+- ``[[forms]]``: kinds of files of one framework, each with any of these sections; the sections above apply to all.
+  ``name``: identifies the form (`Keys.form`).
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ _T = TypeVar("_T", int, float, str, bool)
 _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
 COMPILES: Final = ("ledger", "estimate", "plan")
-"""Verbs that take --compile."""
-UNKNOWN: Final = "it is not known"
-LEFT_OPEN: Final = "the file leaves it open"
-NOT_FOUND: Final = "it is not in the script's folder"
+"""Commands with a flag --compile."""
+UNKNOWN: Final = "unknown key"
+LEFT_OPEN: Final = "the file does not set its value"
+NOT_FOUND: Final = "not found in the script's folder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key of a file, with its value. ``why``: what it became, or why it was not read."""
+    """One key of a file, with its value. ``why``: the flag that it became, or the reason why it was not read."""
 
     name: str
     value: Any
@@ -70,23 +71,23 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """A framework's file, as it was understood.
+    """Run read from a framework's file.
 
     Args:
         framework: the folder under ``frameworks``.
-        says: what such a file is called.
-        model: a preset, a path or a Hub id that the file names; None where it has its own, or names none.
+        says: name of such a file in messages.
+        model: a preset, a path or a Hub id that the file names; None if it describes its own model, or names none.
         config: the model that the file itself describes, in the form of a ``config.json``.
         request: of the run.
         compile: its layers are compiled.
-        gpus: how many it runs on, where the file or the command says so.
+        gpus: number of devices, if the file or the command line has it.
         global_batch: sequences in a step on all devices, likewise.
-        used: keys that became something.
+        used: keys that were read.
         unread: keys that change memory or time and were not read.
         ignored: names of keys that change neither.
-        notes: what else there is to say.
-        writes: settings of recomputation that such a file can say, `write_back`; ``written``: its own name of a key.
-        by_hand: what to set instead, where it has none.
+        notes: further messages.
+        writes: recomputation settings of such a file for `write_back`; ``written``: the file's name of a key.
+        by_hand: settings to change by hand if there are none.
     """
 
     path: Path
@@ -108,10 +109,10 @@ class RunFile:
 
     @property
     def model_argument(self) -> str:
-        """Model argument of the command line: the file itself where it describes its own model.
+        """Model argument of the command line: the file itself if it describes its own model.
 
         Raises:
-            UsageError: it names none.
+            UsageError: the file names no model.
         """
         if self.model is not None:
             return self.model
@@ -120,19 +121,19 @@ class RunFile:
         raise UsageError(f"{self.path} names no model; give it before --from: a preset, a config.json or a Hub id")
 
     def spec(self) -> ModelSpec:
-        """The model."""
+        """Parse the model."""
         if self.model is None and self.config is not None:
             return parse_config(self.config, name=self.path.stem)
         return described_model(self.model_argument, self.request)
 
     def command(self, verb: str = "ledger", request: Any = None) -> str:
-        """The equivalent command line; ``request``: what the verb takes of the file's."""
+        """Return the equivalent command line; ``request``: the fields that the verb takes."""
         compiled = ["--compile"] if self.compile and verb in COMPILES else []
         said = flags_of(self.request if request is None else request)
         return shlex.join(["jettison", verb, self.model_argument, *said, *compiled])
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the run as a JSON document."""
         used, unread = (
             [{"key": key.name, "value": _shown(key.value), "became": key.why} for key in keys]
             for keys in (self.used, self.unread)
@@ -149,7 +150,7 @@ class RunFile:
 
 
 def flags_of(request: CommonRequest) -> Iterator[str]:
-    """A request as it is typed."""
+    """Yield a request's command-line flags."""
     for name in request.given():
         value = getattr(request, name)
         yield flag_of(name) if value is not False else f"--no-{flag_of(name)[2:]}"
@@ -158,22 +159,22 @@ def flags_of(request: CommonRequest) -> Iterator[str]:
 
 
 def replaced(asked: Mapping[str, Any]) -> frozenset[str]:
-    """Fields that a file may say and that others on the command line stand for: a mode of recompute, and a list."""
+    """Fields of a file that the command line overrides by related ones: recompute mode and module lists."""
     mode, modules = asked.get("recompute"), asked.get("recompute_modules")
     gone = {"recompute_modules"} if mode not in (None, "selective") and modules is None else set()
     return frozenset(gone | ({"recompute"} if modules is not None and mode is None else set()))
 
 
 class Keys:
-    """The keys of a file while they are read: whoever asks for one has read it.
+    """Keys of a file while they are read; access marks a key as read.
 
     Args:
-        file: whose keys.
-        asked: fields of a request that the command line gives, which count before the file's.
-        gpus: devices, where the command line says how many.
-        beside: other files that were given with it.
-        asked_model: the model, where the command names one.
-        table: what ``read.toml`` says of such a file.
+        file: with the keys.
+        asked: fields of a request from the command line, which override the file's.
+        gpus: number of devices from the command line.
+        beside: further files of the run.
+        asked_model: the model from the command line.
+        table: the file's table of ``read.toml``.
     """
 
     def __init__(
@@ -206,33 +207,33 @@ class Keys:
         self._refused: dict[str, str] = {}
         self._tables: list[tuple[str, Mapping[str, Any]]] = []
 
-    # what readers call ------------------------------------------------------------------------------------------------
+    # for readers ------------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
-        """Is this key there, with a value other than null?"""
+        """Does the file have this key, with a value other than null?"""
         return self.values.get(key) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, which is then read; the default where it is not there, or null."""
+        """Return the value of a key and mark it as read; the default if it is missing or null."""
         if key in self.values:
             self._became.setdefault(key, [])
         value = self.values.get(key)
         return default if value is None else value
 
     def whole(self, key: str, default: int | None = None) -> int | None:
-        """A whole number; a `UsageError` where the value is none."""
+        """Return a whole number; raise a `UsageError` for other values."""
         return self._as(int, key, default, "a whole number")
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """A number; a `UsageError` where the value is none."""
+        """Return a number; raise a `UsageError` for other values."""
         return self._as(float, key, default, "a number")
 
     def text(self, key: str, default: str = "") -> str:
-        """A text, in lower case."""
+        """Return a value as text in lower case."""
         return str(self.get(key, default)).strip().lower()
 
     def listed(self, key: str) -> list[Any]:
-        """A list, or a text with commas as one; empty where there is none, a `UsageError` where it is no list."""
+        """Return a list, or comma-separated text as one; empty without the key; a `UsageError` for other values."""
         value = self.get(key, [])
         if isinstance(value, str):
             return [part.strip() for part in value.split(",") if part.strip()]
@@ -241,12 +242,12 @@ class Keys:
         return value
 
     def on(self, key: str, default: bool = False) -> bool:
-        """Is it on? A flag without a value is, and so is ``true`` as text."""
+        """Is the option on? A flag without a value is, and so is ``true`` as text."""
         value = self.get(key, default)
         return value if isinstance(value, bool) else not _off(value)
 
     def give(self, name: str, value: Any, *keys: str) -> None:
-        """Set a field of the request, unless the command line gives it; ``keys`` are what it came from."""
+        """Set a field of the request, unless the command line sets it; ``keys``: its sources."""
         if name not in _FIELDS:
             raise AssertionError(f"{name} is no field of a request")
         if value is None:
@@ -259,29 +260,29 @@ class Keys:
                 self._became.setdefault(key, []).append(f"{said} (the command line says another)" if other else said)
 
     def note(self, text: str) -> None:
-        """Something else to say, once."""
+        """Add a message, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def drop(self, name: str) -> None:
-        """Take a field back, and what is said of the keys that it came from."""
+        """Remove a field, and its flag from the keys that it came from."""
         value = self._fields.pop(name, None)
         said = "" if value is None else " ".join(flags_of(RunRequest(**{name: value})))
         for became in self._became.values():
             became[:] = [one for one in became if one != said]
 
     def said(self, name: str) -> Any:
-        """A field as the file says it, whatever the command line does; None where it does not."""
+        """Return the file's value of a field, regardless of the command line; None if it sets none."""
         return self._fields.get(name)
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A field as it stands: the command line's, else what was given; the default where neither says it."""
+        """Return the value of a field: the command line's, else the file's, else the default."""
         found = self.asked.get(name)
         found = self._fields.get(name) if found is None else found
         return default if found is None else found
 
     def read(self, *keys: str, why: str = "") -> None:
-        """These keys were read although no field came of them, such as a model's sizes."""
+        """Mark keys as read that set no field, such as a model's sizes."""
         for key in keys:
             if key in self.values:
                 found = self._became.setdefault(key, [])
@@ -289,17 +290,17 @@ class Keys:
                     found.append(why)
 
     def refuse(self, key: str, why: str) -> None:
-        """This key changes memory or time and is not read."""
+        """Refuse a key that changes memory or time and is not read."""
         if key in self.values:
             self._refused[key] = why
 
     def _left_open(self, key: str) -> None:
-        """Refuse a variable of a script; what another program fills in has its own ways."""
+        """Refuse an unset variable of a script; readers handle "auto" themselves."""
         if self.has(key) and self.values[key] != "auto":
             self.refuse(key, LEFT_OPEN)
 
     def take_model(self, sizes: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-        """Take a model by its sizes in the form of a config.json, ``like`` being a preset of ours; return them all."""
+        """Set the model by its sizes in the form of a config.json, over the preset ``like``; return all sizes."""
         like = sizes.get("like")
         own = {name: value for name, value in sizes.items() if name != "like"}
         config = {**(PRESETS[like] if like is not None else {}), **own}
@@ -311,15 +312,15 @@ class Keys:
         return config
 
     def matching(self, *globs: str) -> Iterator[str]:
-        """Names of keys that fit one of these patterns, in the file's order."""
+        """Names of keys that match one of these patterns, in the file's order."""
         return iter([key for key in self.values if any(fnmatchcase(key, glob) for glob in globs)])
 
     def some(self, *globs: str) -> bool:
-        """Does any key fit one of these patterns?"""
+        """Does any key match one of these patterns?"""
         return next(self.matching(*globs), None) is not None
 
     def under(self, name: str, prefix: str, file: ConfigFile | None = None) -> None:
-        """Read keys that begin with a prefix as another framework does, a file's that was given beside this one."""
+        """Read keys under a prefix, with those of a further file, by another framework's reader."""
         if file is not None:
             self.values = {**{f"{prefix}{key}": value for key, value in file.values.items()}, **self.values}
         known = [one for _, one in self._tables if one["framework"] == name]
@@ -330,10 +331,11 @@ class Keys:
             _reader(name)(self, prefix)
 
     def named(self, key: str) -> ConfigFile | None:
-        """The file that this key names, from the folder of this one or from where we are; None where none is there.
+        """Return the file that this key names, relative to the working directory or this file's folders; None if it is
+        missing.
 
         Raises:
-            UsageError: it is there and cannot be read.
+            UsageError: the file cannot be read.
         """
         value = self.get(key)
         if not isinstance(value, str) or len(value) > 1000:
@@ -343,10 +345,10 @@ class Keys:
         return None if found is None else read_config_file(found)
 
     def share(self, *axes: str) -> int:
-        """Devices on one rank of what these axes do not share: world over their product.
+        """Return the number of devices over the product of these axes.
 
         Raises:
-            UsageError: nobody says how many devices there are, or these axes do not divide them.
+            UsageError: the number of devices is unknown, or these axes do not divide it.
         """
         if self.gpus == 0:
             return 1
@@ -368,10 +370,10 @@ class Keys:
             raise UsageError(f"got {self.gpus} GPUs for {self.file.path}, which {said} do not divide")
         return self.gpus // product
 
-    # the table --------------------------------------------------------------------------------------------------------
+    # tables -----------------------------------------------------------------------------------------------------------
 
     def by_table(self, table: Mapping[str, Any], prefix: str = "") -> None:
-        """Read what ``read.toml`` says, of keys that begin so."""
+        """Read keys under a prefix by a table of ``read.toml``."""
         self._tables.append((prefix, table))
         for own, name in table.get("keys", {}).items():
             key = f"{prefix}{own}"
@@ -391,14 +393,14 @@ class Keys:
                 self.word(f"{prefix}{own}", words)
 
     def _contradicted(self, key: str, name: str, value: Any) -> None:
-        """Say where a key is another's word against what is known."""
+        """Note that a key contradicts another one."""
         before = self._fields.get(name)
         if before is not None and before != value and name not in self.asked:
             said = " ".join(flags_of(RunRequest(**{name: before})))
             self.note(f"{self.written(key)} = {_shown(value)} is counted, and another key says {said}: they contradict")
 
     def word(self, key: str, words: Mapping[str, Mapping[str, Any]], default: str = "") -> None:
-        """Set the fields that a key's value stands for, or the default's where it is not there."""
+        """Set the fields of a key's value, or of the default if the key is missing."""
         text = self.text(key, default)
         found = words.get(text, next((said for glob, said in words.items() if fnmatchcase(text, glob)), None))
         if found is None:
@@ -410,7 +412,7 @@ class Keys:
                 self.give(name, value, key)
 
     def left(self) -> tuple[tuple[Key, ...], tuple[str, ...]]:
-        """Keys that change memory or time and were not read, and names of those that do neither."""
+        """Return unread keys that change memory or time, and the names of those that do not."""
         ignored: list[str] = []
         unread = [Key(name="source", value=name, why=NOT_FOUND) for name in self.file.values.get(SOURCED, ())]
         for key, value in self.values.items():
@@ -430,7 +432,7 @@ class Keys:
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
     def _in_tables(self, key: str, section: str) -> str | None:
-        """Entry of the tables for a key in a section of globs; None without one."""
+        """Return the tables' entry for a key in a section of globs; None without one."""
         for prefix, table in self._tables:
             globs = table.get(section, ()) if key.startswith(prefix) else ()
             own = key[len(prefix) :]
@@ -440,7 +442,7 @@ class Keys:
         return None
 
     def written(self, key: str) -> str:
-        """A key as the file has it, or as it would have it beside those that are there."""
+        """Return the file's spelling of a key, for a missing one in the style of its other keys."""
         if key in self._written or not self._written:
             return self._written.get(key, key)
         usual, there = next(iter(self._written.items()))
@@ -457,7 +459,7 @@ class Keys:
         )
 
     def request(self, like: str | None) -> RunRequest:
-        """Request from the file, with the command line's fields before the file's."""
+        """Make the request: fields of the file, overridden by the command line's."""
         gone = replaced(self.asked)
         own = {name: value for name, value in self._fields.items() if name not in gone}
         given = {**({} if like is None else {"like": like}), **own}
@@ -490,16 +492,15 @@ def read_run(
     """Read a run from a framework's own files.
 
     Args:
-        paths: the file, and others beside it, such as DeepSpeed's JSON and accelerate's YAML.
-        model: what is trained, where the files do not say it, or say it otherwise.
-        gpus: devices, where the files do not say how many; 0 where the model alone is wanted, whatever it runs on.
-        asked: fields of a `RunRequest` that count before the files'.
-        allow_unread: go on where keys that change memory or time cannot be read.
-        text: what the first file says, where it is not what is written there.
+        paths: the main file and further ones, such as DeepSpeed's JSON and accelerate's YAML.
+        model: model to train, if the files name none or another one.
+        gpus: number of devices, if the files have none; 0 to read only the model.
+        asked: fields of a `RunRequest` that override the files'.
+        allow_unread: continue if keys that change memory or time cannot be read.
+        text: replaces the first file's contents.
 
     Raises:
-        UsageError: no such file, of no framework that is known, or with keys that change memory or time and are not
-            read.
+        UsageError: no such file, an unknown framework, or unread keys that change memory or time.
     """
     files = [read_config_file(Path(path), None if at else text) for at, path in enumerate(paths)]
     if not files:
@@ -509,11 +510,11 @@ def read_run(
     if table is None:
         if (named := _named_within(first)) is not None:
             raise UsageError(
-                f"got --from {first.path}, which starts what {named} says; expected --from {named}, and as flags what "
-                "it changes"
+                f"got --from {first.path}, which starts a run of {named}; expected --from {named}, and flags for "
+                "what the script changes"
             )
         raise UsageError(
-            f"got --from {first.path}, which has no key of a framework that is known; expected "
+            f"got --from {first.path}, which has no key of a known framework; expected "
             f"{', '.join(dict.fromkeys(table['says'] for table in tables()))}"
         )
     name = table["framework"]
@@ -523,7 +524,7 @@ def read_run(
     for other in others:
         kind = _table(other) or {"framework": "", "says": "no framework's file"}
         if kind["framework"] not in prefixes:
-            raise UsageError(f"got --from {other.path}, {kind['says']}, beside {first.path}; it is read by itself")
+            raise UsageError(f"got --from {other.path}, {kind['says']}, with {first.path}; give one of them")
         keys.under(kind["framework"], prefixes[kind["framework"]], other)
     _reader(name)(keys)
     unread, ignored = keys.left()
@@ -532,7 +533,7 @@ def read_run(
         more = f"; and {len(unread) - 8} more" if len(unread) > 8 else ""
         raise UsageError(
             f"{first.path}: {len(unread)} key{'s' * (len(unread) > 1)} that may change memory or time "
-            f"{'are' if len(unread) > 1 else 'is'} not read: {listed}{more}. Give --allow-unread to go on without"
+            f"{'are' if len(unread) > 1 else 'is'} not read: {listed}{more}. Give --allow-unread to continue without"
         )
     return RunFile(
         path=first.path,
@@ -562,20 +563,20 @@ def run_from(
     allow_unread: bool = False,
     **flags: Any,
 ) -> Run:
-    """The run that a training framework's own file configures: what `forecast` and `estimate` work on.
+    """Read the run of a training framework's own file, for `forecast` and `estimate`.
 
-    Where the file has layers compiled, they are, unless the formulas have none such.
+    Layers that the file compiles are compiled, if the formulas cover them.
 
     Args:
         path: torchtitan's TOML, Megatron-LM's arguments, a Trainer's JSON or YAML, and so on.
-        beside: other files of the same run, such as DeepSpeed's JSON.
-        model: what is trained, where the file does not say it.
-        gpus: devices, where the file does not say how many.
-        allow_unread: go on where keys that change memory or time cannot be read.
-        flags: fields of a `RunRequest`, which count before the file's.
+        beside: further files of the same run, such as DeepSpeed's JSON.
+        model: model to train, if the file names none.
+        gpus: number of devices, if the file has none.
+        allow_unread: continue if keys that change memory or time cannot be read.
+        flags: fields of a `RunRequest` that override the file's.
 
     Raises:
-        UsageError: as `read_run` has it.
+        UsageError: see `read_run`.
     """
     found = read_run(path, *beside, model=model, gpus=gpus, asked=flags, allow_unread=allow_unread)
     run = resolve(found.spec(), found.request).run
@@ -591,7 +592,7 @@ def run_from(
 
 @cache
 def tables() -> Sequence[Mapping[str, Any]]:
-    """Tables of each framework's ``read.toml``, form by form, in the order in which files are matched against them."""
+    """Load the tables of all ``read.toml``, form by form, in the order of matching."""
     found: list[Mapping[str, Any]] = []
     for file in sorted(frameworks.FOLDER.glob("*/read.toml")):
         common = {"framework": file.parent.name, **tomllib.loads(file.read_text(encoding="utf-8"))}
@@ -606,7 +607,7 @@ def tables() -> Sequence[Mapping[str, Any]]:
 
 
 def _named_within(file: ConfigFile) -> Path | None:
-    """A framework's file beside a script, or where we are, that it names."""
+    """Find a framework's file that a script names, in the working directory or the script's folder."""
     words = re.findall(r"[\w./-]+\.(?:ya?ml|toml|json)\b", file.text) if file.syntax == "arguments" else []
     for word in dict.fromkeys(words):
         for path in (Path(word), file.path.parent / word):
@@ -616,7 +617,7 @@ def _named_within(file: ConfigFile) -> Path | None:
 
 
 def _reader(name: str) -> Callable[..., None]:
-    """A framework's ``read``, where it has one."""
+    """Return a framework's ``read``; without one, a function that does nothing."""
     if find_spec(f"jettison.frameworks.{name}.read") is None:
         return lambda *_: None
     found: Callable[..., None] = import_module(f"jettison.frameworks.{name}.read").read
@@ -624,7 +625,7 @@ def _reader(name: str) -> Callable[..., None]:
 
 
 def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the sections that count for all forms with those of one form."""
+    """Merge the sections for all forms with those of one form."""
     merged = dict(common)
     for key, value in form.items():
         before = merged.get(key)
@@ -636,7 +637,7 @@ def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_run_file(model: str) -> bool:
-    """Is this a framework's file, and no model's ``config.json``?"""
+    """Is this a framework's file and not a model's ``config.json``?"""
     file, _ = split_name(Path(model))
     return file.is_file() and file.suffix.lower() != ".json" and _table(read_config_file(Path(model))) is not None
 
@@ -651,7 +652,7 @@ def _table(file: ConfigFile) -> Mapping[str, Any] | None:
 
 
 def _usual(key: str, table: Mapping[str, Any]) -> str:
-    """A key's name here: without what it may begin with."""
+    """Return our name of a key: without prefix, and renamed."""
     key = next((key[len(prefix) :] for prefix in table.get("prefixes", ()) if key.startswith(prefix)), key)
     key = key.replace("-", "_") if table.get("underscores") else key
     return str(table.get("renames", {}).get(key, key))
@@ -669,7 +670,7 @@ def _fits(file: ConfigFile, table: Mapping[str, Any]) -> bool:
 
 
 def _settled(model: str | None, keys: Keys) -> str | None:
-    """A model's folder beside the file, where there is one of that name; a preset whose name says the same; else it."""
+    """Resolve a model's name: a folder next to the file, a preset of the same model, or the name itself."""
     if model is None or model in PRESETS:
         return model
     if max(len(part.encode()) for part in model.split("/")) > 255 or "\0" in model:
@@ -699,17 +700,17 @@ def _off(value: Any) -> bool:
 
 
 def _variable(value: Any) -> bool:
-    """A shell's variable that the file leaves open, or what only another program fills in."""
+    """Is the value an unset shell variable, or "auto", which another program fills in?"""
     first = value[0] if isinstance(value, list) and value else value
     return isinstance(first, str) and (first.startswith("$") or value == "auto")
 
 
 def _open_reference(value: Any) -> str:
-    """Why a value has a reference that could not be resolved; empty where it has none."""
+    """Reason why a reference in a value cannot be resolved; empty without one."""
     match = re.search(r"\$\{(?:([\w.]+):)?([^{}]*)\}", str(value)) if isinstance(value, str | list) else None
     if match is None:
         return ""
-    return f"the resolver {match[1]} is not known" if match[1] else f"the file has no key {match[2]}"
+    return f"unknown resolver {match[1]}" if match[1] else f"the file has no key {match[2]}"
 
 
 def _shown(value: Any) -> str:

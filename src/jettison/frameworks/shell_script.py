@@ -1,8 +1,8 @@
-"""Arguments of a shell script, or of a text that has nothing else: read, never run.
+"""Arguments of a shell script or of plain text, without executing it.
 
-Assignments, arrays, ``if``, ``case`` and the first round of ``for`` are followed as far as values are known. What only
-a run would know (a file that is there, what a command prints, ``$1``) is left open: its test counts as false, and its
-``$NAME`` stays in the text. A sourced file is read if it lies in the script's folder.
+Assignments, arrays, ``if``, ``case`` and the first iteration of ``for`` are evaluated as far as values are known.
+Values that need execution (whether a file exists, output of a command, ``$1``) stay unknown: their tests count as
+false, and ``$NAME`` stays in the text. A sourced file is read if it is in the script's folder.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 NOTES: Final = "$ notes"
-"""The key of what was taken for granted: tests that are not known, one command of several, one round of a loop."""
+"""Key of notes on assumptions: unknown tests, one command of several, one iteration of a loop."""
 SOURCED: Final = "$ sourced"
 """Key of sourced files that are not in the script's folder."""
 PROGRAM: Final = "$ program"
-"""The key of the program that takes the arguments."""
+"""Key of the program that takes the arguments."""
 _MOST: Final = 1 << 20
-"""Characters that a text may grow to."""
+"""Most characters of an expanded text."""
 _VARIABLE: Final = re.compile(
     r"\$\(\((?P<sum>[^$`]*?)\)\)|\$\{(?P<name>\w+|[@#*])(?:\[[@*]\])?(?:(?P<how>:?[-=+?])(?P<else>[^{}]*))?\}|\$(?P<plain>\w+)"
 )
@@ -34,10 +34,10 @@ _INSIDE: Final = re.compile(r"`#[^`\n]*`")
 """A comment within a command."""
 _FUNCTION: Final = re.compile(r"(?:function\s+([\w-]+)\s*(?:\(\))?|([\w-]+)\s*\(\))\s*(?=\{|$)")
 _DEEPEST: Final = 8
-"""Functions that call functions."""
+"""Deepest nesting of function calls."""
 _MOST_CALLS: Final = 100
 _OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)")
-"""A key of a configuration with its value, as Hydra takes them."""
+"""Hydra override: a configuration key with its value."""
 _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<"})
 _LAUNCHERS: Final = frozenset({"srun", "sbatch", "mpirun", "mpiexec", "docker", "singularity", "apptainer", "enroot"})
 _PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl)")
@@ -47,22 +47,23 @@ OF_LAUNCHERS: Final = (
     r"num[_-](?:nodes|gpus|processes|machines)|config[_-]file|mem|nodes|ntasks[\w-]*|gpus[\w-]*|container[\w-]*|"
     r"job-name|partition|account|time|output|error|exclusive"
 )
-"""A pattern of arguments that are a launcher's and not the program's."""
+"""Pattern of arguments that belong to a launcher, not to the program."""
 _ENVIRONMENTS: Final = re.compile(
     r"(.*/)?(activate|conda\.sh|\.?bashrc|\.?bash_profile|\.?profile|\.zshrc|(init|etc)/(\S*/)?\S+|setvars\.sh|modules?\.sh|lmod\S*)"
 )
-"""Sourced files that set up a shell and no arguments."""
+"""Pattern of sourced files that set up the shell environment, without arguments of a run."""
 _FILE_TESTS: Final = ("-f", "-d", "-e", "-x", "-s", "-r", "-w", "-L")
 
 
 def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
-    """Arguments by name without dashes, those without a value True, those with several a list; variables as ``$NAME``.
+    """Read arguments by name without dashes, those without a value as True, those with several as a list; variables are
+    keyed as ``$NAME``.
 
     Args:
-        folder: where the script lies, and what it sources; left out, sourced files are not read.
+        folder: of the script and of sourced files; None: sourced files are not read.
 
     Raises:
-        ValueError: it grows beyond what can be read.
+        ValueError: an expanded text is too long.
     """
     script = _Script(folder=folder)
     script.read_text(text)
@@ -70,7 +71,7 @@ def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
     words = script.command()
     found = _named(words)
     for word in _lost(words):
-        script.notes[f"arguments that the script does not say are left away: {word}"] = None
+        script.notes[f"arguments in a variable that the script does not set are omitted: {word}"] = None
     for name, value in _SBATCH.findall(text):
         if name in _KNOWN_OF_LAUNCHERS and value:
             found.setdefault(name, value)
@@ -81,7 +82,7 @@ def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
 
 @dataclass
 class _Script:
-    """State of a script up to a line."""
+    """State of a script while it is followed."""
 
     variables: dict[str, str] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
@@ -94,7 +95,7 @@ class _Script:
     _depth: int = 0
 
     def command(self) -> list[str]:
-        """The command with the most arguments, of those that start a program where one does; else all words."""
+        """Return the command with most arguments among those that start a program; without one, all words."""
         started = [words for words in self.commands if any(map(_starts, words))]
         with_arguments = [words for words in started if any(word.startswith("--") for word in words)]
         if with_arguments:
@@ -102,7 +103,7 @@ class _Script:
             others = {tuple(words[_begin(words) :]) for words in with_arguments if words[0] not in ("echo", "printf")}
             if len(others) > 1:
                 program = next(filter(_is_program, chosen), chosen[_begin(chosen)])
-                said = f"of {len(others)} commands with arguments the first with the most is read: {program}"
+                said = f"of {len(others)} commands with arguments only the first with most of them is read: {program}"
                 self.notes[said] = None
             return chosen
         words = [word for command in self.commands for word in command]
@@ -111,11 +112,11 @@ class _Script:
         return [word for value in self.variables.values() if "--" in value for word in split_words(value)]
 
     def read_text(self, text: str) -> None:
-        """Follow a file."""
+        """Follow all statements of a file."""
         self.read(_HERE.sub("\n", _INSIDE.sub(" ", text.replace("\r\n", "\n"))))
 
     def read(self, text: str) -> None:
-        """Follow all statements."""
+        """Follow all statements of a text without here-documents."""
         pieces = list(_statements(text))
         at = 0
         while at < len(pieces):
@@ -135,7 +136,7 @@ class _Script:
             at += 1
 
     def _function(self, match: re.Match[str], pieces: Sequence[tuple[str, str]], at: int) -> int:
-        """Keep a function for where it is called; return its last piece."""
+        """Store a function's body for its calls; return the position of its last piece."""
         depth, body = 0, ""
         for end in range(at, len(pieces)):
             words, follows = pieces[end]
@@ -151,7 +152,7 @@ class _Script:
         return end
 
     def _call(self, name: str, values: Sequence[str]) -> None:
-        """Follow a function where it is called."""
+        """Follow a function at a call."""
         self._called.append(name)
         if len(self._called) > _MOST_CALLS or self._depth >= _DEEPEST:
             return
@@ -167,7 +168,7 @@ class _Script:
                 self.variables[place] = before[place]
 
     def read_uncalled(self) -> None:
-        """Follow functions that another script calls, where this one starts nothing itself."""
+        """Follow functions for other scripts, if this one starts no program itself."""
         for name in self._functions:
             if not any(word.startswith("--") for words in self.commands for word in words):
                 self._call(name, ())
@@ -182,7 +183,7 @@ class _Script:
         self._blocks.append(_Block(runs=runs, done=runs))
 
     def _statement(self, first: str, rest: str, words: str, follows: str) -> None:
-        """One statement that begins no test."""
+        """Follow one statement that is no test."""
         if first in ("then", "do", "else", "{"):
             if first == "else" and self._blocks:
                 self._blocks[-1].runs = not self._blocks[-1].done and self._outer()
@@ -205,7 +206,7 @@ class _Script:
             if runs and listed:
                 self.variables[name.strip()] = listed[0]
             if runs and len(listed) > 1:
-                self.notes[f"of a loop the first round alone is read: {name.strip()} = {listed[0]}"] = None
+                self.notes[f"only the first iteration of a loop is read: {name.strip()} = {listed[0]}"] = None
             self._blocks.append(_Block(runs=runs, done=True))
         elif self._runs():
             if follows in ("&&", "||") and _is_test(words):
@@ -217,7 +218,7 @@ class _Script:
             self._blocks.pop()
 
     def _case(self, words: str) -> None:
-        """A pattern of ``case``, and what stands behind it."""
+        """Follow a pattern of ``case``, and the statements after it."""
         block = self._blocks[-1]
         pattern, _, rest = words.partition(")")
         kinds = [kind.strip("\"' ") for kind in pattern.lstrip("(").split("|")]
@@ -234,7 +235,7 @@ class _Script:
         return all(block.runs for block in self._blocks[:-1])
 
     def _run(self, words: str) -> None:
-        """Assignments, and a command behind them."""
+        """Follow assignments, and the command after them."""
         words = words.strip()
         while match := _NAME.match(words):
             value, words = _value(words[match.end() :])
@@ -247,7 +248,7 @@ class _Script:
             self._run_one(split_words(self.expand(part)))
 
     def _run_one(self, words: list[str]) -> None:
-        """A command, a function, or what takes variables back."""
+        """Follow a command, a function call, ``source`` or ``unset``."""
         if words and words[0] in self._functions:
             self._call(words[0], words[1:])
         elif len(words) > 1 and words[0] in ("source", "."):
@@ -259,7 +260,7 @@ class _Script:
             self.commands.append(words)
 
     def _source(self, words: str) -> None:
-        """Follow a sourced file; of a path that begins with a variable, the part after it, next to the script."""
+        """Follow a sourced file; a path that begins with a variable is looked up next to the script, without it."""
         if _ENVIRONMENTS.fullmatch(words.split()[0]) or words.startswith("<("):
             return
         name = (re.split(r"\$\w+|[)}`]", words)[-1].lstrip("/").split() or [words])[0]
@@ -281,13 +282,13 @@ class _Script:
     # values -----------------------------------------------------------------------------------------------------------
 
     def expand(self, text: str, *, single: bool = False) -> str:
-        """A text with the variables that are known."""
+        """Expand known variables of a text."""
         if single and re.fullmatch(r"'[^']*'", text.strip()):
             return text
         for _ in range(8):
             text, before = _VARIABLE.sub(self._value, text), text
             if len(text) > _MOST:
-                raise ValueError("its variables grow beyond what can be read")
+                raise ValueError(f"its variables expand to more than {_MOST:,} characters")
             if text == before:
                 break
         return text
@@ -308,7 +309,7 @@ class _Script:
         return value
 
     def _all(self, tests: Sequence[tuple[str, str]]) -> bool:
-        """Do tests hold that are joined by && and ||? One that is not known does not."""
+        """Do tests joined by && and || hold? Unknown ones count as false."""
         found, operator = True, "&&"
         for words, follows in tests:
             holds = bool(self._holds(words)) if words.strip() else True
@@ -317,7 +318,7 @@ class _Script:
         return found
 
     def _holds(self, words: str) -> bool | None:
-        """Does a test hold? None where it is not known."""
+        """Does a test hold? None if unknown."""
         words = words.strip()
         if words.startswith("! "):
             inner = self._holds(words[2:])
@@ -325,7 +326,7 @@ class _Script:
         if not _is_test(words):
             said = _unquoted(self.expand(words))
             if said not in ("true", ":", "false"):
-                self.notes[f"a test of the script is not known, and counts as false: {words}"] = None
+                self.notes[f"a test of the script has an unknown result, and counts as false: {words}"] = None
                 return None
             return said != "false"
         if words.startswith("(("):
@@ -334,7 +335,7 @@ class _Script:
             inside = words.removeprefix("test ").strip("[] ")
             number = self._joined(inside)
         if number is None and not any(f" {one} " in f" {words} " for one in _FILE_TESTS):
-            self.notes[f"a test of the script is not known, and counts as false: {words}"] = None
+            self.notes[f"a test of the script has an unknown result, and counts as false: {words}"] = None
         return number
 
     def _joined(self, inside: str) -> bool | None:
@@ -372,7 +373,7 @@ class _Script:
 
 @dataclass
 class _Block:
-    """A branch. ``value``: of ``case``. ``once``: of one command behind && or ||."""
+    """State of a branch. ``value``: of ``case``. ``once``: it is one command after && or ||."""
 
     runs: bool = False
     done: bool = False
@@ -381,7 +382,7 @@ class _Block:
 
 
 def _statements(text: str) -> Iterator[tuple[str, str]]:
-    """Statements with the operator behind each, without comments; arrays and quotations go over lines."""
+    """Yield statements, each with the operator after it, without comments; arrays and quotations may span lines."""
     text = re.sub(r"\\\n", " ", text)
     found: list[str] = []
     quote, depth, at = "", 0, 0
@@ -412,7 +413,7 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _piped(text: str) -> Iterator[str]:
-    """Commands that are joined by pipes, with space about them: patterns of layers have them without."""
+    """Split commands at pipes with spaces around them; patterns of layers have pipes without spaces."""
     quote, depth, begin = "", 0, 0
     for at, char in enumerate(text):
         if quote:
@@ -447,10 +448,10 @@ def _value(text: str) -> tuple[str, str]:
 
 
 def split_words(line: str) -> list[str]:
-    """Words of a line; a quotation that has several arguments counts as these."""
+    """Split a line into words; a quotation of several arguments is split, too."""
     try:
         words = shlex.split(line)
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # unterminated quotation
         words = line.split()
     found: list[str] = []
     for word in words:
@@ -460,7 +461,7 @@ def split_words(line: str) -> list[str]:
 
 
 def _named(words: Sequence[str]) -> dict[str, Any]:
-    """Arguments and overrides by name, programs as ``$NAME``; of a launcher, how many devices there are."""
+    """Arguments and overrides by name, programs as ``$NAME``; of a launcher only the numbers of devices."""
     found: dict[str, Any] = {}
     name, launched, begun = "", bool(words) and words[0].rpartition("/")[2] in _LAUNCHERS, False
     for word in words:
@@ -483,14 +484,14 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
             name = ""
         elif word in _ENDS or re.fullmatch(r"-[A-Za-z]", word):
             name = ""
-        elif name and not (found[name] is not True and word.startswith("$")):  # options that are left open
+        elif name and not (found[name] is not True and word.startswith("$")):  # unset variables of options
             before = found[name]
             found[name] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
     return found
 
 
 def _lost(words: Sequence[str]) -> Iterator[str]:
-    """Variables that are not known and stand where arguments would; what the script itself is called with is none."""
+    """Unknown variables in the place of arguments, except the script's own parameters."""
     before = ""
     for word in words:
         if re.match(r"\$\{?[A-Za-z_]", word) and not (before.startswith("--") and "=" not in before):
@@ -521,7 +522,7 @@ def _unquoted(text: str) -> str:
 
 
 def _emptied(text: str, variables: Mapping[str, str]) -> str:
-    """Variables that nobody sets are empty where they are tested."""
+    """Replace unset variables of a test by nothing."""
 
     def empty(match: re.Match[str]) -> str:
         name = match["name"] or match["plain"]
@@ -546,7 +547,7 @@ def _compared(text: str) -> bool | None:
 
 
 def _calculated(text: str) -> int | None:
-    """Whole numbers with + - * / %, as a shell has them."""
+    """Evaluate a shell's integer arithmetic of + - * / %; None if it is more than that."""
 
     def value(node: ast.expr) -> int:
         match node:
@@ -567,7 +568,7 @@ def _calculated(text: str) -> int | None:
                         return first % then
         raise ValueError
 
-    if "#" in text:  # of another base
+    if "#" in text:  # numbers of another base
         return None
     try:
         return value(ast.parse(text.strip(), mode="eval").body)

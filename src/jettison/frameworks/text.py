@@ -1,10 +1,10 @@
-"""Pieces of the Python that is written: templates, and tables of literals wrapped so that people can read them.
+"""Templates of generated Python, and readable tables of literals.
 
 NOTE [ What hooks move ]
-Around a layer that is left alone, hooks see each tensor that autograd saves, in the order in which the layer's program
-lists them: the file has the numbers of those that the plan moves. Around a checkpoint they see what it is given, and
-nothing else: what runs again is saved inside of it, and what selective contexts keep does not pass through hooks. Of
-what it is given floating-point tensors move; a buffer's type is not known here, so that bytes on the host count all.
+Around a layer without recomputation, hooks see each tensor that autograd saves, in the order of the layer's program:
+the file has the numbers of the offloaded ones. Around a checkpoint they see only its inputs: recomputed tensors are
+saved inside of it, and tensors kept by selective contexts do not pass through hooks. Only floating-point inputs are
+offloaded; a buffer's dtype is unknown here, so offloaded bytes include all inputs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from jettison.spec.frameworks import FOLDER
 
 @cache
 def pieces(file: str) -> Mapping[str, str]:
-    """Pieces of a template by name: what stands below each line ``#: NAME``."""
+    """Pieces of a template by name: the lines below each ``#: NAME``."""
     parts = re.split(r"^#: (\w+)\n", (FOLDER / file).read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def filled(piece: str, **values: object) -> str:
-    """A piece with a value in the place of each ``$name``."""
+    """Substitute a value for each ``$name`` of a piece."""
     return Template(piece).substitute(values)
 
 
 def header(subject: Subject, target: str, use: str) -> str:
-    """The docstring of a generated file."""
+    """Docstring of a generated file."""
     budget = f"{format_bytes(subject.budget_bytes)} ({subject.budget_bytes}B)"
     left_out = "".join(f"Not in these bytes: {safe(text)}\n" for text in subject.left_out)
     return (
@@ -44,28 +44,28 @@ def header(subject: Subject, target: str, use: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Text that ends no string and starts no line."""
+    """Replace characters that would end a string or start a line."""
     return "".join(c if c.isprintable() else "?" for c in text).replace("\\", "/").replace('"', "'")
 
 
 def names(values: Iterable[object]) -> str:
-    """A tuple with one value a line."""
+    """Source of a tuple, one value a line."""
     lines = "".join(f"    {value!r},\n" for value in values)
     return f"(\n{lines})" if lines else "()"
 
 
 def rows(table: Mapping[object, object]) -> str:
-    """A dict with one key a line."""
+    """Source of a dict, one key a line."""
     return "{\n" + "".join(f"    {key!r}: {value!r},\n" for key, value in table.items()) + "}"
 
 
 def kinds_of(values: Iterable[tuple[object, ...]]) -> dict[tuple[object, ...], str]:
-    """A name for each kind of layer, in the order in which they come."""
+    """Name each kind of layer, in order of appearance."""
     return {value: f"kind {number}" for number, value in enumerate(dict.fromkeys(values), 1)}
 
 
 def selective_tables(layers: Mapping[object, Sequence[OpCall]]) -> str:
-    """SELECTIVE and SAVES: by layer its kind, and by kind and op the numbers of the calls whose outputs stay."""
+    """Source of SELECTIVE, kinds by layer, and SAVES, numbers of the calls whose outputs are kept by kind and op."""
     kinds = kinds_of(tuple(calls) for calls in layers.values())
     selective = {layer: kinds[tuple(calls)] for layer, calls in layers.items()}
     text = ""
@@ -78,17 +78,17 @@ def selective_tables(layers: Mapping[object, Sequence[OpCall]]) -> str:
         text += f"{kind!r}: {{\n{indent(lines, '    ')}}},\n"
     return (
         f"SELECTIVE = {rows(selective) if selective else '{}'}\n"
-        "# by kind of layer and op: whose outputs stay, as numbers of its calls in the layer's forward\n"
+        "# by kind of layer and op: numbers of the op's calls in the layer's forward whose outputs are kept\n"
         f"SAVES = {{\n{indent(text, '    ')}}}\n" + pieces("host.py.txt")["past_hooks"]
     )
 
 
 def moves_table(policies: Mapping[object, LayerPolicy]) -> str:
-    """By layer, which of the tensors that hooks see wait on the host; empty where nothing does."""
+    """Source of ON_HOST, the tensors to offload by layer as numbers in the order of hooks; empty without any."""
     lines = "".join(f"    {name!r}: {_numbers(policy)},\n" for name, policy in policies.items() if policy.moved)
     if not lines:
         return ""
-    what = "# by layer: which tensors that autograd saves around it wait on the host, by number; ALL: what it is given"
+    what = "# by layer: tensors offloaded to CPU, as numbers in the order in which autograd saves them; ALL: its inputs"
     return f"ALL = None\n{what}\nON_HOST = {{\n{lines}}}\n"
 
 

@@ -1,4 +1,4 @@
-"""What integrations share: a method of a trainer is stood in for, so that its batches are seen before their steps."""
+"""Base classes of integrations, which replace a trainer's method to see batches before their steps."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _PLAIN: Final = (int, float, complex, str, bytes, type(None))
 
 
 class Planned:
-    """A plan that is made when a trainer's first batch comes: ``applied`` is there from then on.
+    """Plan made at a trainer's first batch; ``applied`` is None before.
 
     Args:
         memory_budget: as in `jettison.auto_checkpoint`.
         options: of `jettison.auto_checkpoint`.
 
     Raises:
-        UsageError: the budget cannot be read.
+        UsageError: the budget is invalid.
     """
 
     def __init__(self, memory_budget: str | SupportsIndex, options: dict[str, Any]) -> None:
-        self._asked = AskedBudget.of(memory_budget)  # refused here, not when the first batch comes
+        self._asked = AskedBudget.of(memory_budget)  # an invalid budget raises here, not at the first batch
         self.memory_budget = memory_budget
         self.options = {"progress": in_a_trainer, **options}
         self.applied: Applied | None = None
@@ -45,7 +45,7 @@ class Planned:
         """See `jettison.planner.handle.Applied.report`.
 
         Raises:
-            UsageError: no batch came so far, and there is no plan.
+            UsageError: there is no plan before the first batch.
         """
         return self._there("report").report()
 
@@ -53,24 +53,24 @@ class Planned:
         """See `jettison.planner.handle.Applied.memory`.
 
         Raises:
-            UsageError: no batch came so far, and there is no plan.
+            UsageError: there is no plan before the first batch.
         """
         return self._there("memory").memory()
 
     def _there(self, asked: str) -> Applied:
         if self.applied is None:
             raise UsageError(
-                f"got {asked}() before there is a plan; it is made when the trainer's first batch comes: ask while it "
-                "trains, or afterwards"
+                f"got {asked}() before there is a plan; it is made at the trainer's first batch: call it during or "
+                "after training"
             )
         return self.applied
 
 
 class TrainerPlan(Planned, ABC):
-    """A trainer that is planned at its first batch."""
+    """Trainer that is planned at its first batch."""
 
     method: ClassVar[str]
-    """The trainer's method that is called with every batch and runs forward and backward."""
+    """Name of the trainer's method that takes a batch and runs forward and backward."""
 
     def __init__(self, trainer: Any, memory_budget: str | SupportsIndex, options: dict[str, Any]) -> None:
         super().__init__(memory_budget, options)
@@ -78,15 +78,15 @@ class TrainerPlan(Planned, ABC):
             raise UsageError(f"got a {type(trainer).__name__} as a trainer; expected one that has {self.method}()")
         self.trainer = trainer
         self.own = getattr(trainer, self.method)
-        self.had_own = self.method in vars(trainer)  # somebody had set one on it
+        self.had_own = self.method in vars(trainer)  # set on the instance by other code
         setattr(trainer, self.method, self._step)
 
     @abstractmethod
     def plan(self, *args: Any, **kwargs: Any) -> Applied:
-        """The trainer's model under its plan, for a step of these arguments."""
+        """Plan the trainer's model for a step with these arguments, and apply the plan."""
 
     def batch_of(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Select the batch among a method's arguments, for the plan's step; None where all have one shape."""
+        """Select the batch among the method's arguments, for the plan's step; None if all batches have one shape."""
         return None
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,11 +98,11 @@ class TrainerPlan(Planned, ABC):
         return self.own(*args, **kwargs)
 
     def remove(self) -> None:
-        """The trainer trains plainly again."""
+        """Remove the plan, and restore the trainer's method."""
         if self.applied is not None:
             self.applied.remove()
         if vars(self.trainer).get(self.method) != self._step:
-            return  # somebody has set another one meanwhile
+            return  # other code has replaced it since
         if self.had_own:
             setattr(self.trainer, self.method, self.own)
         else:
@@ -111,7 +111,7 @@ class TrainerPlan(Planned, ABC):
 
 @contextlib.contextmanager
 def holding(owner: Any, **attributes: Any) -> Iterator[None]:
-    """The owner has other attributes meanwhile. What was its class's is so again."""
+    """Set attributes of an object temporarily; attributes of its class are deleted afterwards."""
     before = {name: getattr(owner, name) for name in attributes}
     of_class = {name for name in attributes if name not in vars(owner) and hasattr(type(owner), name)}
     try:
@@ -128,8 +128,8 @@ def holding(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unmoved(owner: Any) -> Iterator[None]:
-    """The owner's attributes, and what those of numbers and words hold, are as before when this ends: a dry run is no
-    step, and none of what is logged.
+    """Restore an object's attributes, and the contents of plain containers among them, so that a dry run counts as no
+    step and logs nothing.
     """
     attributes = dict(vars(owner))
     tables = [v for v in attributes.values() if isinstance(v, dict | list | set | deque) and _is_plain(v)]

@@ -1,4 +1,4 @@
-"""Shared readers of runs on a Trainer: GPUs, precision, optimizer, checkpointing, adapters, sharding."""
+"""Shared readers of Trainer runs: GPUs, precision, optimizer, checkpointing, adapters, sharding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jettison.spec.tuning import TARGETS
 MICRO_BATCH: Final = 8
 """transformers/training_args.py, ``per_device_train_batch_size``."""
 DEFAULT_TARGETS: Final = "q_proj+v_proj+qkv_proj"
-"""PEFT's own where a configuration has none (0.21, ``utils/constants.py``): of those that a model has."""
+"""PEFT's default target modules (0.21, ``utils/constants.py``), as far as a model has them."""
 _HARMLESS: Final = (
     *("state_dict_type", "final_state_dict_type", "sync_module_states", "cpu_ram_efficient_loading", "use_orig_params"),
     *(
@@ -23,13 +23,13 @@ _HARMLESS: Final = (
     *("forward_prefetch", "limit_all_gathers", "min_num_params", "cpu_offload_pin_memory", "mixed_precision_policy"),
     *("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
 )
-"""FSDP settings that change neither memory nor, much, time."""
+"""FSDP settings that do not change memory, and hardly time."""
 
 
 def say_unsharded(keys: Keys, *, synced: bool = False) -> None:
-    """Say what FSDP holds between micro-batches that are not reduced; of adapters it is little.
+    """Warn of unsharded gradients under gradient accumulation with FSDP; those of adapters are small.
 
-    accelerate 1.15, ``accelerator.py``, ``no_sync``: by FSDP1's, and by ``set_requires_gradient_sync`` of FSDP2.
+    accelerate 1.15, ``accelerator.py``, ``no_sync``: FSDP1's, and ``set_requires_gradient_sync`` of FSDP2.
 
     Args:
         synced: gradients are reduced in each micro-batch.
@@ -65,7 +65,7 @@ def replicas(keys: Keys) -> None:
 
 
 def half(keys: Keys, *, default: bool = False) -> bool:
-    """Whether products run in 16 bits under autocast; TRL's trainers do unless they are told otherwise."""
+    """Do matmuls run in 16 bits under autocast? TRL's trainers do by default."""
     bf16, fp16 = keys.on("bf16", default and not keys.on("fp16")), keys.on("fp16")
     asked = keys.text("accelerate.mixed_precision", keys.text("mixed_precision", "no"))
     if (fp16 and not bf16) or asked == "fp16":
@@ -80,14 +80,14 @@ def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
     """Read the precision of weights and of compute.
 
     Args:
-        weights: fp32 or bf16: as they are loaded.
-        mixed: products run in 16 bits under autocast.
+        weights: dtype in which weights are loaded, fp32 or bf16.
+        mixed: matmuls run in 16 bits under autocast.
     """
     deepspeed, tuned = keys.said("like") == "deepspeed", keys.field("lora") is not None
     if deepspeed and mixed and keys.field("like") != "deepspeed":
-        keys.give("precision", "bf16")  # another preset is asked for, and the engine is there all the same
+        keys.give("precision", "bf16")  # the engine runs under another preset, too
     if keys.field("precision") is not None or (deepspeed and mixed):
-        return  # the engine's bf16, which the preset has, or what a framework does of its own
+        return  # the framework's own precision, or the engine's bf16, which is the preset's
     if not deepspeed and mixed and not tuned and keys.field("zero", 0) == 3:
         weights = "fp32"  # accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``: upcast for the optimizer
     if tuned and weights == "fp32" and keys.field("base") is None:
@@ -101,7 +101,7 @@ def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
 
 
 def optimizer(keys: Keys, key: str, default: str) -> None:
-    """The optimizer, where no key has said it; DeepSpeed's step runs on copies of gradients whatever it is."""
+    """Set the default optimizer unless a key sets one; under DeepSpeed any AdamW steps on copies of gradients."""
     if not keys.has(key) and keys.field("optimizer") is None:
         keys.give("optimizer", default)
     deepspeed = keys.said("like") == "deepspeed"
@@ -110,7 +110,7 @@ def optimizer(keys: Keys, key: str, default: str) -> None:
 
 
 def checkpointing(keys: Keys, *, default: bool = False) -> None:
-    """Layers that are computed again."""
+    """Read activation checkpointing."""
     key = "activation_checkpointing" if keys.has("activation_checkpointing") else "gradient_checkpointing"
     on = keys.on(key, default)
     if keys.field("recompute") is None or on:
@@ -118,7 +118,7 @@ def checkpointing(keys: Keys, *, default: bool = False) -> None:
     for kwargs in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         value = keys.get(kwargs)
         keys.read(f"{kwargs}.use_reentrant")
-        if value not in (None, {}, ""):  # else they are keys of their own, and a command line's is a text
+        if value not in (None, {}, ""):  # a command line's text; in a file they are keys of their own
             own = str(value).replace('"', "'")
             if not re.fullmatch(r"\{'use_reentrant': ?(true|false)\}", own.lower()):
                 keys.refuse(kwargs, "of these only use_reentrant is read, which changes nothing here")
@@ -128,9 +128,9 @@ def checkpointing(keys: Keys, *, default: bool = False) -> None:
 
 
 def reentrant(keys: Keys, *, default: bool = False) -> None:
-    """Reentrant checkpoints, where it matters: they let go of what bitsandbytes' products in 8 bits hold.
+    """Read reentrant checkpoints if they matter: they free tensors that bitsandbytes' 8-bit matmuls save.
 
-    Since transformers 4.53 checkpoints are within what FSDP wraps, of which the flag says otherwise.
+    Not under FSDP, where they matter otherwise: since transformers 4.53 it wraps checkpoints.
     """
     key = "gradient_checkpointing_kwargs.use_reentrant"
     inside = "'use_reentrant': true" in str(keys.values.get("gradient_checkpointing_kwargs")).replace('"', "'").lower()
@@ -140,20 +140,20 @@ def reentrant(keys: Keys, *, default: bool = False) -> None:
 
 
 def compiled(keys: Keys) -> None:
-    """Layers under torch.compile."""
+    """Read torch.compile of layers."""
     if keys.on("torch_compile") or keys.has("torch_compile_backend") or keys.has("torch_compile_mode"):
         keys.compile = True
         keys.read("torch_compile", "torch_compile_backend", "torch_compile_mode", why="--compile")
 
 
 def low_rank(keys: Keys, rank: int, products: str, dropout: float, *came_from: str) -> None:
-    """Adapters of PEFT; alpha changes no byte."""
+    """Set PEFT's adapters; alpha changes no bytes."""
     dropped = f",dropout={dropout:g}" if dropout else ""
     keys.give("lora", f"r={rank},targets={products}{dropped}", *came_from)
 
 
 def targets(keys: Keys, key: str, default: str) -> str:
-    """Products with adapters, as words of ``--lora``. A pattern is read where it ends in a list of names."""
+    """Return the adapters' target modules as ``--lora`` takes them. Patterns must end in a list of names."""
     value = keys.get(key)
     if value is None or value == []:
         return default
@@ -167,25 +167,25 @@ def targets(keys: Keys, key: str, default: str) -> str:
         found += ends
     unknown = [name for name in found if name not in TARGETS]
     if unknown:
-        keys.refuse(key, f"{unknown[0]} is no product that adapters are described for; known are {', '.join(TARGETS)}")
+        keys.refuse(key, f"{unknown[0]} is no known target of adapters; expected some of {', '.join(TARGETS)}")
         return default
     return "+".join(dict.fromkeys(found))
 
 
 def follow(keys: Keys, key: str, framework: str, prefix: str) -> None:
-    """Read the file that a key names, unless its like was given beside; without it the key is refused."""
+    """Read the file that a key names, unless such a file was given as well; if it is missing the key is refused."""
     if (file := keys.named(key)) is not None:
         keys.read(key, why="that file")
         keys.under(framework, prefix, file)
     elif isinstance(keys.values.get(key), str) and not (prefix and keys.some(f"{prefix}*")):
-        keys.refuse(key, "no such file is here: give it, too, as a second --from")
+        keys.refuse(key, "file not found: give it as a second --from")
 
 
 def sharding(keys: Keys, *, version: int = 2) -> None:
-    """FSDP or DeepSpeed, by the Trainer's own keys, by accelerate's or by a file beside it.
+    """Read FSDP or DeepSpeed from the Trainer's own keys, from accelerate's or from a second file.
 
     Args:
-        version: of FSDP, where no key says it (``training_args.py``, ``_process_fsdp_args``).
+        version: default of FSDP (``training_args.py``, ``_process_fsdp_args``).
     """
     given = keys.some("deepspeed.*")
     for key in ("deepspeed", "deepspeed_config_file", "deepspeed_config"):
@@ -209,11 +209,11 @@ def sharding(keys: Keys, *, version: int = 2) -> None:
 
 
 def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
-    """Shards by FSDP; keys are accelerate's (``fsdp_offload_params``) or a Trainer's (``offload_params``).
+    """Read FSDP's options; keys are accelerate's (``fsdp_offload_params``) or a Trainer's (``offload_params``).
 
     Args:
-        words: of a Trainer's older ``fsdp``: full_shard auto_wrap offload.
-        version: of FSDP, where no key says it.
+        words: value of a Trainer's older ``fsdp``: full_shard auto_wrap offload.
+        version: default of FSDP.
     """
 
     def key(*names: str) -> str:
@@ -240,7 +240,7 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
         keys.give("recompute", "full", key("activation_checkpointing"))
     policy = keys.text(key("auto_wrap_policy"), "transformer_based_wrap")
     if policy != "transformer_based_wrap":
-        keys.refuse(key("auto_wrap_policy"), "units of shards are described by layers alone: TRANSFORMER_BASED_WRAP")
+        keys.refuse(key("auto_wrap_policy"), "only layers are modelled as FSDP units: TRANSFORMER_BASED_WRAP")
     if first and keys.field("zero") == 3:
         keys.give("fsdp_version", 1, key("version"))
     keys.read(*(f"{prefix}{way}{name}" for name in _HARMLESS for way in ("fsdp_", "")))
@@ -251,10 +251,10 @@ def offloads(keys: Keys, optimizer: str, parameters: str) -> None:
     places = {key: keys.text(key, "none") for key in (optimizer, parameters)}
     for key, place in places.items():
         if place not in ("none", "cpu", "auto"):
-            keys.refuse(key, f"{place} is not described; expected cpu or none")
+            keys.refuse(key, f"{place} is not modelled; expected cpu or none")
     if places[parameters] == "cpu" and places[optimizer] == "cpu":
         keys.give("states_on_host", "deepspeed-parameters", optimizer, parameters)
     elif places[parameters] == "cpu":
-        keys.refuse(parameters, "parameters on the host without the optimizer's states are not described")
+        keys.refuse(parameters, "CPU offload of parameters without the optimizer's states is not modelled")
     elif places[optimizer] == "cpu":
         keys.give("states_on_host", "deepspeed", optimizer)

@@ -1,12 +1,12 @@
-"""A framework's own file with the settings of recomputation that a plan comes nearest to, all else as it was.
+"""Write the recomputation settings nearest to a plan into a framework's own file, and leave the rest unchanged.
 
-``[[writes]]`` of ``frameworks/NAME/read.toml`` are the settings that a file can say: fields of a request
+``[[writes]]`` of ``frameworks/NAME/read.toml`` are the settings that a file can express: fields of a request
 (``recompute``, ``offload``, ``recompute_modules``, ``offload_modules``), ``set``, keys of the file with their values,
-and ``remove``, keys that must not be there (in Python: None). A row counts where the file has all keys of ``if`` and
-none of ``unless``. ``{k}`` in a text stands for each number of layers from 2 on; ``"{k:d}"`` is that number itself,
-``"{=key}"`` the file's value of another key. A table without such rows says in ``by_hand`` what to set instead. Of
-the settings that fit the fastest is written; of those within one per cent of it the file's own, else the one that
-leaves most memory. The text is changed at these keys alone, and then read again: it must say what was chosen.
+and ``remove``, keys to remove (in Python: set to None). A row applies if the file has all keys of ``if`` and none of
+``unless``. ``{k}`` in a text takes each number of layers from 2 on; ``"{k:d}"`` is the number itself, ``"{=key}"`` the
+file's value of another key. A table without rows names in ``by_hand`` what to set by hand. The fastest settings that
+fit are written; among those within one per cent of it the file's own, else those with most free memory. Only these
+keys of the text change; it is then read back and must give the chosen settings.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ ALIKE: Final = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenBack:
-    """A file's new text.
+    """New text of a file.
 
     Args:
-        words: the settings, as a command line of ours has them.
-        changed: the file's keys with their new values; None: the key is gone.
-        peak_bytes, step_seconds: of the run so written.
+        words: the settings as command-line flags.
+        changed: the file's keys with their new values; None: removed.
+        peak_bytes, step_seconds: of the written run.
         plan_peak_bytes, plan_step_seconds: of the plan.
-        tried: how many settings the file could say.
-        verdict: whether the run so written fits what was planned for.
+        tried: number of settings that the file can express.
+        verdict: does the written run fit the plan's limit?
     """
 
     text: str
@@ -65,43 +65,43 @@ class WrittenBack:
     verdict: FitVerdict
 
     def lines(self) -> Iterator[str]:
-        """Report the keys that were written and what that loses against the plan."""
+        """Report the written keys, and their loss against the plan."""
         said = ", ".join(f"{key} = {'(removed)' if value is None else value}" for key, value in self.changed.items())
         yield f"{said or 'nothing had to change'}: {self.words}, the fastest that fits of {self.tried} settings"
         lost = max(0.0, self.step_seconds - self.plan_step_seconds)
         peaks = f"peak {format_bytes(self.peak_bytes)}, in the plan {format_bytes(self.plan_peak_bytes)}"
-        yield f"lost beside the plan: {format_seconds(lost)} a step ({lost / self.plan_step_seconds:.1%}); {peaks}"
+        yield f"lost against the plan: {format_seconds(lost)} a step ({lost / self.plan_step_seconds:.1%}); {peaks}"
         if self.verdict is not FitVerdict.FITS:
-            yield f"note: whether the run so written fits is {self.verdict}; a smaller --budget is surer"
+            yield f"note: whether the written run fits is {self.verdict}; a smaller --budget is safer"
 
 
 def write_back(
     found: RunFile, choice: AutoForecast, *, limit: Limit | None = None, beside: tuple[Path, ...] = ()
 ) -> WrittenBack:
-    """The file's text under the fastest settings of recomputation that it can say and that fit the plan's budget.
+    """Write the fastest recomputation settings that the file can express and that fit the plan's budget.
 
     Args:
-        found: the file, as it was read.
+        found: the run read from the file.
         choice: the plan.
-        limit: what it was made for.
-        beside: other files of the run.
+        limit: of the plan.
+        beside: further files of the run.
 
     Raises:
-        UsageError: the framework's file has no such settings, or the text cannot be changed at these keys.
-        DoesNotFit: none of them fits the budget.
+        UsageError: such files have no recomputation settings, or these keys cannot be changed in place.
+        DoesNotFit: none of the settings fits the budget.
     """
     file = read_config_file(found.path)
     values = {key: file.values[said] for key in _keys_of(found.writes) if (said := found.written(key)) in file.values}
     rows = [row for row in found.writes if _counts(row, values)]
     if not rows:
         other = found.by_hand or "jettison export may"
-        raise UsageError(f"{found.says} has no settings of recomputation that can be written back; {other}")
+        raise UsageError(f"{found.says} has no recomputation settings that can be written back; {other}")
     spec = found.spec()
     base = replace(found.request, **dict.fromkeys(DECIDED))
     rows = [{**row, "set": {key: _copied(value, values) for key, value in row["set"].items()}} for row in rows]
     tried = list(_tried(rows, spec, base, choice.forecast.run.anchor, compiled=found.compile))
     if not tried:
-        raise UsageError(f"none of the settings that {found.says} has can be described for {spec.name}")
+        raise UsageError(f"none of the settings of {found.says} can be modelled for {spec.name}")
     peaks = [forecast(run).peak_bytes for run, *_ in tried]
     bounds = (choice.budget_bytes, choice.budget_bytes if limit is None else limit.nbytes)
     fits = ([one for one, peak in zip(tried, peaks, strict=True) if peak <= bound] for bound in bounds)
@@ -111,7 +111,7 @@ def write_back(
             peak_bytes=min(peaks),
             limit_bytes=bounds[-1],
             limit_name="the plan's budget",
-            advice=f"the least of the {len(tried)} settings that {found.says} has; jettison export has other ways",
+            advice=f"the least of the {len(tried)} settings of {found.says}; jettison export has other targets",
         )
     seconds = [estimate(run, choice.hardware).step_seconds for run, *_ in fitting]
     changes = [_changes(found, file, keys) if _unlike(found.request, own) else {} for _, own, keys in fitting]
@@ -140,13 +140,13 @@ def write_back(
 
 
 def _changes(found: RunFile, file: ConfigFile, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of settings that the file does not have so, by the names that it has for them."""
+    """Return the keys, by the file's names, whose values differ from the file's."""
     named = {found.written(key): value for key, value in keys.items()}
     return {key: value for key, value in named.items() if not _same(file, key, value)}
 
 
 def _keys_of(rows: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Keys that rows ask for."""
+    """Keys in the conditions of rows."""
     return frozenset(key for row in rows for section in ("if", "unless") for key in row.get(section, ()))
 
 
@@ -155,12 +155,12 @@ def _counts(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
 
 
 def _copied(value: Any, values: Mapping[str, Any]) -> Any:
-    """A value, or that of the key that it names."""
+    """Return a value, or for ``{=key}`` that of the key."""
     return values[value[2:-1]] if isinstance(value, str) and value.startswith("{=") else value
 
 
 def _same(file: ConfigFile, key: str, value: Any) -> bool:
-    """Does the file say this already?"""
+    """Does the file have this value already?"""
     if file.syntax != "python":
         return bool(file.values.get(key) == value)
     said = str(file.values.get(key))
@@ -170,7 +170,7 @@ def _same(file: ConfigFile, key: str, value: Any) -> bool:
 def _tried(
     rows: Sequence[Mapping[str, Any]], spec: ModelSpec, base: RunRequest, anchor: RunAnchor | None, *, compiled: bool
 ) -> Iterator[tuple[Run, RunRequest, Mapping[str, Any]]]:
-    """Settings that can be described, with the file's keys; the plan's device is as its anchor has it already."""
+    """Yield settings that can be modelled, with the file's keys. The plan's hardware includes its anchor already."""
     for row in rows:
         numbers = range(2, spec.depth + 1) if "{k" in json.dumps(row) else (0,)
         for k in numbers:
@@ -199,13 +199,13 @@ def _words(request: RunRequest) -> str:
 def _check(
     text: str, found: RunFile, request: RunRequest, beside: tuple[Path, ...], changed: Mapping[str, Any]
 ) -> None:
-    """Read the new text again: it must say what was chosen, and all else as before.
+    """Read the new text back: it must give the chosen settings, and all other keys as before.
 
     Raises:
         UsageError: it does not.
     """
     if other := _other_key(found.path, text, changed):
-        raise UsageError(f"{found.path} would say something else of {other}: change it by hand")
+        raise UsageError(f"{found.path} would also change {other}: change it by hand")
     again = read_run(
         found.path,
         *beside,
@@ -217,20 +217,19 @@ def _check(
     )
     if other := _unlike(again.request, request):
         said, wanted = getattr(again.request, other), getattr(request, other)
-        raise UsageError(f"{found.path} would say {other} = {said}, not {wanted}: change it by hand")
+        raise UsageError(f"{found.path} would give {other} = {said}, not {wanted}: change it by hand")
 
 
 def _unlike(one: RunRequest, other: RunRequest) -> str:
-    """The first setting of recomputation that two requests have otherwise."""
+    """Return the first recomputation setting in which two requests differ."""
     pairs = {name: (getattr(one, name) or "none", getattr(other, name) or "none") for name in DECIDED}
     return next((name for name, (mine, theirs) in pairs.items() if mine != theirs), "")
 
 
 def _other_key(path: Path, text: str, changed: Mapping[str, Any]) -> str:
-    """The first key that is not the same in a file as it was and under a new text, of those that were not to change.
+    """Return the first key, other than those in ``changed``, that differs between a file and its new text.
 
-    Raises:
-        UsageError: it cannot be read any more.
+    All of ``changed`` if the new text cannot be read.
     """
 
     def others(file: ConfigFile) -> dict[str, Any]:
@@ -253,14 +252,14 @@ def _undecided(request: RunRequest) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.given() if name not in DECIDED}
 
 
-# changing a text in place ---------------------------------------------------------------------------------------------
+# edits in place -------------------------------------------------------------------------------------------------------
 
 
 def edited(file: ConfigFile, changes: Mapping[str, Any]) -> str:
-    """A file's text with other values of some keys, comments and order kept; None takes a key out.
+    """Change the values of keys in a file's text, with comments and order kept; None removes a key.
 
     Raises:
-        UsageError: the syntax, or the way in which a key is written, is none that can be changed in place.
+        UsageError: a key's place in the text cannot be changed.
     """
     text = file.text
     for key, value in changes.items():
@@ -276,7 +275,7 @@ def _cannot(key: str) -> UsageError:
 
 
 def _line_end(text: str) -> str:
-    """Windows' where the text has it."""
+    """Line end of a text."""
     return "\r\n" if "\r\n" in text else "\n"
 
 
@@ -308,10 +307,10 @@ def _toml(text: str, key: str, value: Any) -> str:
 
 
 def _yaml(text: str, key: str, value: Any, *, of_json: bool = False) -> str:
-    """Edit at the position that the parser knows of each value; JSON is YAML with commas."""
+    """Edit at the parser's position of a value; JSON is YAML with commas."""
     import yaml  # type: ignore[import-untyped]
 
-    spaced = text.replace("\t", " ") if of_json else text  # a tab is space to JSON, and none to YAML
+    spaced = text.replace("\t", " ") if of_json else text  # JSON allows tabs, YAML does not
     node, *parts = yaml.compose(spaced, Loader=yaml.SafeLoader), *key.split(".")
     depth = 0
     while depth < len(parts):
@@ -327,7 +326,7 @@ def _yaml(text: str, key: str, value: Any, *, of_json: bool = False) -> str:
         else:
             return text if value is None else _added(text, node, parts[depth:], value, of_json=of_json)
     behind = re.match(r"\s*:\s*(\*[^\s,\]}]+)", text[entry.end_mark.index :])
-    if behind or re.match(r"\s*:\s*&", text[entry.end_mark.index :]):  # an alias, or an anchor that others may name
+    if behind or re.match(r"\s*:\s*&", text[entry.end_mark.index :]):  # an alias, or an anchor with possible aliases
         if value is None or behind is None:
             raise _cannot(key)
         begin, end = (entry.end_mark.index + at for at in behind.span(1))
@@ -379,7 +378,7 @@ def _json(text: str, key: str, value: Any) -> str:
 def _python(text: str, key: str, value: Any, name: str | None) -> str:
     """Edit an argument of the call that a configuration returns, or an assignment to an attribute of it.
 
-    A value such as ``package.module.Name.Config()`` is such a call of a name that the file imports.
+    A value such as ``package.module.Name.Config()`` becomes a call of ``Name``, which is imported.
     """
     tree = ast.parse(text)
     name = name or (configurations(text) or [""])[0]
@@ -411,13 +410,13 @@ def _python(text: str, key: str, value: Any, name: str | None) -> str:
 
 
 def _source(value: Any) -> tuple[str, tuple[str, str] | None]:
-    """A value as Python has it, and what has to be imported for it: a module and a name."""
+    """Return a value's Python source, and the module and name to import for it."""
     match = re.fullmatch(r"([a-z_0-9.]+)\.(([A-Z]\w*)[\w.]*\(\))", value) if isinstance(value, str) else None
     return (match[2], (match[1], match[3])) if match else (repr(value), None)
 
 
 def _argument(call: ast.Call, path: Sequence[str]) -> ast.expr | None:
-    """The value of an argument of a call, or of a call that is one."""
+    """Return the value of an argument, by its path through nested calls."""
     value: ast.expr = call
     for part in path:
         found = (
@@ -432,7 +431,7 @@ def _argument(call: ast.Call, path: Sequence[str]) -> ast.expr | None:
 
 
 def _replaced(text: str, node: ast.expr | ast.keyword, source: str) -> str:
-    """The text with another source of a node, whose columns are counted in bytes."""
+    """Replace the source of a node; columns count bytes."""
     lines = text.encode().splitlines(keepends=True)
     begin = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
     end = sum(map(len, lines[: (node.end_lineno or 0) - 1])) + (node.end_col_offset or 0)
@@ -474,7 +473,7 @@ def _arguments(text: str, key: str, value: Any) -> str:
 
 
 def _literal(value: Any) -> str:
-    """A value in TOML, which writes texts, numbers and lists of them as JSON does."""
+    """Return a value's TOML source, which for texts, numbers and lists is JSON's."""
     return json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""accelerate's configuration: how many GPUs, mixed precision, FSDP or DeepSpeed."""
+"""Reader of accelerate's configuration: number of GPUs, mixed precision, FSDP or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jettison.frameworks.trainer_keys import follow, fsdp, half, offloads, preci
 
 
 def read(keys: Keys, prefix: str = "") -> None:
-    """By itself, or under a prefix beside a Trainer's file."""
+    """Read the file alone, or under a prefix with a Trainer's file."""
     follow(keys, f"{prefix}deepspeed_config.deepspeed_config_file", "deepspeed", "deepspeed.")
     kind = keys.text(f"{prefix}distributed_type")
     if kind in ("deepspeed", "") and keys.some(f"{prefix}deepspeed_config.*"):
@@ -33,7 +33,7 @@ def _deepspeed(keys: Keys, prefix: str) -> None:
 
 
 def _axes(keys: Keys, prefix: str) -> None:
-    """``parallelism_config``: tensor and context parallelism, and shards in groups."""
+    """Read ``parallelism_config``: tensor and context parallelism, and hybrid sharding."""
     for name, field in (("tp_size", "tp"), ("cp_size", "cp"), ("dp_replicate_size", "zero_replicas")):
         size = keys.whole(f"{prefix}{name}", 1)
         if size is not None and size > 1:

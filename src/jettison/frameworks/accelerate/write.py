@@ -1,4 +1,4 @@
-"""Accelerate: a configuration file for ``accelerate launch --config_file``, which has one switch for all layers."""
+"""Accelerate: a configuration file for ``accelerate launch --config_file``, with one switch for all layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jettison.frameworks.torch.write import priced_code
 
 
 def write(nearest: Nearest) -> Written:
-    """The file. Layers are wrapped by their class, and random states are not put back."""
+    """Write the file. It wraps layers by their class, and does not restore random generator states."""
     subject = nearest.subject
     nearest.refuse_described()
     classes = list(dict.fromkeys(d.module.partition(":")[2].rpartition(".")[2] for d in subject.decisions))
@@ -22,9 +22,9 @@ def write(nearest: Nearest) -> Written:
     policies, cost = one_switch(nearest, states=False).with_host(Nearest.all_or_none)
     if any(map(draws_again, policies)):
         raise CannotSay(
-            "accelerate's checkpoints under FSDP2 put no random states back (preserve_rng_state=False), and the layers "
-            "of this model draw random numbers: gradients would be wrong without an error. Export --to torch, or "
-            "train without dropout"
+            "accelerate's checkpoints under FSDP2 do not restore random generator states (preserve_rng_state=False), "
+            "and the layers of this model draw random numbers: gradients would be silently wrong. Export --to torch, "
+            "or train without dropout"
         )
     text = filled(
         pieces("accelerate/accelerate.yaml.txt")["settings"],
@@ -39,6 +39,6 @@ def write(nearest: Nearest) -> Written:
 
 
 def one_switch(nearest: Nearest, *, states: bool) -> Nearest:
-    """Where all layers are checkpoints, or none."""
+    """Return a chooser for targets with one switch for all layers."""
     could = "one switch for all layers: every one a checkpoint, or none"
     return nearest.saying(could, partial(priced_code, nearest.subject, states=states))

@@ -1,4 +1,4 @@
-"""A brief in Markdown that a person or an assistant can act on: model, accelerator, plan, reasons, open questions."""
+"""Brief in Markdown for a person or an assistant: model, accelerator, plan, reasons, open questions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import code
 
 MOST_DROPPED = 5
-"""So many tensors of a kind of layer are named, the largest."""
+"""Tensors named for a kind of layer, the largest."""
 
 
 def write(nearest: Nearest) -> Written:
-    """The brief. Nothing is lost in it; it carries nothing out, either."""
+    """Write the brief. It loses nothing of the plan, and applies nothing."""
     subject, cost = nearest.subject, nearest.pricer.plan()
     hardware = subject.hardware
     link = hardware.host_bytes_per_second
@@ -32,7 +32,7 @@ def write(nearest: Nearest) -> Written:
         link="not stated" if link is None else f"{format_bytes(int(link))} a second",
         origin="Recorded from the module itself and dry-run as a whole step on fake tensors"
         if subject.live
-        else "Worked out from the description, tensor by tensor; nothing was run",
+        else "Computed from the description, tensor by tensor; nothing was run",
         budget=_bytes(subject.budget_bytes),
         peak=_bytes(cost.peak_bytes),
         minimum=_bytes(subject.minimum_budget_bytes),
@@ -50,7 +50,7 @@ def write(nearest: Nearest) -> Written:
         policies=tuple(map(_as_planned, subject.decisions)),
         cost=cost,
         lost=None,
-        notes=("a brief carries nothing out: the costs are the plan's own",),
+        notes=("a brief applies nothing: the costs are the plan's own",),
     )
 
 
@@ -90,15 +90,15 @@ def _run(subject: Subject) -> Iterator[str]:
         yield f"- {len(subject.decisions)} layers: {', '.join(kinds)}"
     yield from (f"- not in these figures: {_plain(text)}" for text in subject.left_out)
     asked = [f"{key} {value}" for key, value in subject.asked.items() if key != "model"]
-    yield f"- asked for: {', '.join(asked) or 'nothing beside the model'}"
+    yield f"- options: {', '.join(asked) or 'none but the model'}"
 
 
 def _facts(subject: Subject, cost: Cost) -> Iterator[str]:
     if cost.host_bytes:
-        yield f"- on the host: {_bytes(cost.host_bytes)}"
+        yield f"- offloaded to CPU: {_bytes(cost.host_bytes)}"
     overhead = subject.predicted.get("overhead_fraction")
     if overhead is not None:
-        yield f"- recompute as a share of a step without it: {format_percent(overhead)}"
+        yield f"- recomputation as a share of a step without it: {format_percent(overhead)}"
     if cost.step_seconds is not None:
         yield f"- a step: {format_seconds(cost.step_seconds)}, predicted for {subject.hardware.name}"
 
@@ -110,7 +110,7 @@ def _table(subject: Subject) -> Iterator[str]:
         yield f"| {span} | {policy} | {format_bytes(kept)} | {format_bytes(moved)} | {format_flops(flops)} |"
     if subject.segments:
         runs = "; ".join(f"{start} to {stop}" for start, stop in subject.segments)
-        yield f"\nRuns of layers that hold one input together: {runs}."
+        yield f"\nSegments of layers that keep one input together: {runs}."
 
 
 def _row(decision: Decision) -> tuple[str, int, int, int]:
@@ -119,7 +119,7 @@ def _row(decision: Decision) -> tuple[str, int, int, int]:
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
-    """By kind of decision, which tensors it drops, dearest in bytes first."""
+    """List the dropped tensors by kind of decision, the largest first."""
     kinds: dict[object, Decision] = {}
     for decision in subject.decisions:
         kinds.setdefault((id(decision.program), decision.kept, decision.moved), decision)
@@ -131,7 +131,7 @@ def _reasons(subject: Subject) -> Iterator[str]:
         for b in dropped[:MOST_DROPPED]:
             buffer = program.buffers[b]
             if buffer.producer is None:
-                yield f"  - {format_bytes(buffer.nbytes)} that the layer is given"
+                yield f"  - {format_bytes(buffer.nbytes)} of the layer's input"
             else:
                 op = program.ops[buffer.producer]
                 where = f" in {op.path}" if op.path else ""
@@ -148,16 +148,16 @@ def _simpler(nearest: Nearest) -> str:
     chosen = [policy.layer for policy in policies if policy.action is LayerAction.CHECKPOINT]
     again = format_flops(cost.recompute_flops)
     what = f"{len(chosen)} of {len(policies)} layers, {chosen[0]} to {chosen[-1]}" if chosen else "no layer"
-    return f"{what}: peak {_bytes(cost.peak_bytes)}, {again} computed again a micro-batch."
+    return f"{what}: peak {_bytes(cost.peak_bytes)}, {again} recomputed per micro-batch."
 
 
 def _questions(subject: Subject) -> Iterator[str]:
     if subject.described is None:
         yield "Is the model sharded or compiled in training? Here it was neither."
     elif subject.described.forecast.run.model.depth:
-        yield "Is the model's code the one whose kernels are named above? Other code saves other tensors."
+        yield "Does the model's code use the kernels named above? Other code saves other tensors."
     if any(decision.moved for decision in subject.decisions):
-        yield "Does the trainer move tensors to the host beside the computation? If not, plan with --no-offload."
+        yield "Does the trainer overlap offloading with compute? If not, plan with --no-offload."
 
 
 def _bytes(nbytes: int) -> str:

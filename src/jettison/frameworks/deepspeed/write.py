@@ -11,7 +11,7 @@ from jettison.frameworks.policy import LayerAction
 
 
 def write(nearest: Nearest) -> Written:
-    """The configuration."""
+    """Write the configuration."""
     subject = nearest.subject
     policies, cost = one_switch(nearest, states=True).with_host(Nearest.all_or_none)
     found: dict[str, object] = {}
@@ -39,8 +39,8 @@ def write(nearest: Nearest) -> Written:
             "profile": False,
         }
         lost = (
-            "the section takes effect where the model's own code calls deepspeed.checkpointing.checkpoint for each "
-            "layer; the file cannot say which layers do (with transformers: activation_checkpointing=True in "
+            "the section takes effect only if the model's own code calls deepspeed.checkpointing.checkpoint for each "
+            "layer; the file cannot choose layers (with transformers: activation_checkpointing=True in "
             "TrainingArguments)",
         )
     files = {"deepspeed.json": json.dumps(found, indent=2) + "\n"}

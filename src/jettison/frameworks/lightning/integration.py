@@ -1,6 +1,6 @@
-"""Lightning's Trainer: a callback that plans when the first batch comes.
+"""Lightning's Trainer: a callback that plans at the first batch.
 
-What runs under the plan is the module's ``training_step``, loss included, whatever it calls inside.
+The plan covers the module's ``training_step``, loss included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jettison.planner.live import auto_checkpoint
 class AutoCheckpoint(Planned, Callback):
     """Make a `lightning.Trainer` train under ``memory_budget``: ``Trainer(callbacks=[AutoCheckpoint("8GiB")])``.
 
-    ``applied`` is there once the first batch was; `report` and `memory` are those of it.
+    ``applied`` is set at the first batch; `report` and `memory` are its own.
 
     Args:
         memory_budget: as in `jettison.auto_checkpoint`.
@@ -35,25 +35,25 @@ class AutoCheckpoint(Planned, Callback):
         """See Lightning's hook.
 
         Raises:
-            UnsupportedModule: the module runs backward by itself, or its training_step is not that of its class.
+            UnsupportedModule: the module uses manual optimization, or its training_step is not that of its class.
         """
         if not pl_module.automatic_optimization:
             raise UnsupportedModule(
-                f"{type(pl_module).__name__} optimizes by hand, so that its training_step has no one backward; use "
-                "jettison.auto_checkpoint(module, batch, budget, step=...) with a function that runs its forwards and "
-                "backwards"
+                f"{type(pl_module).__name__} uses manual optimization, so its training_step may have several "
+                "backwards; use jettison.auto_checkpoint(module, batch, budget, step=...) with a function that runs "
+                "its forwards and backwards"
             )
         own = vars(pl_module).get("training_step")
         if own is not None and not isinstance(own, _First | _Following):
             raise UnsupportedModule(
-                f"training_step was set on this {type(pl_module).__name__} itself (as torch.compile does to a module "
-                "that it is given), and what is planned is that of its class; give the Trainer the module as it is, "
-                "and define training_step in a subclass"
+                f"training_step was set on this {type(pl_module).__name__} instance (as torch.compile does), and the "
+                "plan is for that of its class; give the Trainer the module itself, and define training_step in a "
+                "subclass"
             )
         pl_module.training_step = _First(self, trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """See Lightning's hook: what was interrupted leaves no plan behind, since Lightning ends no training then."""
+        """See Lightning's hook. Removes the plan, since Lightning does not call `on_train_end` then."""
         self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -65,7 +65,7 @@ class AutoCheckpoint(Planned, Callback):
 
 
 class _First:
-    """Stands for ``training_step`` until it is called."""
+    """Replaces ``training_step`` until its first call."""
 
     def __init__(self, callback: AutoCheckpoint, trainer: Any, module: Any) -> None:
         self.callback, self.trainer, self.module = callback, trainer, module
@@ -94,14 +94,14 @@ class _First:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Planning runs a copy, which has no trainer to log to."""
+    """Silence warnings of logging: planning runs a copy of the module, which has no trainer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
         yield
 
 
 class _Following:
-    """Stands for ``training_step`` from then on; not a module, which a module would take for a part of it."""
+    """Replaces ``training_step`` after its first call; no module, since a module would register it."""
 
     def __init__(self, step: TrainingStep) -> None:
         self.step = step
@@ -111,14 +111,14 @@ class _Following:
 
 
 class TrainingStep(nn.Module):
-    """A Lightning module, called by its ``training_step``."""
+    """Module that calls a Lightning module's ``training_step``."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *batch: Any) -> Any:
-        """The loss, or what has it."""
+        """Return the loss, or a dict with it."""
         return type(self.module).training_step(self.module, *batch)
 
 

@@ -1,4 +1,4 @@
-"""Lightning: a file with ``mark(model)`` and ``strategy()``, which takes a function that can tell layers apart."""
+"""Lightning: a file with ``mark(model)`` and ``strategy()``, whose wrap policy can distinguish layers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ USE = """    model = mark(model)                    # before the Trainer sets th
 
 
 def write(nearest: Nearest) -> Written:
-    """The file. Its wrapper puts random states back by default."""
+    """Write the file. Its wrapper restores random generator states by default."""
     subject = nearest.subject
     nearest.refuse_described()
     nearest = nearest.saying("only which layers are checkpoints", partial(priced_code, subject, states=True))
     if subject.moves:
-        nearest = nearest.saying("which layers are checkpoints, and what waits on the host of those that are none")
+        nearest = nearest.saying("which layers are checkpoints, and which tensors of other layers are offloaded")
         policies, cost = nearest.with_moves(as_the_plan_moves, as_the_plan_moves)
     else:
         policies, cost = nearest.checkpoints()

@@ -1,8 +1,8 @@
-"""Megatron-Core, and NeMo's Megatron-Bridge, which has its words: recompute by module or by number of layers.
+"""Megatron-Core, and NeMo's Megatron-Bridge with the same options: recompute by module or by number of layers.
 
-What can be said is global: the same modules in all layers, or the same number of layers on every stage; and of which
-modules what they save waits on the host, beside any set of modules that are computed again. It is written as flags of
-Megatron-LM, as overrides of a Megatron-Bridge recipe, and as a layout string.
+The options are global: the same modules in all layers, or the same number of layers on every stage; and with any set of
+recomputed modules, others whose saved tensors are offloaded to CPU. They are written as flags of Megatron-LM, as
+overrides of a Megatron-Bridge recipe, and as a layout string.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import CORE_ATTENTION, OFFLOADED, RECOMPUTED, Mode, Recompute
 from jettison.spec.run import Run
 
-COULD = "the same modules in all layers, computed again or offloaded, or the same number of layers on every stage"
+COULD = "the same modules in all layers, recomputed or offloaded, or the same number of layers on every stage"
 Value = str | int | bool | list[str]
 _ELSEWHERE = (
     "micro_batch_size",
@@ -47,12 +47,12 @@ _RECIPES_OWN = (
     "recompute_modules",
     "offload_modules",
 )
-"""Of Megatron-Bridge: what its recipes set, to take back where a plan is without it."""
+"""Fields that Megatron-Bridge's recipes set, and that a plan without them resets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaidSettings:
-    """Something that can be said, as fields of `TransformerConfig`, and what it means for each layer."""
+    """Settings as fields of `TransformerConfig`, with their policy for each layer."""
 
     settings: Mapping[str, Value]
     policies: tuple[LayerPolicy, ...]
@@ -60,7 +60,7 @@ class SaidSettings:
 
 
 def write(nearest: Nearest) -> Written:
-    """Flags for Megatron-LM and fields for `TransformerConfig`; or overrides for a recipe, one a line."""
+    """Write flags for Megatron-LM and fields for `TransformerConfig`; or overrides for a recipe, one a line."""
     best, run = _best(nearest)
     if nearest.target == "megatron-bridge":
         files = {"overrides.txt": overrides_text(run, best.settings)}
@@ -78,16 +78,16 @@ def _best(nearest: Nearest) -> tuple[SaidSettings, Run]:
     subject, pricer, target = nearest.subject, nearest.pricer, nearest.target
     if subject.described is None or not isinstance(pricer, DescribedPricer):
         raise CannotSay(
-            f"{target} builds its own layers, and this plan names tensors of {subject.model} as it is built here; plan "
-            "the preset or the config.json with --kernels megatron and a layout, and export that"
+            f"{target} builds its own layers, and this plan names tensors of {subject.model} as built here; plan the "
+            "preset or the config.json with --kernels megatron and a layout, and export that"
         )
     nearest.refuse_stacks()
     nearest.refuse_images()
     run = subject.described.forecast.run
     if run.recompute.whole:
         raise CannotSay(
-            f"the plan keeps {run.recompute.whole} of each window's micro-batches whole; megatron-core 0.19 has no "
-            "flag for it any more. Plan without --whole-micro-batches"
+            f"the plan runs {run.recompute.whole} of each window's micro-batches without checkpointing; megatron-core "
+            "0.19 has no flag for it. Plan without --whole-micro-batches"
         )
     if run.layout.schedule is not Schedule.ONE_F_ONE_B and run.layout.pp > 1:
         raise CannotSay(f"the plan's schedule is {run.layout.schedule}; {target} runs 1f1b")
@@ -96,17 +96,17 @@ def _best(nearest: Nearest) -> tuple[SaidSettings, Run]:
     fitting = [one for one in found if one.cost.peak_bytes <= subject.budget_bytes]
     if not fitting:
         raise nearest.saying(COULD).too_much(min(one.cost.peak_bytes for one in found))
-    # the fastest; of these, what leaves the host alone
+    # the fastest; of these, the one that offloads least
     return min(fitting, key=lambda one: (one.cost.step_seconds or 0.0, one.cost.host_bytes, one.cost.peak_bytes)), run
 
 
 def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[SaidSettings]:
-    """All that is worth saying."""
+    """Yield the settings worth trying."""
     for modules in _module_sets(subject):
         yield from (_by_modules(subject, pricer, modules, moved) for moved in _offloaded_sets(subject, modules))
     longest = max(map(len, _chunks(subject)))
     low, high = 0, longest
-    while high - low > 1:  # the fewest layers of a stage that fit; fewer take more bytes
+    while high - low > 1:  # the fewest layers of a stage that fit; fewer need more bytes
         middle = (low + high) // 2
         tried = _block(subject, pricer, middle)
         yield tried
@@ -119,7 +119,7 @@ def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[SaidSetti
 
 
 def _module_sets(subject: Subject) -> Iterator[tuple[str, ...]]:
-    """Sets of modules that the model has; an experts' layer as a whole goes with no part of it."""
+    """Sets of modules that the model has; ``moe`` excludes its parts."""
     programs = {id(d.program): d.program for d in subject.decisions}.values()
     there = [module for module in RECOMPUTED if any(parts_of(program, module) for program in programs)]
     if all(map(is_fused, programs)):
@@ -131,9 +131,9 @@ def _module_sets(subject: Subject) -> Iterator[tuple[str, ...]]:
 
 
 def _offloaded_sets(subject: Subject, again: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Sets of modules that may be offloaded beside these that are computed again, the empty one first.
+    """Sets of modules that may be offloaded with these recomputed ones, the empty one first.
 
-    Only modules of which the plan moves something; see `TransformerConfig` for what goes with what.
+    Only modules of which the plan offloads a tensor; `TransformerConfig` states which combinations are allowed.
     """
     yield ()
     there = [module for module in OFFLOADED if any(_moves_some(decision, module) for decision in subject.decisions)]
@@ -152,17 +152,17 @@ def _moves_some(decision: Decision, module: str) -> bool:
 
 
 def offloading(policy: LayerPolicy, modules: Iterable[str]) -> LayerPolicy:
-    """Offload what these modules save."""
+    """Offload the tensors that these modules save."""
     chosen = tuple(modules)
     moved = sent(policy.program, policy.kept, chosen)
     if not moved:
         return policy
-    words = f"{policy.words or policy.action} and {', '.join(chosen)} on the host"
+    words = f"{policy.words or policy.action} and {', '.join(chosen)} offloaded"
     return replace(policy, moved=moved, words=words)
 
 
 def by_modules(decision: Decision, modules: Iterable[str]) -> LayerPolicy:
-    """A layer whose parts of these names are computed again."""
+    """Return the policy of a layer that recomputes these modules."""
     found = recomputed(decision.program, tuple(modules))
     if not found.modules:
         return kept_whole(decision)
@@ -190,7 +190,7 @@ def _by_modules(
 
 
 def _block(subject: Subject, pricer: DescribedPricer, number: int) -> SaidSettings:
-    """The first layers of each stage are checkpoints, each of its own."""
+    """Return the settings that checkpoint the first layers of each stage, one by one."""
     position = {decision.layer: i for chunk in _chunks(subject) for i, decision in enumerate(chunk)}
     policies = tuple(checkpointed(d) if position[d.layer] < number else kept_whole(d) for d in subject.decisions)
     return SaidSettings(
@@ -201,7 +201,7 @@ def _block(subject: Subject, pricer: DescribedPricer, number: int) -> SaidSettin
 
 
 def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> SaidSettings:
-    """All layers, so many to a checkpoint; the last of a chunk may have fewer."""
+    """Return the settings that checkpoint all layers, ``size`` together; the last of a chunk may have fewer."""
     together = [
         policy
         for chunk in _chunks(subject)
@@ -219,7 +219,7 @@ def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> SaidSettin
 
 
 def _chunks(subject: Subject) -> list[list[Decision]]:
-    """Layers of each chunk of each stage, where it has some."""
+    """Layers of each chunk of each stage, without chunks that have none."""
     assert subject.described is not None
     by_name = {decision.layer: decision for decision in subject.decisions}
     chunks = (chunk for stage in subject.described.forecast.stages for chunk in stage.parts)
@@ -232,9 +232,9 @@ def _layout_losses(run: Run) -> tuple[str, ...]:
         return ()
     what = "gradients" if run.layout.zero == 2 else "gradients and parameters"
     return (
-        f"the plan shards {what} (zero {run.layout.zero}); the flags say --use-distributed-optimizer, which shards "
-        "optimizer state alone. Megatron-FSDP, which shards more, is not exported: the peak here is not what these "
-        "flags alone reach",
+        f"the plan shards {what} (zero {run.layout.zero}); the flags have --use-distributed-optimizer, which shards "
+        "optimizer state only. Megatron-FSDP, which shards more, is not exported: these flags alone do not reach the "
+        "peak here",
     )
 
 
@@ -245,23 +245,23 @@ def _notes(best: SaidSettings, run: Run) -> tuple[str, ...]:
     biases = any(op.path == "mlp.down" and op.name.startswith("aten.addmm") for op in products)
     if isinstance(modules, list) and "mlp" in modules and biases:
         found.append(
-            "mlp in recompute_modules: with biases in products a backward of megatron-core 0.19.2 does not end (seen "
+            "mlp in recompute_modules: with biases in linear layers a backward of megatron-core 0.19.2 hangs (seen "
             "with local layers on a CPU); try one step first, or train with --disable-bias-linear"
         )
     if isinstance(modules, list) and "layernorm" in modules:
         found.append(
-            "layernorm frees something where norms are modules of their own; under Transformer Engine the norm before "
-            "a product is part of that product's kernel"
+            "layernorm frees tensors only if norms are modules of their own; Transformer Engine fuses the norm before "
+            "a linear layer into it"
         )
     if best.settings.get("offload_modules"):
         found.append(
-            f"what goes to the host are CUDA tensors with {SMALLEST_OFFLOADED} elements or more, while layers go on. "
-            "Of each stage the last layer keeps its own, as in the plan. A tensor that two modules save is counted and "
-            "sent once here; Megatron may send it twice. Under Transformer Engine norms that are part of a product's "
-            "kernel send nothing"
+            f"Megatron offloads CUDA tensors with {SMALLEST_OFFLOADED} elements or more, overlapped with layers. The "
+            "last layer of each stage keeps its own, as in the plan. A tensor that two modules save is counted and "
+            "offloaded once here; Megatron may offload it twice. Norms that Transformer Engine fuses into linear "
+            "layers offload nothing"
         )
         found.append(
-            "offloading wants --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "
+            "offloading needs --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "
             "NVTE_CPU_OFFLOAD_V1=1 in the environment"
         )
     if run.kernels.name != "megatron":
@@ -272,7 +272,7 @@ def _notes(best: SaidSettings, run: Run) -> tuple[str, ...]:
 
 
 def layout_settings(run: Run) -> dict[str, Value]:
-    """The run's layout and batch, by name of Megatron's flags."""
+    """Layout and batch of the run, by name of Megatron's flags."""
     layout = run.layout
     found: dict[str, Value] = {
         "tensor_model_parallel_size": layout.tp,
@@ -302,13 +302,13 @@ def layout_settings(run: Run) -> dict[str, Value]:
 
 
 def layout_string(layout: Layout) -> str:
-    """Stages as Megatron has them, with the embedding on the first and the loss on the last."""
+    """Megatron's layout string, with the embedding on the first stage and the loss on the last."""
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layout.stage_layers]
     return f"E{'|'.join(stages)}{'m' * layout.further}L"
 
 
 def flags_text(settings: Mapping[str, Value]) -> str:
-    """One flag a line, for ``$(cat FILE)``; nothing in it needs quotes but a layout, which has none of the shell's."""
+    """Write one flag a line, for ``$(cat FILE)``; only a layout needs quotes, and it has no shell characters."""
     lines = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
@@ -322,7 +322,7 @@ def flags_text(settings: Mapping[str, Value]) -> str:
 
 
 def overrides_text(run: Run, settings: Mapping[str, Value]) -> str:
-    """Overrides of a recipe's configuration. What the plan does not ask for is said as well: a recipe may have it."""
+    """Write overrides of a recipe's configuration, also of settings that the plan turns off: a recipe may set them."""
     layout = layout_settings(run)
     found: dict[str, Value | None] = {name: value for name, value in layout.items() if name not in _ELSEWHERE}
     found["virtual_pipeline_model_parallel_size"] = run.layout.virtual_stages if run.layout.virtual_stages > 1 else None
@@ -339,7 +339,7 @@ def overrides_text(run: Run, settings: Mapping[str, Value]) -> str:
     sharded = run.layout.zero > 0
     for section in ("ddp", "optimizer"):
         beside[f"{section}.use_distributed_optimizer"] = sharded
-        if not sharded:  # gathers what each rank updated
+        if not sharded:  # the all-gather of parameters needs the distributed optimizer
             beside[f"{section}.overlap_param_gather"] = False
     lines = [f"model.{name}={_override(value)}" for name, value in found.items()]
     lines += [f"{name}={_override(value)}" for name, value in beside.items()]

@@ -1,7 +1,7 @@
-"""Plain torch: a file with ``apply(model)``, of `checkpoint_wrapper` and selective contexts.
+"""Plain torch: a file with ``apply(model)``, by `checkpoint_wrapper` and selective contexts.
 
-It says all that a live plan says about what is kept and what is computed again, in the measure of NOTE [ What a
-checkpoint holds ] in frameworks/policy.py.
+It expresses a live plan's kept and recomputed tensors, except for NOTE [ What a checkpoint holds ] in
+frameworks/policy.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ torch.compile. It changes the model in place; names in its state_dict stay as th
 
 
 def write(nearest: Nearest) -> Written:
-    """The nearest file to the plan. A described plan names no ops of a module."""
+    """Write the nearest file to the plan. A described plan names no ops of a module."""
     subject = nearest.subject
     nearest.refuse_stacks()
     nearest = nearest.saying("which calls of ops stay, and which layers are checkpoints", partial(priced_code, subject))
@@ -41,33 +41,32 @@ def write(nearest: Nearest) -> Written:
 
 
 def notes_of(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
-    """Notes on selective contexts, and on what copies cost."""
+    """Notes on selective contexts, and on the cost of offloading."""
     selective = any(policy.action is LayerAction.SELECT for policy in policies)
     dispatched = (
-        "selective contexts put a dispatch mode around every op of a layer; that costs time on the host beside the ops "
-        "that run again, and is not in these seconds"
+        "selective contexts put a dispatch mode around every op of a layer; its host time is not in these seconds"
     )
     return (*((dispatched,) if selective else ()), *copied(policies))
 
 
 def copied(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
-    """A note on what copies cost."""
+    """Note on the cost of offloading."""
     if not any(policy.moved for policy in policies):
         return ()
-    return ("copies to the host and back run while nothing is computed; a live plan's seconds are without them",)
+    return ("offload and prefetch do not overlap with compute; their time is not in a live plan's seconds",)
 
 
 def priced_code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
-    """The file as it is run for its price: what waits on the host has no bytes."""
+    """Write the file for a dry run, in which offloaded tensors have no bytes."""
     text = code(subject, policies, states=states)
     return text + (pieces("host.py.txt")["stand_in"] if any(policy.moved for policy in policies) else "")
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
-    """The file.
+    """Write the file.
 
     Args:
-        states: random states are put back although no layer draws random numbers; None: where one does.
+        states: restore random generator states; None: if a layer draws random numbers.
     """
     own, host = pieces("torch/checkpointing.py.txt"), pieces("host.py.txt")
     by_name: dict[object, LayerPolicy] = {p.layer if subject.live else i: p for i, p in enumerate(policies)}
@@ -78,7 +77,7 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
     text += f"\nFULL = {names(name for name, policy in by_name.items() if policy.action is LayerAction.CHECKPOINT)}\n"
     text += selective_tables(selective) if selective else ""
     keep_states = any(map(draws_again, policies)) if states is None else states
-    text += f"PRESERVE_RNG_STATE = {keep_states}  # whether what runs again draws random numbers\n"
+    text += f"PRESERVE_RNG_STATE = {keep_states}  # does recomputation draw random numbers?\n"
     body = own["apply"]
     beside = (own["apply_selective"] if selective else "") + (host["wrap"] if moves else "")
     if not subject.live:

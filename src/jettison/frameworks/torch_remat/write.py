@@ -1,11 +1,12 @@
-"""torch_remat: a file with ``apply(model)``, of a checkpoint for each layer and modules in it that are not run again.
+"""torch_remat: a file with ``apply(model)``, which checkpoints layers except for some of their modules.
 
 NOTE [ What a saved region holds ]
-torch_remat's checkpoint holds what the layer is given and runs the layer again as a whole, to its last op. A region
-with ``recompute=False`` is left out of that: what autograd saved inside of it stays, but for what it was given by code
-that runs again. So do its results, since the file says of all of them that they are read: torch_remat would hand out a
-stand-in without bytes for one that only other regions read, and there are no stand-ins on fake tensors, where the file
-is priced. Mostly they stay anyway. After each region the state of the random numbers is taken, where a layer needs it.
+torch_remat's checkpoint keeps a layer's inputs and recomputes all of it, to its last op. A region with
+``recompute=False`` is not recomputed: tensors that autograd saved inside of it are kept, except for inputs from
+recomputed code. Its results are kept, too, since the file marks all of them as read: for a result that only other
+regions read torch_remat would return a placeholder without bytes, and fake tensors, on which the file is priced, have
+no placeholders. Most results are kept anyway. The random generator state is saved after each region, if a layer needs
+it.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from jettison.ledger.program import Op, Program, Source
 from jettison.solve.policy import Full
 
 TRIES: Final = 3
-_RETURNS: Final = "checkpoint function must return"  # torch_remat's own words
+_RETURNS: Final = "checkpoint function must return"  # torch_remat's message
 USE: Final = """\
 Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and
 torch.compile. It changes the model's layers in place; names in its state_dict stay as they are. A layer has to return a
 tensor, or a tuple or list of them."""
 MOST_MODULES: Final = 40
-"""So many modules of a layer are considered: those with the most work. A layer of many experts has hundreds."""
+"""Modules of a layer that are considered, those with most work. A layer of many experts has hundreds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One policy of a layer; ``seconds`` are those of what runs again."""
+    """Policy of a layer with its seconds of recomputation."""
 
     policy: LayerPolicy
     seconds: float
@@ -56,7 +57,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyStep:
-    """From one policy of a layer to the next that holds less."""
+    """Step from one policy of a layer to the next that keeps less."""
 
     layer: int
     position: int
@@ -65,13 +66,13 @@ class PolicyStep:
 
 
 def write(nearest: Nearest) -> Written:
-    """The nearest file to the plan, where torch_remat is there to be run."""
+    """Write the nearest file to the plan; torch_remat must be installed."""
     subject = nearest.subject
     nearest.refuse_described()
     if find_spec("torch_remat") is None:
         raise CannotSay(
-            "torch_remat is not installed here, and what is exported is run to say what it costs; "
-            "pip install torch_remat, or export --to torch"
+            "torch_remat is not installed, and its dry run gives the cost of an export; pip install torch_remat, or "
+            "export --to torch"
         )
     try:
         policies, cost = _chosen(nearest)
@@ -87,18 +88,18 @@ def write(nearest: Nearest) -> Written:
 
 
 def _chosen(nearest: Nearest) -> Priced:
-    """As the plan has it where it treats layers whole; else from all kept as few seconds down as fit."""
+    """Choose the plan's own policies if it has only entire layers; else recompute as few seconds as fit."""
     subject = nearest.subject
     could = "which layers are checkpoints, and which of their modules keep their activations"
     if subject.moves:
-        could += ", and what waits on the host of layers that are none, or of what a checkpoint is given"
+        could += ", and which tensors of other layers, or inputs of checkpoints, are offloaded"
 
     def write(policies: Sequence[LayerPolicy]) -> str:
         stand_in = pieces("host.py.txt")["stand_in"]
         return code(subject, policies) + (stand_in if any(policy.moved for policy in policies) else "")
 
     def nearest_of(decision: Decision) -> LayerPolicy:
-        """For a partly recomputed layer: its input offloaded, or regions that keep no more."""
+        """Choose for a partly recomputed layer: its input offloaded, or regions that keep no more."""
         if decision.moved:
             return _as_the_plan_moves(decision)
         ours = options_of(decision, lambda op: op_seconds(op, subject.hardware))
@@ -124,7 +125,7 @@ def _chosen(nearest: Nearest) -> Priced:
 
 
 def _filled(chosen: Policies, cost: Cost, options: Sequence[Sequence[Option]], nearest: Nearest) -> Priced:
-    """A step frees more than was asked for: what is left of the budget goes to the one layer that saves most by it."""
+    """Spend the rest of the budget, since a step may free more than needed, on the one layer that saves most time."""
     room = nearest.subject.budget_bytes - cost.peak_bytes
     found = []
     for i, ours in enumerate(options):
@@ -140,7 +141,7 @@ def _filled(chosen: Policies, cost: Cost, options: Sequence[Sequence[Option]], n
 
 
 def _options(subject: Subject) -> list[tuple[Option, ...]]:
-    """By layer; layers of one program have the same."""
+    """Options of each layer; layers with the same program share them."""
     first = {id(decision.program): decision for decision in reversed(subject.decisions)}
     known = {key: options_of(decision, lambda op: op_seconds(op, subject.hardware)) for key, decision in first.items()}
     return [
@@ -157,34 +158,35 @@ def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
 def _notes(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
     found = []
     if any(policy.action is not LayerAction.KEEP for policy in policies):
-        found.append("torch_remat runs a layer again to its last op, also what backward asks nothing of")
+        found.append("torch_remat recomputes a layer to its last op, also results that backward does not need")
     if any(map(draws_in_replay, policies)):
         found.append(
-            "random states are put back by the file's own hook, since torch_remat does not: one is held for each layer "
-            "that draws and one for each module in it that stays, of the CPU and of the current CUDA device"
+            "the file's own hook restores random generator states, since torch_remat does not: it keeps one for each "
+            "layer that draws random numbers and one for each module in it that is not recomputed, of the CPU and of "
+            "the current CUDA device"
         )
     return tuple(found)
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
-    """The file."""
+    """Write the file."""
     own, host = pieces("torch_remat/checkpointing.py.txt"), pieces("host.py.txt")
     checkpoints = [policy for policy in policies if policy.action is not LayerAction.KEEP]
     kinds = kinds_of(policy.regions for policy in checkpoints)
     moves = moves_table({policy.layer: policy for policy in policies})
     text = header(subject, "torch_remat", USE) + own["imports"] + (host["imports"] if moves else "")
     text += f"LAYERS = {rows({policy.layer: kinds[policy.regions] for policy in checkpoints})}\n"
-    text += "# by kind of layer: modules that keep their activations and are not run again\n"
+    text += "# by kind of layer: modules that keep their activations and are not recomputed\n"
     text += f"REGIONS = {rows({kind: regions for regions, kind in kinds.items()})}\n"
     draw_again = names(policy.layer for policy in checkpoints if draws_in_replay(policy))
-    text += f"DRAWING = {draw_again}  # layers whose second run draws random numbers\n" + moves
+    text += f"DRAWING = {draw_again}  # layers whose recomputation draws random numbers\n" + moves
     wrap = host["wrap"] if moves else ""
     text += own["apply"].replace("    return model\n", f"{wrap}    return model\n", 1)
     return text + (host["code"] if moves else "")
 
 
 def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
-    """The layer is a checkpoint in which these modules are regions that are saved."""
+    """Return the policy of a checkpoint in which these modules are saved regions."""
     program, chosen = decision.program, tuple(sorted(marks))
     homes = [_home(op.path, chosen) for op in program.ops]
     again = tuple(op.index for op in program.ops if homes[op.index] is None)
@@ -207,12 +209,12 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
 
 
 def draws_in_replay(policy: LayerPolicy) -> bool:
-    """Whether recomputation draws random numbers."""
+    """Does recomputation draw random numbers?"""
     return policy.action is not LayerAction.KEEP and not drawing(policy.program).isdisjoint(policy.again)
 
 
 def steps_down(options: Sequence[Sequence[Option]]) -> tuple[PolicyStep, ...]:
-    """From keeping everything to plain checkpoints, the cheapest second a byte first; of equals the first layers.
+    """Order the steps from no checkpointing to plain checkpoints by seconds per byte; of equals the first layers.
 
     Args:
         options: of each layer, from most bytes to fewest.
@@ -233,10 +235,10 @@ def _rate(before: Option, after: Option) -> float:
 
 
 def options_of(decision: Decision, seconds: Callable[[Op], float]) -> tuple[Option, ...]:
-    """What can be said of a layer and is not beaten in bytes and seconds, from keeping everything to a checkpoint.
+    """Pareto front of a layer's options, bytes against seconds, from keeping everything to a checkpoint.
 
     Args:
-        seconds: of an op that runs again.
+        seconds: of a recomputed op.
     """
     times = [seconds(op) for op in decision.program.ops]
     found = [Option(policy=kept_whole(decision), seconds=0.0)]
@@ -248,7 +250,7 @@ def options_of(decision: Decision, seconds: Callable[[Op], float]) -> tuple[Opti
 
 
 def _tried(decision: Decision, times: list[float]) -> dict[frozenset[str], LayerPolicy]:
-    """Sets of modules, from none on: always the one more that saves the most seconds for its bytes."""
+    """Policies by set of saved modules, grown greedily by the module that saves most seconds for its bytes."""
     modules = _modules(decision.program, times)
     marks: frozenset[str] = frozenset()
     tried = {marks: by_regions(decision, marks)}
@@ -272,7 +274,7 @@ def _tried(decision: Decision, times: list[float]) -> dict[frozenset[str], Layer
 
 
 def _modules(program: Program, times: list[float]) -> list[str]:
-    """Modules of a layer that may be regions, those with the most work first where there are too many."""
+    """Modules of a layer that may be regions, those with most work first."""
     work: dict[str, float] = {}
     for op, spent in zip(program.ops, times, strict=True):
         parts = op.path.split(".")
@@ -285,7 +287,7 @@ def _modules(program: Program, times: list[float]) -> list[str]:
 
 
 def overwritten(program: Program, module: str) -> bool:
-    """Somebody else writes over what the module made: torch_remat would refuse it in backward."""
+    """Does code outside the module write to its outputs in place? torch_remat would raise in backward."""
     homes = [_inside(op.path, module) for op in program.ops]
     made = {b for op in program.ops if homes[op.index] for b in op.outputs}
     return any(
@@ -304,7 +306,7 @@ def _home(path: str, marks: tuple[str, ...]) -> str | None:
 
 
 def _saved_inside(program: Program, marks: tuple[str, ...], homes: list[str | None]) -> frozenset[int]:
-    """What autograd saves in the regions, but for what code that runs again gave them."""
+    """Tensors that autograd saves in the regions, except for inputs from recomputed code."""
     inside = (program.buffers[slot.buffer] for slot in program.slots if _home(slot.path, marks) is not None)
     return frozenset(
         buffer.index

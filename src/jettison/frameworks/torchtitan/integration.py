@@ -1,8 +1,8 @@
-"""torchtitan's Trainer: an activation checkpointing policy that its configuration takes.
+"""torchtitan's Trainer: an activation checkpointing policy for its configuration.
 
 torchtitan applies such a policy to a model on ``meta``, before FSDP. A plan needs more: real parameters, FSDP's units,
-the loss, the optimizers. So the policy finds the Trainer that is being built, and plans when its first batch comes.
-What is dry-run is the trainer's own ``forward_backward_step``: its loss, chunked or not, its meshes, its units.
+the loss, the optimizers. So the policy finds the Trainer under construction, and plans at its first batch. The dry run
+executes the trainer's own ``forward_backward_step``: its loss, chunked or not, its meshes, its units.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from jettison.planner.readiness import as_one
 class AutoCheckpoint(ActivationCheckpointing):
     """Make torchtitan train under a budget: ``activation_checkpoint=AutoCheckpoint.Config(budget="8GiB")``.
 
-    The trainer's attribute ``auto_checkpoint`` is its `TrainerPlan`; ``.applied`` is there once the first batch was.
+    The trainer's attribute ``auto_checkpoint`` is its `TrainerPlan`; ``.applied`` is set at the first batch.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """What torchtitan's other policies have in theirs (``preserve_rng_state``, ...) means nothing here."""
+        """Budget and checks; fields of torchtitan's other policies (``preserve_rng_state``, ...) have no effect."""
 
         budget: str | int
         """As ``memory_budget`` of `jettison.auto_checkpoint`, on each rank."""
@@ -44,10 +44,10 @@ class AutoCheckpoint(ActivationCheckpointing):
         """As in `jettison.apply`."""
 
     def apply(self, model: nn.Module) -> None:
-        """See torchtitan's: called while a Trainer is built.
+        """See torchtitan's; called by a Trainer's ``__init__``.
 
         Raises:
-            UnsupportedModule: no Trainer is being built; or as `auto_checkpoint_trainer`.
+            UnsupportedModule: no Trainer is under construction; or see `auto_checkpoint_trainer`.
         """
         config: Any = self.config
         _check_model(model)
@@ -66,7 +66,7 @@ class TorchtitanPlan(TrainerPlan):
         _check_model(model)
         waiting = trainer.gradient_accumulation_steps - 1
         inputs = given["input_dict"], given["labels"]
-        # train_step holds those of all its micro-batches
+        # train_step keeps the inputs of all its micro-batches
         batch = {**given, "waiting": [tree_map_only(Tensor, torch.clone, inputs) for _ in range(waiting)]}
 
         def step(model: Any, batch: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ class TorchtitanPlan(TrainerPlan):
 
 
 def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **options: Any) -> TrainerPlan:
-    """Make a torchtitan `Trainer` train under ``memory_budget``: what `AutoCheckpoint` does, for one that is built.
+    """Make an existing torchtitan `Trainer` train under ``memory_budget``, as `AutoCheckpoint` does.
 
     Args:
         trainer: before its ``train()``.
@@ -105,44 +105,43 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **
 
 
 def _check(config: Any) -> None:
-    """Whether what torchtitan does beside the plan can be planned.
+    """Check that the trainer's other settings can be planned.
 
     Raises:
-        UnsupportedModule: it cannot.
+        UnsupportedModule: a setting cannot be planned.
     """
     own = config.activation_checkpoint
     if own is not None and not isinstance(own, AutoCheckpoint.Config):
         raise UnsupportedModule(
-            f"torchtitan's own {type(own).__qualname__.partition('.')[0]} is switched on; say "
-            "activation_checkpoint=None, or AutoCheckpoint.Config(budget=...) in its place: Jettison would recompute "
-            "inside what is recomputed"
+            f"torchtitan's own {type(own).__qualname__.partition('.')[0]} is on; set activation_checkpoint=None, or "
+            "AutoCheckpoint.Config(budget=...) instead: Jettison would recompute inside a recomputed layer"
         )
     if config.compile.enable:
         raise UnsupportedModule(
-            f"torchtitan is to compile ({', '.join(config.compile.components)}); say compile.enable=False: under "
-            "torchtitan Jettison plans ops that PyTorch runs one by one. With compile, its MemoryBudgetAC plans in the "
-            "compiler"
+            f"torchtitan would compile ({', '.join(config.compile.components)}); set compile.enable=False: under "
+            "torchtitan Jettison plans eager ops. With compile, its MemoryBudgetAC plans in the compiler"
         )
     if not config.training.disable_cuda_graphs:
         raise UnsupportedModule(
-            "torchtitan is to capture its steps as CUDA graphs; say training.disable_cuda_graphs=True: what is "
-            "computed again is decided, and checked, in Python"
+            "torchtitan would capture its steps as CUDA graphs; set training.disable_cuda_graphs=True: recomputation "
+            "is chosen, and checked, in Python"
         )
     for axis in ("tensor", "context", "expert"):
         if getattr(config.parallelism, f"{axis}_parallel_degree") > 1:
             raise UnsupportedModule(
-                f"torchtitan is to run {axis} parallelism, whose blocks no dry run repeats yet; say "
+                f"torchtitan would run {axis} parallelism, which a dry run cannot repeat yet; set "
                 f"parallelism.{axis}_parallel_degree=1: data parallelism (FSDP) is planned"
             )
     if config.parallelism.pipeline_parallel_degree > 1:
         raise UnsupportedModule(
-            "torchtitan is to run a pipeline, which is not handed over; say parallelism.pipeline_parallel_degree=1. In "
-            "a loop of your own jettison.auto_checkpoint plans torch's schedules"
+            "torchtitan would run a pipeline, which its Trainer does not expose; set "
+            "parallelism.pipeline_parallel_degree=1. In a loop of your own jettison.auto_checkpoint plans torch's "
+            "schedules"
         )
 
 
 def _check_model(model: nn.Module) -> None:
-    """Whether its attention can be recorded.
+    """Check that the model's attention can be recorded.
 
     Raises:
         UnsupportedModule: it cannot.
@@ -150,14 +149,14 @@ def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FlexAttention):
             raise UnsupportedModule(
-                f"{name} is FlexAttention, one compiled operator of higher order, which Jettison cannot record. Say "
-                "attn_backend='varlen', or inner_attention=ScaledDotProductAttention.Config() where a batch has no "
-                "documents to keep apart"
+                f"{name} is FlexAttention, a compiled higher-order operator, which Jettison cannot record. Set "
+                "attn_backend='varlen', or inner_attention=ScaledDotProductAttention.Config() if batches are not "
+                "packed from documents"
             )
 
 
 def _being_built() -> Trainer:
-    """The Trainer whose ``__init__`` is running: it hands the policy a model, and nothing of itself.
+    """Find the Trainer whose ``__init__`` is running, since it gives the policy only the model.
 
     Raises:
         UnsupportedModule: there is none.

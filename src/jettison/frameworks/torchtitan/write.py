@@ -1,8 +1,8 @@
-"""torchtitan 0.3: a subclass of its `SelectiveAC` that treats each layer as the plan does.
+"""torchtitan 0.3: a subclass of its `SelectiveAC` with the plan's policy for each layer.
 
-A live plan of a torchtitan model names calls of ops, and all of that can be said. A described plan's ops are those of a
-formula: of these it says what torchtitan's layers have modules for, products with weights, and attention and what
-reduce-scatters return.
+A live plan of a torchtitan model names calls of ops, which can all be expressed. A described plan's ops are those of a
+formula: the file names those that torchtitan's layers have modules for (linear layers), attention, and results of
+reduce-scatters.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from jettison.ledger.program import Op
 from jettison.solve.policy import SelectiveOp
 
 ATTENTION: Final = "attention"
-"""Stands for whichever kernel of attention a model was built with."""
+"""Name of any attention kernel that a model was built with."""
 USE: Final = """    Trainer.Config(activation_checkpoint=PlannedAC.Config(), ...)
 
-torchtitan applies it to a model's layers, layers.0 and so on, before FSDP and not beside a compiled model."""
+torchtitan applies it to a model's layers, layers.0 and so on, before FSDP and not to a compiled model."""
 _LINEAR: Final = ("aten.mm.default", "aten.addmm.default")
 _PRODUCTS: Final = {
     **dict.fromkeys(("attention.query", "attention.key", "attention.value", "attention.qkv"), "qkv"),
@@ -53,7 +53,7 @@ _PRODUCTS: Final = {
 
 
 def write(nearest: Nearest) -> Written:
-    """A file with a policy that torchtitan's configuration takes, beside torchtitan's own policies."""
+    """Write a file with a policy for torchtitan's configuration; torchtitan's own policies are the alternatives."""
     subject = nearest.subject
     _refuse(nearest)
     same_calls = partial(priced_code, subject)  # without torchtitan
@@ -76,13 +76,14 @@ def _refuse(nearest: Nearest) -> None:
     nearest.refuse_images()
     if subject.described is not None and subject.described.forecast.run.recompute.whole:
         raise CannotSay(
-            "the plan keeps micro-batches whole, and torchtitan treats all alike; plan without --whole-micro-batches"
+            "the plan runs some micro-batches without checkpointing, and torchtitan has one policy for all; plan "
+            "without --whole-micro-batches"
         )
     for decision in subject.decisions if subject.live else ():
         if not re.fullmatch(r"layers\.\w+", decision.layer):
             raise CannotSay(
-                f"torchtitan checkpoints what is in a model's layers, and the plan names {decision.layer}; expected "
-                "layers.0 and so on. Export --to torch"
+                f"torchtitan checkpoints a model's layers, and the plan names {decision.layer}; expected layers.0 and "
+                "so on. Export --to torch"
             )
 
 
@@ -96,14 +97,14 @@ def _chosen(nearest: Nearest) -> Priced:
     layers = nearest.with_host(Nearest.checkpoints)
     try:
         found = nearest.between(tuple(map(_by_products, decisions)), as_it_stands=False)
-    except DoesNotFit:  # nothing does but inputs that wait on the host
+    except DoesNotFit:  # only offloaded inputs may fit
         return layers
     return min(found, layers, key=lambda priced: priced[1].step_seconds or 0.0)
 
 
 def _by_products(decision: Decision) -> LayerPolicy:
-    """What of a formula's decisions torchtitan's own layer can be told: by product, the three of query, key and value
-    together, since it may compute them as one. An experts' layer is taken whole.
+    """Return the policy of a formula's layer by linear layer; those of query, key and value go together, since
+    torchtitan may fuse them. A layer of experts is checkpointed entirely.
     """
     if decision.plain:
         return kept_whole(decision)
@@ -123,7 +124,7 @@ def _mostly_kept(decision: Decision, ops: Sequence[Op]) -> bool:
 
 
 def product_of(op: Op) -> str | None:
-    """Return the file's name of a formula's op; None where torchtitan's code may have another."""
+    """Return the file's name of a formula's op; None if torchtitan's code may have another op."""
     if op.name.startswith("aten._scaled_dot_product"):
         return ATTENTION
     if "reduce_scatter" in op.name:
@@ -132,13 +133,13 @@ def product_of(op: Op) -> str | None:
 
 
 def _stock(decision: Decision) -> LayerPolicy:
-    """As its `SelectiveAC` does: all that it names is held, asked for or not, but for every second product."""
+    """Return the policy of torchtitan's `SelectiveAC`: keep all ops that it names, except for every second matmul."""
     named = SelectiveOp(alternate=True).named(decision.program)
     return saving(decision, (op.index for op in decision.program.ops if named.intersection(op.outputs)))
 
 
 def code(subject: Subject, policies: Policies) -> str:
-    """The file."""
+    """Write the file."""
     own, host = pieces("torchtitan/planned_ac.py.txt"), pieces("host.py.txt")
     saves: dict[object, Sequence[OpCall]] = {
         p.layer: _translated(p, live=subject.live) for p in policies if p.action is LayerAction.SELECT
@@ -153,7 +154,7 @@ def code(subject: Subject, policies: Policies) -> str:
 
 
 def _translated(policy: LayerPolicy, *, live: bool) -> tuple[OpCall, ...]:
-    """A live plan's ops are torchtitan's own; a formula's go by their products' names."""
+    """Calls to save: a live plan's ops, or a formula's by the names of `product_of`."""
     if live:
         return policy.saves
     chosen = set(policy.saves)

@@ -1,8 +1,8 @@
-"""The Trainer of transformers, and TRL's that are made of it: planned when the first batch comes, as that step is.
+"""transformers' Trainer and its subclasses in TRL, planned at the first batch.
 
-What is dry-run is the trainer's own ``training_step``: its loss, its autocast, its scaler, its reference model. So a
-plan holds for whatever a subclass does there. Trainers that write what they train on (GRPO, RLOO) do so before
-the step: a rollout has no gradients, and on fake tensors it would be made up.
+The dry run executes the trainer's own ``training_step``: its loss, its autocast, its scaler, its reference model. So a
+plan covers overrides of subclasses. Trainers that generate their data (GRPO, RLOO) do so before the planned step: a
+rollout has no gradients, and on fake tensors it would be random.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _REFERENCES = ("ref_model", "reward_model", "value_model")
 """Attributes of TRL's trainers that hold models of their own."""
 
 _SWITCHES = ("activation_checkpointing", "gradient_checkpointing")
-"""Arguments that switch checkpointing on; the second is the older name, which follows the first where there are both
-(transformers' ``training_args.py``).
+"""Arguments for checkpointing; the second is the older name, and follows the first if there are both (transformers'
+``training_args.py``).
 """
 
 _ROLLOUT = "_generate_and_score_completions"
-"""Of TRL's trainers that train on what their model writes, as ``_prepare_inputs`` calls it within ``training_step``
+"""Method of TRL's trainers that generate their data; ``_prepare_inputs`` calls it within ``training_step``
 (``grpo_trainer.py``, ``rloo_trainer.py``).
 """
 
@@ -38,7 +38,7 @@ class TransformersPlan(TrainerPlan):
     def _step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self.trainer, _ROLLOUT):
             return super()._step(model, inputs, *args, **kwargs)
-        model.train()  # as `training_step` has both when it prepares its inputs
+        model.train()  # `training_step` does both before it prepares its inputs
         if callable(switch := getattr(self.trainer.optimizer, "train", None)):
             switch()
         written = self.trainer._prepare_inputs(inputs)
@@ -65,7 +65,7 @@ class TransformersPlan(TrainerPlan):
             model,
             inputs,
             self.memory_budget,
-            optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper has it inside
+            optimizer=getattr(optimizer, "optimizer", optimizer),  # inside accelerate's wrapper
             step=step,
             models=(model, *others.values()) if others else (),
             gradients_held=trainer.args.gradient_accumulation_steps > 1,
@@ -83,18 +83,18 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **
 
     Raises:
         UnsupportedModule: the trainer checkpoints by itself, or compiles its model.
-        UsageError: it is no trainer, or the budget cannot be read.
+        UsageError: it is no trainer, or the budget is invalid.
     """
     arguments = getattr(trainer, "args", None)
     on = next((name for name in _SWITCHES if getattr(arguments, name, False)), None)
     if on is not None:
         raise UnsupportedModule(
-            f"the trainer's arguments switch {on.replace('_', ' ')} on (TRL's do by default); say "
-            f"{on}=False: Jettison would recompute inside what is recomputed"
+            f"the trainer's arguments switch {on.replace('_', ' ')} on (TRL's do by default); set "
+            f"{on}=False: Jettison would recompute inside a recomputed layer"
         )
     if getattr(arguments, "torch_compile", False):
         raise UnsupportedModule(
-            "the trainer's arguments compile the whole model; say torch_compile=False, and compile blocks instead: "
+            "the trainer's arguments compile the entire model; set torch_compile=False, and compile blocks instead: "
             "auto_checkpoint_trainer(trainer, budget, compile='blocks')"
         )
     return TransformersPlan(trainer, memory_budget, options)

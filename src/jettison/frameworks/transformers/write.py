@@ -1,4 +1,4 @@
-"""Hugging Face transformers: the exact mask of layers, and the nearest thing that arguments of its Trainer can say."""
+"""Hugging Face transformers: the exact mask of layers, and the nearest arguments of its Trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Trainer(args=TrainingArguments(**TRAINING_ARGUMENTS, ...)) does all of it; apply
 
 
 def write(nearest: Nearest) -> Written:
-    """The mask that is nearest to the plan. A description has two towers in another order than transformers."""
+    """Write the mask of layers nearest to the plan."""
     subject = nearest.subject
     for decision in subject.decisions if subject.live else ():
         if LAYER not in decision.bases:
@@ -35,16 +35,16 @@ def write(nearest: Nearest) -> Written:
     step = step_of(policies)
     alternatives, notes = [], []
     if step is not None:
-        notes.append(f"the mask is every_n_layers={step}: TRAINING_ARGUMENTS says all of it")
+        notes.append(f"the mask is every_n_layers={step}: TRAINING_ARGUMENTS is enough")
     elif any(policy.action is LayerAction.CHECKPOINT for policy in policies):
         try:
             found, spaced_cost = _spaced(nearest.saying("every_n_layers", partial(code, subject)))
             words = f"TrainingArguments alone: every_n_layers={step_of(found)}"
             alternatives.append(Alternative(words=words, cost=spaced_cost))
         except DoesNotFit:
-            notes.append("no every_n_layers fits the budget: TrainingArguments alone cannot say it")
+            notes.append("no every_n_layers fits the budget: TrainingArguments alone cannot express the plan")
     if offloads(policies):
-        notes.append("copies to and from the host run on the stream that computes: their time is counted in full")
+        notes.append("offload and prefetch run on the compute stream: their time is counted in full")
     return Written(
         files={"checkpointing.py": code(subject, policies)},
         policies=policies,
@@ -55,14 +55,14 @@ def write(nearest: Nearest) -> Written:
 
 
 def step_of(policies: Sequence[LayerPolicy]) -> int | None:
-    """The ``every_n_layers`` that is this mask, if one is."""
+    """Return the ``every_n_layers`` of this mask; None if there is none."""
     chosen = [i for i, policy in enumerate(policies) if policy.action is LayerAction.CHECKPOINT]
     steps = range(1, len(policies) + 1)
     return next((step for step in steps if chosen == list(range(0, len(policies), step))), None)
 
 
 def _spaced(nearest: Nearest) -> Priced:
-    """The largest ``every_n_layers`` that fits."""
+    """Return the policies of the largest ``every_n_layers`` that fits."""
     decisions = nearest.subject.decisions
     depth = len(decisions)
     steps = sorted({-(-depth // count): count for count in range(depth, 0, -1)}, reverse=True)
@@ -74,17 +74,17 @@ def _spaced(nearest: Nearest) -> Priced:
 
 
 def offloads(policies: Sequence[LayerPolicy]) -> bool:
-    """Whether inputs of checkpoints are offloaded."""
+    """Are inputs of checkpoints offloaded?"""
     return any(policy.moved for policy in policies)
 
 
 def _priced_code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
-    """Its own copies to the host hold a CPU's bytes, on fake tensors as well: torch's file stands in for them."""
+    """Write the file for a dry run. With offloading it is torch's: transformers' copies to CPU would count there."""
     return (priced_code if subject.live and offloads(policies) else code)(subject, policies)
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
-    """The file."""
+    """Write the file."""
     own, step = pieces("transformers/checkpointing.py.txt"), step_of(policies)
     chosen = [p.layer if subject.live else i for i, p in enumerate(policies) if p.action is LayerAction.CHECKPOINT]
     text = header(subject, "Hugging Face transformers", USE if step is None else USE_ARGUMENTS) + own["imports"]
@@ -93,6 +93,6 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     if step is not None:
         text += filled(own["arguments"], step=step, more=', "offload": True' if offloads(policies) else "")
     body = own["apply"] if subject.live else filled(own["apply_by_number"], depth=len(policies))
-    if offloads(policies):  # what checkpoints are given waits on the host
+    if offloads(policies):  # inputs of checkpoints
         body = body.replace("enable(dict(KWARGS))", "enable(dict(KWARGS), offload=True)")
     return text + body
