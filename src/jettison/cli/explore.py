@@ -23,7 +23,11 @@ from jettison.report.headless import require_browser, save_figures
 def command(
     models: Annotated[
         tuple[str, ...],
-        option("Model", "Presets, config.json files or their folders [default: published GPTs and others]."),
+        option(
+            "Model",
+            "Presets, config.json files or their folders [default: published GPTs and others].",
+            show_default=False,
+        ),
     ] = (),
     /,
     *,
