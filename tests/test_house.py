@@ -7,8 +7,8 @@ import pytest
 
 from support import house
 
-MOST_LINES = 97_620
-MOST_FILES = 370
+MOST_LINES = 98_060
+MOST_FILES = 371
 MOST_LINES_OF = {("predict", "memory"): 8_150}
 MOST_CIRCLES_OF_TYPES = 4
 MOST_FRAMEWORK_NAMES = 68

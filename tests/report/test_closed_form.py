@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
-from jettison.formula.sums import GuardBook, Sum, constant, sum_of, symbol
+from jettison.formula.sums import GuardBook, Sum, constant, positive, sum_of, symbol
 from jettison.report.explorer_closed_form import closed_form_document, form_of, sizes_of, table_of
+from jettison.report.explorer_fit import highest
 from jettison.spec.model import Moe
 from support.closed_form import MODELS, Reader, choices, walked
 
@@ -158,6 +159,26 @@ def test_a_traced_size_refuses_what_a_sum_cannot_say() -> None:
         size / 2
     with pytest.raises(TypeError, match="pow"):
         size**2
+
+
+def test_what_is_above_zero_is_no_guard() -> None:
+    book = GuardBook()
+    size, rows = book.size("s", 12), book.size("b", 30)
+    above, below = positive(size - rows), positive(rows - size)
+    assert (int(above), int(below)) == (0, 18)
+    assert [sum_of(above + size).value({"s": n, "b": 30}) for n in (12, 40)] == [12, 50]
+    assert sum_of(positive(size + 1)) == sum_of(size + 1)
+    assert sum_of(positive(-size)) == Sum(())
+    assert not book.guards
+    assert positive(-3) == 0
+
+
+def test_the_highest_of_several_sums_at_any_sizes() -> None:
+    book = GuardBook()
+    size, rows = book.size("s", 12), book.size("b", 30)
+    found = highest([size + rows, 2 * size, size, 3 * rows, 4 * rows, 0])
+    assert {one.text for one in found} == {"1*b + 1*s", "2*s", "4*b"}
+    assert not book.guards
 
 
 def test_what_no_size_can_change_is_no_guard() -> None:

@@ -247,6 +247,15 @@ def test_panels_by_keyboard_with_axe_at_two_widths_and_in_the_dark(open_page: Op
     assert axe_violations(opened) == []
 
 
+def test_the_table_of_contents_leads_to_each_panel(open_page: Open, file: Path) -> None:
+    opened = open_page(file.as_uri() + "#s=4096")
+    opened.page.click("nav.toc a >> nth=2")
+    assert opened.page.evaluate("document.activeElement.id") == "ranks-title"
+    assert opened.page.evaluate("location.hash") == "#s=4096"
+    titles = opened.page.evaluate("[...document.querySelectorAll('nav.toc a, main h2')].map((e) => e.textContent)")
+    assert titles[: len(CLOSED_FORM)] == titles[len(CLOSED_FORM) :]
+
+
 def test_a_slider_moves_by_keys_and_the_view_is_a_link(open_page: Open, file: Path, tmp_path: Path) -> None:
     opened = open_page(file)
     before = values(opened)["budget"]["command"]

@@ -87,6 +87,8 @@ class Reader:
         made = self.document["factors"][index]
         if isinstance(made, str):
             return self.sizes[made]
+        if made[0] == "positive":
+            return max(0, self.sum(made[1]))
         word, above, below = made
         return -(-self.sum(above) // self.sum(below)) if word == "ceil" else self.sum(above) // self.sum(below)
 

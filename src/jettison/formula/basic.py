@@ -7,6 +7,7 @@ from math import prod
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.quantized import QUANTISE, quantized_matmul
+from jettison.formula.sums import positive
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
 from jettison.spec.tuning import Base, Tuning
@@ -160,7 +161,7 @@ def _gathered_again(w: Writer, x: Value, weight: Weight) -> int:
     """
     if not w.kernels.batch_first:  # TransformerEngine: measured peaks leave no room for it
         return 0
-    in_order = 0 if prod(x.local_shape[: w.seq_dim]) == 1 else max(0, x.nbytes - weight.nbytes)
+    in_order = 0 if prod(x.local_shape[: w.seq_dim]) == 1 else positive(x.nbytes - weight.nbytes)
     return x.nbytes + in_order
 
 

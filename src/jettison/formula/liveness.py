@@ -136,22 +136,32 @@ def weight_gradients(region: Region, dtype: str) -> int:
     return sum(w.gradient_numel for w in region.weights if not w.tied and not w.frozen) * DTYPE_BYTES[dtype]
 
 
-def _forward_peaks(region: Region, stays: Collection[int], last: Mapping[int, int], cut: int) -> tuple[int, int]:
-    """Peaks up to op number ``cut``, and after it; tensors not in ``stays`` are freed after their last reader."""
+def forward_levels(
+    region: Region, stays: Collection[int], last: Mapping[int, int], cut: int
+) -> tuple[list[int], list[int]]:
+    """Bytes during each op up to number ``cut``, and after it; tensors not in ``stays`` are freed after their last
+    reader."""
     program = region.program
     freed: defaultdict[int, int] = defaultdict(int)
     for b, index in last.items():
         if b not in stays and program.buffers[b].producer is not None:
             freed[index] += program.buffers[b].nbytes
-    live = peak = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
-    before = 0
+    live = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
+    found: tuple[list[int], list[int]] = [live], []
+    divided = 0 <= cut < len(program.ops) - 1
     for op in program.ops:
-        if op.index == cut + 1:
-            before, peak = peak, live
+        if divided and op.index == cut + 1:
+            found[1].append(live)
         live += sum(program.buffers[b].nbytes for b in op.outputs if program.buffers[b].producer == op.index)
-        peak = max(peak, live)
+        found[divided and op.index > cut].append(live)
         live -= freed[op.index]
-    return (before, peak) if 0 <= cut < len(program.ops) - 1 else (peak, 0)
+    return found
+
+
+def _forward_peaks(region: Region, stays: Collection[int], last: Mapping[int, int], cut: int) -> tuple[int, int]:
+    """Peaks up to op number ``cut``, and after it."""
+    before, behind = forward_levels(region, stays, last, cut)
+    return max(before), max(behind, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,36 @@ class Quotient:
         return -(-above // below) if self.up else above // below
 
 
+@dataclass(frozen=True, eq=False)
+class Positive:
+    """A sum where it is above zero, else 0."""
+
+    of: Sum
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical text, which identifies it."""
+        return f"max(0, {self.of})"
+
+    def __str__(self) -> str:
+        """Text for documents."""
+        return self.text
+
+    def __eq__(self, other: object) -> bool:
+        """Is it the same sum's?"""
+        return self is other or (isinstance(other, Positive) and self.text == other.text)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def value(self, sizes: Mapping[str, int]) -> int:
+        """Value at these sizes."""
+        return max(0, self.of.value(sizes))
+
+
 REMEMBERED: Final = 1 << 14
 """Cached results of each arithmetic function: a page of six models needs about eight thousand."""
-Factor = str | Quotient
+Factor = str | Quotient | Positive
 Product = tuple[Factor, ...]
 """Factors in the order of their names; a power is a repetition."""
 
@@ -194,7 +221,7 @@ def _least(factor: Factor) -> int:
     """Lower bound of a factor. Rounded up, a factor of at least 1 stays so: divisors are 1 or more."""
     if isinstance(factor, str):
         return 1
-    return 1 if factor.up and (factor.above.least or 0) >= 1 else 0
+    return int(isinstance(factor, Quotient) and factor.up and (factor.above.least or 0) >= 1)
 
 
 ZERO: Final = Sum(())
@@ -356,6 +383,17 @@ LOSING: Final = [
 """Operations of `int` that a `Sum` cannot express."""
 for _name in LOSING:
     setattr(Traced, f"__{_name}__", _refused(_name))
+
+
+def positive(number: int) -> int:
+    """Return the number, or 0 where it is below; of a traced one without a guard."""
+    if not isinstance(number, Traced):
+        return max(0, number)
+    made = number.sum
+    least, most = made.least, (-made).least
+    if least is None or least < 0:
+        made = ZERO if most is not None and most >= 0 else Sum((((Positive(made),), 1),))
+    return Traced(max(0, int(number)), made, number.book)
 
 
 def sum_of(number: int) -> Sum:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from jettison.core.process import deaf_to_interrupts, end_pool
 from jettison.core.progress import Progress, silent
 from jettison.report.explorer_closed_form import closed_form_data
+from jettison.report.explorer_fit import will_it_fit_data
 from jettison.report.explorer_models import page_models
 from jettison.report.explorer_plans import fit_data, front_data, offload_data, segments_data
 from jettison.report.explorer_steps import step_data, time_data
@@ -44,6 +45,12 @@ def _own(name: str, build: Builder) -> Panel:
 
 
 PANELS: Final[tuple[Panel, ...]] = (
+    Panel(
+        name="will_it_fit",
+        script="panels/will_it_fit.js",
+        data={"will-it-fit": will_it_fit_data},
+        needs=("kit/ledger.js", "kit/step_bytes.js"),
+    ),
     *map(_of_layer, ("budget", "floor", "ranks", "trade", "ladder")),
     _own("time", time_data),
     _own("step", step_data),
@@ -55,7 +62,7 @@ PANELS: Final[tuple[Panel, ...]] = (
 """In the order of the page."""
 MOST_PROCESSES: Final = 4
 """More would wait for the longest set."""
-LONG: Final = ("front", "offload", "closed-form", "time")
+LONG: Final = ("front", "will-it-fit", "offload", "closed-form", "time")
 """Sets that take half a second and more; the others are made here, and the last of these, while processes start."""
 
 

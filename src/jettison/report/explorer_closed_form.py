@@ -8,7 +8,8 @@ NOTE [ The document ]
 Compact enough for a page: every factor, sum, word and entry is there once.
 
 {"schema": "jettison.closed-form/1", "modes": [...], "words": [...],
- "factors": ["s", ["ceil", SUM, SUM], ...],    a size by name, or a division of two sums, rounded up ("floor": down)
+ "factors": ["s", ["ceil", SUM, SUM], ...],    a size by name, a division of two sums, rounded up ("floor": down), or
+                                               ["positive", SUM]: a sum, 0 where it is below
  "sums": [[[n, FACTOR, ...], ...], ...],       n times the product of the factors, added up; [] is 0
  "entries": [[role, path, op, split, part, SUM, modes, reference], ...],    words by number; modes are bits, first is 1
  "tables": [{"guards": [[SUM, zero, held], ...], "parts": [WORD, ...], "entries": [ENTRY, ...],
@@ -37,7 +38,7 @@ from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.named import Choices, has_names, layer_sizes, model_sizes, resized, structure, traced_scene
 from jettison.formula.region import HELD, Region
-from jettison.formula.sums import Factor, GuardBook, SizeGuard, Sum, sum_of
+from jettison.formula.sums import Factor, GuardBook, Positive, SizeGuard, Sum, sum_of
 from jettison.formula.tape import TapeOp, Value, Writer
 from jettison.ledger.program import Source
 from jettison.predict.stages import kept_by
@@ -429,23 +430,44 @@ class _Once(dict[Hashable, int]):
         return self[key]
 
 
+class SumPool:
+    """Sums and factors of a document, each once."""
+
+    def __init__(self) -> None:
+        self._factors, self._sums = _Once(), _Once()
+
+    def number(self, one: Sum) -> int:
+        """Return the number of a sum."""
+        if one.text in self._sums:
+            return self._sums[one.text]
+        return self._sums.number(one.text, [[n, *map(self._factor, of)] for of, n in one.terms])
+
+    def _factor(self, one: Factor) -> int:
+        if isinstance(one, str):
+            return self._factors.number(one, one)
+        if isinstance(one, Positive):
+            parts: list[str | int] = ["positive", self.number(one.of)]
+        else:
+            parts = ["ceil" if one.up else "floor", self.number(one.above), self.number(one.below)]
+        return self._factors.number(tuple(parts), parts)
+
+    def guards(self, guards: Iterable[SizeGuard]) -> list[list[int]]:
+        """Return a table's guards."""
+        return [[self.number(guard.difference), int(guard.zero), int(guard.held)] for guard in guards]
+
+    def document(self) -> dict[str, Any]:
+        """Return all of them."""
+        return {"factors": self._factors.items_in_order, "sums": self._sums.items_in_order}
+
+
 def closed_form_document(forms: Iterable[ClosedForm]) -> dict[str, Any]:
     """Return all forms in one document, in order: NOTE [ The document ]."""
-    words, factors, sums, entries, tables = (_Once() for _ in range(5))
+    words, entries, tables = (_Once() for _ in range(3))
+    pool = SumPool()
+    total = pool.number
 
     def word(text: str) -> int:
         return words.number(text, text)
-
-    def factor(one: Factor) -> int:
-        if isinstance(one, str):
-            return factors.number(one, one)
-        parts = ["ceil" if one.up else "floor", total(one.above), total(one.below)]
-        return factors.number(tuple(parts), parts)
-
-    def total(one: Sum) -> int:
-        if one.text in sums:
-            return sums[one.text]
-        return sums.number(one.text, [[n, *map(factor, of)] for of, n in one.terms])
 
     def entry(one: SumEntry) -> int:
         bits = sum(1 << MODES.index(mode) for mode in one.modes)
@@ -455,7 +477,7 @@ def closed_form_document(forms: Iterable[ClosedForm]) -> dict[str, Any]:
 
     def table(one: Table) -> int:
         packed = {
-            "guards": [[total(g.difference), int(g.zero), int(g.held)] for g in one.guards],
+            "guards": pool.guards(one.guards),
             "parts": list(map(word, one.parts)),
             "entries": list(map(entry, one.entries)),
             "transfers": [
@@ -475,8 +497,7 @@ def closed_form_document(forms: Iterable[ClosedForm]) -> dict[str, Any]:
         "schema": SCHEMA,
         "modes": list(MODES),
         "words": words.items_in_order,
-        "factors": factors.items_in_order,
-        "sums": sums.items_in_order,
+        **pool.document(),
         "entries": entries.items_in_order,
         "tables": tables.items_in_order,
         "forms": packed,

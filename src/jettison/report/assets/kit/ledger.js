@@ -1,4 +1,4 @@
-// Reads the closed form that Python wrote (predict/closed_form_document.py): sums of products, exact to the byte.
+// Reads the closed form that Python wrote (report/explorer_closed_form.py): sums of products, exact to the byte.
 // Nothing here knows a formula. All arithmetic is on BigInt: FLOPs of a long sequence leave what a Number holds exactly.
 "use strict";
 (function () {
@@ -27,7 +27,8 @@
           value = BigInt(sizes[made]);
         } else {
           const [word, above, below] = made;
-          value = word === "ceil" ? -floor(-sum(above), sum(below)) : floor(sum(above), sum(below));
+          if (word === "positive") value = sum(above) > 0n ? sum(above) : 0n;
+          else value = word === "ceil" ? -floor(-sum(above), sum(below)) : floor(sum(above), sum(below));
         }
         factors.set(index, value);
       }
@@ -117,8 +118,9 @@
       const written = text(form, index);
       return form.sums[index].length > 1 ? `(${written})` : written;
     };
+    if (word === "positive") return `max(0, ${text(form, above)})`;
     return word === "ceil" ? `⌈${inner(above)}/${inner(below)}⌉` : `⌊${inner(above)}/${inner(below)}⌋`;
   }
 
-  J.ledger = { layer, text };
+  J.ledger = { evaluator, holds, layer, text };
 })();

@@ -1,5 +1,5 @@
 "use strict";
-// Will it fit: models by GPUs under a layout, with the margin; a sign and a figure in every cell.
+// Models by GPUs under a layout, with the margin; a sign and a figure in every cell.
 (() => {
   const data = J.data("fit");
   const layout = J.select({ key: "fit-layout", label: "Layout", options: data.layouts.map((l) => l.name), value: data.layouts[3].name });
@@ -60,7 +60,7 @@
       : [cell.model, cell.gpu, SIGNS[cell.verdict].label, cell.peak[0], cell.available, cell.available - cell.peak[0], cell.peak[2]])),
   });
   J.figure({
-    id: "fit", title: "Will it fit?", controls: [layout, mode, picked, device], draw, table,
+    id: "fit", title: "Models by GPUs", controls: [layout, mode, picked, device], draw, table,
     caption: (values) => `Margins in GiB: what the GPU leaves for tensors (beside context, communicators, workspace and fragments) less the peak of the worst rank, from the second step on. ${values["fit-layout"]}; one micro-batch of one sequence of each model's usual length; recompute: ${values["fit-mode"]}.`,
     command: (values) => `${find(values).commands[data.models.indexOf(values["fit-model"])]} --gpu ${values["fit-gpu"]} --recompute ${values["fit-mode"]}`,
   });

@@ -1,0 +1,177 @@
+// Bytes of a training step of a described run: the sums of report/explorer_fit.py, folded as memory/step.py,
+// predict/units.py and predict/fsdp2.py fold them for PyTorch's kernels and 1F1B. Whole bytes; tests hold them to Python's.
+"use strict";
+(function () {
+  const J = (globalThis.J = globalThis.J || {});
+  const [EMBEDDING, LAYER, HEAD, FIRST] = [0, 1, 2, 3]; // FIRST: the first layer, over a frozen embedding
+  const isLayer = (part) => part.kind === LAYER || part.kind === FIRST;
+  const none = { gathered: 0, reduced: 0 };
+
+  // {model, s, b, t, cp, dp, pp, zero, precision, rank, mode} -> regions at these sizes, each with passes and weights.
+  function regionsOf(data, run) {
+    const { model, s, b, t, cp, rank } = run;
+    const key = [run.precision, t > 1 && "tp", cp > 1 && "cp", rank > 0 && "lora", rank > 0 && run.mode !== "none" && "recompute"].filter(Boolean).join(" ");
+    const total = J.ledger.evaluator(data.document, { ...model.sizes, s, b, t, cp, R: rank || 1 });
+    const sum = (index) => Number(total(index));
+    const table = (data.document.forms[model.form][key] ?? []).map((i) => data.document.tables[i]).find((each) => J.ledger.holds(each, total));
+    if (!table) return null;
+    const highest = (list) => (list.length ? Math.max(...list.map(sum)) : 0);
+    return table.regions.map((region, kind) => {
+      const [resident, forward, backward, adding, opening] = region.modes[kind === LAYER || kind === FIRST ? run.mode : "none"];
+      return {
+        kind, output: sum(region.output), grad: Boolean(region.grad), resident: sum(resident), opening: sum(opening),
+        forward: forward.map(highest), backward: backward.map(highest), adding: adding.map(highest),
+        weights: region.weights.map(([numel, ways, frozen, tied, wide, table]) => ({ numel: sum(numel), ways, frozen, tied, wide, table })),
+      };
+    });
+  }
+
+  // formula/static.py, `static`: what a rank has of some weights for all of training.
+  function staticOf(weights, held, { zero, shards }) {
+    const found = { parameters: 0, gradients: 0, state: 0, gathered: 0, reduced: 0 };
+    for (const w of weights) {
+      const owned = Math.ceil(w.numel / shards), at = (stage) => (zero >= stage ? owned : w.numel), whole = w.numel * held.compute;
+      if (w.frozen) {
+        const shared = zero === 3 && shards > 1;
+        found.parameters += shared ? Math.ceil(whole / shards) : whole;
+        found.gathered += shared ? whole : 0;
+        continue;
+      }
+      const own = w.wide ? { parameter: 4, gradient: 4, master: 0, moments: 8 } : held;
+      found.parameters += at(3) * own.parameter;
+      found.gradients += (zero >= 2 ? at(2) : w.numel * w.ways) * own.gradient;
+      found.state += at(1) * (own.master + own.moments);
+      if (zero === 3 && shards > 1) found.gathered += whole;
+      if (zero >= 2 && shards > 1) found.reduced += w.numel * w.ways * held.gradient;
+    }
+    return found;
+  }
+
+  const trained = (region) => region.weights.filter((w) => !w.frozen);
+  const tiedBytes = (region, each) => trained(region).reduce((n, w) => n + (w.tied ? w.numel : 0), 0) * each;
+
+  // predict/units.py, `_unit`: a region's passes without shards.
+  function unitOf(region, held, tied, comesWhole) {
+    const top = (pair) => Math.max(...pair), passes = { forward: top(region.forward), backward: top(region.backward) };
+    const adding = comesWhole ? passes.backward : top(region.adding);
+    const unit = { region, resident: region.resident, forward: passes.forward, backward: passes.backward, adding, gradient: region.static.gradients, pending: 0, passes };
+    if (tied && region.kind === HEAD) {
+      unit.pending = tiedBytes(region, held.gradient);
+      unit.gradient += unit.pending;
+    }
+    if (tied && region.kind === EMBEDDING) { // the head's backward made the table's; the sum of both is a third tensor
+      const own = trained(region), tables = own.filter((w) => w.table);
+      const table = Math.max(0, ...(tables.length ? tables : own).map((w) => w.numel)) * held.gradient;
+      const others = own.reduce((n, w) => n + w.numel, 0) * held.gradient - table;
+      unit.gradient -= table;
+      unit.backward = Math.max(adding, others + 2 * table);
+      unit.adding = Math.max(adding, 2 * table);
+    }
+    return unit;
+  }
+
+  // predict/fsdp2.py, `FsdpGroups`: which regions one group all-gathers, and what the outermost one has beside.
+  function groupsOf(parts, held, run) {
+    if (run.pp > 1 || !run.model.tied) return { parts, outer: 0, late: 0, lateShards: 0, last: 0, tied: 0, first: null };
+    const head = parts.at(-1), first = parts[0], ends = {};
+    for (const name of ["gathered", "reduced", "gradients"]) ends[name] = first.static[name] + head.static[name];
+    const both = { ...first, static: { ...first.static, ...ends } }, tied = tiedBytes(head, held.compute);
+    const end = { ...head, static: { ...head.static, gathered: 0, reduced: 0 } };
+    return {
+      parts: [both, ...parts.slice(1, -1), end], first: both, outer: ends.gathered, lateShards: head.static.gradients,
+      late: (head.static.reduced / held.gradient) * held.compute + tied, last: lastGradient(head, run), tied: 2 * tied,
+    };
+  }
+
+  const lastGradient = (part, run) => (isLayer(part) ? 0 : trained(part).filter((w) => run.pp > 1 || !w.tied).at(-1)?.numel ?? 0);
+
+  // predict/fsdp2.py, `_Sharded`: a unit with what is all-gathered and reduced beside it.
+  function sharded(unit, at, groups, held, run) {
+    const part = groups.parts[at], before = groups.parts[at - 1], behind = groups.parts[at + 1], isHead = part.kind === HEAD;
+    if (run.zero < 3) return { ...unit, backward: unit.backward + (behind ?? { static: none }).static.reduced, adding: unit.adding + (behind ?? { static: none }).static.reduced };
+    const stays = groups.first && part === groups.first ? part.static.gathered : 0;
+    const again = (of) => (of && of !== groups.first ? of.static.gathered : 0);
+    const { gathered } = part.static, there = gathered - stays, ahead = again(before), waiting = behind ? behind.static.reduced : 0;
+    const [forward, loss] = isHead ? part.forward : [unit.passes.forward, 0];
+    const [backward, differentiated] = isHead ? part.backward : [unit.passes.backward, 0];
+    const freed = isHead ? groups.outer : 0, lingering = isHead && groups.outer && before ? before.static.gathered : 0;
+    const entering = 2 * gathered + (before ? before.output + before.static.gathered : 0);
+    const late = isHead ? 0 : groups.late, atEnd = groups.outer > 0 && part.kind === EMBEDDING;
+    const rise = waiting + Math.max(
+      backward + there + ahead, part.grad ? part.opening + 2 * there + freed : 0, differentiated - freed, atEnd ? there + groups.tied : 0, 0,
+    );
+    const named = (groups.outer && !isLayer(part) ? groups.last : lastGradient(part, run)) * held.compute;
+    const given = before && before.grad ? before.output : 0;
+    const most = Math.max((part.static.reduced / held.gradient) * held.compute, named + part.static.gradients);
+    const closing = given + part.static.reduced + most + ahead - unit.resident - (run.pp === 1 ? stays : 0);
+    const moved = [unit.forward - unit.passes.forward, unit.backward - unit.passes.backward];
+    const peak = Math.max(rise + late + moved[1], atEnd ? closing : closing + late);
+    return {
+      ...unit, resident: unit.resident + (run.pp === 1 ? stays : 0),
+      forward: Math.max(forward + 2 * gathered + lingering, loss + stays - freed, entering) + moved[0],
+      backward: peak - (isHead ? 0 : groups.lateShards), adding: peak + unit.adding - unit.backward,
+    };
+  }
+
+  // The units of one stage, in order, and what its rank has for all of training.
+  function stageOf(regions, run, held, index) {
+    const shards = run.dp * run.cp, layers = run.model.stages[run.pp], setting = { zero: run.zero, shards };
+    const kinds = [...(index === 0 ? [EMBEDDING] : []), ...Array(layers[index]).fill(LAYER), ...(index === run.pp - 1 ? [HEAD] : [])];
+    if (index === 0 && regions[FIRST] && layers[0]) kinds[1] = FIRST;
+    const made = regions.map((region) => ({ ...region, static: staticOf(region.weights.filter((w) => !w.tied || region.kind === EMBEDDING || run.pp > 1), held, setting) }));
+    const parts = kinds.map((kind) => made[kind]), shares = run.zero === 3 && shards > 1;
+    const tied = run.model.tied && run.pp === 1 && !shares;
+    let units = parts.map((part) => unitOf(part, held, tied, shares));
+    if (run.zero >= 2 && shards > 1) {
+      const groups = shares ? groupsOf(parts, held, run) : { parts };
+      units = units.map((unit, at) => sharded(unit, at, groups, held, run));
+    }
+    const sum = (name) => parts.reduce((n, part) => n + part.static[name], 0);
+    return { units, parameters: sum("parameters"), state: sum("state"), index };
+  }
+
+  // memory/step.py: the passes of 1F1B, and the first of the highest moments from the second step on.
+  function peakOf(stage, run) {
+    const { units } = stage, many = run.pp, always = stage.parameters + stage.state;
+    const held = units.reduce((n, u) => n + u.resident, 0), gradients = units.reduce((n, u) => n + u.gradient, 0);
+    const warm = Math.min(run.pp - stage.index - 1, many), passes = Array(warm).fill("forward");
+    for (let n = warm; n < many; n += 1) passes.push("forward", "backward");
+    passes.push(...Array(warm).fill("backward"));
+    let alive = 0, learned = 0, begun = false, best = { nbytes: -1 };
+    const look = (phase, at, kept, made, rise) => {
+      const nbytes = always + kept + made + rise;
+      if (nbytes > best.nbytes) best = { nbytes, phase, region: at === null ? null : units[at].region.kind, layer: at, parts: [stage.parameters, made, stage.state, kept, rise] };
+    };
+    for (const phase of passes) {
+      let kept = alive, made = learned;
+      if (phase === "forward") {
+        units.forEach((unit, at) => {
+          look(phase, at, kept, made, unit.forward);
+          kept += unit.resident;
+        });
+        alive += held;
+        continue;
+      }
+      const fresh = !begun;
+      for (let at = units.length - 1; at >= 0; at -= 1) {
+        const unit = units[at];
+        look(phase, at, kept, made, fresh ? unit.backward : unit.adding);
+        kept += (fresh ? 0 : unit.pending) - unit.resident;
+        made += fresh ? unit.gradient : 0;
+      }
+      alive -= held;
+      [learned, begun] = [gradients, true];
+    }
+    look("optimizer", null, 0, gradients, 0);
+    return { ...best, stage: stage.index };
+  }
+
+  // The worst stage's highest moment: {nbytes, stage, phase, parts: [parameters, gradients, optimizer, activations,
+  // transients]}; null where the page has no sums for a run.
+  J.stepBytes = (data, run) => {
+    const regions = regionsOf(data, run), held = data.precisions[run.precision];
+    if (!regions) return null;
+    const found = Array.from({ length: run.pp }, (_, index) => peakOf(stageOf(regions, run, held, index), run));
+    return found.reduce((worst, each) => (each.nbytes > worst.nbytes ? each : worst));
+  };
+})();

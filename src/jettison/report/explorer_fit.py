@@ -1,0 +1,349 @@
+"""Data of the explorer's first panel, "Will it fit?": bytes of each region's passes as sums, and what a device leaves.
+
+The page folds them into a step: units, shards of ZeRO and a 1F1B schedule, as `memory.step` and `predict.fsdp2` do for
+PyTorch's kernels (decision 0114). What the page offers is what this module has: `Offered`.
+
+NOTE [ Passes as sums ]
+A region is walked through on sizes that remember their formulas (NOTE [ A formula is what the walk did ]), and its
+passes are replayed op by op on them. The bytes during each op are a sum, and a peak is the largest of these. Of the
+sums only those stay that no other one reaches or exceeds at all sizes.
+
+{"schema": "jettison.passes/1", "factors": [...], "sums": [...],    as NOTE [ The document ] in `explorer_closed_form`
+ "forms": [{"bf16 tp cp lora recompute": [TABLE, ...], ...}, ...],
+ "tables": [{"guards": [...], "regions": [REGION, ...]}, ...],    embedding, layer, head; perhaps the first layer
+
+REGION: {"output": SUM, "grad": has the output a gradient, "modes": {MODE: [resident SUM, FORWARD, BACKWARD,
+ BACKWARD that adds to gradients, opening SUM]}, "weights": [[SUM, gradient ways, frozen, tied, wide, is the table]]},
+where a pass is two lists of sums: up to the last read of a weight, and after it, in the order of the forward. The
+first layer is another one over a frozen embedding.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, Final
+
+from jettison.core.dtypes import DTYPE_BYTES
+from jettison.core.errors import UsageError
+from jettison.formula.embedding import TOKENS, embedding
+from jettison.formula.layer import layer as write_layer
+from jettison.formula.liveness import Backward, begin, forward_levels
+from jettison.formula.loss import head
+from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_scene
+from jettison.formula.region import Region
+from jettison.formula.sums import GuardBook, Product, SizeGuard, Sum, sum_of
+from jettison.formula.tape import Writer
+from jettison.predict.allowance import COMMUNICATOR, FRAGMENTS, fixed_allowance
+from jettison.predict.passes import named_frames
+from jettison.predict.ranges import Measure, lineage, residual
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
+from jettison.predict.stages import NONE, kept_by
+from jettison.report.explorer_closed_form import MICRO_BATCHES, SumPool, ranks_of, sizes_of
+from jettison.report.explorer_models import PageModel, page_models
+from jettison.spec.hardware import hardware, hardware_names
+from jettison.spec.kernels import Device
+from jettison.spec.layout import Layout
+from jettison.spec.model import AnyLayer, Layer, ModelSpec
+from jettison.spec.precision import GradientRule, Precision
+from jettison.spec.recompute import Mode
+from jettison.spec.run import RegionSignature, Run
+
+SEQUENCES: Final = tuple(2**n for n in range(10, 21))
+CONTEXTS: Final = (1, 2, 4, 8)
+STAGES: Final = (1, 2, 4, 8, 16)
+REPLICAS: Final = tuple(2**n for n in range(11))
+ADAPTERS: Final = (0, 8, 16, 64)
+"""Ranks of LoRA; 0: all weights are trained."""
+PRECISIONS: Final = ("bf16", "fp32", "fp8")
+NARROW: Final = "fp8"
+"""Without LoRA: PyTorch's kernels have no description of both."""
+MODES: Final = tuple(map(str, (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.FULL)))
+KERNELS: Final = {"kernels": "pytorch", "attention": "flash"}
+RANK: Final = "R"
+
+
+def will_it_fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
+    """The passes' sums, each model's sizes and what it divides over, and devices."""
+    subjects = [one for one in page_models(models) if _described(one)]
+    made = [(subject, kind) for subject in subjects for kind in subject.model.kinds]
+    structures = list(dict.fromkeys(_structure(subject.model, kind) for subject, kind in made))
+    forms = []
+    for each in structures:
+        forms.append(_form([(subject, kind) for subject, kind in made if _structure(subject.model, kind) == each]))
+    devices = [hardware(name) for name in hardware_names() if not name.startswith("cpu")]
+    fixed = fixed_allowance(Layout(), Device.CUDA)
+    return {
+        "document": passes_document(forms),
+        "models": [_model(subject, structures) for subject in subjects],
+        "precisions": {name: _precision(run_of_page(subjects[0], precision=name).precision) for name in PRECISIONS},
+        "sequences": SEQUENCES,
+        "micro_batches": MICRO_BATCHES,
+        "contexts": CONTEXTS,
+        "replicas": REPLICAS,
+        "adapters": ADAPTERS,
+        "modes": MODES,
+        "gpus": [[device.name, device.usable_bytes] for device in devices],
+        "fixed": [fixed.low, fixed.expected, fixed.high],
+        "communicator": [COMMUNICATOR.low, COMMUNICATOR.expected, COMMUNICATOR.high],
+        "least_fragments": float(1 + FRAGMENTS[0]),
+    }
+
+
+def _described(subject: PageModel) -> bool:
+    """Has each size of the model a symbol, and its ends one kind of layers?"""
+    model = subject.model
+    named = all(isinstance(kind, Layer) and has_names(kind) for kind in model.kinds)
+    plain = model.patches is None and model.audio is None and model.pair is None and model.source is None
+    return named and plain and not model.further and not model.beside and len(model.kinds) == 1
+
+
+def run_of_page(subject: PageModel, **asked: Any) -> Run:
+    """The run of a model under the page's kernels."""
+    return resolve(subject.model, RunRequest(**{**KERNELS, **asked})).run
+
+
+def _precision(held: Precision) -> dict[str, int]:
+    """Bytes of an element."""
+    assert held.accumulator is None and held.optimizer_gradient is None and held.recipe is None
+    master = held.master and DTYPE_BYTES[held.master]
+    return {
+        "compute": DTYPE_BYTES[held.compute],
+        "parameter": DTYPE_BYTES[held.parameter],
+        "gradient": DTYPE_BYTES[held.gradient],
+        "master": master or 0,
+        "moments": 2 * DTYPE_BYTES[held.moment or held.master or held.parameter],
+    }
+
+
+def _model(subject: PageModel, structures: Sequence[str]) -> dict[str, Any]:
+    """One entry of the choice of models."""
+    model, run = subject.model, run_of_page(subject)
+    (layer,) = model.kinds
+    assert isinstance(layer, Layer)
+    sizes = sizes_of(model, layer, s=1, b=1)
+    longest = model.max_positions if model.learned_positions else SEQUENCES[-1]
+    tuned = run_of_page(subject, lora="16")
+    return {
+        "argument": shlex.quote(subject.argument),
+        "label": subject.label,
+        "asked": subject.asked,
+        "form": structures.index(_structure(model, layer)),
+        "sizes": {name: n for name, n in sizes.items() if name not in ("s", "b", "t")},
+        "tied": model.tied_embeddings,
+        "ranks": ranks_of(model),
+        "stages": {str(pp): each for pp in STAGES if (each := _layers_per_stage(model, pp))},
+        "longest": longest,
+        "seq": run.seq,
+        "ranges": [_ranges(run), _ranges(tuned)],
+        "flags": _flags(subject),
+    }
+
+
+def _layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
+    try:
+        return Layout(pp=pp).layers_per_chunk(model.depth)
+    except UsageError:
+        return ()
+
+
+def _flags(subject: PageModel) -> str:
+    """Flags of the page's kernels, where a model's own are others."""
+    own = subject.run.kernels
+    words = [f"--kernels {KERNELS['kernels']}"] if own.name != KERNELS["kernels"] else []
+    words += [f"--attention {KERNELS['attention']}"] if own.attention != KERNELS["attention"] else []
+    return " ".join(words)
+
+
+def _ranges(run: Run) -> list[list[float]]:
+    """Residuals of allocated bytes, and of fragments: low, expected, high."""
+    found = (residual(measure, lineage(measure, run)) for measure in (Measure.ALLOCATED, Measure.FRAGMENTS))
+    return [[each.low, each.expected, each.high] for each in found]
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassTable:
+    """The regions of one model, at all sizes at which the guards hold."""
+
+    guards: tuple[SizeGuard, ...]
+    regions: list[dict[str, Any]]  # NOTE [ Passes as sums ], of sums
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Is it the table for these sizes?"""
+        return all(guard.same(sizes) for guard in self.guards)
+
+
+PassForm = Mapping[str, Sequence[PassTable]]
+
+
+def _structure(model: ModelSpec, layer: AnyLayer) -> str:
+    """Key that is equal for models that differ only in sizes and in how many layers they have."""
+    assert isinstance(layer, Layer)
+    sized = {*MODEL_NAMES, "name", "layers", "left_out", "max_positions"}
+    own = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in sized}
+    rows = [name for name in MODEL_NAMES if getattr(model, name)]
+    return f"{structure(model, layer)} {own} {rows}"
+
+
+def _form(kinds: Iterable[tuple[PageModel, AnyLayer]]) -> PassForm:
+    """The tables that any position of the controls needs for these models."""
+    found: dict[str, list[PassTable]] = {}
+    for subject, layer in kinds:
+        assert isinstance(layer, Layer)
+        ends = (SEQUENCES[0], min(subject.model.max_positions, SEQUENCES[-1]))
+        ranks = ranks_of(subject.model)
+        for precision, s, b, t, cp, rank, again in product(
+            PRECISIONS, ends, (1, 2, MICRO_BATCHES[-1]), ranks, CONTEXTS, ADAPTERS, (False, True)
+        ):
+            if (rank and precision == NARROW) or s % (t * cp) or again > (rank > 0):
+                continue
+            sizes = sizes_of(subject.model, layer, s=s, b=b, t=t, cp=cp) | {RANK: rank or 1}
+            tables = found.setdefault(key_of(precision, t, cp, rank, again), [])
+            if any(table.holds(sizes) for table in tables):
+                continue
+            asked: dict[str, Any] = {"precision": precision, "seq": s, "micro_batch": b, "tp": t, "cp": cp}
+            asked |= {"lora": str(rank), "recompute": "full" if again else NONE} if rank else {}
+            modes = MODES if not rank else MODES[1:] if again else (NONE,)
+            run = run_of_page(subject, **asked)
+            tables.append(pass_table(run, layer, modes))
+    return found
+
+
+def key_of(precision: str, t: int, cp: int, rank: int, again: bool) -> str:
+    """Choices that are not sizes. ``again``: adapters' inputs need gradients, since something is recomputed."""
+    words = (("tp", t > 1), ("cp", cp > 1), ("lora", rank), ("recompute", rank and again))
+    return " ".join((precision, *(word for word, is_so in words if is_so)))
+
+
+def pass_table(run: Run, layer: Layer, modes: Sequence[str]) -> PassTable:
+    """Walk through a model's regions, and replay their passes."""
+    scene, rule = run.scene, run.gradient_rule
+    book = GuardBook()
+    traced, named = traced_scene(scene, layer, book)
+    if scene.tuning is not None:
+        traced = replace(traced, tuning=replace(scene.tuning, rank=book.size(RANK, scene.tuning.rank)))
+    first, last = Writer.of(traced), Writer.of(traced)
+    regions = [
+        (Region(output=embedding(first), tape=first.tape), (NONE,)),
+        (_layer_region(traced, named), modes),
+        (Region(output=head(last, last.hidden()), tape=last.tape), (NONE,)),
+    ]
+    starting = run.model.kinds[0]
+    if isinstance(starting, Layer) and starting.detached:  # over a frozen embedding
+        regions.append((_layer_region(traced, named, detached=True), modes))
+    return PassTable(guards=tuple(book.guards), regions=[_region(*each, rule) for each in regions])
+
+
+def _layer_region(traced: RegionSignature, layer: Layer, *, detached: bool = False) -> Region:
+    writer = Writer.of(traced)
+    return Region(output=write_layer(writer, writer.hidden(detached=detached), layer), tape=writer.tape)
+
+
+def _region(region: Region, modes: Iterable[str], rule: GradientRule) -> dict[str, Any]:
+    for w in region.weights:
+        assert not (w.packed_bytes or w.quantized_bytes), f"{w.name} is quantized"
+    return {
+        "output": sum_of(region.output.nbytes),
+        "grad": int(region.output.grad),
+        "weights": [
+            [sum_of(w.numel), w.gradient_ways, *map(int, (w.frozen, w.tied, w.wide, w.name == TOKENS))]
+            for w in region.weights
+        ],
+        "modes": {mode: _passes(region, mode, rule) for mode in modes},
+    }
+
+
+def _passes(region: Region, mode: str, rule: GradientRule) -> list[Any]:
+    program, kept = region.program, kept_by(region, mode)
+    forward = forward_levels(region, kept | {*program.outputs}, region.last_ops, region.last_read)
+    fresh, adding = (_backward(region, mode, rule, accumulates=again) for again in (False, True))
+    peaks = [[*map(highest, forward)], fresh.peaks(), adding.peaks()]
+    return [sum_of(program.kept_bytes(kept)), *peaks, sum_of(fresh.opening)]
+
+
+def _backward(region: Region, mode: str, rule: GradientRule, *, accumulates: bool) -> _Levels:
+    kept = kept_by(region, mode)
+    again = frozenset(region.program.recompute_set(kept))
+    frames = named_frames(region, mode)
+    found = begin(_Levels, region, kept, again, rule, accumulates=accumulates, frames=frames)
+    found.run(region.last_read)
+    return found
+
+
+class _Levels(Backward):
+    """A backward that notes its levels, and compares none: a comparison of traced sizes would be a guard."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self._noted: list[list[int]] = []
+        super().__init__(**arguments)
+
+    @property
+    def peak(self) -> int:
+        """Of the stretch that was begun last; not compared."""
+        return 0
+
+    @peak.setter
+    def peak(self, level: int) -> None:
+        self._noted.append([level])
+
+    def _grow(self, nbytes: int) -> None:
+        noted = self._noted[-1]
+        if noted[-1] is self.live:  # it has only grown since
+            noted.pop()
+        self.live += nbytes
+        noted.append(self.live)
+
+    def peaks(self) -> list[list[Sum]]:
+        """Up to the last read of a weight (in the order of the forward), and after it."""
+        *behind, before = map(highest, self._noted)
+        return [before, behind[0] if behind else []]
+
+
+def highest(levels: Iterable[int]) -> list[Sum]:
+    """The sums of which one is the largest at any sizes; those that another one reaches or exceeds are left out."""
+    ordered = sorted(((int(level), sum_of(level)) for level in levels), key=lambda pair: -pair[0])
+    kept: list[dict[Product, int]] = []
+    found = []
+    for _, one in ordered:
+        terms = dict(one.terms)
+        if not any(_reaches(above, terms) for above in kept):
+            kept.append(terms)
+            found.append(one)
+    return found
+
+
+def _reaches(above: Mapping[Product, int], one: Mapping[Product, int]) -> bool:
+    """Is each coefficient of a sum as large as another's? Products of sizes are never below zero."""
+    return all(above.get(of, 0) >= one.get(of, 0) for of in {**above, **one})
+
+
+# the document ---------------------------------------------------------------------------------------------------------
+
+
+def passes_document(forms: Iterable[PassForm]) -> dict[str, Any]:
+    """All forms in one document: NOTE [ Passes as sums ]."""
+    pool = SumPool()
+    tables: list[dict[str, Any]] = []
+    packed = []
+    for form in forms:
+        numbers = {}
+        for key, found in form.items():
+            numbers[key] = [len(tables) + at for at in range(len(found))]
+            tables += [{"guards": pool.guards(one.guards), "regions": _numbered(one.regions, pool)} for one in found]
+        packed.append(numbers)
+    return {"schema": "jettison.passes/1", **pool.document(), "forms": packed, "tables": tables}
+
+
+def _numbered(value: Any, pool: SumPool) -> Any:
+    """The same with the numbers of sums in their place."""
+    if isinstance(value, dict):
+        return {key: _numbered(one, pool) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_numbered(one, pool) for one in value]
+    return pool.number(value) if isinstance(value, Sum) else value

@@ -1,0 +1,183 @@
+"""The explorer's first panel in a browser: its bar, its ranges and its verdict are the ledger's, to the byte."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jettison.cli.main import run
+from jettison.predict.clock import step_slices
+from jettison.report.explorer import PANELS, explorer_page
+from jettison.report.explorer_fit import key_of, will_it_fit_data
+from jettison.report.explorer_models import answered, page_models, run_of
+from jettison.report.explorer_steps import PlayedStage
+from jettison.spec.hardware import hardware
+from support.browser import (
+    Open,
+    OpenedPage,
+    axe_violations,
+    no_sideways_scroll,
+    set_dark,
+    settle,
+    too_wide,
+    walk_by_keyboard,
+)
+from support.closed_form import Reader
+
+MODELS = ("llama3.2-1b", "mixtral-8x7b")
+"""Beside the published GPTs: a tied table, experts, grouped queries."""
+SETTINGS = 60
+PARTS = ("parameters", "gradients", "optimizer", "activations", "transients")
+
+
+@cache
+def data() -> dict[str, Any]:
+    return json.loads(json.dumps(will_it_fit_data(MODELS)))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("explorer") / "fit.html"
+    path.write_text(explorer_page(MODELS, panels=PANELS[:1]), encoding="utf-8")
+    return path
+
+
+def choose(opened: OpenedPage, **state: object) -> dict[str, Any]:
+    """Set controls, and return what the page shows: bytes of the bar's parts, the table, the verdict, the command."""
+    opened.page.evaluate(
+        "(state) => { for (const [k, v] of Object.entries(state)) J.state.set(`run-${k}`, v); }", state
+    )
+    opened.page.evaluate("document.querySelector('#will-it-fit details').open = true")
+    settle(opened)
+    return opened.page.evaluate(
+        """() => {
+          const panel = document.querySelector("#will-it-fit");
+          const cells = (row) => [...row.children].map((cell) => cell.textContent);
+          const rows = [...panel.querySelectorAll("tbody tr")].map(cells);
+          return {
+            parts: [...panel.querySelectorAll("rect[data-bytes]")].map((bar) => Number(bar.dataset.bytes)),
+            rows: Object.fromEntries(rows.map(([name, ...rest]) => [name, rest])),
+            verdict: panel.querySelector(".verdict strong").textContent.slice(2),
+            command: panel.querySelector(".command code").textContent,
+          };
+        }"""
+    )
+
+
+def ledger(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    program, *arguments = shlex.split(command)
+    assert program == "jettison"
+    capsys.readouterr()
+    code = run([*arguments, "--format", "json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == (3 if found["verdict"] == "does not fit" else 0)
+    return found
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def random_settings(rng: random.Random) -> dict[str, object]:
+    found = data()
+    names = ["bf16", "bf16", "fp32", "fp8"]
+    return {
+        "model": rng.randrange(len(found["models"])),
+        "gpu": rng.choice([name for name, _ in found["gpus"]]),
+        "s": rng.choice(found["sequences"][:8]),
+        "b": rng.choice(found["micro_batches"]),
+        "tp": rng.choice([1, 1, 2, 8, 64]),
+        "pp": rng.choice([1, 1, 2, 8, 16]),
+        "dp": rng.choice(found["replicas"]),
+        "cp": rng.choice([1, 1, 2, 8]),
+        "zero": rng.randrange(4),
+        "recompute": rng.choice(found["modes"]),
+        "precision": rng.choice(names),
+        "lora": rng.choice([0, 0, 8, 64]),
+    }
+
+
+def test_the_bar_is_the_ledgers_to_the_byte(file: Path, open_page: Open, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of random settings the command that the panel shows prints its peak, its ranges and its verdict."""
+    opened, rng, verdicts = open_page(file), random.Random(41), set()
+    for _ in range(SETTINGS):
+        setting = random_settings(rng)
+        shown = choose(opened, **setting)
+        said = ledger(shown["command"], capsys)
+        assert sum(shown["parts"]) == said["peak_bytes"], (setting, shown["command"])
+        for name in ("allocated", "reserved", "device"):
+            ends = [said["figures"][f"{name}_bytes"][end] for end in ("expected", "low", "high")]
+            assert [number(text) for text in shown["rows"][name]] == ends, shown["command"]
+        assert shown["verdict"] == said["verdict"], shown["command"]
+        assert number(shown["rows"][f"usable, {setting['gpu']}"][0]) == said["usable_bytes"]
+        verdicts.add(shown["verdict"])
+    assert verdicts == {"fits", "too close to call", "does not fit"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags"),
+    [
+        ({"pp": 4, "dp": 8, "zero": 1}, {"pp": 4, "dp": 8, "zero": 1}),
+        ({"pp": 1, "dp": 8, "zero": 3, "recompute": "full", "s": 8192}, {"dp": 8, "zero": 3, "recompute": "full"}),
+        ({"pp": 2, "dp": 1, "zero": 0, "recompute": "none", "lora": 8}, {"pp": 2, "lora": "8", "precision": "bf16"}),
+    ],
+)
+def test_the_parts_are_those_of_the_highest_moment(
+    file: Path, open_page: Open, setting: dict[str, object], flags: dict[str, Any]
+) -> None:
+    names = [model["label"] for model in data()["models"]]
+    shown = choose(open_page(file), model=names.index("mixtral-8x7b"), b=2, **{"s": 8192, "cp": 1} | setting)
+    device = hardware("h100-80gb")
+    memory, time = answered(run_of("mixtral-8x7b", seq=8192, micro_batch=2, **flags), device)
+    stage, slices = memory.worst, step_slices(memory, time)
+    peak = PlayedStage(memory, stage, slices[stage.index]).peak
+    wanted = (stage.load.fixed, peak.gradients, stage.load.state, peak.held, peak.transient)
+    assert dict(zip(PARTS, shown["parts"], strict=True)) == dict(zip(PARTS, wanted, strict=True))
+
+
+def test_every_position_of_the_controls_has_its_table() -> None:
+    found = data()
+    missing = []
+    for model, precision, t, cp, rank, again in product(
+        found["models"], found["precisions"], (1, 2, 64), found["contexts"], found["adapters"], (False, True)
+    ):
+        if t not in model["ranks"] or (rank and precision == "fp8") or again > (rank > 0):
+            continue
+        tables = found["document"]["forms"][model["form"]][key_of(precision, t, cp, rank, again)]
+        for s, b in product([s for s in found["sequences"] if s <= model["longest"]], found["micro_batches"]):
+            read = Reader(found["document"], model["sizes"] | {"s": s, "b": b, "t": t, "cp": cp, "R": rank or 1})
+            held = [i for i in tables if read.holds(found["document"]["tables"][i])]
+            if len(held) != 1:
+                missing.append((model["label"], precision, s, b, t, cp, rank, held))
+    assert not missing
+
+
+def test_models_of_several_kinds_of_layers_are_left_to_the_command() -> None:
+    labels = [model["label"] for model in will_it_fit_data(["deepseek-v3", "gpt2"])["models"]]
+    assert labels == ["gpt2", *(one.label for one in page_models(["gpt2"])[1:])]
+
+
+def test_what_a_model_does_not_divide_over_is_said(file: Path, open_page: Open) -> None:
+    opened = open_page(
+        f"{file.resolve().as_uri()}#run-model=0&run-tp=64&run-pp=16&run-lora=8&run-precision=fp8&run-zero=x"
+    )
+    caption = opened.page.inner_text("#will-it-fit .caption")
+    assert "divides over 32 ranks of TP" in caption and "LoRA is described in bf16" in caption
+    assert "--tp 32 --pp 16 " in opened.page.inner_text("#will-it-fit .command code")
+
+
+def test_widths_names_and_contrast(file: Path, open_page: Open) -> None:
+    opened = open_page(file)
+    for width, dark in ((1440, False), (390, True)):
+        set_dark(opened, dark)
+        assert no_sideways_scroll(opened, width), too_wide(opened)
+        assert axe_violations(opened) == []
+    stops = walk_by_keyboard(opened)
+    assert all(stop.name and stop.visible for stop in stops), stops
