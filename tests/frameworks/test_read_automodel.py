@@ -123,7 +123,7 @@ def test_devices(tmp_path: Path) -> None:
     assert read_run(written(tmp_path, ("dp_size: none", "dp_size: 4"))).gpus == 4
     with pytest.raises(UsageError, match="give --gpus"):
         read_run(written(tmp_path))
-    with pytest.raises(UsageError, match="leave --gpus away"):
+    with pytest.raises(UsageError, match="omit --gpus"):
         read_run(written(tmp_path, ("dp_size: none", "dp_size: 4")), gpus=8)
 
 

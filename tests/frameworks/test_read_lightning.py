@@ -108,7 +108,7 @@ def test_keys_under_fit_are_the_same(tmp_path: Path) -> None:
         ((("lr: 1e-4}}\ndata", "lr: 1e-4, depth: 99}}\ndata"),), r"depth = 99 \(unknown key"),
         ((("batch_size: 2", "batch_size: two"),), "expected a whole number"),
         ((("devices: 4", "devices: auto"),), "give --gpus"),
-        ((strategy("FSDPStrategy", cpu_offload="true"),), "FSDP1 on the host"),
+        ((strategy("FSDPStrategy", cpu_offload="true"),), "parameters with FSDP1"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: tuple[tuple[str, str], ...], message: str) -> None:

@@ -135,11 +135,11 @@ def test_a_model_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[
         ((("lora_head: false", "lora_head: true"),), "adapters of the head"),
         ((("precision: bf16-true", "precision: 16-mixed"),), "16-mixed"),
         ((("lora_r: 16", "lora_r: 16\nquantize: bnb.fp4"),), r"bnb\.fp4"),
-        ((("global_batch_size: 8", "global_batch_size: 1"),), "has no 2 sequences"),
+        ((("global_batch_size: 8", "global_batch_size: 1"),), "at least 2 sequences"),
         ((("lora_r: 16", "lora_r: many"),), "expected a whole number"),
         ((("devices: 1", "devices: auto"),), "give --gpus"),
         ((("devices: 1", "devices: 1\nwarp: 9"),), "unknown key"),
-        ((("devices: 1", "devices: 2\nquantize: bnb.nf4"),), r"bnb\.nf4 \(litgpt itself refuses it on several GPUs"),
+        ((("devices: 1", "devices: 2\nquantize: bnb.nf4"),), r"bnb\.nf4 \(litgpt rejects it on several GPUs"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: tuple[tuple[str, str], ...], message: str) -> None:

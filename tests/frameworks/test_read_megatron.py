@@ -256,10 +256,10 @@ def test_what_an_argument_becomes(read: Any, values: dict[str, Any], field: str,
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"use-megatron-fsdp": True}, r"use-megatron-fsdp = true \(Megatron's own FSDP is not described\)"),
+        ({"use-megatron-fsdp": True}, r"use-megatron-fsdp = true \(Megatron's own FSDP is not modelled\)"),
         ({"hyper-drive": 9}, r"hyper-drive = 9 \(unknown key\)"),
-        ({"optimizer": "lion"}, r"optimizer = lion \(described are adam, sgd and muon\)"),
-        ({"spec": "mine.layers spec"}, r"spec = .*layers of another module"),
+        ({"optimizer": "lion"}, r"optimizer = lion \(expected adam, sgd or muon\)"),
+        ({"spec": "mine.layers spec"}, r"spec = .*other layer specs"),
         ({"no-rope-freq": 4}, "layers without rotary positions"),
         ({"hidden-size": "wide"}, "got hidden-size = wide; expected a whole number"),
         ({"hidden-size": -1}, "got hidden-size -1; expected a whole number of 1 or more"),
@@ -280,12 +280,14 @@ def test_a_vocabulary_that_only_its_tokenizer_knows(tmp_path: Path) -> None:
     file, more = tmp_path / "run.args", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model "
     values = {key: value for key, value in SMALL.items() if key != "vocab-size"}
     file.write_text(f"{text_of(values)} {more}mine/own")
-    with pytest.raises(UsageError, match=r"tokenizer-model = mine/own \(its files alone say .* --vocab-size 128256"):
+    with pytest.raises(UsageError, match=r"tokenizer-model = mine/own \(only its files have .* --vocab-size 128256"):
         read_run(file, gpus=8)
     file.write_text(f"{text_of(values)} {more}meta-llama/Llama-3.1-8B")
     found = read_run(file, gpus=8)
     assert found.spec().vocab == 128_256
-    assert found.notes[0].startswith("a vocabulary of 128256 tokens, as huggingfacetokenizer:meta-llama/llama-3.1-8b")
+    assert found.notes[0].startswith(
+        "a vocabulary of 128256 tokens before padding, that of huggingfacetokenizer:meta-llama/llama-3.1-8b"
+    )
 
 
 def test_a_model_that_the_command_names_stands_for_the_files(tmp_path: Path) -> None:
@@ -541,15 +543,15 @@ def test_what_a_field_of_megatron_bridge_becomes(tmp_path: Path, old: str, new: 
 def test_overrides_need_the_model_that_their_recipe_has(tmp_path: Path) -> None:
     file = tmp_path / "overrides.yaml"
     file.write_text("model: {tensor_model_parallel_size: 2}\ntrain: {global_batch_size: 8, train_iters: 3}\n")
-    with pytest.raises(UsageError, match=r"no train\.micro_batch_size, which its recipe does: give --micro-batch 1"):
+    with pytest.raises(UsageError, match=r"no train\.micro_batch_size, which its recipe sets: give --micro-batch 1"):
         read_run(file, gpus=8)
     with pytest.raises(UsageError, match="names no model; give it before --from"):
         read_run(file, gpus=8, asked={"micro_batch": 1}).spec()
     found = read_run(file, gpus=8, asked={"micro_batch": 1}, model="llama3-8b")
     assert (found.request.tp, found.request.dp, found.request.micro_batches, found.request.zero) == (2, 4, 2, 1)
-    assert any("what a recipe in Python sets" in note for note in found.notes)
+    assert any("settings of the Python recipe" in note for note in found.notes)
     file.write_text("train: {global_batch_size: 8, micro_batch_size: 1, train_iters: 3}\npeft: {dim: 8}\n")
-    with pytest.raises(UsageError, match=r"peft\.dim = 8 \(adapters of Megatron-Bridge are not described"):
+    with pytest.raises(UsageError, match=r"peft\.dim = 8 \(adapters of Megatron-Bridge are not modelled"):
         read_run(file, gpus=8, model="llama3-8b")
 
 
@@ -611,10 +613,12 @@ def test_megatron_deepspeed_has_deepspeeds_states(tmp_path: Path) -> None:
     }
     assert run_from(file, gpus=8).layout.zero == 2
     beside.unlink()
-    with pytest.raises(UsageError, match=r"deepspeed_config = ds\.json \(it is not there, and no --zero-stage"):
+    with pytest.raises(
+        UsageError, match=r"deepspeed_config = ds\.json \(the file is missing, and there is no --zero-stage"
+    ):
         read_run(file, gpus=8)
     file.write_text(f"deepspeed x.py {arguments} --deepspeed --zero-stage 1 --moe-expert-parallel-size 4\n")
-    with pytest.raises(UsageError, match="experts of Megatron-DeepSpeed are not described"):
+    with pytest.raises(UsageError, match="experts of Megatron-DeepSpeed are not modelled"):
         read_run(file, gpus=8)
 
 

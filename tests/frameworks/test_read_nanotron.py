@@ -114,7 +114,7 @@ def test_what_a_key_becomes(read: Any, old: str, new: str, field: str, value: An
         ("dp: 4,", "dp: 4, expert_parallel_size: 2,", r"expert_parallel_size = 2 \(experts"),
         ("hidden_size: 256", "hidden_size: many", r"hidden_size = many; expected a whole number"),
         ("    hidden_size: 256\n", "", "names no model"),
-        ("vocab_size: 1001", "vocab_size: null", r"model_config\.vocab_size is not there"),
+        ("vocab_size: 1001", "vocab_size: null", r"model_config\.vocab_size is missing"),
         ("name: adamW", "name: lion", r"optimizer_factory\.name = lion \(expected one of"),
     ],
 )

@@ -218,7 +218,7 @@ def test_parts_of_ligers_kernels(write: Any) -> None:
             read_run(write(plain, liger_kernel_config={name: value}))
     both = {"base_model": "gpt2", "micro_batch_size": 1, "flash_attention": True, "eager_attention": True}
     assert read_run(write(both)).request.attention == "flash-attn"
-    with pytest.raises(UsageError, match=r"flash_attention = true \(axolotl itself refuses it"):
+    with pytest.raises(UsageError, match=r"flash_attention = true \(axolotl rejects it"):
         read_run(
             write(
                 {"base_model": "gpt2", "micro_batch_size": 1, "attn_implementation": "eager", "flash_attention": True}
@@ -229,7 +229,7 @@ def test_parts_of_ligers_kernels(write: Any) -> None:
 def test_a_file_that_may_be_of_two_trainers(write: Any) -> None:
     found = read_run(write({"model_name_or_path": "gpt2", "dataset_name": "x", "per_device_train_batch_size": 1}))
     assert found.says == "arguments of a Trainer"
-    assert any("TRL's alone" in note for note in found.notes)
+    assert any("no key is TRL's" in note for note in found.notes)
 
 
 def test_lengths_that_nothing_cuts(write: Any) -> None:
@@ -333,7 +333,7 @@ def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
     assert read_run(write(plain, **liger, liger_fused_linear_cross_entropy=True)).request.loss == "fused"
     without = read_run(write(plain, **{**liger, "plugins": [], "liger_fused_linear_cross_entropy": True}))
     assert (without.request.kernels, without.request.loss) == (None, None)
-    assert any("LigerPlugin in plugins liger_* change nothing" in note for note in without.notes)
+    assert any("LigerPlugin in plugins liger_* have no effect" in note for note in without.notes)
     cut = {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}
     assert read_run(write(plain, **cut)).request.loss == "fused"
     fsdp = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offload_params": False}}
@@ -363,14 +363,14 @@ def test_kernels_of_adapters_keep_less(write: Any) -> None:
     plain = QLORA | {"lora_dropout": 0, "gradient_checkpointing": False}
     kept = [forecast(run_from(write(plain, lora_o_kernel=own))).peak_bytes for own in (None, False)]
     assert kept[0] < kept[1]
-    with pytest.raises(UsageError, match="described all together"):
+    with pytest.raises(UsageError, match="modelled only all together"):
         read_run(write(plain, lora_mlp_kernel=True))
 
 
 def test_llamafactory_with_unsloth(write: Any) -> None:
     assert read_run(write(FACTORY, use_unsloth=True)).request.like == "unsloth"
     assert read_run(write(FACTORY, use_unsloth_gc=True)).request.offload
-    with pytest.raises(UsageError, match="beside adapters alone"):
+    with pytest.raises(UsageError, match="only with adapters"):
         read_run(write({**FACTORY, "finetuning_type": "full"}, use_unsloth=True))
 
 
@@ -401,7 +401,7 @@ def test_llamafactory_field_by_field(write: Any) -> None:
         (SFT, {"max_length": "long"}, r"max_length = long; expected a whole number"),
         (SFT, {"max_length": 2.5}, r"max_length = 2\.5; expected a whole number"),
         (SFT, {"optim": "lion_32bit"}, r"optim = lion_32bit \(expected one of adamw_torch"),
-        (SFT, {"num_generations": 8}, r"num_generations = 8 \(what generates"),
+        (SFT, {"num_generations": 8}, r"num_generations = 8 \(generation"),
         (SFT, {"use_peft": True, "use_dora": True}, r"use_dora = true \(DoRA"),
         (SFT, {"use_peft": True, "lora_target_modules": ["strange"]}, r"strange is no known target"),
         (
@@ -412,13 +412,13 @@ def test_llamafactory_field_by_field(write: Any) -> None:
         (SFT, {"gradient_checkpointing_kwargs": {"selective": True}}, "selective checkpoints of a Trainer"),
         (QLORA, {"unfrozen_parameters": ["lm_head"]}, "frozen by name"),
         (QLORA, {"adapter": "relora"}, r"adapter = relora \(expected lora"),
-        (QLORA, {"lora_modules_to_save": ["lm_head"]}, "trained whole beside adapters"),
-        (QLORA, {"adapter": None, "load_in_4bit": False, "flash_attention": False}, r"head and norms are fp32 there"),
-        (QLORA, {"rl": "grpo"}, r"rl = grpo \(grpo is not described"),
+        (QLORA, {"lora_modules_to_save": ["lm_head"]}, "trained in full along with adapters"),
+        (QLORA, {"adapter": None, "load_in_4bit": False, "flash_attention": False}, r"head and norms are fp32"),
+        (QLORA, {"rl": "grpo"}, r"rl = grpo \(grpo is not modelled"),
         (QLORA, {"optimizer": "came_pytorch"}, r"optimizer = came_pytorch \(expected one of"),
         (QLORA, {"micro_batch_size": True}, r"micro_batch_size = true; expected a whole number"),
-        (FACTORY, {"stage": "ppo"}, r"stage = ppo \(ppo is not described"),
-        (FACTORY, {"use_galore": True}, "GaLore is not described"),
+        (FACTORY, {"stage": "ppo"}, r"stage = ppo \(ppo is not modelled"),
+        (FACTORY, {"use_galore": True}, "GaLore is not modelled"),
         (FACTORY, {"quantization_bit": 3}, r"quantization_bit = 3 \(expected 4 or 8"),
     ],
 )
@@ -517,7 +517,7 @@ def test_llamafactorys_v1(write: Any) -> None:
     }
     found = read_run(write(values, **lora), gpus=4)
     assert (found.request.lora, found.request.base) == ("r=16,targets=all-linear,dropout=0.05", "nf4-double")
-    with pytest.raises(UsageError, match=r"peft_config\.name = freeze \(freeze is not described"):
+    with pytest.raises(UsageError, match=r"peft_config\.name = freeze \(freeze is not modelled"):
         read_run(write(values, peft_config={"name": "freeze"}), gpus=4)
 
 

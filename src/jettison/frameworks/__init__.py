@@ -1,1 +1,1 @@
-"""Training frameworks, a folder each: defaults, export targets, live trainers, and what of it is not modelled."""
+"""Training frameworks, a folder each: defaults, readers, export targets, live trainers, and their limits."""

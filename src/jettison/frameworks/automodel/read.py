@@ -1,7 +1,7 @@
-"""A NeMo AutoModel run from its YAML.
+"""Reader of NeMo AutoModel's YAML.
 
 Read: 36044ad3 (August 2026). Sizes and lengths: nemo_automodel/recipes/llm/train_ft.py; checkpoints around the parts of
-a layer (components/distributed/activation_checkpointing.py) or, of its own models with experts, around the layer
+a layer (components/distributed/activation_checkpointing.py) or, in its own models with experts, around the layer
 (components/moe/parallelizer.py, apply_ac); FSDP2 in bf16 with fp32 reduction (components/distributed/config.py).
 """
 
@@ -29,14 +29,14 @@ _LENGTHS: Final = (
 
 
 def read(keys: Keys) -> None:
-    """Everything that is no table."""
+    """Read the keys without a table form."""
     key = next((one for one in _MODELS if keys.has(one)), None)
     if key is not None:
         keys.model = str(keys.get(key))
         keys.read(*(one for one in _MODELS if keys.has(one)), why=keys.model)
     if any(True for _ in keys.matching("model.backend.*")):
         keys.give("kernels", "pytorch")
-        keys.notes.append("kernels of AutoModel's own model code, which its backend chooses, are taken for PyTorch's")
+        keys.notes.append("kernels of AutoModel's own model code, chosen by its backend, are counted as PyTorch's")
     _layout(keys)
     _batch(keys)
     _checkpoints(keys)
@@ -51,9 +51,9 @@ def read(keys: Keys) -> None:
     if keys.on("optimizer.fused") or not keys.on("optimizer.foreach", True):
         keys.give("optimizer", "adamw", "optimizer.fused", "optimizer.foreach")
         if not keys.on("optimizer.fused"):
-            keys.notes.append("copies that an unfused step makes of one parameter are not counted")
+            keys.notes.append("temporary copies of one parameter in an unfused step are not counted")
     if not keys.on("loss_fn.fp32_upcast", True):
-        keys.notes.append("logits are not cast up there (fp32_upcast): the peak at the head is at most so")
+        keys.notes.append("logits are not upcast in the run (fp32_upcast): the peak at the head is an upper bound")
     keys.read("loss_fn.fp32_upcast", "optimizer.fused", "optimizer.foreach")
     if keys.on("compile.enabled"):
         keys.compile = True
@@ -72,7 +72,7 @@ def _layout(keys: Keys) -> None:
     over = keys.share("tp", "pp", "cp")
     if size not in ("none", "", str(over)) and "dp" not in keys.asked and keys.gpus:
         raise UsageError(
-            f"{keys.file.path}: distributed.dp_size = {size}, and {keys.gpus} GPUs leave {over}; leave --gpus away"
+            f"{keys.file.path}: distributed.dp_size = {size}, and {keys.gpus} GPUs leave {over}; omit --gpus"
         )
     keys.give("dp", over, "distributed.dp_size")
     replicas = keys.text("distributed.dp_replicate_size", "none")
@@ -120,13 +120,13 @@ def _batch(keys: Keys) -> None:
     else:
         if "seq" not in keys.asked:
             keys.notes.append(
-                "the file says no length of sequences, which are as long as their batch's longest: give --seq"
+                "the file has no sequence length, and batches are padded to their longest sequence: give --seq"
             )
     keys.read(*(key for key in _LENGTHS if keys.has(key)))
 
 
 def _pipeline(keys: Keys, local: int, steps: int) -> int:
-    """Read how a batch goes through stages, and return micro-batches of a step."""
+    """Read the pipeline's schedule, and return micro-batches of a step."""
     size = keys.whole("distributed.pipeline.pp_microbatch_size", 1) or 1
     if local % size:
         raise UsageError(
@@ -181,6 +181,6 @@ def _products(keys: Keys) -> None:
         if keys.on("fp8.enable_fsdp_float8_all_gather"):
             keys.give("fp8_param_gather", True, "fp8.enable_fsdp_float8_all_gather")
         if keys.listed("fp8.filter_fqns") not in ([], ["lm_head"]):
-            keys.refuse("fp8.filter_fqns", "expected lm_head: which other products stay wide cannot be said")
+            keys.refuse("fp8.filter_fqns", "expected lm_head: other exceptions from FP8 are not modelled")
     else:
         keys.read(*keys.matching("fp8.*"))

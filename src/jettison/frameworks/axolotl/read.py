@@ -1,4 +1,4 @@
-"""axolotl's YAML: what its Trainer runs with, and what its own code sets beside it."""
+"""Reader of axolotl's YAML: its Trainer's arguments, and the settings of axolotl's own code."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _ATTENTION: Final = {
     "flex_attention": "flex",
     "xformers_attention": "flash",
 }
-"""``utils/schemas/enums.py``, ``LEGACY_ATTN_FLAG_TO_IMPL``, the last that is on being the one."""
+"""``utils/schemas/enums.py``, ``LEGACY_ATTN_FLAG_TO_IMPL``; the last flag that is on counts."""
 _LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
 def read(keys: Keys) -> None:
-    """Defaults are those of the schemas (``utils/schemas``) and of ``utils/config/__init__.py``."""
+    """Read the file, with defaults of the schemas (``utils/schemas``) and of ``utils/config/__init__.py``."""
     keys.model = str(keys.get("base_model"))
     if keys.field("seq") is None:
         keys.give("seq", TOKENS)
     for flag, kernel in _ATTENTION.items():
         if keys.on(flag) and keys.has("attn_implementation"):
-            keys.refuse(flag, "axolotl itself refuses it beside attn_implementation")
+            keys.refuse(flag, "axolotl rejects it with attn_implementation")
         elif keys.on(flag):
             keys.give("attention", kernel, flag)
     if keys.on("sage_attention"):
-        keys.refuse("sage_attention", "SageAttention is not described")
+        keys.refuse("sage_attention", "SageAttention is not modelled")
     _batch(keys)
     _adapters(keys)
     half = _half(keys)
@@ -53,9 +53,9 @@ def read(keys: Keys) -> None:
     _lora_kernels(keys)
     compiled(keys)
     if keys.some("fsdp_config", "fsdp_config.*") and keys.values.get("fsdp_config", True):
-        keys.values.setdefault("fsdp", True)  # configured alone, it is on
+        keys.values.setdefault("fsdp", True)  # a configuration turns it on
     sharding(keys, version=keys.whole("fsdp_version", 1) or 1)  # ``schemas/validation.py``, ``check_fsdp_version``
-    # ``normalize_config``: reentrant, unless it says otherwise
+    # ``normalize_config``: reentrant by default
     plain = not keys.has("unfrozen_parameters") and not keys.has("rl") and not keys.has("gradient_checkpointing_kwargs")
     reentrant(keys, default=plain)
     optimizer(keys, "optimizer", "adamw")
@@ -66,30 +66,31 @@ def read(keys: Keys) -> None:
 
 
 def _batch(keys: Keys) -> None:
-    """``normalize_config``: without accumulation steps they follow from batch_size."""
+    """Read the batch. ``normalize_config``: without accumulation steps they follow from batch_size."""
     whole, micro = keys.whole("batch_size"), keys.field("micro_batch", 1)
     if whole is not None and not keys.has("gradient_accumulation_steps"):
         keys.give("micro_batches", max(1, whole // micro), "batch_size")
     if keys.on("sample_packing"):
         keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches", why="sequences of full length")
-        keys.note("packed sequences are counted as one document each; --packed says how long documents are")
+        keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
     else:
         keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches")
-        keys.note("every sequence is counted at its greatest length; shorter ones are padded to the longest of a batch")
+        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
 
 
 def _adapters(keys: Keys) -> None:
-    """``loaders/model.py``, ``_set_quantization_config``: NF4 twice quantized. ``loaders/adapter.py``: PEFT's adapters.
+    """Read adapters and quantization.
 
-    ``loaders/model.py``, ``_configure_embedding_dtypes``: what PEFT's preparation for few bits casts to fp32 is cast
-    back to 16 bits wherever there are adapters.
+    ``loaders/model.py``, ``_set_quantization_config``: NF4 with double quantization. ``loaders/adapter.py``: PEFT's
+    adapters. ``loaders/model.py``, ``_configure_embedding_dtypes``: with adapters, tensors that PEFT's k-bit
+    preparation casts to fp32 are cast back to 16 bits.
     """
     adapter = keys.text("adapter")
     if adapter in ("", "none"):
         keys.read("adapter", *keys.matching("lora_r", "lora_alpha", "lora_dropout", "lora_target_*"))
         for key in keys.matching("load_in_4bit", "load_in_8bit"):
             if keys.on(key):
-                keys.refuse(key, "without an adapter nothing can be trained in so few bits")
+                keys.refuse(key, "quantized weights cannot be trained without an adapter")
         return
     if adapter not in ("lora", "qlora"):
         keys.refuse("adapter", "expected lora, qlora or nothing")
@@ -111,10 +112,10 @@ def _adapters(keys: Keys) -> None:
 
 
 def _half(keys: Keys) -> bool:
-    """``resolve_dtype``: bf16 is auto unless it is said, and weights are loaded in what products run in."""
+    """Are weights and matmuls in 16 bits? ``resolve_dtype``: bf16 is auto by default, and weights follow it."""
     bf16 = keys.text("bf16", "auto" if not keys.on("fp16") else "false")
     if bf16 == "full":
-        keys.refuse("bf16", "full leaves autocast away, which is not read")
+        keys.refuse("bf16", "full, without autocast, is not read")
     found = bf16 in ("auto", "true", "1") or bool({key for key in ("bfloat16", "fp16", "float16") if keys.on(key)})
     keys.read("bf16", why="weights and matmuls in 16 bits" if found else "weights in fp32")
     if keys.text("torch_dtype", "bfloat16") not in ("bfloat16", "torch.bfloat16"):
@@ -123,20 +124,21 @@ def _half(keys: Keys) -> bool:
 
 
 def _wide_ends(keys: Keys, *, half: bool) -> None:
-    """``loaders/model.py``, ``_configure_embedding_dtypes``: ends and norms become fp32, but under FSDP; and 16 bits
-    again for adapters, for attention that needs it, and for cut_cross_entropy."""
+    """Refuse fp32 embedding, head and norms. ``loaders/model.py``, ``_configure_embedding_dtypes``: they are cast to
+    fp32, except under FSDP; and back to 16 bits for adapters, FlashAttention and cut_cross_entropy.
+    """
     cut = "cut_cross_entropy" in str(keys.values.get("plugins")).lower()
     needed = cut or keys.field("attention", "sdpa") not in ("sdpa", "eager")
     if half and keys.field("lora") is None and not needed and not keys.some("fsdp_config.*", "fsdp"):
         key = "attn_implementation" if keys.has("attn_implementation") else "base_model"
-        keys.refuse(key, "without FlashAttention embedding, head and norms are fp32 there, which is not described")
+        keys.refuse(key, "without FlashAttention embedding, head and norms are fp32, which is not modelled")
 
 
 def _offloading(keys: Keys) -> None:
-    """``core/builders/base.py``, ``_configure_gradient_checkpointing``."""
+    """Read activation offloading: ``core/builders/base.py``, ``_configure_gradient_checkpointing``."""
     asked = keys.text("gradient_checkpointing")
     if asked == "offload_disk":
-        keys.refuse("gradient_checkpointing", "checkpoints on a disk are not described")
+        keys.refuse("gradient_checkpointing", "checkpoints on a disk are not modelled")
     elif asked == "offload":
         keys.give("offload", True, "gradient_checkpointing")
     way = keys.text("activation_offloading")
@@ -144,27 +146,27 @@ def _offloading(keys: Keys) -> None:
         keys.give("offload", True, "activation_offloading")
         keys.give("recompute", "full", "activation_offloading")
     elif way == "disk":
-        keys.refuse("activation_offloading", "activations on a disk are not described")
+        keys.refuse("activation_offloading", "activations on a disk are not modelled")
 
 
 def _losses(keys: Keys) -> None:
-    """``integrations/liger`` and ``integrations/cut_cross_entropy``, whose plugin is on unless it is switched off."""
+    """Read losses of ``integrations/liger`` and ``integrations/cut_cross_entropy``; the latter's plugin turns it on."""
     listed = keys.get("plugins", [])
     plugins = " ".join(map(str, listed if isinstance(listed, list) else [listed])).lower()
     if "liger" in plugins:
         _liger(keys)
-    elif own := [*keys.matching("liger_*")]:  # ``integrations/config.py``: the keys are the plugin's, and are dropped
+    elif own := [*keys.matching("liger_*")]:  # ``integrations/config.py``: the plugin's keys are dropped without it
         keys.read(*own, why="nothing")
-        keys.note("without axolotl.integrations.liger.LigerPlugin in plugins liger_* change nothing")
+        keys.note("without axolotl.integrations.liger.LigerPlugin in plugins liger_* have no effect")
     if keys.field("loss") != "fused" and "cutcrossentropy" in plugins and keys.on("cut_cross_entropy", True):
         keys.give("loss", "fused", "plugins", "cut_cross_entropy")
         keys.note("cut_cross_entropy is counted as Liger's fused loss: neither keeps logits")
     keys.read("model_config.output_router_logits", "overrides_of_model_config.output_router_logits")
-    # what kernels and expert parallelism change is in keys of their own
+    # kernels and expert parallelism have keys of their own
     known = ("liger", "cutcrossentropy", "swanlab", "lmeval", "lm_eval", "kernelsplugin", "expertparallel")
     for plugin in plugins.split():
         if not any(name in plugin for name in known):
-            keys.refuse("plugins", f"{plugin} is not known")
+            keys.refuse("plugins", f"unknown plugin {plugin}")
 
 
 def _liger(keys: Keys) -> None:
@@ -174,19 +176,19 @@ def _liger(keys: Keys) -> None:
         keys.give("kernels", "liger", "liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_rope")
         keys.give("loss", "upcast")
         if not rotary:
-            keys.note("liger_rope is off there, and on here: it keeps a little less")
+            keys.note("liger_rope is off in the run but counted as on, which keeps slightly less")
     elif norms or gates or rotary:
         for key in keys.matching("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_rope"):
-            keys.refuse(key, "Liger's norms and gates are described together alone")
+            keys.refuse(key, "Liger's norms and gates are modelled only together")
     keys.read("liger_rms_norm_gated")
     if keys.on("liger_fused_linear_cross_entropy"):
         keys.give("loss", "fused", "liger_fused_linear_cross_entropy")
     elif keys.on("liger_cross_entropy"):
-        keys.refuse("liger_cross_entropy", "Liger's loss of logits is not described")
+        keys.refuse("liger_cross_entropy", "Liger's unfused cross entropy is not modelled")
 
 
 def _lora_kernels(keys: Keys) -> None:
-    """``schemas/config.py``, ``check_auto_enable_lora_kernels``: on where nothing says otherwise and dropout is 0."""
+    """Read LoRA kernels: on by default if dropout is 0 (``schemas/config.py``, ``check_auto_enable_lora_kernels``)."""
     if keys.field("lora") is None:
         return
     plain = not keys.number("lora_dropout", 0.0) and keys.field("base") not in ("int8", "gptq")
@@ -197,25 +199,25 @@ def _lora_kernels(keys: Keys) -> None:
     if auto or (plain and whole):
         keys.give("kernels", "axolotl-liger" if keys.field("kernels") == "liger" else "axolotl", *said)
         if auto:
-            keys.note("axolotl switches its own kernels of adapters on, since lora_dropout is 0")
+            keys.note("axolotl enables its own LoRA kernels, since lora_dropout is 0")
     elif any(keys.on(kernel) for kernel in said):
         for kernel in said:
-            keys.refuse(kernel, "they are described all together, without dropout, over 4 or 16 bits")
+            keys.refuse(kernel, "they are modelled only all together, without dropout, over 4 or 16 bits")
 
 
 def _preference(keys: Keys) -> None:
-    """``rl``: TRL's trainers. DPO has a reference, which adapters switched off are."""
+    """Read ``rl``, TRL's trainers. DPO's reference is the base model if there are adapters."""
     kind = keys.text("rl")
     if kind in ("", "none"):
         return
     if kind != "dpo":
-        keys.refuse("rl", f"{kind} is not described")
+        keys.refuse("rl", f"{kind} is not modelled")
         return
     if keys.get("dpo_loss_type", ["sigmoid"]) not in (["sigmoid"], "sigmoid"):
-        keys.refuse("dpo_loss_type", "of DPO's losses sigmoid alone is described")
+        keys.refuse("dpo_loss_type", "of DPO's losses only sigmoid is modelled")
     keys.read("dpo_loss_weights", "dpo_padding_free")
     if keys.on("dpo_use_liger_kernel"):
-        keys.refuse("dpo_use_liger_kernel", "Liger's loss of DPO is not described")
+        keys.refuse("dpo_use_liger_kernel", "Liger's DPO loss is not modelled")
     keys.give("micro_batch", 2 * keys.field("micro_batch", 1), "micro_batch_size")
     keys.give("loss", "dpo", "rl")
     when = ",when=before" if keys.on("precompute_ref_log_probs") else ""
@@ -224,7 +226,7 @@ def _preference(keys: Keys) -> None:
 
 
 def _axes(keys: Keys) -> None:
-    """``dp_shard_size`` and ``dp_replicate_size``; ring attention shards the sequence."""
+    """Read ``dp_shard_size`` and ``dp_replicate_size``, and ring attention, which shards the sequence."""
     if keys.field("cp", 1) > 1:
         keys.give("context_exchange", "ring")
         if keys.said("like") != "deepspeed":

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: the stage of ZeRO, what waits on the host, and the engine's precision."""
+"""Reader of DeepSpeed's JSON: the stage of ZeRO, CPU offload, and the engine's precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUCKET: Final = 500_000_000
 
 
 def read(keys: Keys, prefix: str = "") -> None:
-    """By itself, or under a prefix beside a Trainer's file, whose bf16 its "auto" is."""
+    """Read the file alone, or under a prefix with a Trainer's file, whose bf16 replaces "auto"."""
     zero = f"{prefix}zero_optimization."
     keys.give("like", "deepspeed")
     for engine in ("bf16", "bfloat16", "fp16"):
@@ -38,16 +38,16 @@ def read(keys: Keys, prefix: str = "") -> None:
     if not prefix:
         if any(keys.text(f"{engine}.enabled") == "auto" for engine in ("bf16", "fp16")):
             keys.give("precision", "bf16")
-            keys.note("it leaves the precision to a Trainer: bf16 is counted")
+            keys.note('its precision is "auto", set by a Trainer: bf16 is counted')
         elif keys.field("precision") is None:
             keys.give("precision", "fp32")
-        keys.note("it does not say how long sequences are, and which layers are checkpoints: --seq, --recompute")
+        keys.note("it has no sequence length and no choice of checkpoints: give --seq and --recompute")
         replicas(keys)
         _batch(keys)
 
 
 def _batch(keys: Keys) -> None:
-    """``runtime/config.py``, ``_set_batch_related_parameters``: each of three sizes follows from the two others."""
+    """Read the batch: of three sizes two imply the third (``runtime/config.py``, ``_set_batch_related_parameters``)."""
     whole, ranks = keys.whole("train_batch_size"), keys.field("dp", 1)
     if whole is None or keys.gpus == 0:
         return
@@ -64,7 +64,7 @@ def _batch(keys: Keys) -> None:
 
 
 def _buckets(keys: Keys, zero: str) -> None:
-    """Buffers of communication: said, since they are beside what is counted."""
+    """Note communication buffers, which are not counted."""
     stage = keys.field("zero", 0)
     for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "prefetch_bucket_size"):
         keys.read(f"{zero}{name}")
@@ -74,6 +74,6 @@ def _buckets(keys: Keys, zero: str) -> None:
     if stage and bucket is not None:
         twice = 2 if keys.on(f"{zero}overlap_comm") else 1
         keys.note(
-            f"DeepSpeed's buckets of gradients are not counted: up to {twice} of {format_bytes(bucket * 2)} "
+            f"DeepSpeed's gradient buckets are not counted: up to {twice} of {format_bytes(bucket * 2)} "
             "(reduce_bucket_size)"
         )

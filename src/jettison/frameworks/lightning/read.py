@@ -1,4 +1,4 @@
-"""A run from a LightningCLI's YAML: what the Trainer, its strategy and the usual arguments of modules say.
+"""Reader of a LightningCLI's YAML: the Trainer, its strategy and usual arguments of modules.
 
 Read: Lightning 7f0c3436 (July 2026): src/lightning/pytorch/strategies/fsdp.py (FSDP1), ddp.py and deepspeed.py,
 trainer/connectors/accelerator_connector.py (auto is one device, or ddp).
@@ -35,7 +35,7 @@ _COMPILED: Final = ("compile", "torch_compile", "use_compile")
 
 
 def read(keys: Keys) -> None:
-    """Everything that is no table."""
+    """Read the keys without a table form."""
     key, value = _usual(keys, _MODELS)
     if value is not None:
         keys.model = str(value)
@@ -55,11 +55,11 @@ def read(keys: Keys) -> None:
     if keys.field("optimizer") is None:
         fused = keys.on("optimizer.init_args.fused")
         keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.class_path")
-    keys.notes.append("what the module itself does in a step is taken to be as transformers' code and Trainer have it")
+    keys.notes.append("the module's own step is counted as that of transformers' code and Trainer")
 
 
 def _usual(keys: Keys, names: tuple[str, ...]) -> tuple[str, Any]:
-    """The first argument of a module or a DataModule that goes by one of these names, and its value."""
+    """Return the first argument of a module or a DataModule with one of these names, and its value."""
     places = ("model.init_args", "data.init_args", "model", "data")
     found = (f"{place}.{name}" for name in names for place in places)
     key = next((one for one in found if keys.has(one)), "")
@@ -98,7 +98,7 @@ def _fsdp(keys: Keys, key: str) -> None:
     keys.give("zero", 3, key)
     sharding = keys.text(f"{_ARGUMENTS}.sharding_strategy", "full_shard")
     if sharding == "shard_grad_op":
-        keys.notes.append("units that stay whole after a forward are counted as FSDP2's")
+        keys.notes.append("units that stay unsharded after a forward are counted as FSDP2's")
     else:
         keys.give("fsdp_version", 1)
     if sharding in ("full_shard", "hybrid_shard", "shard_grad_op"):
@@ -111,9 +111,9 @@ def _fsdp(keys: Keys, key: str) -> None:
         keys.refuse(f"{_ARGUMENTS}.sharding_strategy", "expected FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD")
     wrapped, kept = f"{_ARGUMENTS}.auto_wrap_policy", ("activation_checkpointing_policy", "activation_checkpointing")
     if keys.has(wrapped):
-        keys.read(wrapped, why="a unit a layer")
+        keys.read(wrapped, why="a unit per layer")
     else:
-        keys.notes.append("no auto_wrap_policy is said there; a unit a layer is taken")
+        keys.notes.append("the file has no auto_wrap_policy; an FSDP unit per layer is counted")
     for name in kept:
         if keys.has(f"{_ARGUMENTS}.{name}"):
             keys.give("recompute", "full", f"{_ARGUMENTS}.{name}")

@@ -1,8 +1,9 @@
-"""A litgpt run from its YAML: pretraining, full fine-tuning or LoRA, told apart by their keys.
+"""Reader of litgpt's YAML for pretraining, full fine-tuning or LoRA, distinguished by their keys.
 
-Read: litgpt 26857050 (June 2026). litgpt/pretrain.py: compiled, FSDP1 (HYBRID_SHARD), fused AdamW, no checkpoints;
-litgpt/finetune/full.py: FSDP1 with a checkpoint a block; litgpt/finetune/lora.py: FSDP2 with such (parallelize_fn),
-the head in chunks whose 16-bit logits all stay; litgpt/utils.py: chunked_cross_entropy, instantiate_*_optimizer.
+Read: litgpt 26857050 (June 2026). litgpt/pretrain.py: compiled, FSDP1 (HYBRID_SHARD), fused AdamW, no checkpointing;
+litgpt/finetune/full.py: FSDP1 with a checkpoint per block; litgpt/finetune/lora.py: the same with FSDP2
+(parallelize_fn), and the head in chunks whose 16-bit logits are all kept; litgpt/utils.py: chunked_cross_entropy,
+instantiate_*_optimizer.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _ADAPTED: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType(
         "mlp": ("mlp", False),
     }
 )
-"""By the end of its key: the module, and whether it has adapters where nothing is said."""
+"""Module, and its default, by the end of the key."""
 
 
 def read(keys: Keys) -> None:
-    """Everything that is no table."""
+    """Read the keys without a table form."""
     tuned, adapted = keys.has("checkpoint_dir"), keys.has("lora_r")
     config = _model(keys)
     devices = _devices(keys)
     _batch(keys, devices, tuned=tuned, config=config)
     if keys.field("precision") is None:
         keys.give("precision", "bf16-autocast")  # get_default_supported_precision
-        keys.notes.append("no precision is said: bf16-mixed, as on a GPU that has bf16")
+        keys.notes.append("the file has no precision: bf16-mixed is counted, the default on a GPU with bf16")
     keys.give("loss", "upcast" if keys.field("precision") == "bf16-autocast" else "listed")
     if keys.field("optimizer") is None:
         packed = keys.field("base") is not None
@@ -71,7 +72,7 @@ def read(keys: Keys) -> None:
         if adapted:
             keys.give("outer_ends", True)
             if keys.on("quantize"):
-                keys.refuse("quantize", "litgpt itself refuses it on several GPUs")
+                keys.refuse("quantize", "litgpt rejects it on several GPUs")
         else:
             keys.give("fsdp_version", 1)
         nodes = keys.whole("num_nodes", 1) or 1
@@ -89,7 +90,7 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _model(keys: Keys) -> Mapping[str, Any]:
-    """Find the model, and return its sizes; none where a file or a Hub id has them."""
+    """Find the model, and return its sizes; empty if a file or a Hub id has them."""
     own = {ours: keys.whole(f"model_config.{theirs}") for theirs, ours in _SIZES.items()}
     if None not in (own["hidden_size"], own["num_attention_heads"], own["num_hidden_layers"]):
         keys.read("model_name")
@@ -106,13 +107,13 @@ def _model(keys: Keys) -> Mapping[str, Any]:
 
 
 def _described(keys: Keys, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A `litgpt.Config` of the file's own: Llama's blocks."""
+    """Read a `litgpt.Config` in the file, with Llama's blocks."""
     for name, wanted in (("mlp_class_name", "llamamlp"), ("norm_class_name", "rmsnorm")):
         if keys.text(f"model_config.{name}") != wanted:
-            keys.refuse(f"model_config.{name}", "Llama's alone is read; give the model's config.json")
+            keys.refuse(f"model_config.{name}", "only Llama's is read; give the model's config.json")
     for name in ("bias", "parallel_residual", "attn_bias", "norm_qk", "post_mlp_norm", "scale_embeddings"):
         if keys.on(f"model_config.{name}", name in ("bias", "parallel_residual")):
-            keys.refuse(f"model_config.{name}", "Llama's blocks have it not; give the model's config.json")
+            keys.refuse(f"model_config.{name}", "Llama's blocks do not have it; give the model's config.json")
     vocabulary, multiple = (
         keys.whole("model_config.vocab_size", 50254),
         keys.whole("model_config.padding_multiple", 512),
@@ -125,13 +126,13 @@ def _described(keys: Keys, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _devices(keys: Keys) -> int:
-    """GPUs of all nodes, which all share the data."""
+    """Return the number of GPUs on all nodes, all of them data-parallel."""
     nodes = keys.whole("num_nodes", 1) or 1
     each = keys.text("devices", "1" if keys.has("checkpoint_dir") else "auto")
     if keys.gpus is None and each.isdecimal():
         keys.gpus = int(each) * nodes
     elif each.isdecimal() and keys.gpus and keys.gpus != int(each) * nodes:
-        keys.notes.append(f"the file says {each} devices on {nodes} nodes; {keys.gpus} are taken")
+        keys.notes.append(f"the file has {each} devices on {nodes} nodes; {keys.gpus} are counted")
     devices = keys.share()
     keys.give("dp", devices, "devices", "num_nodes")
     return devices
@@ -145,7 +146,7 @@ def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) 
     steps = total // devices // micro
     if not steps:
         raise UsageError(
-            f"{keys.file.path}: train.global_batch_size = {total}, which has no {micro} sequences for each of "
+            f"{keys.file.path}: got train.global_batch_size = {total}; expected at least {micro} sequences for each of "
             f"{devices} devices"
         )
     keys.give("micro_batches", steps, "train.global_batch_size")
@@ -153,7 +154,7 @@ def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) 
     longest = config.get("max_position_embeddings")
     if tuned:
         keys.notes.append(
-            "sequences are as long as their batch's longest, at most train.max_seq_length: --seq has the mean"
+            "batches are padded to their longest sequence, at most train.max_seq_length: give --seq for shorter ones"
         )
     elif keys.field("seq") is None and longest is not None:
         keys.give("seq", longest)

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML: a Trainer's arguments, with adapters, precision and checkpoints of its own."""
+"""Reader of LLaMA-Factory's YAML: a Trainer's arguments, with its own adapters, precision and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS: Final = 2048
 
 
 def read(keys: Keys) -> None:
-    """Defaults are those of ``hparams`` and of ``hparams/parser.py``."""
+    """Read the file, with defaults of ``hparams`` and of ``hparams/parser.py``."""
     if keys.form == "v1":
         _of_v1(keys)
         return
@@ -36,24 +36,24 @@ def read(keys: Keys) -> None:
         keys.give("seq", TOKENS)
     stage = keys.text("stage", "sft")
     if stage not in ("sft", "pt"):
-        keys.refuse("stage", f"{stage} is not described; expected sft or pt")
+        keys.refuse("stage", f"{stage} is not modelled; expected sft or pt")
     if keys.on("packing", stage == "pt") or keys.on("neat_packing"):
-        keys.note("packed sequences are counted as one document each; --packed says how long documents are")
+        keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
     else:
-        keys.note("every sequence is counted at its greatest length; shorter ones are padded to the longest of a batch")
+        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
     _adapters(keys)
     # ``model/model_utils/checkpointing.py``, ``prepare_model_for_training``
     on = not keys.on("disable_gradient_checkpointing")
     keys.give("recompute", "full" if on else "none", "disable_gradient_checkpointing")
-    keys.read("gradient_checkpointing", "gradient_checkpointing_kwargs", why="its own key counts")
+    keys.read("gradient_checkpointing", "gradient_checkpointing_kwargs", why="disable_gradient_checkpointing counts")
     if keys.on("enable_liger_kernel"):
         keys.give("kernels", "liger", "enable_liger_kernel")
         keys.give("loss", "fused", "enable_liger_kernel")
     if keys.on("use_unsloth"):
         if keys.field("lora") is None:
-            keys.refuse("use_unsloth", "it is described beside adapters alone")
+            keys.refuse("use_unsloth", "it is modelled only with adapters")
         keys.give("like", "unsloth", "use_unsloth")
-    if keys.on("use_unsloth_gc") and on:  # ``UnslothGradientCheckpointing``: a layer's input waits on the host
+    if keys.on("use_unsloth_gc") and on:  # ``UnslothGradientCheckpointing``: a layer's input is offloaded to CPU
         keys.give("offload", True, "use_unsloth_gc")
     compiled(keys)
     sharding(keys)
@@ -63,8 +63,8 @@ def read(keys: Keys) -> None:
     if keys.on("use_muon"):
         keys.give("optimizer", "muon", "use_muon")
     mixed = half(keys)
-    # ``model/adapter.py``, ``init_adapter``: what is trained is cast to fp32, unless pure_bf16; the rest is loaded as
-    # products run (``model/patcher.py``, ``patch_config``)
+    # ``model/adapter.py``, ``init_adapter``: trained parameters are cast to fp32, unless pure_bf16; others are loaded
+    # in the compute dtype (``model/patcher.py``, ``patch_config``)
     pure = keys.on("pure_bf16")
     keys.read("pure_bf16", why="weights in 16 bits")
     tuned = keys.field("lora") is not None
@@ -76,10 +76,12 @@ def read(keys: Keys) -> None:
 
 
 def _adapters(keys: Keys) -> None:
-    """``hparams/finetuning_args.py``: LoRA on all products by default; ``model/model_utils/quantization.py``."""
+    """Read adapters (``hparams/finetuning_args.py``: LoRA on all linear layers by default) and quantization
+    (``model/model_utils/quantization.py``).
+    """
     kind = keys.text("finetuning_type", "lora")
     if kind not in ("lora", "full"):
-        keys.refuse("finetuning_type", f"{kind} is not described; expected lora or full")
+        keys.refuse("finetuning_type", f"{kind} is not modelled; expected lora or full")
     if kind != "lora":
         keys.read("lora_rank", "lora_dropout", "lora_target")
         return
@@ -88,7 +90,7 @@ def _adapters(keys: Keys) -> None:
     assert rank is not None and dropout is not None
     low_rank(keys, rank, products, dropout, "finetuning_type", "lora_rank", "lora_target", "lora_dropout")
     if keys.text("quantization_method", "bnb") not in ("bnb", "bitsandbytes", "0"):
-        keys.refuse("quantization_method", "expected bnb: other quantizations are not described")
+        keys.refuse("quantization_method", "expected bnb: other quantizations are not modelled")
     bits = keys.whole("quantization_bit")
     if bits == 4:
         double = keys.on("double_quantization", True)
@@ -100,7 +102,7 @@ def _adapters(keys: Keys) -> None:
 
 
 def _of_v1(keys: Keys) -> None:
-    """``v1/config``: weights as the checkpoint has them, AdamW as torch has it, FSDP2 of its own."""
+    """Read ``v1/config``: weights in the checkpoint's dtype, torch's AdamW, its own FSDP2."""
     keys.model = str(keys.get("model"))
     if keys.field("seq") is None:
         keys.give("seq", TOKENS)
@@ -120,7 +122,7 @@ def _of_v1(keys: Keys) -> None:
         elif bits is not None:
             keys.refuse("quant_config.quantization_bit", "expected 4, by bnb")
     elif kind != "none":
-        keys.refuse("peft_config.name", f"{kind} is not described; expected lora")
+        keys.refuse("peft_config.name", f"{kind} is not modelled; expected lora")
     if keys.text("kernel_config.name", "auto") == "auto":
         keys.read("kernel_config.name")
     way = keys.text("dist_config.name", "none")
@@ -131,10 +133,10 @@ def _of_v1(keys: Keys) -> None:
         keys.under("deepspeed", "deepspeed.", file)
         keys.read("dist_config.name", "dist_config.config_file", why="that file")
     if (keys.whole("cp_size", 1) or 1) > 1:
-        keys.refuse("cp_size", "its loss of shared sequences is not described")
+        keys.refuse("cp_size", "its loss of sharded sequences is not modelled")
     if keys.text("batching_strategy", "normal") not in ("normal", "padding_free"):
         keys.refuse(
-            "batching_strategy", "how many tokens such a batch has is not said; expected normal or padding_free"
+            "batching_strategy", "the number of tokens of such a batch is unknown; expected normal or padding_free"
         )
     if keys.text("optim_config.name") == "muon":
         keys.give("optimizer", "muon", "optim_config.name")
@@ -144,8 +146,8 @@ def _of_v1(keys: Keys) -> None:
         tuned = keys.field("lora") is not None
         keys.give("precision", "bf16-autocast" if tuned else "bf16-pure", "bf16")
     elif keys.said("like") != "deepspeed":
-        keys.refuse("bf16", "weights of a checkpoint in 16 bits that are multiplied in fp32 are not described")
-    keys.note("it does not say what is trained, and is counted as sft; every sequence at its greatest length")
+        keys.refuse("bf16", "matmuls in fp32 with 16-bit weights of a checkpoint are not modelled")
+    keys.note("the file does not name the task, which is counted as sft, with every sequence at its maximum length")
     whole, each = keys.whole("global_batch_size"), keys.field("micro_batch", 1)
     replicas(keys)
     if whole is not None:

@@ -1,8 +1,8 @@
-"""A Megatron-LM run from its arguments: a script, a text of them, a test's YAML; and Megatron-Bridge's configuration.
+"""Reader of Megatron-LM's arguments (a script, plain text, a test's YAML) and of Megatron-Bridge's configuration.
 
 Read: ``megatron/training/arguments.py`` and ``megatron/core/transformer/transformer_config.py`` of Megatron-LM at
-d98e8a64 (22 August 2026). Arguments that are not there have the defaults of these files. The model is written down as
-a ``config.json`` would have it: ``families/models/megatron_gpt.toml`` has its keys.
+d98e8a64 (22 August 2026). Missing arguments have the defaults of these files. The model takes the form of a
+``config.json`` with the keys of ``families/models/megatron_gpt.toml``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jettison.frameworks.shell_script import PROGRAM
 from jettison.spec.model import ModelSpec
 
 _MOST: Final = 100_000
-"""Layers of a pattern."""
+"""Most layers of a pattern."""
 _RANKS: Final = ("tp", "pp", "cp")
 _PER_NODE: Final = ("nproc_per_node", "gpus_per_node", "ntasks_per_node", "$GPUS_PER_NODE", "$NPROC_PER_NODE")
 _NODES: Final = ("nnodes", "nodes", "num_nodes", "$NNODES", "$NUM_NODES", "$NODES")
@@ -38,7 +38,7 @@ _EXPERTS: Final = (
 
 
 def read(keys: Keys) -> None:
-    """Everything that is no table."""
+    """Read the keys without a table form."""
     if keys.form in ("recipe", "yaml"):
         _dataclasses(keys)
     if keys.form == "deepspeed":
@@ -65,15 +65,14 @@ def read(keys: Keys) -> None:
     if keys.form == "deepspeed":
         _deepspeed(keys)
     if not keys.values.get("use_megatron_fsdp"):
-        keys.read("data_parallel_sharding_strategy", why="without --use-megatron-fsdp nothing is sharded by it")
+        keys.read("data_parallel_sharding_strategy", why="no effect without --use-megatron-fsdp")
 
 
 def described(arguments: Mapping[str, Any], name: str) -> ModelSpec:
-    """The model that arguments describe, by their names without dashes in front, and without what predicts further
-    tokens.
+    """Parse the model of arguments, given by name without dashes; without multi-token prediction (MTP).
 
     Raises:
-        UsageError: a size is not there, or a model that no description has.
+        UsageError: a size is missing, or the model is not modelled.
     """
     table = next(one for one in tables() if one["says"] == "Megatron-LM's arguments")
     file = ConfigFile(path=Path(name), text="", syntax="arguments", values=arguments)
@@ -82,11 +81,11 @@ def described(arguments: Mapping[str, Any], name: str) -> ModelSpec:
     return parse_config(config(keys), name=name)
 
 
-# files that have fields of dataclasses in the place of arguments ------------------------------------------------------
+# files with fields of dataclasses instead of arguments ----------------------------------------------------------------
 
 
 def _dataclasses(keys: Keys) -> None:
-    """Fields of dataclasses as the arguments that mean the same."""
+    """Replace fields of dataclasses by the equivalent arguments."""
     if keys.form == "recipe":
         _recipe(keys)
     if keys.has("num_query_groups"):
@@ -105,9 +104,7 @@ def _dataclasses(keys: Keys) -> None:
     gated = keys.on("gated_linear_unit")
     keys.read("gated_linear_unit", *keys.matching("activation_func.*"))
     if gated and "silu" not in activation and "swiglu" not in activation:
-        keys.refuse(
-            "gated_linear_unit", "gates that are not SiLU are described for other models: give MODEL before --from"
-        )
+        keys.refuse("gated_linear_unit", "gates other than SiLU are not modelled here: give MODEL before --from")
     keys.values |= {"swiglu": gated, "squared_relu": "squared_relu" in activation}
 
 
@@ -119,11 +116,9 @@ def _set(keys: Keys, field: str, argument: str, value: bool) -> None:
 def _recipe(keys: Keys) -> None:
     """Set the defaults of Megatron-Bridge's recipes: ``recipes/common.py``, ``_pretrain_common``."""
     if not keys.has("micro_batch_size") and keys.field("micro_batch") is None:
-        raise UsageError(
-            f"{keys.file.path} says no train.micro_batch_size, which its recipe does: give --micro-batch 1"
-        )
+        raise UsageError(f"{keys.file.path} has no train.micro_batch_size, which its recipe sets: give --micro-batch 1")
     if not keys.has("hidden_size"):
-        keys.note("what a recipe in Python sets beneath this file is not known: flags beside --from count before it")
+        keys.note("settings of the Python recipe under this file are unknown: give them as flags with --from")
         keys.model = keys.get("hf_model_id")
     name = keys.text("mixed_precision", "bf16_mixed").replace("-", "_")
     if "mixed_precision" in keys.values and name not in keys.table["precisions"]:
@@ -139,7 +134,7 @@ def _recipe(keys: Keys) -> None:
 
 
 def _of_deepspeed(keys: Keys) -> None:
-    """Arguments that Megatron-DeepSpeed has otherwise."""
+    """Replace Megatron-DeepSpeed's arguments by Megatron-LM's."""
     if keys.has("num_query_groups"):
         keys.values["group_query_attention"] = True
     if str(keys.get("num_experts", 1)).strip("[]'") == "1":
@@ -151,7 +146,7 @@ def _of_deepspeed(keys: Keys) -> None:
 
 
 def _deepspeed(keys: Keys) -> None:
-    """DeepSpeed's engine: its states, its gradients, its checkpoints."""
+    """Read the settings of DeepSpeed's engine: sharding, precision, checkpointing."""
     beside = keys.named("deepspeed_config")
     said = {} if beside is None else beside.values
     stage = keys.whole("zero_stage")
@@ -160,11 +155,11 @@ def _deepspeed(keys: Keys) -> None:
     if isinstance(stage, int) and 0 <= stage <= 3:
         keys.give("zero", stage, "zero_stage", "deepspeed_config")
     else:
-        keys.refuse("deepspeed_config", "it is not there, and no --zero-stage says how states are sharded")
+        keys.refuse("deepspeed_config", "the file is missing, and there is no --zero-stage")
     if any(
         str(key).startswith("zero_optimization.offload") and value not in (None, "none") for key, value in said.items()
     ):
-        keys.refuse("deepspeed_config", "states on the host; give --states-on-host deepspeed")
+        keys.refuse("deepspeed_config", "CPU offload of optimizer states: give --states-on-host deepspeed")
     for name in ("precision", "accumulation"):
         keys.drop(name)
     if keys.on("fp16") or keys.on("bf16"):
@@ -184,7 +179,7 @@ def _deepspeed(keys: Keys) -> None:
 
 
 def _devices(keys: Keys) -> None:
-    """Read the number of GPUs that the script starts, unless the command says so."""
+    """Read the number of GPUs from the script, unless the command line has it."""
     if keys.gpus is not None:
         for name in (*_PER_NODE, *_NODES):
             keys.read(name)
@@ -195,7 +190,7 @@ def _devices(keys: Keys) -> None:
 
 
 def _first(keys: Keys, names: Sequence[str]) -> int | None:
-    """The first of these that is a whole number."""
+    """Return the first of these values that is a whole number."""
     found = None
     for name in names:
         value = keys.get(name)
@@ -205,7 +200,7 @@ def _first(keys: Keys, names: Sequence[str]) -> int | None:
 
 
 def _batch(keys: Keys) -> None:
-    """Replicas, and micro-batches in a step."""
+    """Read the number of replicas, and of micro-batches in a step."""
     dp = keys.share(*_RANKS)
     keys.give("dp", dp)
     micro = keys.field("micro_batch", 1)
@@ -214,9 +209,9 @@ def _batch(keys: Keys) -> None:
         schedule = str(keys.get("step_batch_size_schedule", "")).split()
         total = int(schedule[-1].partition(":")[2]) if schedule and schedule[-1].partition(":")[2].isdecimal() else None
         if total is not None:
-            keys.notes.append(f"the batch grows to {total}, which is counted")
+            keys.notes.append(f"the batch grows to {total}, its counted size")
     if keys.get("rampup_batch_size") is not None:
-        keys.notes.append("the batch grows until it is whole, as it is counted")
+        keys.notes.append("the batch grows to its full size, which is counted")
     if total is None:
         keys.give("micro_batches", 1)
         return
@@ -226,22 +221,22 @@ def _batch(keys: Keys) -> None:
     if micro < 1 or total % (micro * dp):
         raise UsageError(
             f"{keys.file.path}: {_written(keys, 'global_batch_size')} {total} is no multiple of {micro} sequences x "
-            f"{dp} replicas; give --gpus as the run has them"
+            f"{dp} replicas; give the run's --gpus"
         )
     keys.give("micro_batches", total // (micro * dp), "global_batch_size", "step_batch_size_schedule")
 
 
 def _written(keys: Keys, name: str) -> str:
-    """A key as the file writes it."""
+    """Return the file's spelling of a key."""
     return keys.written(name) if name in keys.values else name
 
 
 def _program(keys: Keys) -> None:
-    """Refuse what trains something else than a decoder of text."""
+    """Refuse programs that train other models than text decoders."""
     program = keys.text(PROGRAM)
     if keys.asked_model is None and (other := re.search(keys.table["other_programs"], program)):
         raise UsageError(
-            f"{keys.file.path} runs {program}, whose model ({other[0]}) its arguments do not describe: give MODEL "
+            f"{keys.file.path} runs {program}, whose model ({other[0]}) does not follow from its arguments: give MODEL "
             "before --from"
         )
 
@@ -250,10 +245,10 @@ def _program(keys: Keys) -> None:
 
 
 def config(keys: Keys) -> Mapping[str, Any]:
-    """The model, in the form of a ``config.json``.
+    """Return the model in the form of a ``config.json``.
 
     Raises:
-        UsageError: a size is not there, or is none.
+        UsageError: a size is missing or invalid.
     """
     hidden, heads = _size(keys, "hidden_size"), _size(keys, "num_attention_heads")
     gated = keys.on("swiglu") or keys.on("quick_geglu")
@@ -262,7 +257,7 @@ def config(keys: Keys) -> Mapping[str, Any]:
     latent = keys.on("multi_latent_attention")
     pattern = _pattern(keys)
     if keys.has("spec") and not (pattern and "hybrid_stack_spec" in str(keys.get("spec"))):
-        keys.refuse("spec", "layers of another module are not described")
+        keys.refuse("spec", "other layer specs are not modelled")
     layers = len(pattern) if pattern else _size(keys, "num_layers")
     ffn = keys.whole("ffn_hidden_size") or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
     found: dict[str, Any] = {
@@ -295,9 +290,9 @@ def config(keys: Keys) -> Mapping[str, Any]:
         **(_hybrid(keys, pattern, hidden) if pattern else {}),
     }
     if keys.text("softmax_type", "vanilla") == "off-by-one":
-        keys.refuse("softmax_type", "a softmax off by one is not described")
+        keys.refuse("softmax_type", "a softmax off by one is not modelled")
     if latent and bias:
-        keys.notes.append("biases beside latent attention are not counted")
+        keys.notes.append("biases with multi-head latent attention are not counted")
     if heads % found["num_key_value_heads"]:
         raise UsageError(f"{keys.file.path}: {heads} heads do not share {found['num_key_value_heads']} query groups")
     return found
@@ -319,10 +314,10 @@ def _position_kind(keys: Keys) -> str:
 
 
 def _positions(keys: Keys) -> bool:
-    """Has it a table of learned positions?"""
+    """Does the model have learned position embeddings?"""
     kind = _position_kind(keys)
     if kind == "relative":
-        keys.refuse("position_embedding_type", "relative positions are not described for this model")
+        keys.refuse("position_embedding_type", "relative positions are not modelled for this model")
     return kind == "learned_absolute"
 
 
@@ -335,7 +330,7 @@ def _activation(keys: Keys) -> str:
 
 
 def _vocabulary(keys: Keys) -> int:
-    """Rows of the embedding: ``core/tokenizers/utils/build_tokenizer.py``, ``vocab_size_with_padding``."""
+    """Return the embedding's rows: ``core/tokenizers/utils/build_tokenizer.py``, ``vocab_size_with_padding``."""
     tokenizer = keys.text("tokenizer_type")
     padded = keys.whole("padded_vocab_size")
     known = f"{tokenizer}:{keys.text('tokenizer_model')}"
@@ -348,10 +343,10 @@ def _vocabulary(keys: Keys) -> int:
             name for name in ("tokenizer_model", "tokenizer_type", "vocab_file", "hidden_size") if keys.has(name)
         )
         instead = "add --vocab-size 128256, or give MODEL before --from"
-        keys.refuse(key, f"its files alone say how many tokens the vocabulary has: {instead}")
+        keys.refuse(key, f"only its files have the size of the vocabulary: {instead}")
         return 0
     if not keys.has("vocab_size") and padded is None:
-        keys.notes.append(f"a vocabulary of {found} tokens, as {known.strip(':')} has it, before padding")
+        keys.notes.append(f"a vocabulary of {found} tokens before padding, that of {known.strip(':')}")
     multiple = (keys.whole("make_vocab_size_divisible_by") or 128) * keys.field("tp", 1)
     return found if padded or not _pads(keys) else -(-found // multiple) * multiple
 
@@ -379,13 +374,13 @@ def _experts(keys: Keys, layers: int, ffn: int) -> dict[str, Any]:
 
 
 def _windows(keys: Keys, layers: int) -> dict[str, Any]:
-    """Sliding windows, as (127, 0) before and behind a token."""
+    """Read sliding windows, given as (tokens before, tokens after), such as (127, 0)."""
     size = keys.get("window_size")
     if size is None:
         return {}
     before = re.findall(r"-?\d+", str(size))
     if len(before) != 2 or before[1] != "0":
-        keys.refuse("window_size", "expected tokens before a token, and 0 behind it, such as 127,0")
+        keys.refuse("window_size", "expected the number of tokens before, and 0 after, such as 127,0")
         return {}
     found: dict[str, Any] = {"sliding_window": int(before[0]) + 1}
     if keys.has("window_attn_skip_freq"):
@@ -395,12 +390,12 @@ def _windows(keys: Keys, layers: int) -> dict[str, Any]:
 
 
 def _sizes(keys: Keys, section: str) -> dict[str, Any]:
-    """Whole numbers of a ``config.json``, by argument, with the default of the argument."""
+    """Read integers of a ``config.json`` from their arguments, with the arguments' defaults."""
     return {name: keys.whole(key, *default) for name, (key, *default) in keys.table[section].items()}
 
 
 def _pattern(keys: Keys) -> str:
-    """Letters of a hybrid model's own layers."""
+    """Read the letters of a hybrid model's layers, without MTP."""
     name = "hybrid_layer_pattern" if keys.has("hybrid_layer_pattern") else "hybrid_override_pattern"
     pattern = str(keys.get(name, ""))
     own, *further = pattern.split("/")
@@ -420,7 +415,9 @@ def _pattern(keys: Keys) -> str:
 
 
 def _hybrid(keys: Keys, pattern: str, hidden: int) -> dict[str, Any]:
-    """``megatron/core/models/hybrid/hybrid_model.py``: a letter a layer, and heads that are twice as wide together."""
+    """Read a hybrid model (``megatron/core/models/hybrid/hybrid_model.py``): one letter per layer; together SSM heads
+    are twice as wide as the hidden size.
+    """
     table = keys.table["hybrid"]
     heads, width = (keys.whole(*table[kind]) for kind in ("heads", "width"))
     assert width
@@ -434,10 +431,10 @@ def _hybrid(keys: Keys, pattern: str, hidden: int) -> dict[str, Any]:
 
 
 def frequencies(keys: Keys, name: str, layers: int, *, first: bool) -> list[int]:
-    """One number a layer: ``([0]*3+[1]*12)``, or N, which is every N-th.
+    """Read 0 or 1 per layer, from a list such as ``([0]*3+[1]*12)`` or from N, for every N-th layer.
 
     Args:
-        first: the first of N layers is the one (experts), else the N-th is the other (windows).
+        first: the first of N layers is 1 (experts); else the N-th is 0 (windows).
     """
     value = keys.get(name, 1)
     if isinstance(value, list):
@@ -457,7 +454,7 @@ def frequencies(keys: Keys, name: str, layers: int, *, first: bool) -> list[int]
 
 
 def _listed(node: ast.expr) -> list[int]:
-    """Lists of whole numbers, added and repeated."""
+    """Evaluate lists of integers with ``+`` and ``*``."""
     match node:
         case ast.List(elts=items):
             return [one.value for one in items if isinstance(one, ast.Constant) and isinstance(one.value, int)]
@@ -507,11 +504,11 @@ def _pipeline(keys: Keys) -> None:
     if keys.on("defer_embedding_wgrad_compute") and stages > 1:
         keys.give("deferred_head", keys.whole("wgrad_deferral_limit") or 0, "defer_embedding_wgrad_compute")
         if not keys.whole("wgrad_deferral_limit"):
-            keys.refuse("defer_embedding_wgrad_compute", "of all micro-batches; give --wgrad-deferral-limit")
+            keys.refuse("defer_embedding_wgrad_compute", "for all micro-batches: give --wgrad-deferral-limit")
 
 
 def _unrolled(text: str) -> str:
-    """A layout string without repetitions of a group."""
+    """Expand repeated groups of a layout string."""
     return re.sub(r"\(([^()]*)\)\*(\d{1,3})", lambda found: found[1] * int(found[2]), text)
 
 
@@ -554,11 +551,11 @@ def _kernels(keys: Keys) -> None:
             keys.notes.append("context parallelism by a2a+p2p is counted as p2p")
     if keys.on("enable_cuda_graph") or keys.text("cuda_graph_impl", "none") not in ("none", ""):
         keys.give("cuda_graphs", True, "enable_cuda_graph", "cuda_graph_impl")
-        keys.notes.append("CUDA graphs keep buffers of their own, which are not counted")
+        keys.notes.append("buffers of CUDA graphs are not counted")
 
 
 def _dispatch(keys: Keys) -> None:
-    """Experts: how tokens reach them, and whether one product has all of them."""
+    """Read expert parallelism, the token dispatcher, and grouped GEMMs."""
     keys.give("ep", keys.whole("expert_model_parallel_size"), "expert_model_parallel_size")
     dispatcher = keys.text("moe_token_dispatcher_type", "allgather")
     keys.give("dispatcher", dispatcher, "moe_token_dispatcher_type")
@@ -574,7 +571,7 @@ def _precision(keys: Keys) -> None:
     if keys.on("fp16"):
         keys.give("precision", "fp16-main32", "fp16")
         if keys.on("accumulate_allreduce_grads_in_fp32"):
-            keys.refuse("accumulate_allreduce_grads_in_fp32", "fp16 with fp32 gradients is not described")
+            keys.refuse("accumulate_allreduce_grads_in_fp32", "fp16 with fp32 gradients is not modelled")
     elif keys.on("bf16"):
         keys.give("precision", "bf16-reduce16" if narrow else "bf16-main32", "bf16", "grad_reduce_in_bf16")
     else:
@@ -593,35 +590,33 @@ def _precision(keys: Keys) -> None:
             keys.give("products", said or None, "first_last_layers_bf16", *ends.values())
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj"):
             if keys.on(name):
-                keys.refuse(name, "attention in FP8 is not described")
+                keys.refuse(name, "attention in FP8 is not modelled")
     else:
-        keys.read(
-            "fp8_recipe", "fp8_param_gather", "fp8_amax_history_len", why="without --fp8-format nothing is in FP8"
-        )
+        keys.read("fp8_recipe", "fp8_param_gather", "fp8_amax_history_len", why="no effect without --fp8-format")
 
 
 def _dtype(keys: Keys, name: str) -> str:
-    """bf16 and fp32, whatever torch or YAML calls them."""
+    """Return bf16 or fp32 for torch's and YAML's names."""
     word = keys.text(name, "fp32").removeprefix("torch.")
     return {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}.get(word, word)
 
 
 def _aware(keys: Keys) -> None:
-    """NOTE [ Precision-aware optimizers ]."""
+    """Read the precision-aware optimizer: NOTE [ Precision-aware optimizers ]."""
     name = "use_precision_aware_optimizer"
     if not keys.on(name):
         return
     kinds = {key: _dtype(keys, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
     gradients = _dtype(keys, "main_grads_dtype")
     if list(kinds.values()) == ["fp32", "fp32", "fp32"] and gradients == "fp32":
-        keys.read(name, why="all in fp32, as without it")
+        keys.read(name, why="all in fp32, the default")
     elif list(kinds.values()) == ["fp32", "bf16", "bf16"] and keys.on("bf16") and keys.form == "recipe":
         keys.give("precision", "bf16-bridge", name, "main_grads_dtype", *kinds)
     elif list(kinds.values()) == ["fp32", "bf16", "bf16"] and keys.on("bf16"):
         word = "bf16-aware" if gradients == "bf16" else "bf16-aware-grad32"
         keys.give("precision", word, name, "main_grads_dtype", *kinds)
     else:
-        keys.refuse(name, "described are moments in bf16 (--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16) and fp32 alone")
+        keys.refuse(name, "expected moments in bf16 (--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16) or in fp32")
 
 
 # recomputation, optimizer ---------------------------------------------------------------------------------------------
@@ -637,7 +632,7 @@ def _recompute(keys: Keys) -> None:
     said: tuple[str, ...] = (
         *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"),
     )
-    if keys.has("activations_checkpoint_method"):  # as it was called until 2022
+    if keys.has("activations_checkpoint_method"):  # its name until 2022
         granularity, method = "full", keys.text("activations_checkpoint_method")
         number = keys.whole("activations_checkpoint_num_layers", 1)
         said = ("activations_checkpoint_method", "activations_checkpoint_num_layers")
@@ -652,14 +647,14 @@ def _recompute(keys: Keys) -> None:
     elif granularity:
         keys.refuse("recompute_granularity", "expected full or selective")
     else:
-        keys.read(*said, "recompute_modules", why="without --recompute-granularity nothing is recomputed")
+        keys.read(*said, "recompute_modules", why="no effect without --recompute-granularity")
     if keys.on("fine_grained_activation_offloading"):
         modules = list(words(keys.get("offload_modules")))
         keys.give("offload_modules", ",".join(modules) or None, "offload_modules", "fine_grained_activation_offloading")
 
 
 def words(value: Any) -> Iterator[str]:
-    """A list's items: of YAML, of arguments, or in one text such as ``[mlp moe_act]``."""
+    """Yield the items of a list from YAML, from arguments, or from one text such as ``[mlp moe_act]``."""
     for one in value if isinstance(value, list) else [] if value is None or value is True else [str(value)]:
         yield from re.findall(r"[\w.+]+", str(one))
 
@@ -676,10 +671,10 @@ def _optimizer(keys: Keys) -> None:
     elif name == "adam":
         keys.read("optimizer")
     else:
-        keys.refuse("optimizer", "described are adam, sgd and muon")
+        keys.refuse("optimizer", "expected adam, sgd or muon")
     if sharded:
         keys.give("zero", 1, "use_distributed_optimizer")
     if (groups := keys.whole("num_distributed_optimizer_instances", 1)) and groups > 1:
         keys.give("zero_replicas", groups, "num_distributed_optimizer_instances")
     if keys.on("optimizer_cpu_offload"):
-        keys.refuse("optimizer_cpu_offload", "optimizer states on the host are not described for Megatron-LM")
+        keys.refuse("optimizer_cpu_offload", "CPU offload of optimizer states is not modelled for Megatron-LM")

@@ -1,4 +1,4 @@
-"""A nanotron run from its YAML, whose ``model.model_config`` has a model's sizes by Hugging Face's names."""
+"""Reader of nanotron's YAML, whose ``model.model_config`` has a model's sizes by Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(keys: Keys, prefix: str = "") -> None:
     if keys.whole(_NO_EXPERTS, 1) == 1:
         keys.read(_NO_EXPERTS)
     else:
-        keys.refuse(_NO_EXPERTS, "experts of nanotron are not described")
+        keys.refuse(_NO_EXPERTS, "experts of nanotron are not modelled")
     _model(keys)
     tensor, stages = keys.field("tp", 1), keys.field("pp", 1)
     if tensor > 1 and not keys.has("parallelism.tp_mode"):
@@ -47,7 +47,7 @@ def read(keys: Keys, prefix: str = "") -> None:
 
 
 def _model(keys: Keys) -> None:
-    """Sizes, and whose code has them: ``models/llama.py`` is described, ``models/qwen.py`` is not."""
+    """Read the model's sizes; its code is ``models/llama.py``, which is modelled, or ``models/qwen.py``."""
     names = list(keys.matching(f"{_CONFIG}*"))
     keys.read("model.make_vocab_size_divisible_by")
     if keys.asked_model is not None or not keys.has(f"{_CONFIG}hidden_size"):
@@ -61,7 +61,7 @@ def _model(keys: Keys) -> None:
                 return
     sizes = {name: keys.whole(f"{_CONFIG}{name}") for name in _SIZES}
     if missing := [name for name in _SIZES if name != "num_key_value_heads" and not sizes[name]]:
-        raise UsageError(f"{keys.file.path}: {_CONFIG}{missing[0]} is not there; expected a whole number")
+        raise UsageError(f"{keys.file.path}: {_CONFIG}{missing[0]} is missing; expected a whole number")
     vocabulary, multiple = sizes["vocab_size"], keys.whole("model.make_vocab_size_divisible_by", 1)
     assert vocabulary is not None and multiple is not None
     multiple *= keys.field("tp", 1)
@@ -76,13 +76,13 @@ def _model(keys: Keys) -> None:
         keys.config |= {"model_type": keys.table["without_rotation"], "no_rope_layer_interval": every}
     if keys.values.get(f"{_CONFIG}is_qwen2_config"):
         keys.give("kernels", "pytorch", f"{_CONFIG}is_qwen2_config")
-        keys.note("nanotron's models/qwen.py is not described: its layers are counted as PyTorch's own operators")
+        keys.note("nanotron's models/qwen.py is not modelled: its layers are counted as PyTorch's own ops")
     if keys.on(f"{_CONFIG}_use_doc_masking"):
         keys.note("documents of a sequence are counted as one")
 
 
 def _precision(keys: Keys) -> None:
-    """``optim/gradient_accumulator.py``: fp32 gradients beside fp32 weights, where they are accumulated so."""
+    """Read the precision. ``optim/gradient_accumulator.py``: fp32 accumulation adds fp32 weights and gradients."""
     dtype = keys.text("model.dtype", "bfloat16")
     wide = keys.on("optimizer.accumulate_grad_in_fp32")
     if dtype in ("float32", "double"):

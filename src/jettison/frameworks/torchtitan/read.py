@@ -1,4 +1,4 @@
-"""A torchtitan run from its TOML, or from a function of its Python configurations.
+"""Reader of torchtitan's TOML, or of a function of its Python configurations.
 
 Read: torchtitan v0.2.2 (February 2026), torchtitan/config/job_config.py and its predecessors for the TOML;
 torchtitan/models/llama3/infra/parallelize.py (apply_fsdp, apply_ddp, apply_compile),
@@ -23,13 +23,13 @@ from jettison.frameworks.config_file import split_name
 from jettison.frameworks.run_file import Keys
 
 _OLD: Final = ("training.batch_size", "training.compile", "model.norm_type", "experimental.*parallel*")
-"""Keys that no version after 28 July 2025 has, when FSDP's units and the norm's kernel changed."""
+"""Keys of versions before 28 July 2025, when FSDP's units and the norm's kernel changed."""
 _LOOPED: Final = {"interleaved1f1b": "1f1b", "interleavedzerobubble": "zero-bubble", "zbvzerobubble": "zero-bubble-v"}
 _FLEX: Final = re.compile(r"_(flex_attn|flex|varlen_attn|varlen)$")
 _TOKENS: Final = "training.num_tokens_per_microbatch_per_dp_rank"
 _LONGEST: Final = "training.max_context_length"
 _WIDE: Final = ("output", "lm_head", "router.gate", "moe.router.gate", "auto_filter_small_kn")
-"""Products that torchao leaves wide, and that no more than the time of small ones depends on."""
+"""Linear layers that torchao keeps in 16 bits; only the time of small GEMMs depends on them."""
 _ADAPTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "wq": ("q_proj",),
@@ -46,7 +46,7 @@ _ADAPTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def read(keys: Keys) -> None:
-    """Everything that is no table."""
+    """Read the keys without a table form."""
     python = keys.form == "python"
     depth = _sized(keys, *(_registered(keys) if python else _named(keys)))
     _layout(keys)
@@ -72,12 +72,12 @@ def _models() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _named(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
-    """The model's name and flavor, and the keys that say them."""
+    """Return the model's name, its flavor, and their keys."""
     return keys.text("model.name", "llama3"), keys.text("model.flavor", "debugmodel"), ("model.name", "model.flavor")
 
 
 def _registered(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
-    """Read ``model_spec=model_registry("8B")``, whose model is the folder's: models/NAME/config_registry.py."""
+    """Read ``model_spec=model_registry("8B")``; the folder names the model: models/NAME/config_registry.py."""
     flavor_key = "model_spec.flavor" if keys.has("model_spec.flavor") else "model_spec.0"
     by = keys.text("model_spec").removesuffix("model_registry").rstrip("_")
     path, function = split_name(keys.file.path)
@@ -88,7 +88,7 @@ def _registered(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _sized(keys: Keys, name: str, flavor: str, said: tuple[str, ...]) -> int:
-    """Find the model, and return how many layers it has; 0: it is not known."""
+    """Find the model, and return its number of layers; 0 if unknown."""
     name = _models()["names"].get(name, name)
     for key in ("hf_transformers.model", "hf_model"):  # transformers' model code under torchtitan's trainer
         if keys.has(key):
@@ -103,20 +103,20 @@ def _sized(keys: Keys, name: str, flavor: str, said: tuple[str, ...]) -> int:
     sizes = _models().get(name, {}).get(flavor)
     if sizes is None:
         keys.read(*said)
-        keys.notes.append(f"the sizes of torchtitan's {name} {flavor} are not known here; give the model by name")
+        keys.notes.append(f"the sizes of torchtitan's {name} {flavor} are unknown; give the model by name")
         return 0
     depth: int = keys.take_model(sizes, *said)["num_hidden_layers"]
     return depth
 
 
 def _found(keys: Keys, name: str) -> str:
-    """The section in which a file has an option of parallelism; it moved twice."""
+    """Return the key of an option of parallelism, whose section was renamed twice."""
     sections = ("parallelism", "training", "experimental")
     return next((f"{one}.{name}" for one in sections if keys.has(f"{one}.{name}")), f"parallelism.{name}")
 
 
 def _others_product(keys: Keys) -> int:
-    """Ranks on which one data-parallel replica is."""
+    """Number of ranks of one data-parallel replica."""
     return prod(keys.field(axis, 1) for axis in ("tp", "pp", "cp"))
 
 
@@ -127,7 +127,7 @@ def _layout(keys: Keys) -> None:
         if keys.text("training.data_parallel_type", "fsdp") == "ddp":
             replicate_key, shard_key = shard_key, replicate_key
     replicas, shards = keys.whole(replicate_key, 1) or 1, keys.whole(shard_key, -1) or 1
-    if replicas == -1:  # of ddp, which shared the world out as well
+    if replicas == -1:  # DDP over all devices
         replicas, shards = keys.share("tp", "pp", "cp"), 1
     if shards == -1:
         over = keys.share("tp", "pp", "cp")
@@ -138,8 +138,8 @@ def _layout(keys: Keys) -> None:
         shards = over // replicas
     elif "dp" not in keys.asked and keys.gpus and keys.share("tp", "pp", "cp") != replicas * shards:
         raise UsageError(
-            f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees are of "
-            f"{replicas * shards * _others_product(keys)}; leave --gpus away, or give --dp"
+            f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees need "
+            f"{replicas * shards * _others_product(keys)}; omit --gpus, or give --dp"
         )
     keys.give("dp", replicas * shards, shard_key, replicate_key)
     if keys.gpus is None:
@@ -155,7 +155,7 @@ def _layout(keys: Keys) -> None:
         old = next(keys.matching(*_OLD), "")  # autocast is of 0b44d4c4, June 2025
         if old or keys.field("tp", 1) > 1 or keys.field("pp", 1) > 1:
             keys.give("precision", "fp32")
-            why = f"in a version that has {old}" if old else "beside tensor and pipeline parallelism"
+            why = f"in a version that has {old}" if old else "with tensor or pipeline parallelism"
             keys.notes.append(f"without FSDP torchtitan has no mixed precision {why}")
     if keys.field("cp", 1) > 1:
         key = _found(keys, "context_parallel_rotate_method")
@@ -171,7 +171,7 @@ def _layout(keys: Keys) -> None:
 
 
 def _batch(keys: Keys) -> None:
-    """Sequences on a rank in a forward, and how many of these a step has; 8 of 2048 where nothing is said."""
+    """Read the sequences of a rank's forward and the forwards of a step; by default 8 sequences of 2048 tokens."""
     key = "training.batch_size" if keys.has("training.batch_size") else "training.local_batch_size"
     local = keys.whole(key, 8) or 8
     keys.give("micro_batch", local, key)
@@ -205,7 +205,9 @@ def _tokens(keys: Keys) -> None:
     step = tokens * keys.field("dp", 1) * passes
     if total > 0:
         if total % step:
-            raise UsageError(f"{keys.file.path}: {total_key} = {total}, which {step} tokens in a pass do not divide")
+            raise UsageError(
+                f"{keys.file.path}: got {total_key} = {total}; expected a multiple of {step} tokens of a pass"
+            )
         keys.give("micro_batches", total // step, total_key)
     keys.global_batch = max(total, step) // longest
 
@@ -235,7 +237,7 @@ def _pipeline(keys: Keys, depth: int) -> None:
         keys.give("micro_batches", number, key)
     if repeats > 1:
         keys.notes.append(
-            f"a step is {repeats} passes through the pipeline there, and one here: tokens a second are alike"
+            f"a step of {repeats} passes through the pipeline is counted as one pass: tokens per second are equal"
         )
     schedule_key = _found(keys, "pipeline_parallel_schedule")
     schedule = keys.text(schedule_key, "1f1b")
@@ -253,7 +255,7 @@ def _pipeline(keys: Keys, depth: int) -> None:
 
 
 def _cut(keys: Keys, depth: int, pp: int, virtual: int) -> list[int]:
-    """Layers of each stage: as listed, or as generate_llm_fqn_per_model_part shares them out."""
+    """Layers of each stage: as listed, or by generate_llm_fqn_per_model_part."""
     parts_key, points_key = "parallelism.module_fqns_per_model_part", _found(keys, "pipeline_parallel_split_points")
     first, last, each = (
         keys.whole(f"parallelism.pipeline_parallel_{name}", default)
@@ -287,7 +289,7 @@ def _cut(keys: Keys, depth: int, pp: int, virtual: int) -> list[int]:
 
 
 def _recompute(keys: Keys, usual: str = "2") -> None:
-    """Read a mode. ``usual``: the option of a selective one that has none."""
+    """Read the checkpointing mode. ``usual``: the default option of selective."""
     mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     mode, option = keys.text(mode_key, "selective"), keys.text(option_key, usual)
     recomputed = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
@@ -298,12 +300,12 @@ def _recompute(keys: Keys, usual: str = "2") -> None:
         keys.give("recompute", "selective-op-alternate", mode_key, option_key)
         names = keys.get(recomputed, [])
         if names not in ([], ["moe.router.gate"]):
-            keys.refuse(recomputed, "expected none, or moe.router.gate, whose products are small")
+            keys.refuse(recomputed, "expected none, or moe.router.gate, whose GEMMs are small")
     elif mode == "selective" and re.fullmatch("[1-9][0-9]*", option):
         keys.give("recompute", "full" if option == "1" else f"interval:{option}", mode_key, option_key)
         keys.read(recomputed)
     elif mode == "memory_budget":
-        keys.refuse(mode_key, "the compiler chooses what is recomputed; give --recompute")
+        keys.refuse(mode_key, "the compiler chooses recomputation; give --recompute")
     else:
         keys.refuse(
             mode_key if mode != "selective" else option_key,
@@ -314,9 +316,9 @@ def _recompute(keys: Keys, usual: str = "2") -> None:
 
 
 def _policy(keys: Keys) -> None:
-    """A policy's class, or ActivationCheckpointConfig with the TOML's keys; none of it is per-op selective.
+    """Read a policy's class, or ActivationCheckpointConfig with the TOML's keys; the default is per-op selective.
 
-    So it is from 114151ad (March 2026) on; before, a configuration that says nothing checkpointed each second layer.
+    From 114151ad (March 2026) on; before, the default was to checkpoint every second layer.
     """
     key = "activation_checkpoint"
     if key in keys.values and keys.values[key] is None:
@@ -338,7 +340,7 @@ def _policy(keys: Keys) -> None:
 
 
 def _converters(keys: Keys) -> None:
-    """Converters of a model's configuration, each a call with its arguments."""
+    """Read the converters of a model's configuration, each a call with its arguments."""
     key = next(keys.matching("model_spec.converters", "model_spec.quantization", "model_converters.converters"), "")
     found = keys.get(key, [])
     if not isinstance(found, list):
@@ -347,7 +349,7 @@ def _converters(keys: Keys) -> None:
     for one in found:
         name = str(one.get("", "")).removesuffix(".Config") if isinstance(one, Mapping) else str(one)
         if name == "Float8LinearConverter":
-            # tensorwise was the default, and gathered as bytes, until its recipes were rowwise alone
+            # tensorwise was the default, with all-gathers in FP8, until only rowwise recipes remained
             bytewise = one.get("enable_fsdp_float8_all_gather") is True
             old = key == "model_converters.converters"
             recipe = str(one.get("recipe_name") or ("tensorwise" if old else "rowwise"))
@@ -361,18 +363,18 @@ def _converters(keys: Keys) -> None:
         elif name == "LoRAConverter":
             why = _adapters(keys, key, one)
         else:
-            why = f"{name} is not described"
+            why = f"{name} is not modelled"
         if why:
             keys.refuse(key, why)
 
 
 def _narrowed(converter: Mapping[str, Any], key: str, known: Collection[str]) -> str:
-    """Why products that a converter chooses cannot be said; empty where they can."""
+    """Reason why a converter's choice of linear layers is not modelled; empty if it is."""
     names = converter.get(key) or []
     others = [str(one) for one in names if one not in known] if isinstance(names, list) else [str(names)]
     if converter.get("emulate"):
-        return "emulated products have other copies than real ones"
-    return f"{key} = {', '.join(others)}: which of torchao's products are narrow cannot be said" if others else ""
+        return "emulated FP8 GEMMs have other copies than real ones"
+    return f"{key} = {', '.join(others)}: this choice of FP8 layers is not modelled" if others else ""
 
 
 def _adapters(keys: Keys, key: str, converter: Mapping[str, Any]) -> str:
@@ -392,7 +394,7 @@ def _listed(keys: Keys, key: str) -> list[str]:
 
 
 def _sections(keys: Keys, *names: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Options of narrow products, whose section was renamed three times."""
+    """Yield options of FP8 GEMMs by section, which was renamed three times."""
     for name in names:
         for prefix in (name, f"quantize.linear.{name}", f"quantize.dense.{name}"):
             found = {key[len(prefix) + 1 :]: key for key in keys.matching(f"{prefix}.*")}
@@ -406,7 +408,7 @@ def _products(keys: Keys) -> None:
         converters.append("float8")
     experts = [name for name in converters if name.startswith(("quantize.grouped_mm", "quantize.moe"))]
     if experts:
-        keys.refuse("model.converters", f"{experts[0]}: experts in 8 bits by torchao are not described")
+        keys.refuse("model.converters", f"{experts[0]}: experts in 8 bits by torchao are not modelled")
     else:
         keys.read(*keys.matching("quantize.grouped_mm.*", "quantize.moe.*", "*.moe_fqns_prototype"))
     converters = [name for name in converters if name not in experts]
@@ -414,11 +416,11 @@ def _products(keys: Keys) -> None:
     narrow = [name for name in converters if name in known]
     unknown = [name for name in converters if name not in narrow]
     if unknown:
-        keys.refuse("model.converters", f"{', '.join(unknown)} is not described; expected float8 or mx")
+        keys.refuse("model.converters", f"{', '.join(unknown)} is not modelled; expected float8 or mx")
     last = {name.rpartition(".")[2] for name in narrow}
     for name, options in _sections(keys, "float8", "mx"):
         if name not in last:
-            keys.read(*options.values())  # of a converter that is not switched on
+            keys.read(*options.values())  # of a converter that is off
     if not last:
         keys.read("training.enable_fsdp_float8_all_gather")
         return
@@ -439,7 +441,7 @@ def _products(keys: Keys) -> None:
     keys.read(gather_key)
     wide = [one for one in _listed(keys, filter_key) if one not in _WIDE]
     if wide:
-        keys.refuse(filter_key, "which of torchao's products stay wide cannot be said; expected output or router.gate")
+        keys.refuse(filter_key, "other exceptions from FP8 are not modelled; expected output or router.gate")
 
 
 def _precision(keys: Keys) -> None:
@@ -464,7 +466,7 @@ def _others(keys: Keys) -> None:
             keys.give("outer_ends", True)
         keys.give("kernels", "pytorch-2.8")
         keys.notes.append(
-            f"{old[0]} is of a torchtitan before July 2025: norms op by op, embedding and head in the root's FSDP unit"
+            f"{old[0]} means torchtitan before July 2025: norms op by op, embedding and head in the root's FSDP unit"
         )
     compiled = keys.on("compile.enable") or keys.on("training.compile")
     components = _listed(keys, "compile.components") if keys.has("compile.components") else ["model", "loss"]
@@ -477,7 +479,7 @@ def _others(keys: Keys) -> None:
         keys.give("loss", "upcast", _found(keys, "disable_loss_parallel"), "training.enable_loss_parallel")
     elif compiled and "loss" in components and not split:
         keys.give("loss", "compiled", "compile.components")
-    off = keys.on("training.disable_cuda_graphs")  # f84224af (August 2026) captures where nothing forbids it
+    off = keys.on("training.disable_cuda_graphs")  # f84224af (August 2026) captures by default
     if keys.field("pp", 1) == 1 and not off and (keys.has(_TOKENS) or keys.has("training.disable_cuda_graphs")):
         keys.give("cuda_graphs", True, "training.disable_cuda_graphs")
     groups = keys.get("optimizer.param_groups", [])
@@ -491,5 +493,5 @@ def _others(keys: Keys) -> None:
 
 
 def _stepped(group: Any) -> str:
-    """The optimizer of a group of parameters; AdamW where it says none."""
+    """Optimizer of a group of parameters; AdamW by default."""
     return str(group.get("optimizer_name", "AdamW")).lower() if isinstance(group, Mapping) else ""

@@ -1,7 +1,7 @@
-"""A run of a torchtune recipe from its YAML.
+"""Reader of YAML of torchtune's recipes.
 
 Read: torchtune bd2a0fc7 (April 2026): recipes/full_finetune_distributed.py and lora_finetune_*.py (_setup_model),
-torchtune/training/_distributed.py (shard_model: the root has what no layer has, and keeps it),
+torchtune/training/_distributed.py (shard_model: parameters outside of layers are the root's, and stay unsharded),
 torchtune/training/quantization.py (convert_to_float8_training), torchtune/modules/peft/lora.py.
 """
 
@@ -35,7 +35,7 @@ _ENDS: Final = frozenset({"tok_embeddings", "output"})
 
 
 def read(keys: Keys) -> None:
-    """Everything that is no table."""
+    """Read the keys without a table form."""
     keys.give("kernels", "torchtune")
     builder = _model(keys)
     _layout(keys)
@@ -46,7 +46,7 @@ def read(keys: Keys) -> None:
     if "optimizer" not in keys.asked and keys.field("optimizer") is None:
         alone = keys.on("optimizer_in_bwd") or keys.field("states_on_host") is not None
         if alone and not keys.on("optimizer.fused"):
-            keys.notes.append("copies that an unfused step makes of one parameter are not counted")
+            keys.notes.append("temporary copies of one parameter in an unfused step are not counted")
         fused = alone or keys.on("optimizer.fused")
         keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.fused", "optimizer._component_")
     keys.read("optimizer.fused")
@@ -88,7 +88,7 @@ def _model(keys: Keys) -> str:
     elif plain in _table()["builders"] and "hidden_size" in given:
         keys.take_model({**_table()["builders"][plain], **given}, key)
     else:
-        keys.notes.append(f"the sizes of torchtune's {builder or 'model'} are not known here; give the model by name")
+        keys.notes.append(f"the sizes of torchtune's {builder or 'model'} are unknown; give the model by name")
     return builder
 
 
@@ -121,9 +121,9 @@ def _layout(keys: Keys) -> None:
         if keys.has(wrapped) and not keys.has("custom_sharded_layers"):
             keys.give("fsdp_version", 1, wrapped)
             if keys.on(wrapped):
-                keys.notes.append("embedding and head are units of their own there, and the outermost's here")
+                keys.notes.append("embedding and head are FSDP units of their own, but counted in the root's unit")
             if keys.on("fsdp_cpu_offload"):
-                keys.refuse("fsdp_cpu_offload", "parameters of FSDP1 on the host are not described")
+                keys.refuse("fsdp_cpu_offload", "CPU offload of parameters with FSDP1 is not modelled")
         elif not set(map(str, keys.listed("custom_sharded_layers"))) >= _ENDS:
             keys.give("outer_ends", True, "custom_sharded_layers")
         if replicas > 1:
@@ -140,11 +140,11 @@ def _sequence(keys: Keys) -> None:
         keys.give("seq", keys.whole(longest), longest)
         if not keys.on("dataset.packed"):
             keys.notes.append(
-                f"sequences are as long as their batch's longest, at most {longest}: give --seq for shorter ones"
+                f"batches are padded to their longest sequence, at most {longest}: give --seq for shorter ones"
             )
     elif "seq" not in keys.asked:
         keys.notes.append(
-            "the file says no length of sequences, which are as long as their batch's longest: give --seq"
+            "the file has no sequence length, and batches are padded to their longest sequence: give --seq"
         )
     keys.read("dataset.packed", "dataset.max_seq_len")
 
@@ -180,7 +180,7 @@ def _adapters(keys: Keys, builder: str) -> None:
 
 
 def _loss(keys: Keys) -> None:
-    """Chunks of a loss keep their fp32 log-probabilities unless they are compiled: then logits of all chunks stay."""
+    """Read the loss. A chunked one keeps fp32 log-probabilities, or if compiled the logits of all chunks."""
     key = "loss._component_"
     loss = keys.text(key).rpartition(".")[2]
     if loss in ("cewithchunkedoutputloss", "linearcrossentropyloss"):
@@ -189,8 +189,8 @@ def _loss(keys: Keys) -> None:
         else:
             keys.give("loss", "upcast", key)
             keys.notes.append(
-                "fp32 copies of logits are made of a chunk at a time there, and of all at once here: the peak at the "
-                "head is at most so"
+                "logits are cast to fp32 chunk by chunk in the run, but counted as cast at once: the peak at the head "
+                "is an upper bound"
             )
         if keys.whole("loss.num_output_chunks", 8) != 8:
             keys.refuse("loss.num_output_chunks", "expected 8")

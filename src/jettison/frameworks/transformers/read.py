@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer and of TRL's trainers."""
+"""Reader of runs of transformers' Trainer and of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ _OTHERS: Final = ("$grpo*", "$kto*", "$reward*", "$ppo*", "$orpo*", "$rloo*", "$
 
 
 def read(keys: Keys) -> None:
-    """A Trainer's arguments, or a TRL trainer's where they have its keys."""
+    """Read a Trainer's arguments, or a TRL trainer's if they have its keys."""
     if keys.file.syntax == "arguments":
         follow(keys, "config", "transformers", "")
     follow(keys, "config_file", "accelerate", "accelerate.")
-    if keys.file.syntax == "arguments":  # ``hf_argparser.py``: --no_NAME of what is on by default
+    if keys.file.syntax == "arguments":  # ``hf_argparser.py``: --no_NAME turns off a default
         for key in [*keys.matching("no_*")]:
             keys.values.setdefault(key.removeprefix("no_"), not keys.on(key))
     trl = keys.form == "trl"
     if not trl and keys.file.syntax != "arguments" and keys.has("dataset_name"):
         keys.note(
-            "nothing in it is TRL's alone, whose trainers have other defaults: a script with trl sft --config says so"
+            "it is read as a Trainer's, since no key is TRL's, whose defaults differ: for TRL give a script with trl "
+            "sft --config"
         )
     keys.model = str(keys.get("model_name_or_path")) if keys.has("model_name_or_path") else None
     for script in keys.matching(*_OTHERS):
         keys.values[f"trainer {script[1:]}"] = True
-        keys.refuse(f"trainer {script[1:]}", "what generates or scores beside the training is not described")
+        keys.refuse(f"trainer {script[1:]}", "generation and reward models during training are not modelled")
     if keys.field("micro_batch") is None:
         keys.give("micro_batch", MICRO_BATCH)
     _sequence(keys, trl=trl)
@@ -51,7 +52,7 @@ def read(keys: Keys) -> None:
     if trl and keys.some(*_DPO):
         _preference(keys)
     elif trl and keys.text("loss_type", "nll") not in ("nll", "dft"):
-        keys.refuse("loss_type", "of SFT's losses nll and dft are described")
+        keys.refuse("loss_type", "of SFT's losses only nll and dft are modelled")
     mixed = half(keys, default=trl)
     weights = _weights(keys, trl=trl)
     checkpointing(keys, default=trl)
@@ -61,12 +62,12 @@ def read(keys: Keys) -> None:
         keys.give("kernels", "liger", "use_liger_kernel")
         _liger(keys)
         if not trl and keys.on("liger_kernel_config.fused_linear_cross_entropy", True):
-            keys.give("loss", "fused", "use_liger_kernel")  # TRL's head is its own, with Liger's norms and gates
+            keys.give("loss", "fused", "use_liger_kernel")  # TRL has its own head with Liger's norms and gates
     else:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
     if trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
-        keys.note("TRL makes its loss of tiles of logits (1.16); --loss upcast where an older one keeps them all")
+        keys.note("TRL computes its loss on tiles of logits (1.16); give --loss upcast for older ones, which keep all")
     compiled(keys)
     sharding(keys)
     if weights == "fp32" and not trl and not (keys.has("dtype") or keys.has("torch_dtype")):
@@ -78,31 +79,31 @@ def read(keys: Keys) -> None:
 
 
 def _liger(keys: Keys) -> None:
-    """``integrations/liger.py``: what is on by default, and what a configuration says otherwise."""
+    """Read Liger's configuration, with defaults of ``integrations/liger.py``."""
     prefix = "liger_kernel_config."
     for name in ("rms_norm", "swiglu"):
         if not keys.on(f"{prefix}{name}", True):
-            keys.refuse(f"{prefix}{name}", "Liger's norms and gates are described together alone")
+            keys.refuse(f"{prefix}{name}", "Liger's norms and gates are modelled only together")
     if keys.on(f"{prefix}cross_entropy"):
-        keys.refuse(f"{prefix}cross_entropy", "Liger's loss of logits is not described")
+        keys.refuse(f"{prefix}cross_entropy", "Liger's unfused cross entropy is not modelled")
     if not keys.on(f"{prefix}rope", True):
-        keys.note("rope of liger_kernel_config is off there, and on here: it keeps a little less")
+        keys.note("rope of liger_kernel_config is off in the run but counted as on, which keeps slightly less")
 
 
 def adapters(keys: Keys, *, trl: bool) -> None:
-    """TRL's ``ModelConfig``."""
+    """Read adapters and quantization of TRL's ``ModelConfig``."""
     if not keys.on("use_peft"):
         keys.read(*keys.matching("lora_*"), why="" if trl else "no adapters")
         for key in keys.matching("load_in_4bit", "load_in_8bit"):
             if keys.on(key):
-                keys.refuse(key, "without use_peft nothing can be trained in so few bits")
+                keys.refuse(key, "quantized weights cannot be trained without use_peft")
         return
     products = targets(keys, "lora_target_modules", DEFAULT_TARGETS)
     rank, dropout = keys.whole("lora_r", 16), keys.number("lora_dropout", 0.05)
     assert rank is not None and dropout is not None
     low_rank(keys, rank, products, dropout, "use_peft", "lora_r", "lora_target_modules", "lora_dropout")
     if keys.on("load_in_8bit") or keys.on("load_in_4bit"):
-        keys.give("precision", "bf16-pure")  # ``sft_trainer.py``: adapters beside few bits are cast to bf16
+        keys.give("precision", "bf16-pure")  # ``sft_trainer.py``: adapters on quantized weights are cast to bf16
     if keys.on("load_in_8bit"):
         keys.give("base", "int8", "load_in_8bit")
     if keys.on("load_in_4bit"):
@@ -113,26 +114,26 @@ def adapters(keys: Keys, *, trl: bool) -> None:
         if keys.text("dtype", keys.text("torch_dtype", "float32")) in ("float32", "fp32"):
             keys.refuse(
                 "load_in_4bit",
-                "without dtype = bfloat16 TRL multiplies matrices of 4 bits in fp32, which is not described",
+                "without dtype = bfloat16 TRL's matmuls with 4-bit weights run in fp32, which is not modelled",
             )
 
 
 def _sequence(keys: Keys, *, trl: bool) -> None:
-    cut = [key for key in ("max_length", "max_seq_length") if key in keys.values]  # null: as long as they are
+    cut = [key for key in ("max_length", "max_seq_length") if key in keys.values]  # null: not truncated
     if trl and keys.field("seq") is None and not cut:
         keys.give("seq", TRL_TOKENS)
     keys.read(*cut)
     if keys.field("seq") is None:
-        keys.note("it does not say how long sequences are: give --seq, such as --seq 2048")
+        keys.note("it has no sequence length: give --seq, such as --seq 2048")
     if keys.on("packing") or keys.on("padding_free"):
         keys.read("packing", "padding_free", why="sequences of full length")
-        keys.note("packed sequences are counted as one document each; --packed says how long documents are")
+        keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
     elif trl:
-        keys.note("every sequence is counted at its greatest length; shorter ones are padded to the longest of a batch")
+        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
 
 
 def _weights(keys: Keys, *, trl: bool) -> str:
-    """As they are loaded: TRL's default is fp32 (``trainer/utils.py``, ``create_model_from_path``)."""
+    """Return the dtype of loaded weights; TRL's default is fp32 (``trainer/utils.py``, ``create_model_from_path``)."""
     key = "torch_dtype" if keys.has("torch_dtype") else "dtype"
     found = keys.text(key, "float32" if trl else "")
     if found in ("bfloat16", "bf16", "float16", "fp16", "auto"):
@@ -147,19 +148,19 @@ def _weights(keys: Keys, *, trl: bool) -> str:
 
 
 def _say_weights(keys: Keys) -> None:
-    """DeepSpeed's engine has its own, whatever they are loaded in."""
+    """Note the default dtype of weights, unless DeepSpeed's engine replaces it."""
     if keys.said("like") != "deepspeed":
         keys.note(
-            "weights are counted in fp32; --precision bf16-pure where the script loads them in 16 bits, as "
-            "from_pretrained has done since transformers 5"
+            "weights are counted in fp32; give --precision bf16-pure if the script loads them in 16 bits, as "
+            "from_pretrained does since transformers 5"
         )
 
 
 def _preference(keys: Keys) -> None:
-    """TRL's DPO: pairs, and a reference, which adapters switched off are."""
+    """Read TRL's DPO: pairs of sequences, and a reference, which is the base model if there are adapters."""
     kinds = keys.get("loss_type", "sigmoid")
     if kinds not in ("sigmoid", ["sigmoid"]):
-        keys.refuse("loss_type", "of DPO's losses sigmoid alone is described")
+        keys.refuse("loss_type", "of DPO's losses only sigmoid is modelled")
     keys.read("beta", "max_prompt_length", "max_completion_length", "precompute_ref_batch_size", "disable_dropout")
     keys.give("micro_batch", 2 * keys.field("micro_batch", MICRO_BATCH), "per_device_train_batch_size")
     keys.give("loss", "dpo")
