@@ -42,8 +42,8 @@ WHY = {
     "unsaid": "neither the figure nor the tool is named; InternEvo has an optimizer of its own",
     "occupied": "memory in use on the device, in whole GB",
     "weights-host": "weights are offloaded to CPU (--states-on-host); the unit is GiB and the figure nvidia-smi's",
-    "deepspeed": "DeepSpeed's step copies gradients; a bf16 master is --precision bf16-master16; what else it keeps "
-    "of its parameters is not described",
+    "deepspeed": "DeepSpeed's step copies gradients; a bf16 master is --precision bf16-master16; live parameters and "
+    "the gradient bucket are --zero-buckets",
     "host-bound": "512 tokens a step: ZeRO 3's hooks on the host are the limit, which nothing prices",
     "misread": "the program sets attn_implementation where transformers does not read it: it runs sdpa",
     "impossible": "70B bf16 parameters, unsharded under ZeRO 2, are more than the device has",

@@ -70,13 +70,20 @@ def strategy(name: str, **arguments: str) -> tuple[str, str]:
         ((strategy("FSDPStrategy", sharding_strategy="HYBRID_SHARD"),), {**FSDP, "zero_replicas": 2}),
         (
             (("strategy: ddp", "strategy: deepspeed_stage_2"),),
-            {"like": "deepspeed", "zero": 2, "precision": "bf16", "optimizer": "adamw-deepspeed"},
+            {
+                "like": "deepspeed",
+                "zero": 2,
+                "precision": "bf16",
+                "optimizer": "adamw-deepspeed",
+                "zero_buckets": "reduce=200000000,buckets=2",
+            },
         ),
         (
             (strategy("DeepSpeedStrategy", stage="3", offload_optimizer="true"),),
             {
                 "like": "deepspeed",
                 "zero": 3,
+                "zero_buckets": "reduce=200000000,sub-group=1000000000000",
                 "precision": "bf16",
                 "optimizer": "adamw-deepspeed",
                 "states_on_host": "deepspeed",

@@ -172,6 +172,32 @@ def test_batches_of_deepspeed_alone(write: Any, more: Mapping[str, int], micro: 
     assert (found.micro_batch, found.micro_batches) == (micro, micros)
 
 
+@pytest.mark.parametrize(
+    ("zero", "buckets"),
+    [
+        ({"stage": 3}, None),
+        (
+            {"stage": 3, "reduce_bucket_size": "5e8", "stage3_max_live_parameters": 1e9},
+            "reduce=500000000,live=1000000000",
+        ),
+        (
+            dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto")
+            | {"stage": 3, "param_persistence_threshold": 0, "sub_group_size": 1e12},
+            "reduce=auto,prefetch=auto,persist=0,sub-group=1000000000000",
+        ),
+        ({"stage": 3, "overlap_comm": True, "contiguous_gradients": False}, "buckets=0"),
+        ({"stage": 2, "overlap_comm": True, "stage3_max_live_parameters": 1e9}, "buckets=2"),
+        ({"stage": 0, "reduce_bucket_size": 5e8}, None),
+    ],
+)
+def test_buckets_of_deepspeed(write: Any, zero: Mapping[str, Any], buckets: str | None) -> None:
+    config = {"bf16": {"enabled": True}, "zero_optimization": dict(zero)}
+    found = read_run(write(config, "ds.json"), model="gpt2", gpus=8)
+    assert found.request.zero_buckets == buckets
+    run = run_from(write(config, "ds.json"), model="gpt2", gpus=8, seq=128)
+    assert run.layout.by_module == (zero["stage"] > 0)
+
+
 def test_sizes_of_deepspeed_that_do_not_fit(write: Any) -> None:
     config = {"zero_optimization": {"stage": 2}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 3}
     with pytest.raises(UsageError, match="train_batch_size = 64, and its other sizes make 48 on 8 ranks"):

@@ -11,12 +11,12 @@ from benchmarks import blind_runs
 from jettison.core.errors import UsageError
 from jettison.memory.span import Phase
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.optimizer_state import SUB_GROUP
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.predict.time import estimate
 from jettison.report.chrome_trace import step_trace
 from jettison.spec.hardware import hardware
+from jettison.spec.layout import ZeroBuckets
 from jettison.spec.precision import Gradients
 
 ROWS = blind_runs.rows()
@@ -80,7 +80,7 @@ def test_a_step_has_copies_of_its_gradients(zero: int, dp: int) -> None:
     words: dict[str, Any] = {"model": "llama3-8b", "like": "deepspeed", "zero": zero, "dp": dp}
     ours, fused = found(**words), found(**words, optimizer="adamw")
     elements = ours.worst.static.master // 4
-    group = min(elements, SUB_GROUP) if zero == 3 else elements
+    group = min(elements, ZeroBuckets().sub_group) if zero == 3 else elements
     assert after(ours, Phase.OPTIMIZER) - after(fused, Phase.OPTIMIZER) == 6 * group
 
 

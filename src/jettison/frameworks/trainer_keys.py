@@ -25,6 +25,16 @@ _HARMLESS: Final = (
 )
 """FSDP settings that do not change memory, and hardly time."""
 
+_ZERO_SIZES: Final = {
+    "reduce": "reduce_bucket_size",
+    "live": "stage3_max_live_parameters",
+    "reuse": "stage3_max_reuse_distance",
+    "prefetch": "stage3_prefetch_bucket_size",
+    "persist": "stage3_param_persistence_threshold",
+    "sub-group": "sub_group_size",
+}
+"""Parts of ``--zero-buckets`` by key of DeepSpeed 0.19.8 (``runtime/zero/config.py``); ZeRO 3's but for the first."""
+
 
 def say_unsharded(keys: Keys, *, synced: bool = False) -> None:
     """Warn of unsharded gradients under gradient accumulation with FSDP; those of adapters are small.
@@ -244,6 +254,28 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
     if first and keys.field("zero") == 3:
         keys.give("fsdp_version", 1, key("version"))
     keys.read(*(f"{prefix}{way}{name}" for name in _HARMLESS for way in ("fsdp_", "")))
+
+
+def zero_buckets(keys: Keys, prefix: str, **defaults: int) -> None:
+    """Read DeepSpeed's live parameters and gradient buckets; "auto" is what transformers derives from the hidden size.
+
+    Args:
+        defaults: values of absent keys, where a framework passes its own to DeepSpeed.
+    """
+    stage = keys.field("zero", 0)
+    parts: dict[str, str] = {}
+    for name, key in _ZERO_SIZES.items():
+        for there in (f"{prefix}{key}", f"{prefix}{key.removeprefix('stage3_')}"):
+            size = "auto" if keys.text(there) == "auto" else keys.whole(there, defaults.get(key))
+            if size is not None and (stage == 3 or name == "reduce"):
+                parts[there] = f"{name}={size}"
+    overlap, contiguous = f"{prefix}overlap_comm", f"{prefix}contiguous_gradients"
+    if not keys.on(contiguous, True):
+        parts[contiguous] = "buckets=0"
+    elif keys.on(overlap, bool(defaults.get("overlap_comm"))) and stage < 3:
+        parts[overlap] = "buckets=2"  # stage_1_and_2.py, ``setup_buckets``; stage3.py has one
+    if stage and parts:
+        keys.give("zero_buckets", ",".join(dict.fromkeys(parts.values())), *parts)
 
 
 def offloads(keys: Keys, optimizer: str, parameters: str) -> None:

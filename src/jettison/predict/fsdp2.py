@@ -77,6 +77,7 @@ from jettison.formula.liveness import Backward, begin
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.formula.static import Static, static, together
 from jettison.memory.unit import Unit
+from jettison.predict.live_parameters import Live, live_parameters
 from jettison.predict.passes import named_frames, named_passes, passes_of, sums_apart
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
 from jettison.spec.kernels import Device, Loss
@@ -103,6 +104,8 @@ class FsdpGroups:
             ``late_shards``.
         last: elements of the outermost group's last gradient.
         tied: gradients of a tied table's two uses while they are added up, beside the head's, which is ``late``.
+        live: bytes beside each region where parameters are gathered module by module: NOTE [ Live parameters ] in
+            `live_parameters`.
     """
 
     parts: tuple[StageRegion, ...]
@@ -114,11 +117,14 @@ class FsdpGroups:
     late_shards: int = 0
     last: int = 0
     tied: int = 0
+    live: tuple[Live, ...] = ()
 
     @classmethod
     def of(cls, run: Run, parts: Sequence[StageRegion]) -> FsdpGroups:
         """Return the groups that the layout makes."""
         layout = run.layout
+        if layout.by_module:
+            return cls(parts=tuple(parts), kept=(), live=live_parameters(run, parts))
         if not has_outer_ends(run):
             if layout.reshard is Reshard.ALWAYS:
                 return cls(parts=tuple(parts), kept=(), ranks=layout.reshard_ranks)
@@ -169,26 +175,28 @@ class GroupPlace:
     before: StageRegion | None
     behind: StageRegion | None
     chunk: FsdpGroups
+    live: tuple[Live, ...] = ()
 
     @property
     def shards(self) -> tuple[object, ...]:
         """What of it decides what is there beside."""
         whole, parts = self.chunk.whole, (self.before, *self.own, self.behind)
         alone = (None if part is None else (part.static.gathered, part.static.reduced, whole(part)) for part in parts)
-        return (*alone, None if self.before is None else self.before.region.output.nbytes)
+        return (*alone, None if self.before is None else self.before.region.output.nbytes, self.live)
 
     @classmethod
     def of(cls, chunk: FsdpGroups, first: int, stop: int) -> GroupPlace:
         """Return the place of parts ``first .. stop - 1`` of a chunk."""
         parts = (None, *chunk.parts, None)
-        return cls(own=chunk.parts[first:stop], before=parts[first], behind=parts[stop + 1], chunk=chunk)
+        own, live = chunk.parts[first:stop], chunk.live[first:stop]
+        return cls(own=own, before=parts[first], behind=parts[stop + 1], chunk=chunk, live=live)
 
 
 def has_outer_ends(run: Run) -> bool:
     """Has one group embedding, norm and head? A tied table is one parameter, which only one group can have."""
     layout = run.layout
     outer = layout.outer_ends or layout.flat_parameters or run.model.tied_embeddings
-    return layout.pp == 1 and outer and run.gathers_parameters
+    return layout.pp == 1 and outer and run.gathers_parameters and not layout.by_module
 
 
 def _last_gradient(run: Run, part: StageRegion) -> int:
@@ -210,7 +218,8 @@ def _unsharded(run: Run, part: StageRegion, apart: int = 0) -> int:
 def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
     """Return a chunk's units with what is gathered and reduced beside them; the first and last of alike ones apart."""
     layout = run.layout
-    if layout.zero < 2 or (layout.shards == 1 and layout.expert_shards == 1 and not run.gathers_parameters):
+    alone = layout.shards == 1 and layout.expert_shards == 1 and not run.gathers_parameters
+    if alone or (layout.zero < 2 and not layout.by_module):
         return list(made)
     chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
     parts = (None, *chunk.parts, None)
@@ -221,11 +230,13 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
         count, size = len(unit.names), unit.regions
         begin = 0
         before: tuple[object, ...] = ()
-        for end in (1, count - 1, count):  # the first and the last have other neighbours than those between
+        # the first and the last have other neighbours than those between
+        for end in range(1, count + 1) if chunk.live else (1, count - 1, count):
             if end <= begin:
                 continue
             first = at + begin * size
-            key = size, parts[first], parts[first + 1], parts[first + size], parts[first + size + 1]
+            around = parts[first], parts[first + 1], parts[first + size], parts[first + size + 1]
+            key = size, *around, chunk.live[first : first + size]
             if key not in known:
                 known[key] = beside(run, unit, GroupPlace.of(chunk, first, first + size))
             names, own = unit.names[begin:end], known[key]
@@ -244,6 +255,8 @@ def beside(run: Run, unit: Unit, place: GroupPlace, treated: StageRegion | None 
     Args:
         treated: its region as it is treated, where that is otherwise than in its place.
     """
+    if place.live:
+        return unit.plus(forward=max(f for f, _ in place.live), backward=max(b for _, b in place.live))
     if run.layout.zero < 3:
         return unit.plus(backward=0 if place.behind is None else place.behind.static.reduced)
     return _Sharded(run=run, unit=unit, place=place, treated=treated or place.own[0]).whole()
@@ -254,6 +267,8 @@ def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
     stop = sum(len(group.names) for group in groups[: at + 1])
     place = GroupPlace.of(chunk, stop - 1, stop)
+    if place.live:
+        return place.live[0][1]
     part, behind = place.own[0], 0 if place.behind is None else place.behind.static.reduced
     shard = chunk.left(part) if chunk.ranks else 0
     there, ahead = chunk.again(part), chunk.again(place.before)

@@ -35,13 +35,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
-from typing import Final
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.static import Static, state_bytes, static, together
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, local_shape
 from jettison.spec.kernels import Device
+from jettison.spec.layout import ZeroBuckets
 from jettison.spec.precision import Gradients, Optimizer
 from jettison.spec.run import Run
 from jettison.spec.states_on_host import element_bytes
@@ -49,8 +49,6 @@ from jettison.spec.states_on_host import element_bytes
 WHOLE_TENSORS = (Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
 _ALIGNED = 64
 _SLACK = 1.3
-SUB_GROUP: Final = 10**9
-"""Elements: ``sub_group_size`` of DeepSpeed, ``deepspeed/runtime/zero/config.py``."""
 
 
 def stage_state(run: Run, chunks: Sequence[Chunk]) -> Static:
@@ -269,7 +267,7 @@ def _copied_gradients(run: Run, total: Static) -> int:
         return 0
     wide = DTYPE_BYTES[held.master]
     elements = total.master // wide
-    elements = min(elements, SUB_GROUP) if run.layout.zero == 3 else elements
+    elements = min(elements, (run.layout.buckets or ZeroBuckets()).sub_group) if run.layout.zero == 3 else elements
     return elements * (DTYPE_BYTES[held.gradient] + (wide if held.master != held.gradient else 0))
 
 

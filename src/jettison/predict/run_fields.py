@@ -91,6 +91,9 @@ class CommonRequest:
         outer_ends: Embedding, final norm and head belong to the root FSDP module, unsharded from forward to backward.
 
     DeepSpeed and CPU offload:
+        zero_buckets: Live parameters and gradient buckets of ZeRO, in elements: default, none, or any of live=1e9,
+            reuse=1e9,prefetch=5e7,persist=1e5,reduce=5e8,buckets=1,sub-group=1e9; auto: by the hidden size [default:
+            none].
         states_on_host: Optimizer states in CPU memory: deepspeed (ZeRO-Offload), torchao, torchao-gradients or
             bitsandbytes (paged); with parameters: deepspeed-parameters, fsdp2 or fsdp1 [default: none].
 
@@ -143,6 +146,7 @@ class CommonRequest:
     reshard_after_forward: str | None = None
     outer_ends: bool | None = None
     fsdp_version: int | None = None
+    zero_buckets: str | None = None
     reentrant: bool | None = None
     adapters: str | None = None
     loader_masks: bool | None = None

@@ -28,7 +28,7 @@ from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software
 from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss, Scans, workspaces
 from jettison.spec.kernels import kernels as kernel_set
-from jettison.spec.layout import Layout, Reshard, Schedule, cut_of, refuse_as_built
+from jettison.spec.layout import Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, AnyLayer, Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.model_variants import with_mtp, with_products
 from jettison.spec.precision import Adding, Gradients, Precision, optimizer, precision
@@ -230,6 +230,12 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
             said.pop(field, None)  # groups of a pipeline's stages, and of experts, are others
     if request.reshard_after_forward not in (None, Reshard.ALWAYS):
         said.pop("fsdp_version", None)  # a word of FSDP2's
+    groups, modules = (
+        ("outer_ends", "fsdp_version", "reshard_after_forward"),
+        ("zero_buckets",),
+    )  # of FSDP; of DeepSpeed
+    for field in groups if _given(request, modules) else modules if _given(request, groups) else ():
+        said.pop(field, None)
     if request.precision not in (None, said.get("precision", rule(name, **sizes).get("precision"))):
         said.pop("kbit_upcast", None)  # which is for its own
     if request.states_on_host is not None and request.gradients is None:
@@ -269,6 +275,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     return Layout(
         **found,
         flat_parameters=request.fsdp_version == 1,
+        buckets=ZeroBuckets.parse(given_or(request.zero_buckets, "none"), hidden=model.hidden),
         sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
         stage_layers=() if cut is None else cut_of(cut, model, pp=pp, virtual=found.get("virtual_stages", 1)),
         further=model.further,

@@ -82,6 +82,9 @@ def buffers_of(run: Run, index: int) -> list[tuple[FrameworkBuffer, int]]:
         "deferred_head": layout.deferred_head,
         "keep_received": layout.keeps_received,
         "stage_buffers": layout.stage_buffers,
+        "gradient_bucket": layout.buckets.buckets and layout.buckets.reduce
+        if layout.by_module and layout.buckets
+        else 0,
     }
     rows = [row for row in framework_buffers() if letters[row.when.co_names[0]]]  # a ``when`` begins with an option
     if not rows:
@@ -96,6 +99,8 @@ def buffers_of(run: Run, index: int) -> list[tuple[FrameworkBuffer, int]]:
         "sp": layout.sp,
         "cp": layout.cp,
         "p": layout.pp,
+        "zero": layout.zero,
+        "shards": layout.shards,
         "micro_batches": run.micro_batches,
         "virtual_stages": layout.virtual_stages,
         "schedule": layout.schedule,

@@ -116,7 +116,7 @@ def _apart(made: Sequence[Unit], places: Collection[int]) -> list[Unit]:
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_come_whole`, `Run.gradient_rule`;
+    """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_pile_up`, `Run.gradient_rule`;
     whether a table is tied and no group of its own; `Run.autocast`.
     """
 
@@ -129,7 +129,7 @@ class _How:
     @classmethod
     def of(cls, run: Run) -> _How:
         tied = run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run)
-        return cls(run.frees_gradients, run.gradients_come_whole, run.gradient_rule, tied, caches_copies(run))
+        return cls(run.frees_gradients, run.gradients_pile_up, run.gradient_rule, tied, caches_copies(run))
 
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
@@ -230,7 +230,7 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
     rule = run.gradient_rule
     full = [passes_of(part, rule) for part in parts]
     plain = [named_passes(part.region, NONE, rule, False) for part in parts]
-    adding = plain if run.gradients_come_whole else [named_passes(part.region, NONE, rule, True) for part in parts]
+    adding = plain if run.gradients_pile_up else [named_passes(part.region, NONE, rule, True) for part in parts]
     held, nothing = full[0].resident, [0] * len(parts)
     passing = _segment_backward(parts[0].region, adding, nothing)
     kept = [part.kept if number == 0 else frozenset[int]() for number, part in enumerate(parts)]

@@ -34,7 +34,7 @@ PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUT
 """Default recompute modes of a search."""
 
 
-_FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers")
+_FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers", "buckets")
 _OF_FULL_SHARDS: Final = ("reshard", "outer_ends", "flat_parameters", "reshard_ranks")
 """Fields of the template's layout that every candidate has, and those of candidates under ZeRO 3."""
 

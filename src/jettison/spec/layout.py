@@ -56,6 +56,60 @@ class Reshard(StrEnum):
     NEVER = "never"  # none: ``reshard_after_forward=False``
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroBuckets:
+    """How ZeRO gathers parameters and reduces gradients module by module, in elements. Defaults are DeepSpeed's.
+
+    Args:
+        live: of gathered parameters, beyond which none is prefetched.
+        reuse: parameters that are used again before so many others stay gathered.
+        prefetch: of parameters that are gathered ahead at once.
+        persist: parameters of so many or fewer stay whole.
+        reduce: of the bucket that gradients are reduced in; ``buckets`` of them, where one is filled while another is
+            reduced.
+        sub_group: of a rank's parameters that are updated at once.
+    """
+
+    live: int = 10**9
+    reuse: int = 10**9
+    prefetch: int = 5 * 10**7
+    persist: int = 10**5
+    reduce: int = 5 * 10**8
+    buckets: int = 1
+    sub_group: int = 10**9
+
+    @classmethod
+    def parse(cls, text: str, *, hidden: int) -> ZeroBuckets | None:
+        """Return what a flag says: ``live=1e9,prefetch=auto``, ``default``, or ``none``.
+
+        Args:
+            hidden: width of the model, by which transformers sets what is "auto" (``integrations/deepspeed.py``,
+                ``trainer_config_finalize``).
+
+        Raises:
+            UsageError: another name, or no number of elements.
+        """
+        if text == "none":
+            return None
+        found: dict[str, int] = {}
+        auto = {"prefetch": 9 * hidden * hidden // 10, "persist": 10 * hidden, "reduce": hidden * hidden}
+        for item in () if text == "default" else text.split(","):
+            name, _, word = item.partition("=")
+            name, value = name.replace("-", "_"), auto.get(name, -1) if word == "auto" else _elements(word)
+            if name not in cls.__slots__ or value < 0 or (name == "reduce" and value == 0):
+                raise UsageError(
+                    f"got --zero-buckets {short(text)}; expected default, none, or numbers of elements such as "
+                    "live=1e9,reuse=1e9,prefetch=auto,persist=auto,reduce=5e8"
+                )
+            found[name] = value
+        return cls(**found)
+
+
+def _elements(word: str) -> int:
+    """A number that may be written 5e8; -1 where it is none."""
+    return int(float(word)) if re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE]\+?\d{1,2})?", word) else -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Ranks along each axis, and the choices that go with them.
@@ -82,6 +136,7 @@ class Layout:
         reshard_ranks: over so many ranks only, until their backward; 0: over all.
         flat_parameters: with zero 3, FSDP1's flat parameters in place of FSDP2's groups.
         outer_ends: with zero 3, embedding, final norm and head have no group of their own: FSDP2's outermost has them.
+        buckets: ZeRO gathers parameters and reduces gradients module by module; None: by groups, as FSDP does.
 
     Raises:
         UsageError: a size below one, or choices that contradict each other.
@@ -109,6 +164,7 @@ class Layout:
     reshard_ranks: int = 0
     outer_ends: bool = False
     flat_parameters: bool = False
+    buckets: ZeroBuckets | None = None
     stage_layers: tuple[int, ...] = ()
     further: int = 0
 
@@ -176,6 +232,11 @@ class Layout:
                 f"got the schedule {self.schedule} with --stage-buffers and --zero 3; torch's split backward misses "
                 "gradients of parameters that were gathered again: give --reshard-after-forward never, or --zero 2"
             )
+        if self.buckets is not None and (self.outer_ends or self.flat_parameters or self.resharding_differs):
+            raise UsageError(
+                "got --zero-buckets, of which parameters are gathered module by module, with --outer-ends, "
+                "--fsdp-version or --reshard-after-forward, which are FSDP's; give one of the two"
+            )
         if self.outer_ends and self.pp > 1:
             raise UsageError(f"got --outer-ends and --pp {self.pp}; a stage's ends have groups of their own")
         if self.flat_parameters and (self.pp > 1 or self.ep > 1 or self.resharding_differs):
@@ -220,6 +281,16 @@ class Layout:
     def shards_parameters(self) -> bool:
         """Has a rank a part of each parameter, as under FSDP?"""
         return self.zero == 3 and self.shards > 1
+
+    @property
+    def by_module(self) -> bool:
+        """Are parameters gathered, or gradients reduced, module by module? Pipelines and expert ranks do neither."""
+        return self.buckets is not None and self.zero > 0 and self.pp == 1 and self.ep == 1
+
+    @property
+    def buckets_gradients(self) -> bool:
+        """Is a gradient freed when its bucket has it, and are shards of it what stays?"""
+        return self.by_module and self.zero > 1
 
     def brings_whole_gradients(self, *, widened: bool) -> bool:
         """Does each backward make gradients anew, beside what stays: shards, or all of them ``widened``?"""

@@ -158,9 +158,15 @@ class Run:
         return self.layout.shards_parameters
 
     @property
+    def gradients_pile_up(self) -> bool:
+        """Whether a region's unsharded gradients coexist until it is reduced, rather than pass through a bucket."""
+        return self.gradients_come_whole and not self.layout.buckets_gradients
+
+    @property
     def frees_gradients(self) -> bool:
         """Whether backward frees each gradient once it is computed."""
-        return self.gradients is Gradients.IN_BACKWARD or self.states_on_host.frees_gradients
+        freed = self.states_on_host.frees_gradients or self.layout.buckets_gradients
+        return self.gradients is Gradients.IN_BACKWARD or freed
 
     @property
     def updates_on_cpu(self) -> bool:

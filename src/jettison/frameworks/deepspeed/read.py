@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from jettison.core.errors import UsageError
-from jettison.core.units import format_bytes
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import offloads, replicas
-
-_BUCKET: Final = 500_000_000
-"""Numbers, ``runtime/zero/config.py``, ``reduce_bucket_size`` and ``allgather_bucket_size``."""
+from jettison.frameworks.trainer_keys import offloads, replicas, zero_buckets
 
 
 def read(keys: Keys, prefix: str = "") -> None:
@@ -25,7 +19,8 @@ def read(keys: Keys, prefix: str = "") -> None:
     offloads(keys, f"{zero}offload_optimizer.device", f"{zero}offload_param.device")
     if keys.on(f"{zero}cpu_offload"):
         keys.give("states_on_host", "deepspeed", f"{zero}cpu_offload")
-    _buckets(keys, zero)
+    zero_buckets(keys, zero)
+    keys.read(f"{zero}allgather_bucket_size")
     if keys.has(f"{prefix}compile.backend") and not keys.on(f"{prefix}compile.disable"):
         keys.compile = True
         keys.read(f"{prefix}compile.backend", why="--compile")
@@ -61,19 +56,3 @@ def _batch(keys: Keys) -> None:
             f"{keys.file.path}: train_batch_size = {whole}, and its other sizes make {found} on {ranks} ranks"
         )
     keys.global_batch = found
-
-
-def _buckets(keys: Keys, zero: str) -> None:
-    """Note communication buffers, which are not counted."""
-    stage = keys.field("zero", 0)
-    for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "prefetch_bucket_size"):
-        keys.read(f"{zero}{name}")
-    for name in ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
-        keys.read(f"{zero}{name}", f"{zero}{name.removeprefix('stage3_')}")
-    bucket = keys.whole(f"{zero}reduce_bucket_size", _BUCKET if stage in (1, 2) else None)
-    if stage and bucket is not None:
-        twice = 2 if keys.on(f"{zero}overlap_comm") else 1
-        keys.note(
-            f"DeepSpeed's gradient buckets are not counted: up to {twice} of {format_bytes(bucket * 2)} "
-            "(reduce_bucket_size)"
-        )

@@ -10,6 +10,7 @@ import re
 from typing import Any, Final
 
 from jettison.frameworks.run_file import Keys
+from jettison.frameworks.trainer_keys import zero_buckets
 
 _STRATEGY: Final = "trainer.strategy"
 _ARGUMENTS: Final = f"{_STRATEGY}.init_args"
@@ -135,4 +136,6 @@ def _deepspeed(keys: Keys, key: str, name: str) -> None:
     elif keys.on(optimizer) or name.endswith("offload"):
         keys.give("states_on_host", "deepspeed", key, optimizer)
     keys.read(optimizer, parameters)
-    keys.read(*keys.matching(f"{_ARGUMENTS}.*bucket_size", f"{_ARGUMENTS}.overlap_comm", f"{_ARGUMENTS}.contiguous_*"))
+    sizes = {"reduce_bucket_size": 2 * 10**8, "sub_group_size": 10**12, "overlap_comm": 1}  # the strategy's own
+    zero_buckets(keys, f"{_ARGUMENTS}.", **sizes)
+    keys.read(f"{_ARGUMENTS}.allgather_bucket_size")

@@ -19,6 +19,7 @@ from jettison.families.config import parse_config
 from jettison.frameworks.config_file import ConfigFile
 from jettison.frameworks.run_file import Keys, tables
 from jettison.frameworks.shell_script import PROGRAM
+from jettison.frameworks.trainer_keys import zero_buckets
 from jettison.spec.model import ModelSpec
 
 _MOST: Final = 100_000
@@ -160,6 +161,9 @@ def _deepspeed(keys: Keys) -> None:
         str(key).startswith("zero_optimization.offload") and value not in (None, "none") for key, value in said.items()
     ):
         keys.refuse("deepspeed_config", "CPU offload of optimizer states: give --states-on-host deepspeed")
+    keys.values |= {f"deepspeed_config.{key}": said[key] for key in said}
+    zero_buckets(keys, "deepspeed_config.zero_optimization.")
+    keys.read(*keys.matching("deepspeed_config.*"))
     for name in ("precision", "accumulation"):
         keys.drop(name)
     if keys.on("fp16") or keys.on("bf16"):
