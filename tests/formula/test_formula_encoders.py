@@ -158,7 +158,7 @@ def test_an_image_says_how_long_it_is() -> None:
         run_of(model, RunRequest(seq=512))
     with pytest.raises(UsageError, match="got --loss chunked; vit-b has one prediction a sequence"):
         run_of(model, RunRequest(loss="chunked"))
-    with pytest.raises(UsageError, match="which cuts a sequence; vit-b reads images"):
+    with pytest.raises(UsageError, match="which shards sequences of text; vit-b reads images"):
         run_of(model, RunRequest(cp=197))
     with pytest.raises(UsageError, match="a patch of 16 pixels does not fit an image of 8 x 8"):
         parse_config({**_BASE, "image_size": 8}, name="vit-b")
@@ -192,15 +192,15 @@ def test_two_stacks_have_two_lengths() -> None:
     assert run_of(words).source_seq == run_of(words).seq == 1024
     assert run_of(words, RunRequest(seq=128, source_seq=512)).source_seq == 512
     for asked, said in (
-        (RunRequest(source_seq=3000), "got --source-seq 3000; whisper-tiny reads sound of 1500 tokens"),
+        (RunRequest(source_seq=3000), "got --source-seq 3000; whisper-tiny reads audio of 1500 tokens"),
         (RunRequest(pp=2), "got --pp 2; whisper-tiny is an encoder with a decoder"),
-        (RunRequest(packed=64), "got --packed with whisper-tiny, which is no decoder of words alone"),
+        (RunRequest(packed=64), "got --packed with whisper-tiny, which is not a text-only decoder"),
         (RunRequest(reference="same"), "got a frozen model with whisper-tiny"),
-        (RunRequest(lora="r=8"), "got --lora; whisper-tiny hears sound"),
+        (RunRequest(lora="r=8"), "got --lora; whisper-tiny reads audio"),
     ):
         with pytest.raises(UsageError, match=said):
             run_of(model, asked)
-    with pytest.raises(UsageError, match="got --source-seq 8; vit-b has no encoder beside a decoder"):
+    with pytest.raises(UsageError, match="got --source-seq 8; vit-b is not an encoder-decoder"):
         run_of(parse_config(_BASE, name="vit-b"), RunRequest(source_seq=8))
 
 

@@ -95,12 +95,12 @@ def test_the_longest_sound_is_found() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (RunRequest(tp=2, sp=True), "got --sp, which cuts a sequence; w2v hears sound"),
-        (RunRequest(cp=2), "got --cp 2, which cuts a sequence; w2v hears sound"),
+        (RunRequest(tp=2, sp=True), "got --sp, which shards sequences of text; w2v reads audio"),
+        (RunRequest(cp=2), "got --cp 2, which shards sequences of text; w2v reads audio"),
         (RunRequest(loss="fused"), "got --loss fused; w2v aligns text with sound"),
-        (RunRequest(lora="r=8"), "got --lora; w2v hears sound"),
+        (RunRequest(lora="r=8"), "got --lora; w2v reads audio"),
         (RunRequest(packed=16), "got --packed with w2v"),
-        (RunRequest(seq=50, source_seq=16_000), "w2v makes 49 tokens of so many samples"),
+        (RunRequest(seq=50, source_seq=16_000), "w2v has 49 tokens for that many samples"),
         (RunRequest(source_seq=399), "got --source-seq 399; w2v needs 400 samples or more"),
     ],
 )

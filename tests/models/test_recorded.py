@@ -104,11 +104,11 @@ def test_zero_shares_what_is_whole_in_a_block() -> None:
 @pytest.mark.parametrize(
     ("kind", "asked", "words"),
     [
-        ("bloom", {"tp": 2}, "got --tp 2, which cuts blocks; the blocks of the architecture bloom are recorded"),
-        ("bloom", {"cp": 2}, "got --cp 2, which cuts blocks"),
+        ("bloom", {"tp": 2}, "got --tp 2, which shards blocks; the blocks of the architecture bloom are recorded"),
+        ("bloom", {"cp": 2}, "got --cp 2, which shards blocks"),
         ("bloom", {"dropout": 0.1}, "--dropout does not apply to bloom"),
         ("bloom", {"precision": "fp8"}, "got --precision fp8; .* recorded in 16 or 32 bits"),
-        ("t5", {"pp": 2}, "a block of t5 reads more than what the one before it returned"),
+        ("t5", {"pp": 2}, "a block of t5 reads more than the previous block's output"),
     ],
 )
 def test_what_a_recording_cannot_answer_is_refused(kind: str, asked: dict[str, Any], words: str) -> None:

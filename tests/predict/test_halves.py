@@ -194,8 +194,8 @@ def test_a_v_has_both_ends_of_a_model_on_its_first_stage() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"virtual_stages": 1}, "zero-bubble-v with --virtual-stages 1; it takes 2"),
-        ({"virtual_stages": 2, "keeps_received": True}, "expected --stage-buffers, torch's way"),
+        ({"virtual_stages": 1}, "zero-bubble-v with --virtual-stages 1; it needs 2"),
+        ({"virtual_stages": 2, "keeps_received": True}, "expected --stage-buffers, which is torch's"),
     ],
 )
 def test_a_v_is_torchs(flags: dict[str, int], message: str) -> None:
@@ -206,7 +206,7 @@ def test_a_v_is_torchs(flags: dict[str, int], message: str) -> None:
 def test_halves_of_stages_that_reshard_are_refused() -> None:
     """torch's second half asks for parameters that are shards by then, and leaves them without gradients."""
     asked: dict[str, Any] = {"pp": 2, "dp": 2, "zero": 3, "stage_buffers": True, "schedule": Schedule.ZERO_BUBBLE}
-    with pytest.raises(UsageError, match="torch's split backward misses gradients of parameters that were gathered"):
+    with pytest.raises(UsageError, match="torch's split backward misses gradients of parameters that backward"):
         Layout(**asked)
     assert Layout(**asked, reshard=Reshard.NEVER).schedule.splits
 

@@ -119,12 +119,12 @@ def test_shards_and_peaks_are_those_of_real_ranks(cases: list[Case], ranks: int)
 
 def test_what_is_gathered_needs_zero_three() -> None:
     for words in ({"reshard_after_forward": "never"}, {"outer_ends": True, "zero": 2}):
-        with pytest.raises(UsageError, match="it goes with --zero 3"):
+        with pytest.raises(UsageError, match="it needs --zero 3"):
             resolve(preset("llama3-8b"), RunRequest(dp=2, **words))
-    with pytest.raises(UsageError, match="a stage's ends have groups of their own"):
+    with pytest.raises(UsageError, match="in a pipeline embedding and head have FSDP groups"):
         resolve(preset("llama3-8b"), RunRequest(dp=2, pp=2, zero=3, outer_ends=True))
     for ranks in ("1", "3", "8", "16"):
-        with pytest.raises(UsageError, match="divides the 8 ranks"):
+        with pytest.raises(UsageError, match="a divisor of 8, the ranks"):
             resolve(preset("llama3-8b"), RunRequest(dp=8, zero=3, reshard_after_forward=ranks))
     with pytest.raises(UsageError, match="always, torchtitan, never"):
         resolve(preset("llama3-8b"), RunRequest(dp=2, zero=3, reshard_after_forward="sometimes"))

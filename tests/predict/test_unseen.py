@@ -207,7 +207,7 @@ def test_time_of_many_groups_goes_on_as_that_of_few() -> None:
         ({"micro_batches": 8, "micro_batch_group": 3}, "expected 4, the pipeline stages, to 8"),
         ({"micro_batches": 8, "micro_batch_group": 9}, "expected 4, the pipeline stages, to 8"),
         ({"micro_batches": 11, "micro_batch_group": 5}, "the last group, 1, has to be 0 or at least the 4"),
-        ({"micro_batches": 8, "micro_batch_group": 4, "virtual_stages": 1}, "goes with --virtual-stages 2 or more"),
+        ({"micro_batches": 8, "micro_batch_group": 4, "virtual_stages": 1}, "needs --virtual-stages 2 or more"),
     ],
 )
 def test_groups_that_megatron_refuses_are_refused(words: dict[str, Any], said: str) -> None:
@@ -224,7 +224,9 @@ def test_megatron_is_told_of_groups() -> None:
 
 def test_stages_without_a_layer_are_named() -> None:
     """Six layers over eight chunks, as one of Megatron's tests has them."""
-    with pytest.raises(UsageError, match=r"both ends have none; if that is meant, give --stage-layers 0,1,.*1,0"):
+    with pytest.raises(
+        UsageError, match=r"the first and last stage have none; for that, give --stage-layers 0,1,.*1,0"
+    ):
         run_of("llama3-8b", RunRequest(pp=17, virtual_stages=2))
 
 

@@ -237,17 +237,17 @@ def test_what_is_usable_is_estimated_where_a_file_does_not_say(tmp_path: Path) -
     ("text", "says"),
     [
         ("memory = ", "is not TOML"),
-        ("", "does not say how much memory there is"),
-        ('usable = "1GiB"', "does not say how much memory there is"),
+        ("", "has no memory; expected a line such as"),
+        ('usable = "1GiB"', "has no memory; expected a line such as"),
         ("memory = 80", 'expected text in quotation marks, such as "80GiB"'),
         ('memory = "80"', "without a unit"),
         ('memory = "80 gallons"', "gallons"),
         ('memory = "80GiB"\nmemroy = "1GiB"', "got the key 'memroy'"),
-        ('memory = "80GiB"\nusable = "81GiB"', "no more than there is"),
+        ('memory = "80GiB"\nusable = "81GiB"', "more than 0 and at most all of it"),
         ('memory = "80GiB"\nteraflops = 3', "expected a section [teraflops]"),
         ('memory = "80GiB"\nunits = 1.5', "a whole number of 1 or more"),
         ('memory = "80GiB"\nnode = 0', "a whole number of 1 or more"),
-        ('memory = "80GiB"\n[reached]\nmatmul = 1.2', "a share of at most 1"),
+        ('memory = "80GiB"\n[reached]\nmatmul = 1.2', "a share above 0 and at most 1"),
         ('memory = "80GiB"\n[reached]\nmatmuls = 0.2', "got the key 'matmuls'"),
         ('memory = "80GiB"\n[microseconds]\nkernel = -1', "expected a number above 0"),
         ('memory = "80GiB"\n[teraflops]\nbf61 = 3', "got the key 'bf61'"),
@@ -261,7 +261,7 @@ def test_what_is_usable_is_estimated_where_a_file_does_not_say(tmp_path: Path) -
         ('memory = "80GiB"\n[edges]\nfp32 = 50', "expected three numbers"),
         ('memory = "80GiB"\n[gigabytes_per_second]\nlink = nan', "expected a number above 0"),
         ('memory = "80GiB"\n[gigabytes_per_second]\nhost = 1e-10', "got host = 1E-10, which is less than 1 a second"),
-        ('memory = "80GiB"\n[reached]\nhost = 1e-400', "expected a share of at most 1 and above nothing"),
+        ('memory = "80GiB"\n[reached]\nhost = 1e-400', "expected a share above 0 and at most 1"),
     ],
 )
 def test_a_file_that_is_not_one_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
@@ -296,5 +296,5 @@ def test_clusters_differ_in_what_connects_the_same_devices() -> None:
         "a100-80gb,network=fast",
         "a100-80gb,node=",
     ):
-        with pytest.raises(UsageError, match="expected a name and perhaps ,network=25"):
+        with pytest.raises(UsageError, match="expected a name, optionally with ,network=25"):
             hardware(wrong)

@@ -49,9 +49,9 @@ def test_what_is_typed(text: str, layers: int, chunks: int, expected: tuple[int,
         ("", "expected layers of each stage"),
         ("5,-1", "expected layers of each stage"),
         ("tE|t|t|t", "expected the embedding E first"),
-        ("Et|tm|t|tL", "layers m for further tokens"),
+        ("Et|tm|t|tL", "then MTP layers m"),
         ("E(t|t", "expected the embedding E first"),
-        ("Et*5|t*4|t*4|t*3mL", "1 x m, layers for further tokens, and --mtp-num-layers is 0"),
+        ("Et*5|t*4|t*4|t*3mL", "1 x m, MTP layers, and --mtp-num-layers is 0"),
         ("t*99999999999", "expected at most 65536 items"),
         ("((t*999)*999)*999", "expected at most 65536 items"),
     ],
@@ -64,7 +64,7 @@ def test_what_does_not_add_up_is_said(text: str, said: str) -> None:
 
 def test_layers_for_further_tokens_are_told_as_often_as_they_are() -> None:
     assert stage_layers("Et*5|t*4|t*4|t*3mmL", layers=16, chunks=4, further=2) == (5, 4, 4, 3)
-    with pytest.raises(UsageError, match="2 x m, layers for further tokens, and --mtp-num-layers is 1"):
+    with pytest.raises(UsageError, match="2 x m, MTP layers, and --mtp-num-layers is 1"):
         stage_layers("Et*5|t*4|t*4|t*3mmL", layers=16, chunks=4, further=1)
 
 
@@ -86,7 +86,7 @@ def test_nanotrons_rule(name: str, pp: int, expected: tuple[int, ...]) -> None:
     [
         ("llama3-8b", 16, 1, "puts the head on stage 14 of 0 to 15"),
         ("llama3-8b", 4, 2, "--virtual-stages 2"),
-        ("mixtral-8x7b", 4, 1, "costs of dense Llamas"),
+        ("mixtral-8x7b", 4, 1, "its rule is for dense Llamas"),
     ],
 )
 def test_what_nanotrons_rule_is_not_for(name: str, pp: int, virtual: int, said: str) -> None:

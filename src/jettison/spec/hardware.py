@@ -1,26 +1,26 @@
-"""Accelerators: what one device holds and how fast it is, from one TOML file each; every figure names its source.
+"""Accelerators: memory and speed of a device, from one TOML file each with the source of every figure.
 
-The files that ship are in `hardware_data`; a path to a file of the same form does as well:
+`hardware_data` has the files that ship; a path to a file of the same format works as well:
 
-    memory = "80GiB"                # of the chip; the only key that must be there
-    usable = "79.15GiB"             # what a process can allocate; left out, 98 % of memory
-    source, usable_source = "…"     # where the figures come from
+    memory = "80GiB"                # of the chip; the only required key
+    usable = "79.15GiB"             # what a process can allocate; default: 98 % of memory
+    source, usable_source = "…"     # sources of these figures
     host_memory = "2TiB"            # of the machine, divided by its devices
-    units = 108                     # multiprocessors, over which a matrix product is cut into tiles
+    units = 108                     # multiprocessors, for the tiles of a matmul
     node = 8                        # devices that the links connect
-    synchronous = false             # true: the host does the work itself, as a CPU does
-    [teraflops]                     # 10^12 FLOP/s without sparsity: fp32 tf32 bf16 fp8 fp4
-    [gigabytes_per_second]          # 10^9 B/s, in one direction: memory link host network
-    [reached]                       # shares of these that large kernels and transfers reach: see `Reached`
-    [microseconds]                  # what comes on top of each: see `Delays`
-    [edges]                         # fp32 = [52, 80, 57]: see `Edges`; left out, tiles over multiprocessors
-    [attention]                     # what fused attention reaches by dtype and width: see `attention_rates`
+    synchronous = false             # true: the host computes, as on a CPU
+    [teraflops]                     # peak 10^12 FLOP/s without sparsity: fp32 tf32 bf16 fp8 fp4
+    [gigabytes_per_second]          # peak 10^9 B/s, in one direction: memory link host network
+    [reached]                       # efficiencies of large kernels and transfers: see `Reached`
+    [microseconds]                  # latencies: see `Delays`
+    [edges]                         # fp32 = [52, 80, 57]: see `Edges`; default: tiles over multiprocessors
+    [attention]                     # efficiencies of fused attention by dtype and head width: see `attention_rates`
     reached_source, delays_source = "…"
-    note = "…"                      # what to say to whoever asks for times on it
-    [stacks.NAME]                   # source = "…", and what --stack NAME reaches instead:
+    note = "…"                      # printed with times on this device
+    [stacks.NAME]                   # source = "…", and the figures of --stack NAME:
     [stacks.NAME.reached]           # the keys of [reached] that differ
     [stacks.NAME.microseconds]      # the keys of [microseconds] that differ
-    [stacks.NAME.attention]         # in place of [attention]
+    [stacks.NAME.attention]         # replaces [attention]
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jettison.spec.kernels import Device
 
 _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")
-"""Of memory, where a file does not say: HBM devices report 98 to 99 % of it, GDDR with error correction 92 %."""
+"""Usable share of memory by default: HBM devices report 98 to 99 %, GDDR with error correction 92 %."""
 _SIZES: Final = ("memory", "usable", "host_memory")
 _TEXTS: Final = ("name", *_SIZES, "source", "usable_source", "reached_source", "delays_source", "note")
 _COUNTS: Final = ("units", "node")
@@ -53,9 +53,9 @@ _BANDWIDTHS: Final = ("memory", "link", "host", "network")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Peak FLOP/s of matrix products without sparsity, by the type of their inputs; None: not stated.
+    """Peak FLOP/s of matmuls without sparsity, by dtype of their inputs; None: not stated.
 
-    16-bit and fp8 products accumulate in fp32. ``fp32`` is the rate of ordinary arithmetic.
+    16-bit and FP8 matmuls accumulate in fp32. ``fp32`` is the rate of CUDA cores.
     """
 
     fp32: int | None = None
@@ -67,49 +67,47 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reached:
-    """Shares of the stated peaks that are reached where the shape of the work costs nothing. Each is at most 1.
+    """Efficiencies: shares of the stated peaks that work of large, aligned shapes reaches. Each is at most 1.
 
     Args:
-        matmul_lines: of fp8's, by those with a scale for 128 numbers, of weights for 128 x 128; None: as `matmul_fp8`.
-        attention_64: the forward's with heads of 64 or less, and in proportion the backward's; None: the same.
+        matmul_lines: of FP8 peak, with a scale per 128 elements, for weights per 128 x 128; None: `matmul_fp8`.
+        attention_64: of the forward with heads of 64 or less, and in proportion of the backward; None: `attention`.
     """
 
-    matmul: float = 0.8  # of FLOP/s, by the largest products, hot: what a device holds up for hours, not for a second
-    matmul_fp8: float = 0.7  # the same for products of fp8
-    matmul_mxfp8: float | None = None  # of fp8's, by those with a scale for 32 numbers; None: as `matmul_fp8`
+    matmul: float = 0.8  # of peak FLOP/s, largest matmuls at sustained clocks
+    matmul_fp8: float = 0.7  # the same for FP8
+    matmul_mxfp8: float | None = None  # of FP8 peak, with a scale per 32 elements; None: `matmul_fp8`
     matmul_lines: float | None = None
-    matmul_fp4: float | None = None  # of fp4's; None: as `matmul_fp8`
-    unaligned: float = 1.0  # of a product's rate, where rows begin in the middle of a line of the cache
-    attention: float = 0.5  # of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip
-    attention_backward: float = 0.42  # the same for its backward, which computes the scores again
+    matmul_fp4: float | None = None  # of FP4 peak; None: `matmul_fp8`
+    unaligned: float = 1.0  # of a matmul's rate, with rows that are not aligned to cache lines
+    attention: float = 0.5  # of peak FLOP/s, fused attention forward, in FLOPs without masked blocks
+    attention_backward: float = 0.42  # the same for its backward, which recomputes scores
     attention_64: float | None = None
-    scan: float | None = None  # of FLOP/s, by a fused scan, in FLOPs of the mathematics; None: its bytes alone count
-    memory: float = 0.85  # of memory bandwidth, by a kernel that streams
-    operands: float | None = None  # of memory bandwidth, by matrix products; None: as `memory`
-    gather: float | None = None  # of memory bandwidth, by one that looks rows up or scatters them; None: as `memory`
-    link: float = 0.75  # of the links, by collectives within a node
-    all_to_all: float | None = None  # of the links, by an all-to-all within a node; None: as `link`
-    network: float = 0.85  # of the network, by collectives between nodes
-    host: float = 0.8  # of the host link, by copies
-    shared: float = 0.15  # of its speed, what a device loses to a transfer that hides behind its work
+    scan: float | None = None  # of peak FLOP/s, fused scans, in model FLOPs; None: bound by memory
+    memory: float = 0.85  # of memory bandwidth, streaming kernels
+    operands: float | None = None  # of memory bandwidth, matmuls; None: `memory`
+    gather: float | None = None  # of memory bandwidth, gathers and scatters of rows; None: `memory`
+    link: float = 0.75  # of link bandwidth, collectives within a node
+    all_to_all: float | None = None  # of link bandwidth, all-to-all within a node; None: `link`
+    network: float = 0.85  # of network bandwidth, collectives between nodes
+    host: float = 0.8  # of host link bandwidth, copies
+    shared: float = 0.15  # slowdown of compute by a transfer that overlaps with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delays:
-    """Seconds that come on top, whatever the size.
+    """Latencies in seconds, independent of size.
 
     Args:
-        experts: for the host to hand over a layer of experts of Megatron in fp8, forward and backward, where no CUDA
-            graph does, beside ``product``: see NOTE [ Launch-bound ] in `cost.layer`.
-        product: for it to hand over the product of one expert, where a library does so expert by expert; 0: that is in
-            ``experts``.
-        hook: for each tensor that a planned layer saves, until Jettison's runtime has dealt with it on the host; 0: not
-            measured.
+        experts: host time of a Megatron MoE layer in FP8, forward and backward, without CUDA graphs, in addition to
+            ``product``: NOTE [ Launch-bound ] in `cost.layer`.
+        product: host time of one expert's GEMM, for libraries with a launch per expert; 0: part of ``experts``.
+        hook: host time of Jettison's runtime for each saved tensor of a planned layer; 0: not measured.
     """
 
-    kernel: float = 2e-6  # between the end of a kernel and the start of the next, on the device
-    dispatch: float = 6e-6  # until an op has been handed over by the host, which bounds kernels that are shorter
-    start: float = 0.0  # until a collective moves anything
+    kernel: float = 2e-6  # between two kernels on the device
+    dispatch: float = 6e-6  # host time of an op, which bounds shorter kernels
+    start: float = 0.0  # startup of a collective
     link: float = 2e-6  # for each step of a collective within a node
     network: float = 6e-6  # for each step between nodes
     experts: float = 0.0
@@ -119,10 +117,10 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """How a product's rate falls with its sizes, where nothing is cut into tiles for many multiprocessors.
+    """Dependence of a matmul's rate on its sizes, on devices without tiles over many multiprocessors.
 
-    m × k times k × n takes FLOPs / rate × (1 + rows / m + columns / n + depth / k): each operand, and the result, costs
-    something for each of its elements beside the arithmetic.
+    m × k times k × n takes FLOPs / rate × (1 + rows / m + columns / n + depth / k): each element of operands and result
+    has a cost in addition to the arithmetic.
     """
 
     rows: float
@@ -132,7 +130,7 @@ class Edges:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EdgesOf:
-    """By the type of a product's inputs; None: its rate follows from tiles."""
+    """Edges by dtype of a matmul's inputs; None: its rate follows from tiles."""
 
     fp32: Edges | None = None
     bf16: Edges | None = None
@@ -140,7 +138,7 @@ class EdgesOf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoftwareStack:
-    """What another software reaches on the same device: a section ``[stacks.NAME]`` of its file."""
+    """Figures of a software stack on a device: a section ``[stacks.NAME]`` of its file."""
 
     name: str
     source: str
@@ -155,16 +153,15 @@ class Hardware:
 
     Args:
         memory_bytes: of the chip.
-        usable_bytes: what one process can allocate altogether, as torch.cuda.mem_get_info says on an idle device. The
-            process's own context still comes out of it.
+        usable_bytes: free memory of an idle device in torch.cuda.mem_get_info, the process's CUDA context included.
         link_bytes_per_second: to the other devices of the same node or pod, over all links.
         host_bytes_per_second: to the host.
         network_bytes_per_second: to other nodes.
         host_memory_bytes: of the host, for each device.
         units: multiprocessors.
         node: devices that the links connect.
-        synchronous: the host does the work itself, so that nothing that it does beside is hidden.
-        attention: what fused attention reaches, by dtype and width; None: `Reached.attention` for all.
+        synchronous: the host computes, so that its other work does not overlap.
+        attention: efficiencies of fused attention, by dtype and head width; None: `Reached.attention` for all.
     """
 
     name: str
@@ -191,11 +188,11 @@ class Hardware:
     stacks: tuple[SoftwareStack, ...] = ()
 
     def under(self, stack: str) -> Hardware:
-        """The same device as a software stack reaches it; by the file's own figures where it does not know that one."""
+        """The device with a software stack's figures; the file's own if it does not have that stack."""
         return _under(self, stack) if stack and self.stacks else self
 
     def __hash__(self) -> int:
-        """Cheap: devices are keys of caches, and most differ in these."""
+        """Hash of the fields that most devices differ in; cheap, since devices are cache keys."""
         return hash((self.name, self.memory_bytes, self.usable_bytes))
 
     def __repr__(self) -> str:
@@ -205,26 +202,24 @@ class Hardware:
         if not 0 < self.usable_bytes <= self.memory_bytes:
             raise UsageError(
                 f"hardware {self.name}: got {self.usable_bytes}B usable of {self.memory_bytes}B of memory; expected "
-                "more than nothing and no more than there is"
+                "more than 0 and at most all of it"
             )
 
 
 @cache
 def hardware_names() -> tuple[str, ...]:
-    """The accelerators that ship."""
+    """Names of the accelerators that ship."""
     return tuple(sorted(path.stem for path in _DATA.glob("*.toml")))
 
 
 def hardware(name_or_path: str | Path) -> Hardware:
-    """An accelerator by name, by the part of a name that only one has, or from a TOML file.
+    """Return an accelerator by name, by the unique start of a name, or from a TOML file.
 
-    Clusters differ in what connects the same devices: ``a100-80gb,network=6.25,node=4`` has 6.25 GB/s from each device
-    to other nodes (adapters that devices share, divided by them), and four devices in a node; ``host=`` is the link to
-    the host.
+    Options describe a cluster's interconnect: ``a100-80gb,network=6.25,node=4`` has 6.25 GB/s from each device to other
+    nodes (shared adapters divided by their devices), and four devices in a node; ``host=`` is the link to the host.
 
     Raises:
-        UsageError: no such name or file, a part that several names have, a file that is not of the form above, or
-            other words behind a name.
+        UsageError: no such name or file, an ambiguous name, a file of another format, or unknown options.
     """
     text = str(name_or_path)
     if isinstance(name_or_path, str) and "=" in text:
@@ -243,12 +238,12 @@ def hardware(name_or_path: str | Path) -> Hardware:
     if len(matching) == 1:
         return _shipped(matching[0])
     if matching:
-        raise UsageError(f"got the accelerator {text!r}, which may be {' or '.join(matching)}; say which")
-    raise UsageError(f"got the accelerator {text!r}; {_closest(wanted, names)}. A .toml file will do as well")
+        raise UsageError(f"got the accelerator {text!r}, which may be {' or '.join(matching)}; give one of them")
+    raise UsageError(f"got the accelerator {text!r}; {_closest(wanted, names)}, or a .toml file")
 
 
 def _connected(text: str, word: str) -> tuple[str, int]:
-    """A field of `Hardware` by a word behind its name, and its value."""
+    """Field of `Hardware` and its value, of an option after the name."""
     key, _, given = word.partition("=")
     known = {"node": ("node", 1)} | {name: (f"{name}_bytes_per_second", 10**9) for name in ("network", "link", "host")}
     try:
@@ -264,12 +259,12 @@ def _connected(text: str, word: str) -> tuple[str, int]:
 
 def _unconnected(text: str) -> UsageError:
     return UsageError(
-        f"got the accelerator {text!r}; expected a name and perhaps ,network=25,link=300,host=50,node=8 (GB/s)"
+        f"got the accelerator {text!r}; expected a name, optionally with ,network=25,link=300,host=50,node=8 (GB/s)"
     )
 
 
 def usual_hardware(device: Device) -> Hardware:
-    """Whose prices are taken where nobody says what a run is on."""
+    """Default accelerator of each device type."""
     return _shipped("cpu-23gb" if device is Device.CPU else "h100-80gb")
 
 
@@ -279,7 +274,7 @@ def _shipped(name: str) -> Hardware:
 
 
 def _closest(wanted: str, names: Sequence[str]) -> str:
-    from difflib import get_close_matches  # only where it is needed: every start of the command line counts
+    from difflib import get_close_matches  # lazy: startup time of the command line
 
     spelled = {part: name for name in reversed(names) for part in (name, name.rsplit("-", 1)[0])}
     close = dict.fromkeys(spelled[part] for part in get_close_matches(wanted, spelled, n=4, cutoff=0.6))
@@ -299,7 +294,7 @@ def _read(path: Path) -> Hardware:
     _known(who, table, (*_TEXTS, *_COUNTS, _FLAG, *_SECTIONS))
     given: dict[str, Any] = {key: _value(who, key, table[key]) for key in (*_TEXTS, *_COUNTS, _FLAG) if key in table}
     if "memory" not in given:
-        raise UsageError(f'{who} does not say how much memory there is; expected a line such as memory = "80GiB"')
+        raise UsageError(f'{who} has no memory; expected a line such as memory = "80GiB"')
     sizes = {key: _bytes(who, key, given.pop(key)) for key in _SIZES if key in given}
     if "usable" not in sizes:
         sizes["usable"] = int(sizes["memory"] * _UNSTATED_USABLE)
@@ -324,7 +319,7 @@ def _known(who: str, table: Mapping[str, Any], expected: Collection[str]) -> Non
 
 
 def _value(who: str, key: str, value: Any) -> Any:
-    """What stands outside of sections, by what its key takes."""
+    """Validate a value outside of sections by the type of its key."""
     if key in _COUNTS:
         fits, expected = (
             isinstance(value, int) and not isinstance(value, bool) and value > 0,
@@ -348,13 +343,11 @@ def _bytes(who: str, key: str, text: str) -> int:
 
 
 def _reached(who: str, table: Mapping[str, Any], reached: Reached, delays: Delays) -> dict[str, Any]:
-    """Shares, delays and rates of attention of a file or of one of its stacks; what it does not state is as given."""
+    """Efficiencies and latencies of a file or one of its stacks, with the given ones as defaults."""
     shares = _section(who, table, "reached", [f.name for f in fields(Reached)])
     for name, value in shares.items():
         if value > 1 or not float(value):
-            raise UsageError(
-                f"{who}, section [reached]: got {name} = {value}; expected a share of at most 1 and above nothing"
-            )
+            raise UsageError(f"{who}, section [reached]: got {name} = {value}; expected a share above 0 and at most 1")
     stated = _section(who, table, "microseconds", [f.name for f in fields(Delays)])
     return {
         "reached": replace(reached, **{name: float(value) for name, value in shares.items()}),
@@ -366,7 +359,7 @@ def _reached(who: str, table: Mapping[str, Any], reached: Reached, delays: Delay
 def _stacks(
     who: str, section: object, reached: Reached, delays: Delays, attention: AttentionRates | None
 ) -> tuple[SoftwareStack, ...]:
-    """Each with what it does not state taken from the file."""
+    """Software stacks of a file, with the file's figures as defaults."""
     if not isinstance(section, dict):
         raise UsageError(f"{who}: got stacks = {section}; expected sections such as [stacks.nemo]")
     found = []
@@ -383,7 +376,7 @@ def _stacks(
 
 @lru_cache(maxsize=256)
 def _under(hardware: Hardware, stack: str) -> Hardware:
-    """Of a later release of a stack, where the file does not have it, the stack's own."""
+    """Cached device with a stack's figures; those of ``NAME`` for a release ``NAME-VERSION`` without its own."""
     stated = {one.name: one for one in hardware.stacks}
     found = stated.get(stack) or stated.get(stack.rsplit("-", 1)[0])
     if found is None:
@@ -393,7 +386,7 @@ def _under(hardware: Hardware, stack: str) -> Hardware:
 
 
 def _edges(who: str, section: object) -> EdgesOf:
-    """The section of edges: three numbers for each type."""
+    """Read the section [edges]: three numbers for each dtype."""
     names = [f.name for f in fields(EdgesOf)]
     if not isinstance(section, dict):
         raise UsageError(f"{who}: got edges = {section}; expected a section [edges] with some of {', '.join(names)}")
@@ -411,7 +404,7 @@ def _edges(who: str, section: object) -> EdgesOf:
 
 
 def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[str], unit: int) -> dict[str, int]:
-    """The section ``key``, each number times ``unit``."""
+    """Read the numbers of a section, times ``unit``."""
     given = _section(who, table, key, expected)
     for name, value in given.items():
         if not int(value * unit):
@@ -422,7 +415,7 @@ def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[
 
 
 def _section(who: str, table: Mapping[str, Any], key: str, expected: Collection[str]) -> dict[str, int | Decimal]:
-    """The numbers of a section."""
+    """Read the positive numbers of a section."""
     section = table.get(key, {})
     if not isinstance(section, dict):
         raise UsageError(f"{who}: got {key} = {section}; expected a section [{key}] with some of {', '.join(expected)}")
@@ -437,19 +430,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()
 
 
-# What fused attention reaches on a device, by dtype and by the width of a head: the section [attention] of a file
+# Efficiency of fused attention by dtype and head width: the section [attention] of a file
 # [attention]
-#     edge = 700                # columns of scores that starting and ending a row of tiles is worth
+#     edge = 700                # overhead of starting and ending a row of tiles, in columns of scores
 #     bf16_128 = [0.74, 0.61]   # heads up to 128 wide: shares of the dtype's peak, forward and backward, without edges
-#     mxfp8_128 = [0.45, 0.29]  # of fp8's peak, where query, key and value are narrow
+#     mxfp8_128 = [0.45, 0.29]  # of FP8 peak, with query, key and value in FP8
 #
 # NOTE [ Edges of attention ]
-# A kernel works on a row of tiles of scores: it loads queries, goes over keys, and writes an output; backward goes over
-# queries for a tile of keys. The start and the end of that do not depend on how many columns lie between, nor does the
-# half of a tile that a mask cuts off. Against cuDNN's own timings (cudnn-frontend, benchmark/sdpa_benchmark_training;
-# tests/facts/cudnn_attention.csv) one such number and rates by width are off by less than 8 % in nineteen of twenty
-# cases, 2 % in the median; forwards of 2048 and of 16384 tokens differ by half as shares of the peak. A window of 128
-# columns is nearly all edge.
+# A kernel processes a row of tiles of scores: it loads queries, loops over keys, and writes an output; backward loops
+# over queries for a tile of keys. The time to start and end a row does not depend on its number of columns, nor does
+# that of the masked half of a tile. Against cuDNN's own timings (cudnn-frontend, benchmark/sdpa_benchmark_training;
+# tests/facts/cudnn_attention.csv) one such number and rates by width are within 8 % in nineteen of twenty cases, 2 % in
+# the median; efficiencies of forwards of 2048 and of 16384 tokens differ by half. A window of 128 columns is nearly all
+# edge.
 
 
 WIDTHS: Final = (64, 128, 192)
@@ -459,17 +452,17 @@ _KEYS: Final = tuple(f"{dtype}_{width}" for dtype in DTYPES for width in WIDTHS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRates:
-    """Of one device under one software.
+    """Efficiency of fused attention on a device with a software stack.
 
     Args:
-        shares: by dtype, the width of a head of queries up to which it holds, and the pass (0: forward, 1: backward).
+        shares: rows of dtype, largest width of a query head, and efficiencies of forward and backward.
     """
 
     edge: int  # see NOTE [ Edges of attention ]
     shares: tuple[tuple[str, int, float, float], ...]
 
     def share(self, dtype: str, width: int, *, backward: bool) -> float | None:
-        """Of the dtype's peak; None: not stated. Wider heads than any that is stated take the widest's."""
+        """Share of the dtype's peak; None: not stated. Heads wider than all that are stated use the widest's."""
         known = [row for row in self.shares if row[0] == dtype]
         fitting = [row for row in known if width <= row[1]] or known[-1:]
         if not fitting:
@@ -479,7 +472,7 @@ class AttentionRates:
 
 
 def attention_rates(who: str, section: object) -> AttentionRates | None:
-    """The section of a file; None: it has none. A `UsageError` names the key that is wrong."""
+    """Read the section [attention] of a file; None: no such section. A `UsageError` names the invalid key."""
     if section is None:
         return None
     where = f"{who}, section [attention]"
@@ -510,7 +503,7 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | Decimal) and not isinstance(value, bool) and 0 < value <= 1
 
 
-# A device that is slower, or faster, than its file says --------------------------------------------------------------
+# A device that is slower, or faster, than its file --------------------------------------------------------------------
 
 _COMPUTE: Final = (
     "matmul", "matmul_fp8", "matmul_mxfp8", "matmul_lines", "matmul_fp4", "attention", "attention_backward",
@@ -520,7 +513,7 @@ _COMMUNICATION: Final = ("link", "all_to_all", "network", "host")
 
 
 def slower(hardware: Hardware, *, compute: float, communication: float, host: float) -> Hardware:
-    """A device whose kernels, transfers and host take so many times as long."""
+    """Return a device whose kernels, transfers and host are slower by these factors."""
 
     def reached(shares: Reached) -> Reached:
         own = {f.name: getattr(shares, f.name) for f in fields(Reached)}

@@ -1,7 +1,7 @@
-"""How a model is spread over devices.
+"""Parallel layout of a model: mesh axes, pipeline stages and schedule, ZeRO and FSDP.
 
 Mesh axes: "tp" (t ranks), "cp", "ep", "dp"; pipeline stages are not an axis that shards a tensor. Sequence parallelism
-shards along s over the axis "tp" what tensor parallelism leaves whole (arXiv 2205.05198 §4.2.2).
+shards activations that tensor parallelism replicates, along s over the axis "tp" (arXiv 2205.05198 §4.2.2).
 """
 
 from __future__ import annotations
@@ -30,44 +30,43 @@ from jettison.spec.model import (
 
 
 class Schedule(StrEnum):
-    """In which order a pipeline's stages run forwards and backwards."""
+    """Pipeline schedule."""
 
     GPIPE = "gpipe"  # all forwards, then all backwards (arXiv 1811.06965)
     ONE_F_ONE_B = "1f1b"  # PipeDream-flush (arXiv 2006.09503); interleaved with virtual stages (arXiv 2104.04473)
     ZERO_BUBBLE = "zero-bubble"  # backward split in two, ZB-H1 (arXiv 2401.10241)
-    ZERO_BUBBLE_V = "zero-bubble-v"  # the same, each device's second chunk in the opposite order, ZB-V (§6 there)
+    ZERO_BUBBLE_V = "zero-bubble-v"  # ZB-V: the same, the second virtual stages in reverse order of devices (§6 there)
 
     @property
     def splits(self) -> bool:
-        """Has a backward two halves?"""
+        """Whether backward is split into gradients of inputs and of weights."""
         return self in (Schedule.ZERO_BUBBLE, Schedule.ZERO_BUBBLE_V)
 
     def place(self, stage: int, chunk: int, stages: int) -> int:
-        """Of a device's chunk in the whole model."""
+        """Position in the model of a device's chunk."""
         back = self is Schedule.ZERO_BUBBLE_V and chunk % 2
         return chunk * stages + (stages - 1 - stage if back else stage)
 
 
 class Reshard(StrEnum):
-    """With zero 3, which weights are sharded again after a forward that has gathered them."""
+    """FSDP's ``reshard_after_forward``, with zero 3."""
 
-    ALWAYS = "always"  # all
-    BUT_FIRST = "torchtitan"  # all but those whose backward comes first; in a pipeline none: its default policy
-    NEVER = "never"  # none: ``reshard_after_forward=False``
+    ALWAYS = "always"  # True
+    BUT_FIRST = "torchtitan"  # True but for the last layers of the model; False in a pipeline: its default policy
+    NEVER = "never"  # False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroBuckets:
-    """How ZeRO gathers parameters and reduces gradients module by module, in elements. Defaults are DeepSpeed's.
+    """Sizes of DeepSpeed's ZeRO 3 and its buckets, in elements, with DeepSpeed's defaults.
 
     Args:
-        live: of gathered parameters, beyond which none is prefetched.
-        reuse: parameters that are used again before so many others stay gathered.
-        prefetch: of parameters that are gathered ahead at once.
-        persist: parameters of so many or fewer stay whole.
-        reduce: of the bucket that gradients are reduced in; ``buckets`` of them, where one is filled while another is
-            reduced.
-        sub_group: of a rank's parameters that are updated at once.
+        live: ``stage3_max_live_parameters``: all-gathered parameters beyond which none is prefetched.
+        reuse: ``stage3_max_reuse_distance``: parameters that are used again within it stay unsharded.
+        prefetch: ``stage3_prefetch_bucket_size``: of one prefetch.
+        persist: ``stage3_param_persistence_threshold``: parameters up to this size stay unsharded.
+        reduce: ``reduce_bucket_size``: of a bucket of gradients; ``buckets``: number of them, 2 with overlap.
+        sub_group: ``sub_group_size``: of a rank's parameters that are updated at once.
     """
 
     live: int = 10**9
@@ -80,14 +79,14 @@ class ZeroBuckets:
 
     @classmethod
     def parse(cls, text: str, *, hidden: int) -> ZeroBuckets | None:
-        """Return what a flag says: ``live=1e9,prefetch=auto``, ``default``, or ``none``.
+        """Read ``--zero-buckets``: ``live=1e9,prefetch=auto``, ``default``, or ``none``.
 
         Args:
-            hidden: width of the model, by which transformers sets what is "auto" (``integrations/deepspeed.py``,
+            hidden: width of the model, from which transformers derives "auto" (``integrations/deepspeed.py``,
                 ``trainer_config_finalize``).
 
         Raises:
-            UsageError: another name, or no number of elements.
+            UsageError: an unknown name, or a value that is not a number of elements.
         """
         if text == "none":
             return None
@@ -106,40 +105,39 @@ class ZeroBuckets:
 
 
 def _elements(word: str) -> int:
-    """A number that may be written 5e8; -1 where it is none."""
+    """Read a number such as 5e8; -1 if it is not one."""
     return int(float(word)) if re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE]\+?\d{1,2})?", word) else -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Ranks along each axis, and the choices that go with them.
+    """Sizes of the mesh axes, pipeline schedule and sharding.
 
     Args:
-        expert_tp: ranks that share an expert's width; those of "tp" beyond them are among the ranks of "ep". 0: as tp.
+        expert_tp: tensor-parallel ranks of an expert; 0: as tp. Below tp, the other ranks of "tp" belong to "ep".
         zero: 0 replicates; 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too (FSDP).
-        zero_replicas: groups of ranks that each hold all of what ZeRO shards: HSDP's replicas, Megatron's
-            ``--num-distributed-optimizer-instances``.
-        zero_whole: with zero 1, a rank has the state of some parameters, whole, and of others nothing: torch's
+        zero_replicas: replicas of all that ZeRO shards: HSDP's, Megatron's ``--num-distributed-optimizer-instances``.
+        zero_whole: with zero 1, each parameter's state belongs to one rank, unsharded: torch's
             ``ZeroRedundancyOptimizer``.
-        gathered_inputs: what a column-parallel product saves under sequence parallelism is the gathered input, as
-            stock DTensor does; otherwise its shard, gathered again in backward, as Megatron does.
-        keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
-        keeps_received: a stage's chunks hold the last input that each was sent, and its gradient, between steps too:
+        gathered_inputs: column-parallel layers save the all-gathered input under sequence parallelism, as stock DTensor
+            does; otherwise they save its shard and repeat the all-gather in backward, as Megatron does.
+        keeps_stage_outputs: a pipeline stage keeps the output that it has sent (arXiv 2205.05198 Appendix B).
+        keeps_received: each virtual stage keeps its last received input and the gradient of it, between steps as well:
             Megatron's ``set_input_tensor``.
-        stage_buffers: stages have buffers for all that they are sent in a step, and hold what they send:
+        stage_buffers: stages have receive buffers for all micro-batches of a step, and keep what they send:
             ``torch.distributed.pipelining``.
-        micro_batch_group: micro-batches that go through one virtual stage before the next has its turn; 0: pp of them.
-        deferred_head: of so many micro-batches the last stage keeps what the head's weight gradient is made of.
-        stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
-        further: layers that predict further tokens, all of them on the last stage beside its own.
-        reshard: with zero 3, which parameters are sharded again after a forward.
-        reshard_ranks: over so many ranks only, until their backward; 0: over all.
-        flat_parameters: with zero 3, FSDP1's flat parameters in place of FSDP2's groups.
-        outer_ends: with zero 3, embedding, final norm and head have no group of their own: FSDP2's outermost has them.
-        buckets: ZeRO gathers parameters and reduces gradients module by module; None: by groups, as FSDP does.
+        micro_batch_group: micro-batches that run on one virtual stage before the next; 0: pp of them.
+        deferred_head: micro-batches for which the last stage defers the head's weight gradient, and keeps its operands.
+        stage_layers: layers of each virtual stage, in the order of the model; empty: even.
+        further: layers for multi-token prediction (MTP), all of them on the last stage in addition to its own.
+        reshard: with zero 3, FSDP's ``reshard_after_forward``.
+        reshard_ranks: with zero 3, ranks that parameters are sharded over between forward and backward; 0: all.
+        flat_parameters: with zero 3, FSDP1's flat parameters instead of FSDP2's groups.
+        outer_ends: with zero 3, embedding, final norm and head belong to FSDP2's root group.
+        buckets: DeepSpeed ZeRO 3 by module, with these sizes; None: by groups, as FSDP.
 
     Raises:
-        UsageError: a size below one, or choices that contradict each other.
+        UsageError: a size below one, or options that contradict each other.
     """
 
     tp: int = 1
@@ -179,46 +177,44 @@ class Layout:
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
         if self.zero_whole and self.zero != 1:
-            raise UsageError(f"got --zero-whole and --zero {self.zero}; it goes with --zero 1")
+            raise UsageError(f"got --zero-whole and --zero {self.zero}; --zero-whole needs --zero 1")
         self._check_groups()
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
         if self.micro_batch_group and self.virtual_stages == 1:
-            raise UsageError(
-                f"got --micro-batch-group {self.micro_batch_group}; it goes with --virtual-stages 2 or more"
-            )
+            raise UsageError(f"got --micro-batch-group {self.micro_batch_group}; it needs --virtual-stages 2 or more")
         if self.deferred_head < 0 or (self.deferred_head and self.pp == 1):
             raise UsageError(f"got --deferred-head {self.deferred_head}; expected 1 or more, and --pp 2 or more")
         if self.stage_layers and self.pp == 1:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is Schedule.GPIPE:
-            raise UsageError(f"--virtual-stages goes with the schedules 1f1b and zero-bubble, not {self.schedule}")
+            raise UsageError(f"--virtual-stages needs the schedule 1f1b or zero-bubble, not {self.schedule}")
         if self.schedule is Schedule.ZERO_BUBBLE_V:
             self._check_v()
         if self.stage_buffers and self.keeps_received:
-            raise UsageError("got --stage-buffers, which is torch's way, and --keep-received, Megatron's; give one")
+            raise UsageError("got --stage-buffers, which torch has, and --keep-received, which Megatron has; give one")
         self._check_experts()
         if self.expert_shards * self.zero_replicas < 1 or (self.dp * self.cp // self.ep) % self.zero_replicas:
             raise UsageError(
-                f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks that "
-                "hold the same parameters (dp x cp, by ep where there are experts)"
+                f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks with "
+                "the same parameters (dp x cp, divided by ep for experts)"
             )
 
     def _check_v(self) -> None:
-        """Is it a V of two chunks, as torch runs it?"""
+        """Reject ZB-V unless it has two virtual stages, as in torch."""
         if self.virtual_stages != 2 or self.micro_batch_group:
             raise UsageError(
-                f"got the schedule {self.schedule} with --virtual-stages {self.virtual_stages}; it takes 2, and no "
+                f"got the schedule {self.schedule} with --virtual-stages {self.virtual_stages}; it needs 2, and no "
                 "--micro-batch-group"
             )
         if self.keeps_received or self.keeps_stage_outputs:
             raise UsageError(
                 f"got the schedule {self.schedule} with --keep-received or --keep-stage-outputs, which are Megatron's; "
-                "expected --stage-buffers, torch's way, or none"
+                "expected --stage-buffers, which is torch's, or none"
             )
 
     def _check_groups(self) -> None:
-        """Do choices about gathered parameters have any?"""
+        """Reject FSDP options without zero 3, or in combinations that are not supported."""
         flags = {
             f"--reshard-after-forward {self.reshard_word}": self.resharding_differs,
             "--outer-ends": self.outer_ends,
@@ -226,11 +222,11 @@ class Layout:
         }
         for flag, given in flags.items():
             if given and self.zero != 3:
-                raise UsageError(f"got {flag} and --zero {self.zero}; it goes with --zero 3")
+                raise UsageError(f"got {flag} and --zero {self.zero}; it needs --zero 3")
         if self.schedule.splits and self.regathers:
             raise UsageError(
                 f"got the schedule {self.schedule} with --stage-buffers and --zero 3; torch's split backward misses "
-                "gradients of parameters that were gathered again: give --reshard-after-forward never, or --zero 2"
+                "gradients of parameters that backward all-gathers: give --reshard-after-forward never, or --zero 2"
             )
         if self.buckets is not None and (self.outer_ends or self.flat_parameters or self.resharding_differs):
             raise UsageError(
@@ -238,17 +234,17 @@ class Layout:
                 "--fsdp-version or --reshard-after-forward, which are FSDP's; give one of the two"
             )
         if self.outer_ends and self.pp > 1:
-            raise UsageError(f"got --outer-ends and --pp {self.pp}; a stage's ends have groups of their own")
+            raise UsageError(f"got --outer-ends and --pp {self.pp}; in a pipeline embedding and head have FSDP groups")
         if self.flat_parameters and (self.pp > 1 or self.ep > 1 or self.resharding_differs):
             raise UsageError(
-                "got --fsdp-version 1 with --pp, --ep or --reshard-after-forward, of which no description has all: "
-                "leave them away, or give --fsdp-version 2"
+                "got --fsdp-version 1 with --pp, --ep or --reshard-after-forward, which are not modelled together: "
+                "drop them, or give --fsdp-version 2"
             )
         ranks = self.reshard_ranks
         if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or self.pp > 1 or self.outer_ends):
             raise UsageError(
-                f"got --reshard-after-forward {ranks}; expected a number that divides the {self.shards} ranks that "
-                "parameters are sharded over, above 1 and below that, without --pp and --outer-ends"
+                f"got --reshard-after-forward {ranks}; expected a divisor of {self.shards}, the ranks that parameters "
+                "are sharded over, above 1 and below that, without --pp and --outer-ends"
             )
 
     def at_zero(self, zero: int) -> Layout:
@@ -260,13 +256,13 @@ class Layout:
         )
 
     def places(self, index: int) -> tuple[int, ...]:
-        """Of a stage's chunks in the whole model."""
+        """Positions in the model of a stage's chunks."""
         if self.schedule is not Schedule.ZERO_BUBBLE_V:
             return tuple(range(index, self.pp * self.virtual_stages, self.pp))
         return tuple(self.schedule.place(index, chunk, self.pp) for chunk in range(self.virtual_stages))
 
     def neighbours(self, index: int) -> tuple[tuple[bool, bool], ...]:
-        """Of each chunk of a stage: are the place before it, and the one behind it, on the same device?"""
+        """Whether the previous and the next chunk of the model are on the same device, for each chunk of a stage."""
         if self.schedule is not Schedule.ZERO_BUBBLE_V:
             return ((False, False),) * self.virtual_stages
         own = self.places(index)
@@ -274,12 +270,12 @@ class Layout:
 
     @property
     def reshard_word(self) -> str:
-        """As it is typed."""
+        """Value of ``--reshard-after-forward``."""
         return str(self.reshard_ranks or self.reshard)
 
     @property
     def shards_parameters(self) -> bool:
-        """Has a rank a part of each parameter, as under FSDP?"""
+        """Whether parameters are sharded, as under FSDP."""
         return self.zero == 3 and self.shards > 1
 
     @property
@@ -293,17 +289,19 @@ class Layout:
         return self.by_module and self.zero > 1
 
     def brings_whole_gradients(self, *, widened: bool) -> bool:
-        """Does each backward make gradients anew, beside what stays: shards, or all of them ``widened``?"""
+        """Whether backward allocates unsharded gradients in addition to those kept: shards, or ``widened`` ones."""
         return self.shards_parameters and (widened or not self.keeps_whole_gradients)
 
     @property
     def keeps_whole_gradients(self) -> bool:
-        """Are gradients whole until a stage's last backward? See NOTE [ What FSDP2 holds ] in `predict.fsdp2`."""
+        """Whether gradients stay unsharded until a stage's last backward: NOTE [ What FSDP2 holds ]
+        in `predict.fsdp2`.
+        """
         return self.stage_buffers and self.pp > 1 and self.shards_parameters
 
     @property
     def regathers(self) -> bool:
-        """Do forwards of a pipeline's stage shard its weights again, and backwards leave them whole?
+        """Whether forwards of a pipeline stage reshard its weights, and backwards leave them unsharded.
 
         ``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync``:
         ``set_reshard_after_backward(False)``.
@@ -312,21 +310,21 @@ class Layout:
 
     @property
     def resharding_differs(self) -> bool:
-        """Does any group keep its parameters whole after a forward?"""
+        """Whether any group's parameters stay unsharded, or sharded over fewer ranks, after a forward."""
         return self.reshard is not Reshard.ALWAYS or self.reshard_ranks > 0
 
     def _check_experts(self) -> None:
-        """Do the ranks that have experts come out?"""
+        """Reject sizes of --ep and --expert-tp that do not divide the ranks."""
         if not self.expert_tp or self.expert_tp == self.tp:
             if (self.dp * self.cp) % self.ep:
                 raise UsageError(
-                    f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over those ranks"
+                    f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}, the ranks of expert parallelism"
                 )
             return
         if self.expert_tp < 1 or self.tp % self.expert_tp or not self.sp:
             raise UsageError(
-                f"got --expert-tp {self.expert_tp}; expected a divisor of --tp {self.tp}, with --sp: the ranks beyond "
-                "it route tokens of their own"
+                f"got --expert-tp {self.expert_tp}; expected a divisor of --tp {self.tp}, with --sp: the other ranks "
+                "of --tp route different tokens"
             )
         ranks = self.tp * self.dp * self.cp // self.expert_tp
         if ranks % self.ep:
@@ -334,12 +332,12 @@ class Layout:
 
     @property
     def resharded(self) -> bool:
-        """Are layers sharded again after a forward?"""
+        """Whether layers are resharded after a forward."""
         return self.reshard is Reshard.ALWAYS or (self.reshard is Reshard.BUT_FIRST and self.pp == 1)
 
     @property
     def world(self) -> int:
-        """Devices altogether."""
+        """World size: all devices."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
@@ -350,12 +348,12 @@ class Layout:
 
     @property
     def splits_tp(self) -> bool:
-        """Do experts use a part of "tp" for their width, as the axis "etp", and the rest, "tpx", for more experts?"""
+        """Whether experts split "tp" into "etp", which shards their width, and "tpx", for more expert parallelism."""
         return 0 < self.expert_tp != self.tp
 
     @cached_property
     def within_stage(self) -> Layout:
-        """The axes that shard activations; everything else as if it were not there."""
+        """Layout of the axes that shard activations, with defaults for the rest."""
         return Layout(
             tp=self.tp,
             sp=self.sp and self.tp > 1,
@@ -368,7 +366,7 @@ class Layout:
 
     @cached_property
     def sharding(self) -> Layout:
-        """What decides over how many ranks ZeRO spreads a weight."""
+        """Layout of the axes that decide over how many ranks ZeRO shards a weight."""
         return Layout(
             tp=self.tp if self.splits_tp else 1,
             sp=self.splits_tp,
@@ -382,20 +380,20 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks over which ZeRO spreads what experts do not own."""
+        """Ranks over which ZeRO shards all but experts."""
         return self.dp * self.cp // self.zero_replicas
 
     @property
     def expert_shards(self) -> int:
-        """Ranks over which ZeRO spreads one expert's."""
+        """Ranks over which ZeRO shards experts."""
         wider = self.tp // self.expert_tp if self.splits_tp else 1
         return wider * self.dp * self.cp // self.ep // self.zero_replicas
 
     def check(self, model: ModelSpec, *, seq: int, source_seq: int = 0) -> None:
-        """Does the model divide this way?
+        """Check that the layout divides a model.
 
         Args:
-            source_seq: what an encoder beside a decoder reads.
+            source_seq: sequence length of an encoder-decoder's encoder.
 
         Raises:
             UsageError: heads, key-value heads, experts, layers or the sequence do not divide.
@@ -409,9 +407,9 @@ class Layout:
                 self._check_heads(layer.attention.heads, layer.attention.kv_heads)
             if layer.mlp is None:
                 continue
-            width, narrow = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
-            if width % (self.expert_tp if narrow else self.tp):
-                flag = f"--expert-tp {self.expert_tp}" if narrow else f"--tp {self.tp}"
+            width, split = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
+            if width % (self.expert_tp if split else self.tp):
+                flag = f"--expert-tp {self.expert_tp}" if split else f"--tp {self.tp}"
                 raise UsageError(f"{flag} does not divide the feed-forward width {width}")
             if isinstance(layer.mlp, Moe) and layer.mlp.experts % self.ep:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
@@ -419,37 +417,35 @@ class Layout:
             raise UsageError(f"--ep {self.ep}: {model.name} has no experts")
         if self.pp > 1 and self.further != model.further:
             raise UsageError(
-                f"got a layout with {self.further} layers for further tokens, and {model.name} has {model.further}"
+                f"got a layout with {self.further} MTP layers, and {model.name} has {model.further}; expected as many"
             )
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
         if not model.words and ways > 1:
-            flag, reads = f"--cp {self.cp}" if self.cp > 1 else "--sp", "hears sound" if model.audio else "reads images"
-            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} {reads}: leave it away")
+            flag, reads = f"--cp {self.cp}" if self.cp > 1 else "--sp", "audio" if model.audio else "images"
+            raise UsageError(f"got {flag}, which shards sequences of text; {model.name} reads {reads}: drop {flag}")
         cut = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}" if self.pp > 1 else "--sp" if ways > 1 else ""
         if model.two_stacks and cut and (cut != "--sp" or model.pair):
-            raise UsageError(
-                f"got {cut}; {model.name} is {model.two_stacks}, for which no description has it: leave it away"
-            )
+            raise UsageError(f"got {cut}; {model.name} is {model.two_stacks}, for which it is not modelled: drop {cut}")
         for length in (seq, source_seq):
             if length % ways:
                 raise UsageError(f"a sequence of {length} does not divide over {ways} ranks (cp x tp with sp)")
 
     def layers_per_chunk(self, layers: int) -> tuple[int, ...]:
-        """Layers of each stage of each device, in the order of the model: pp x virtual stages of them.
+        """Layers of each virtual stage, in the order of the model: pp x virtual stages of them.
 
-        As `stage_layers` says, or evenly; those for further tokens are the last stage's. Where the layers alone do not
-        divide, the embedding and the head count as a layer each, as the 126 layers of Llama 3 405B were spread over 16
-        stages (arXiv 2407.21783 §3.3.2).
+        They are `stage_layers`, or even; MTP layers belong to the last stage. If the layers do not divide, the
+        embedding and the head count as a layer each, as for the 126 layers of Llama 3 405B on 16 stages
+        (arXiv 2407.21783 §3.3.2).
 
         Raises:
-            UsageError: they do not divide in either way.
+            UsageError: they do not divide either way.
         """
         *others, last = self._own_layers_per_chunk(layers - self.further)
         return (*others, last + self.further)
 
     def _own_layers_per_chunk(self, layers: int) -> tuple[int, ...]:
-        """Without those for further tokens."""
+        """Layers of each virtual stage, without MTP layers."""
         chunks = self.pp * self.virtual_stages
         if self.stage_layers:
             check_stage_layers(self.stage_layers, layers=layers, chunks=chunks)
@@ -460,22 +456,22 @@ class Layout:
         if rest or each < 2:
             virtual = f" x {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
             counted = "with the embedding and the head counted as a layer each"
-            way = f"nor do {layers + 2} {counted}; say how with --stage-layers"
+            way = f"nor do {layers + 2} {counted}; give --stage-layers"
             if not rest and each == 1:
                 ends = ",".join(map(str, (0, *(1,) * (chunks - 2), 0)))
-                way = f"and {counted} both ends have none; if that is meant, give --stage-layers {ends}"
+                way = f"and {counted} the first and last stage have none; for that, give --stage-layers {ends}"
             raise UsageError(f"{layers} layers do not divide over {self.pp} pipeline stages{virtual}, {way}")
         return (each - 1, *(each,) * (chunks - 2), each - 1)
 
     def _check_whole(self, model: ModelSpec) -> None:
-        """Of a recorded model, no axis may cut a block."""
+        """Reject axes that shard a recorded model's blocks."""
         for name, ways in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
             if ways > 1:
-                raise UsageError(f"got --{name} {ways}, which cuts blocks; {uncut(model)}")
+                raise UsageError(f"got --{name} {ways}, which shards blocks; {uncut(model)}")
         if self.pp > 1 and not all(layer.chained for layer in model.layers if isinstance(layer, RecordedLayer)):
             raise UsageError(
-                f"got --pp {self.pp}; a block of {model.name} reads more than what the one before it returned (an "
-                "encoder's result, embeddings), and what a stage would be sent is not known. Leave --pp away"
+                f"got --pp {self.pp}; a block of {model.name} reads more than the previous block's output (an "
+                "encoder's output, embeddings), so that a stage's inputs are unknown. Drop --pp"
             )
 
     def _check_heads(self, heads: int, kv_heads: int) -> None:
@@ -486,20 +482,20 @@ class Layout:
 
     def _check_scan(self, scan: Scan, name: str) -> None:
         shared = self.tp > 1
-        if isinstance(scan, StateSpaceDual):  # by Megatron-Core: `Run` looks whose kernels they are
+        if isinstance(scan, StateSpaceDual):  # by Megatron-Core: `Run` checks the kernels
             if scan.heads % self.tp or scan.groups % self.tp:
                 raise UsageError(f"--tp {self.tp} does not divide {scan.heads} heads in {scan.groups} groups of a scan")
             shared = False
         if shared or self.cp > 1:
             flag = f"--tp {self.tp}" if shared else f"--cp {self.cp}"
             raise UsageError(
-                f"got {flag}; layers of {name} have a {scan.words}, and no description says how ranks would share one. "
+                f"got {flag}; layers of {name} have a {scan.words}, whose sharding is not modelled. "
                 "--dp, --zero, --pp, --ep, --recompute, --offload and budgets apply"
             )
 
 
 def exchange_misfit(layout: Layout, model: ModelSpec) -> str:
-    """Why ranks of context parallelism that exchange sequences for heads would not all have heads; empty: they do.
+    """Explain why all-to-all context parallelism does not divide the heads; empty: it does.
 
     ``transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py``,
     ``AttnFuncWithCPAndQKVOA2A.forward``: "The number of attention heads needs to be divisible by CP size!", of
@@ -520,7 +516,7 @@ def exchange_misfit(layout: Layout, model: ModelSpec) -> str:
     return ""
 
 
-# Layers of each pipeline stage where they are not spread evenly, as they are typed ------------------------------------
+# Uneven layers of pipeline stages: values of --stage-layers -----------------------------------------------------------
 
 
 EXPECTED = (
@@ -530,42 +526,42 @@ EXPECTED = (
 BY_COST = "nanotron"
 _LETTERS = "EtmL"
 _MOST_ITEMS = 1 << 16
-"""Letters of a layout string once its repetitions are written out: more are no model's."""
+"""Upper limit of a layout string's length with its repetitions expanded, far above any model's."""
 
 
 def cut_of(text: str, model: ModelSpec, *, pp: int, virtual: int) -> tuple[int, ...]:
-    """Layers of each stage of each device of this model, as typed, or by nanotron's rule.
+    """Layers of each virtual stage of a model, from ``--stage-layers`` or by nanotron's rule.
 
     Raises:
-        UsageError: `stage_layers` or `stages_by_cost` refuses it, or nanotron has no such model or pipeline.
+        UsageError: of `stage_layers` or `stages_by_cost`, or a model or pipeline that nanotron does not have.
     """
     layers = model.depth - model.further
     if text != BY_COST:
         return stage_layers(text, layers=layers, chunks=pp * virtual, further=model.further)
     first = model.layers[0]
     if not (isinstance(first, Layer) and isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)):
-        raise UsageError(f"got --stage-layers {BY_COST}; its rule has costs of dense Llamas, and {model.name} is none")
+        raise UsageError(f"got --stage-layers {BY_COST}; its rule is for dense Llamas, and {model.name} is none")
     if virtual > 1:
-        raise UsageError(f"got --stage-layers {BY_COST} with --virtual-stages {virtual}, which {BY_COST} has not")
+        raise UsageError(f"got --stage-layers {BY_COST} with --virtual-stages {virtual}; {BY_COST} does not have them")
     h, heads = model.hidden, first.attention.heads
     layer_cost = 4 * heads * (h // heads) * h + 3 * first.mlp.ffn * h
     return stages_by_cost(layers=layers, layer_cost=layer_cost, head_cost=model.vocab * h, stages=pp)
 
 
 def stage_layers(text: str, *, layers: int, chunks: int, further: int = 0) -> tuple[int, ...]:
-    """Layers of each stage of each device, in the order of the model.
+    """Layers of each virtual stage, in the order of the model.
 
     Args:
-        text: ``5,4,4,3``; ``first:3``, ``last:5`` or both, what is left being spread evenly (Megatron's
-            ``--decoder-first-pipeline-num-layers`` and its like); or a string as of Megatron's
-            ``--pipeline-model-parallel-layout``: E embeds, t is a layer, m one for further tokens, L the head, ``|``
-            ends a stage, ``(t|)*3`` repeats.
-        layers: of the model.
+        text: ``5,4,4,3``; ``first:3``, ``last:5`` or both, with the rest even (Megatron's
+            ``--decoder-first-pipeline-num-layers``, ``--decoder-last-pipeline-num-layers``); or a string of Megatron's
+            ``--pipeline-model-parallel-layout``: E is the embedding, t a layer, m an MTP layer, L the head, ``|`` ends
+            a stage, ``(t|)*3`` repeats.
+        layers: number of the model's layers.
         chunks: pp x virtual stages.
-        further: layers for further tokens, which a layout string has as m, or leaves to the last stage.
+        further: number of MTP layers, m in a layout string; without m they belong to the last stage.
 
     Raises:
-        UsageError: it is none of these, or does not add up.
+        UsageError: another format, or a wrong number of layers or stages.
     """
     if re.fullmatch(r"\d+(,\d+)*", text):
         found = tuple(map(int, text.split(",")))
@@ -580,20 +576,20 @@ def stage_layers(text: str, *, layers: int, chunks: int, further: int = 0) -> tu
 
 
 def stages_by_cost(*, layers: int, layer_cost: int, head_cost: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage as nanotron spreads them: by what blocks compute.
+    """Layers of each stage by nanotron's rule, balanced by compute.
 
-    ``nanotron/models/base.py``, ``build_model``: a stage takes blocks up to and with the first that brings the sum of
-    all costs so far above the stage's share of the whole. Only layers and the head have a cost
-    (``models/llama.py``, ``get_block_compute_costs``).
+    ``nanotron/models/base.py``, ``build_model``: a stage ends with the first block that brings the cumulative cost
+    above the stages' share of the total. Only layers and the head have a cost (``models/llama.py``,
+    ``get_block_compute_costs``).
 
     Args:
-        layers: of the model.
-        layer_cost: of one layer: 4 a d h + 3 f h, whatever its key-value heads.
+        layers: number of the model's layers.
+        layer_cost: cost of one layer: 4 a d h + 3 f h, for any number of key-value heads.
         head_cost: V h.
-        stages: of the pipeline.
+        stages: number of pipeline stages.
 
     Raises:
-        UsageError: the head falls before the last stage, where nanotron puts the loss alone.
+        UsageError: the head is not on the last stage, where nanotron has the loss.
     """
     whole = layers * layer_cost + head_cost
     counts, stage, done = [0] * stages, 0, 0
@@ -605,13 +601,13 @@ def stages_by_cost(*, layers: int, layer_cost: int, head_cost: int, stages: int)
     if stage != stages - 1:
         raise UsageError(
             f"--stage-layers {BY_COST} puts the head on stage {stage} of 0 to {stages - 1} and the loss on the next, "
-            "which no description has: say layers of each stage, or give fewer stages"
+            "which is not modelled: give the layers of each stage, or fewer stages"
         )
     return tuple(counts)
 
 
 def check_stage_layers(counts: tuple[int, ...], *, layers: int, chunks: int) -> None:
-    """Refuse layers of stages that do not add up to the model's, or to its stages."""
+    """Reject layers of stages that do not sum to the model's, or of another number of stages."""
     typed = ",".join(map(str, counts))
     if len(counts) != chunks:
         raise UsageError(
@@ -623,8 +619,8 @@ def check_stage_layers(counts: tuple[int, ...], *, layers: int, chunks: int) -> 
 
 
 def uneven_cuts(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Ways to cut a model that are not even: the ends have up to two layers more or less than a share; the rest is
-    spread as evenly as it can be, larger shares in the middle. No two stages are more than two layers apart.
+    """Uneven partitions of a model: the first and last stage have up to two layers more or less than a share; the rest
+    is as even as possible, larger stages in the middle. No two stages differ by more than two layers.
     """
     found: dict[tuple[int, ...], None] = {}
     share = layers / stages
@@ -640,7 +636,7 @@ def uneven_cuts(layers: int, stages: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _spread(layers: int, stages: int) -> tuple[int, ...]:
-    """As evenly as can be; one more in the middle."""
+    """Distribute layers evenly, with the remainder in the middle."""
     if not stages:
         return ()
     each, rest = divmod(layers, stages)
@@ -661,7 +657,7 @@ def _ends(text: str, layers: int, chunks: int) -> tuple[int, ...]:
 
 
 def _pattern(text: str, further: int) -> tuple[int, ...]:
-    """Repetitions are written out, innermost first."""
+    """Layers of each stage of a layout string, whose repetitions are expanded innermost first."""
     flat, before = text.replace(",", ""), ""
     while flat != before:
         before = flat
@@ -674,14 +670,13 @@ def _pattern(text: str, further: int) -> tuple[int, ...]:
         flat = re.sub(rf"\(([{_LETTERS}|]*)\)(?!\*)", r"\1", flat)
     if not re.fullmatch(r"E?[t|]*m*L?", flat):
         raise UsageError(
-            f"--stage-layers {text} means {flat}; expected the embedding E first, then layers t and stages |, then "
-            "layers m for further tokens, with the head L on the last stage"
+            f"--stage-layers {text} expands to {flat}; expected the embedding E first, then layers t and stages |, "
+            "then MTP layers m, with the head L on the last stage"
         )
     told = flat.count("m")
     if told and told != further:
         raise UsageError(
-            f"--stage-layers {text} has {told} x m, layers for further tokens, and --mtp-num-layers is {further}; give "
-            "the same number"
+            f"--stage-layers {text} has {told} x m, MTP layers, and --mtp-num-layers is {further}; give the same number"
         )
     return tuple(stage.count("t") for stage in flat.split("|"))
 
@@ -692,7 +687,7 @@ def _repeated(found: re.Match[str]) -> str:
 
 # recorded -------------------------------------------------------------------------------------------------------------
 #
-# What cannot be asked of a model whose blocks were recorded, in words: in one place, for all who refuse it
+# Flags that do not apply to models whose blocks were recorded
 
 
 AS_BUILT: Final = frozenset(
@@ -724,24 +719,24 @@ AS_BUILT: Final = frozenset(
         "offload_modules",
     }
 )
-"""What a described model is told, and a recorded one has as it is built."""
+"""Options of described models that a recorded model was built with."""
 
 
 def uncut(model: ModelSpec) -> str:
-    """Why nothing may cut its blocks, and what may be asked instead."""
+    """Explain why recorded blocks cannot be sharded, and which flags apply."""
     recorder = model.recorder
-    assert recorder is not None, "a described model is cut as its description says"
+    assert recorder is not None, "described models can be sharded"
     return (
-        f"the blocks of {recorder.words} are recorded as they are built, and nothing says how ranks would share one. "
+        f"the blocks of {recorder.words} are recorded as they are built, and their sharding is unknown. "
         "--dp, --zero, --pp, --recompute, --offload and --budget apply"
     )
 
 
 def refuse_as_built(model: ModelSpec, given: tuple[str, ...]) -> None:
-    """Refuse what is asked of a recorded model that has it as it is built."""
+    """Reject options that a recorded model was built with."""
     for name in given:
         if model.recorder is not None and name in AS_BUILT:
             raise UsageError(
                 f"--{name.replace('_', '-')} does not apply to {model.name}: the blocks of {model.recorder.words} are "
-                "recorded as they are built. Leave it away"
+                "recorded as they are built. Drop the flag"
             )

@@ -1,4 +1,4 @@
-"""A model as numbers and choices: enough to write down every tensor of it, nothing of how it is computed.
+"""Architecture of a model: sizes and options that determine its tensors, apart from kernels and layout.
 
 h hidden · a heads · k key-value heads · d head dim · f feed-forward width · V vocabulary · L layers · e experts.
 All sizes are the whole model's; a parallel layout divides them elsewhere.
@@ -20,14 +20,14 @@ from jettison.spec.fp8 import Rule
 
 
 class NormKind(StrEnum):
-    """What a normalisation divides by."""
+    """Kind of norm."""
 
-    LAYER = "layer"  # mean and standard deviation (arXiv 1607.06450)
-    RMS = "rms"  # root mean square (arXiv 1910.07467)
+    LAYER = "layer"  # LayerNorm (arXiv 1607.06450)
+    RMS = "rms"  # RMSNorm (arXiv 1910.07467)
 
 
 class Arrangement(StrEnum):
-    """Where a layer's norms stand."""
+    """Position of a layer's norms and residuals."""
 
     PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
     PARALLEL = "parallel"  # x + attention(norm1(x)) + mlp(norm2(x)): GPT-NeoX
@@ -38,12 +38,12 @@ class Arrangement(StrEnum):
 
 
 class Activation(StrEnum):
-    """The nonlinearity of a feed-forward block."""
+    """Activation function of an MLP."""
 
-    GELU = "gelu"  # the exact one, one kernel
-    GELU_TANH = "gelu_tanh"  # the approximation, one kernel
-    GELU_WRITTEN = "gelu_written"  # the approximation written out op by op: GPT-2's gelu_new
-    GELU_FAST = "gelu_fast"  # the same with its factors in another order, which keeps more
+    GELU = "gelu"  # exact, one kernel
+    GELU_TANH = "gelu_tanh"  # tanh approximation, one kernel
+    GELU_WRITTEN = "gelu_written"  # tanh approximation, op by op: GPT-2's gelu_new
+    GELU_FAST = "gelu_fast"  # the same with factors in another order, which saves more tensors
     GELU_QUICK = "gelu_quick"  # x * sigmoid(1.702 x), op by op: CLIP
     SILU = "silu"
     RELU = "relu"
@@ -52,17 +52,17 @@ class Activation(StrEnum):
 
 
 class QkNorm(StrEnum):
-    """Normalisation of queries and keys before the product."""
+    """Norm of queries and keys."""
 
     NONE = "none"
     HEAD = "head"  # over each head's d: Qwen3, Gemma 3
     WIDTH = "width"  # over all heads together: OLMo 2
     APIECE = "apiece"  # over each head's d, with a weight for each head: Command R+, StableLM 2 12B
-    LENGTH = "length"  # over each head's d, without a weight, and after the rotation: Llama 4
+    LENGTH = "length"  # over each head's d, without a weight, and after rotary embeddings: Llama 4
 
 
 class Router(StrEnum):
-    """How scores become the experts of a token."""
+    """Selection of a token's experts from router scores."""
 
     SOFTMAX_TOPK = "softmax, then top-k"  # Mixtral, Qwen3-MoE, DeepSeek-V2
     TOPK_SOFTMAX = "top-k, then softmax"  # gpt-oss
@@ -72,21 +72,21 @@ class Router(StrEnum):
 
 
 class Biases(StrEnum):
-    """Where a layer's attention has learned biases of scores by distance from (arXiv 1910.10683 §2.1)."""
+    """Relative position biases of a layer's attention scores (arXiv 1910.10683 §2.1)."""
 
     NONE = "none"
-    OWN = "own"  # each layer makes its own: umT5
-    FIRST = "first"  # this layer makes them and hands them on: the first of each stack of T5
+    OWN = "own"  # computed in each layer: umT5
+    FIRST = "first"  # computed in this layer and passed to the next ones: the first of each stack of T5
     GIVEN = "given"  # those of the first layer
 
     @property
     def made(self) -> bool:
-        """Are there any?"""
+        """Whether scores have biases."""
         return self is not Biases.NONE
 
 
 def positive(who: str, **sizes: object) -> None:
-    """Refuse sizes that are no whole numbers of 1 or more, by their names."""
+    """Reject sizes that are not integers of 1 or more, by their names."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{who}: got {name} {value!r}; expected a whole number of 1 or more")
@@ -94,7 +94,7 @@ def positive(who: str, **sizes: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
-    """A normalisation's parameters. ``offset`` is Gemma's 1 + weight; OLMo's first has no ``weight``."""
+    """A norm and its parameters. ``offset`` is Gemma's 1 + weight; OLMo 1 has no ``weight``."""
 
     kind: NormKind
     bias: bool = False
@@ -107,43 +107,43 @@ class Attention:
     """Softmax attention with k <= a key-value heads. Biases are of the projections.
 
     Raises:
-        UsageError: a size below one, or heads that do not share key-value heads evenly.
+        UsageError: a size below one, or a number of heads that is not a multiple of key-value heads.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     qkv_bias: bool = False
-    key_bias: bool = True  # where the others have one: Whisper's keys do not
+    key_bias: bool = True  # of keys, with ``qkv_bias``: not in Whisper
     out_bias: bool = False
     fused_qkv: bool = False  # one weight for query, key and value
     qk_norm: QkNorm = QkNorm.NONE
-    rotary_dim: int = 0  # how much of d is rotated; 0: no rotary positions
-    window: int | None = None  # tokens that a query sees; None: all before it
-    softcap: bool = False  # scores pass c * tanh(score / c)
-    sinks: bool = False  # a learned logit a head takes part in the softmax: gpt-oss
-    alibi: bool = False  # scores get a multiple of the distance, one factor a head (arXiv 2108.12409)
-    clipped: bool = False  # what the projections give is clamped
+    rotary_dim: int = 0  # rotated part of d; 0: no rotary embeddings
+    window: int | None = None  # sliding window in tokens; None: full attention
+    softcap: bool = False  # c * tanh(score / c)
+    sinks: bool = False  # a learned logit a head is added to the softmax: gpt-oss
+    alibi: bool = False  # ALiBi: scores get a multiple of the distance, one factor a head (arXiv 2108.12409)
+    clipped: bool = False  # outputs of the QKV projection are clamped
     scaled_queries: bool = False  # by a factor that grows with the position (arXiv 2501.19399)
-    gated: bool = False  # what it returns is weighted, by as many numbers as queries have, of the same product
+    gated: bool = False  # the output is multiplied by a gate as wide as queries, from the query projection
     causal: bool = True
-    biases: Biases = Biases.NONE  # are added to scores
-    buckets: int = 0  # rows of their table, one for distances that are taken together; 0: they are zeros
+    biases: Biases = Biases.NONE  # added to scores
+    buckets: int = 0  # rows of the table of biases; 0: they are zeros
 
     def __post_init__(self) -> None:
         positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         if self.heads % self.kv_heads:
-            raise UsageError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
+            raise UsageError(f"{self.heads} heads are not a multiple of {self.kv_heads} key-value heads")
         if self.window is not None:
             positive("attention", window=self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1): queries and keys-values pass a low rank."""
+    """Multi-head latent attention (MLA) with low-rank queries, keys and values (DeepSeek-V2, arXiv 2405.04434 §2.1)."""
 
     heads: int
-    query_rank: int | None  # None: queries are projected directly
+    query_rank: int | None  # None: full-rank queries
     kv_rank: int
     nope_dim: int
     rope_dim: int
@@ -162,7 +162,7 @@ class LatentAttention:
 
     @property
     def kv_heads(self) -> int:
-        """Every head has its own keys and values once they are expanded."""
+        """Key-value heads after the up projection: one for each head."""
         return self.heads
 
     @property
@@ -173,7 +173,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mlp:
-    """A feed-forward block; gated ones multiply the activation of one half with the other."""
+    """An MLP; a gated one multiplies the activation of one half by the other."""
 
     ffn: int
     activation: Activation
@@ -187,7 +187,7 @@ class Mlp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moe:
-    """A mixture of ``experts`` feed-forward blocks of width ``ffn``, ``top_k`` for a token, and perhaps shared ones."""
+    """Mixture of ``experts`` MLPs of width ``ffn``, ``top_k`` of them for each token, with optional shared experts."""
 
     experts: int
     top_k: int
@@ -197,18 +197,18 @@ class Moe:
     gated: bool = True
     bias: bool = False  # of the experts
     router_bias: bool = False  # learned: gpt-oss
-    correction_bias: bool = False  # a buffer, not learned: DeepSeek-V3
+    correction_bias: bool = False  # a buffer: DeepSeek-V3
     correction_frozen: bool = False  # a parameter without a gradient: ERNIE 4.5
     normalise_top_k: bool = False
-    clamped_sum: bool = False  # what they are divided by has a least value, which is a further tensor
-    weighted_inputs: bool = False  # tokens get their weights before the experts: Llama 4
-    jitters: int = 0  # how often tokens are multiplied by noise before they are routed
-    shared_ffn: int = 0  # width of the shared experts together; 0: none
-    shared_gate: bool = False  # what they return is weighted by a number a token: Qwen2-MoE
+    clamped_sum: bool = False  # the sum that weights are divided by is clamped, into another tensor
+    weighted_inputs: bool = False  # the experts' inputs are weighted, not their outputs: Llama 4
+    jitters: int = 0  # number of multiplications by noise before the router
+    shared_ffn: int = 0  # width of all shared experts; 0: none
+    shared_gate: bool = False  # their output is multiplied by a number a token: Qwen2-MoE
     shared_fused: bool = False  # their gate and up are one weight
     groups: int = 1
     top_groups: int = 1
-    latent: int = 0  # what experts read and return, where a product makes it of tokens and another tokens of it
+    latent: int = 0  # width of experts' inputs and outputs, with projections down and up; 0: h
 
     def __post_init__(self) -> None:
         positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)
@@ -216,12 +216,12 @@ class Moe:
             raise UsageError(f"top_k {self.top_k} is more than the {self.experts} experts")
 
 
-# layers that carry a state along the sequence: state-space (SSM), linear attention ------------------------------------
+# state-space (SSM) and linear-attention layers ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """Whatever carries a state along the sequence. No description says how ranks would share one.
+    """A state-space or linear-attention layer. Only Megatron-Core's `StateSpaceDual` is modelled sharded.
 
     Raises:
         UsageError: a size below one.
@@ -233,35 +233,35 @@ class Scan:
 
     @property
     def words(self) -> str:
-        """Its name in a message."""
+        """Name of its kind, for messages."""
         return type(self).__name__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDelta(Scan):
-    """The gated delta rule (arXiv 2412.06464): each head has a matrix of ``key_dim`` x ``value_dim``, which decays and
+    """Gated delta rule (arXiv 2412.06464): each head has a state of ``key_dim`` x ``value_dim``, which decays and
     is corrected by each token.
 
     Args:
-        grouped: query, key, value and gate come out of one product, head by head, and both rates out of another:
-            Qwen3-Next. Otherwise the gate and either rate have products of their own: Qwen3.5.
+        grouped: query, key, value and gate come from one projection, head by head, and both rates from another:
+            Qwen3-Next. Otherwise the gate and each rate have projections of their own: Qwen3.5.
 
     Raises:
-        UsageError: a size below one, or value heads that do not share key heads evenly.
+        UsageError: a size below one, or a number of value heads that is not a multiple of key heads.
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    taps: int = 4  # tokens that the convolution before it reads
-    chunk: int = 64  # tokens that are worked out together
+    taps: int = 4  # kernel size of its convolution
+    chunk: int = 64  # chunk length of the scan
     grouped: bool = False
 
     def __post_init__(self) -> None:
         Scan.__post_init__(self)
         if self.value_heads % self.key_heads:
-            raise UsageError(f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly")
+            raise UsageError(f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads")
 
     @property
     def words(self) -> str:
@@ -269,40 +269,40 @@ class GatedDelta(Scan):
 
     @property
     def keys(self) -> int:
-        """Of all heads together."""
+        """Width of all heads' keys."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Of all heads together."""
+        """Width of all heads' values."""
         return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpaceDual(Scan):
-    """State space duality (arXiv 2405.21060): each head has a matrix of ``head_dim`` x ``state``, which decays by a
-    number a token.
+    """Mamba 2, state space duality (arXiv 2405.21060): each head has a state of ``head_dim`` x ``state``, which decays
+    by a number a token.
 
     Args:
         bias: of the projections; ``convolution_bias``: of the convolution.
 
     Raises:
-        UsageError: a size below one, or heads that do not share groups evenly.
+        UsageError: a size below one, or a number of heads that is not a multiple of groups.
     """
 
     heads: int
     head_dim: int
     state: int
-    groups: int  # of heads that share what is written and what is asked, and of channels that are normalised together
-    taps: int  # tokens that the convolution before it reads
-    chunk: int  # tokens that are worked out together
+    groups: int  # of heads that share B and C, and of channels in a norm
+    taps: int  # kernel size of its convolution
+    chunk: int  # chunk length of the scan
     bias: bool = False
     convolution_bias: bool = True
 
     def __post_init__(self) -> None:
         Scan.__post_init__(self)
         if self.heads % self.groups:
-            raise UsageError(f"{self.heads} heads cannot share {self.groups} groups evenly")
+            raise UsageError(f"{self.heads} heads are not a multiple of {self.groups} groups")
 
     @property
     def words(self) -> str:
@@ -315,13 +315,13 @@ class StateSpaceDual(Scan):
 
     @property
     def convolved(self) -> int:
-        """Channels that pass the convolution."""
+        """Channels of the convolution."""
         return self.inner + 2 * self.groups * self.state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectiveScan(Scan):
-    """A selective state space (arXiv 2312.00752): each channel has ``state`` numbers, which decay at their own rates.
+    """Mamba's selective scan (arXiv 2312.00752): each channel has ``state`` numbers, which decay at their own rates.
 
     Args:
         bias: of the projections; ``convolution_bias``: of the convolution.
@@ -329,11 +329,11 @@ class SelectiveScan(Scan):
 
     inner: int  # channels
     state: int
-    rank: int  # of the product that makes their time steps
-    taps: int  # tokens that the convolution before it reads
+    rank: int  # of the time step projection
+    taps: int  # kernel size of its convolution
     bias: bool = False
     convolution_bias: bool = True
-    normed: bool = False  # time steps, what is written and what is asked are normalised: Jamba
+    normed: bool = False  # norms of time steps, B and C: Jamba
 
     @property
     def words(self) -> str:
@@ -345,17 +345,16 @@ class SelectiveScan(Scan):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One layer: what mixes tokens, what works on each of them, or one of both alone. Equal layers are equal objects:
-    they are worked out once.
+    """One layer: attention and an MLP, or one of them. Ledgers are computed once for equal layers.
 
-    ``attention``: what mixes tokens; None: nothing does. ``mlp``: what works on each; None: nothing does.
-    ``narrow``: it is given 16 bits where others are given fp32, under autocast.
-    ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
-    ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
+    ``attention``: attention, or a state-space or linear-attention layer; None: neither. ``mlp``: None: no MLP.
+    ``narrow``: its input is 16-bit under autocast where that of others is fp32.
+    ``detached``: its input has no gradient, as in the first layer after a frozen embedding.
+    ``source``: it belongs to the encoder, with that one's sequence length. ``cross``: cross-attention to the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
-    ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
-    ``repeats``: its weights are those of the layer before it, which it runs once more.
-    ``products``: globs of its products, and recipes in the place of the run's: NOTE [ Recipes of single GEMMs ].
+    ``ahead``: depth of a multi-token prediction (MTP) layer, from 1; 0: one of the model's own layers.
+    ``repeats``: it shares the weights of the previous layer.
+    ``products``: globs of its GEMMs and recipes that replace the run's: NOTE [ Recipes of single GEMMs ].
     """
 
     attention: Attention | LatentAttention | Scan | None
@@ -382,36 +381,36 @@ class Layer:
 
     @property
     def scan(self) -> Scan | None:
-        """What carries a state along the sequence, where something does."""
+        """Its state-space or linear-attention part."""
         return self.attention if isinstance(self.attention, Scan) else None
 
     @property
     def experts(self) -> Moe | None:
-        """Its experts, where it has some."""
+        """Its mixture of experts."""
         return self.mlp if isinstance(self.mlp, Moe) else None
 
     @property
     def window(self) -> int | None:
-        """Tokens that a query sees; None: all before it."""
+        """Sliding window in tokens; None: full attention."""
         return self.attention.window if isinstance(self.attention, Attention) else None
 
     @property
     def causal(self) -> bool:
-        """Does a token see those before it alone?"""
+        """Whether attention is causal."""
         if self.cross is not None:
-            return False  # counted in full, since most of what it asks of the encoder is seen
+            return False  # counted in full, since cross-attention is not masked
         if self.attention is None or self.scan is not None:
-            return False  # has no scores that a mask leaves out
+            return False  # no scores to mask
         return self.attention.causal if isinstance(self.attention, Attention) else True
 
     @property
     def heads(self) -> int:
-        """Of queries; one where there are none, since nothing divides that."""
+        """Query heads; 1 without attention."""
         return self.attention.heads if isinstance(self.attention, Attention | LatentAttention) else 1
 
     @property
     def attended_width(self) -> int:
-        """Of all heads' values together: h in PaLM's formula."""
+        """Width of all heads' values: h in PaLM's FLOPs formula."""
         match self.attention:
             case Attention(heads=heads, head_dim=width) | LatentAttention(heads=heads, value_dim=width):
                 return heads * width
@@ -420,33 +419,33 @@ class Layer:
 
 
 class BlockRecorder(ABC):
-    """Whoever can record the blocks of a model that nobody has described. Equal ones record the same."""
+    """Recorder of the blocks of a model without a description. Equal recorders record equal blocks."""
 
     @property
     @abstractmethod
     def words(self) -> str:
-        """What it records, in a message."""
+        """Name of the recorded model, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedLayer:
-    """A block as a trace has it: its record is complete, and nothing in it says how ranks would share it.
+    """A recorded block: all its tensors, without information about sharding.
 
     Args:
-        chained: each block reads the one before it and no other, so that a pipeline can be cut between any two.
+        chained: each block reads only the previous one's output, so that a pipeline can be split between any two.
     """
 
     recorder: BlockRecorder
-    call: int  # which of the calls of a forward it stands for: the first of those that are alike
-    kind: str  # its class, for people
+    call: int  # number of the first equal call in a forward
+    kind: str  # name of its class
     causal: bool = True
-    attended_width: int = 0  # of all heads together; 0 where there are none
+    attended_width: int = 0  # width of all heads; 0: no attention
     fused: bool = True  # its attention is one kernel
     chained: bool = True
-    ahead: ClassVar[int] = 0  # where layers for multi-token prediction come from is not recorded
-    experts: ClassVar[None] = None  # that ranks could share
-    window: ClassVar[None] = None  # what a mask leaves out is computed
-    heads: ClassVar[int] = 1  # nothing divides it
+    ahead: ClassVar[int] = 0  # MTP layers are not recorded
+    experts: ClassVar[None] = None  # no expert parallelism
+    window: ClassVar[None] = None  # masked scores are computed
+    heads: ClassVar[int] = 1  # no tensor parallelism
 
 
 AnyLayer = Layer | RecordedLayer
@@ -454,42 +453,42 @@ AnyLayer = Layer | RecordedLayer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DropoutSites:
-    """Where the architecture drops out once a probability is given."""
+    """Places where the architecture has dropout."""
 
     embedding: bool = False
     attention: bool = False
     residual: bool = False
-    projected: bool = False  # after what makes tokens of features
-    inner: bool = False  # before the last product of a feed-forward block
+    projected: bool = False  # after the projection of features to tokens
+    inner: bool = False  # before an MLP's down projection
     output: bool = False  # after the last norm of a stack
 
 
 class Pooling(StrEnum):
-    """What of a sequence is classified."""
+    """Input of a classification head."""
 
-    NONE = "none"  # each token is a prediction
-    FIRST = "first"  # its first token, after the last norm: ViT
-    PATCHES = "patches"  # the mean of all others, which no norm has seen: CLIP
+    NONE = "none"  # every token: no classification
+    FIRST = "first"  # the class token, after the final norm: ViT
+    PATCHES = "patches"  # the mean of all other tokens, before the final norm: CLIP
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """From the last layer to logits. ``transform`` is BERT's dense + activation + norm before the vocabulary."""
+    """Output head. ``transform`` is BERT's dense + activation + norm before the vocabulary."""
 
     bias: bool = False
     transform: Activation | None = None
     transform_bias: bool = True
     softcap: bool = False
-    scaled: bool = False  # what it reads is multiplied by a number
+    scaled: bool = False  # its input is multiplied by a number
     pooling: Pooling = Pooling.NONE
 
 
-# what a sequence is made of where it is not words alone ---------------------------------------------------------------
+# images, audio and encoder inputs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patches:
-    """An image as a sequence: its squares, each a token, and perhaps one more to be classified (arXiv 2010.11929).
+    """An image as a sequence of patches, with an optional class token (arXiv 2010.11929).
 
     Raises:
         UsageError: a size below one, or patches that are larger than the image.
@@ -499,7 +498,7 @@ class Patches:
     width: int
     patch: int
     channels: int
-    bias: bool = True  # of the product that makes tokens
+    bias: bool = True  # of the patch embedding
     class_token: bool = True
 
     def __post_init__(self) -> None:
@@ -509,103 +508,103 @@ class Patches:
 
     @property
     def count(self) -> int:
-        """Of an image; pixels that fill none are not seen."""
+        """Number of patches; remaining pixels are ignored."""
         return (self.height // self.patch) * (self.width // self.patch)
 
     @property
     def tokens(self) -> int:
-        """s."""
+        """Sequence length s."""
         return self.count + self.class_token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderInput:
-    """What an encoder reads beside a decoder. Words share the decoder's table."""
+    """Input of an encoder-decoder's encoder. Text shares the decoder's embedding."""
 
-    max_positions: int  # the longest source where there is a table; with ``sound`` every one is that long
-    position_rows: int = 0  # of a learned table; 0: there is none, and positions have no end
-    trained_positions: bool = True  # otherwise they are sines that were written into it
-    sound: int = 0  # rows of a spectrum, which two convolutions make tokens of, the second one for each two frames
+    max_positions: int  # the longest source with learned positions; with ``sound`` the length of every source
+    position_rows: int = 0  # of learned positions; 0: any length
+    trained_positions: bool = True  # otherwise frozen sines
+    sound: int = 0  # frequency bins of a spectrogram, read by two convolutions, the second of stride 2; 0: text
 
     def __post_init__(self) -> None:
         positive("encoder", max_positions=self.max_positions)
 
     def longest(self, seq: int) -> int:
-        """What it can read beside a decoder of so many tokens, if they are to be equally long."""
+        """Return a source length for a decoder of ``seq`` tokens: the same where possible."""
         return self.max_positions if self.sound else min(seq, self.max_positions) if self.position_rows else seq
 
 
 SECOND: Final = 16_000
-"""Samples of a second, as these models take it."""
+"""Samples per second of audio."""
 CHARACTERS: Final = 16
-"""Labels of a second of speech: its text."""
+"""Labels per second of speech: its text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audio:
-    """From samples to tokens, and from tokens to a loss.
+    """Feature encoder from samples to tokens, and CTC loss.
 
     Args:
-        channels, kernels, strides: of the convolutions, one after the other.
-        masked_time, masked_features: a learned vector is written over some tokens, and zeros over some features.
-        position_kernel, position_groups: of the convolution that says where a token is, whose weight is normalised.
+        channels, kernels, strides: of the convolutions in order.
+        masked_time, masked_features: SpecAugment: a learned vector replaces some tokens, and zeros some features.
+        position_kernel, position_groups: of the convolutional position embedding, which has weight norm.
 
     Raises:
-        UsageError: lists of other lengths, or sizes below one.
+        UsageError: lists of different lengths, or sizes below one.
     """
 
     channels: tuple[int, ...]
     kernels: tuple[int, ...]
     strides: tuple[int, ...]
     bias: bool
-    group_norm: bool  # after the first of them stands a norm of each channel; otherwise after each a LayerNorm
+    group_norm: bool  # GroupNorm after the first convolution; otherwise LayerNorm after each
     activation: Activation
     projection_norm: bool = True
     masked_time: bool = False
     masked_features: bool = False
-    mask: bool = False  # that vector is there, used or not
+    mask: bool = False  # the model has that vector, used or not
     position_kernel: int = 128
     position_groups: int = 16
-    mean_loss: bool = False  # of a sequence's loss by its number of labels; otherwise the sum
-    zero_infinity: bool = False  # losses without end count nothing
+    mean_loss: bool = False  # ``ctc_loss_reduction`` mean; otherwise sum
+    zero_infinity: bool = False  # ``ctc_zero_infinity``
 
     def lengths(self, samples: int) -> Iterator[int]:
-        """After each convolution."""
+        """Sequence lengths after each convolution."""
         for kernel, stride in zip(self.kernels, self.strides, strict=True):
             samples = (samples - kernel) // stride + 1
             yield samples
 
     def frames(self, samples: int) -> int:
-        """s: tokens of so many samples."""
+        """Sequence length s of an audio of ``samples``."""
         *_, last = self.lengths(samples)
         return max(0, last)
 
     def tokens(self, name: str, samples: int) -> int:
-        """The same of what is asked for; too few for one token are refused."""
+        """Sequence length of ``--source-seq``; a `UsageError` if it has no token."""
         if samples < (least := self.samples(1)):
             raise UsageError(f"got --source-seq {samples}; {name} needs {least} samples or more for a token")
         return self.frames(samples)
 
     def samples(self, frames: int) -> int:
-        """The fewest that make so many tokens."""
+        """Fewest samples of a sequence of ``frames`` tokens."""
         for kernel, stride in zip(reversed(self.kernels), reversed(self.strides), strict=True):
             frames = (frames - 1) * stride + kernel
         return frames
 
     def heard(self, samples: int, frames: int) -> int:
-        """Samples of a sequence: as many as are asked for, or the fewest that make its tokens."""
+        """Samples of a sequence: ``samples`` unless 0, or the fewest for its tokens."""
         return samples or self.samples(frames)
 
     def labels(self, samples: int) -> int:
-        """Of a sequence; the text of speech."""
+        """Number of labels of an audio of ``samples``."""
         return max(1, samples * CHARACTERS // SECOND)
 
     def check(self, name: str, *, seq: int, samples: int) -> None:
-        """Refuse samples that do not make so many tokens."""
+        """Reject samples that do not have ``seq`` tokens."""
         if samples and self.frames(samples) != seq:
             raise UsageError(
-                f"got --source-seq {samples} and --seq {seq}; {name} makes {self.frames(samples)} tokens of so many "
-                "samples: leave one of them away"
+                f"got --source-seq {samples} and --seq {seq}; {name} has {self.frames(samples)} tokens for that many "
+                "samples: drop one of them"
             )
 
 
@@ -614,17 +613,16 @@ class Audio:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A whole model.
+    """Architecture of a model.
 
     Args:
-        vocab: words; of what classifies, classes.
-        family: which published code it follows where codes differ ("llama", "gpt2", "paper", ...).
-        max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
-        max_sequence: None where positions have no end.
-        patches: what its sequences are made of, where it reads images and no words.
-        audio: how it makes tokens of sound.
-        pair: images that its texts are held against.
-        source: what its encoder reads. The encoder's layers come first, and each layer of the decoder asks its result.
+        vocab: vocabulary size, or number of classes.
+        family: the published code that it follows ("llama", "gpt2", "paper", ...).
+        max_positions: rows of learned positions, or the longest sequence that rotary embeddings were trained for.
+        patches: patches of images, of models that read no text.
+        audio: feature encoder of audio models.
+        pair: image tower of a contrastive model.
+        source: input of an encoder-decoder's encoder, whose layers come first.
 
     Raises:
         UsageError: a size below one, no layers.
@@ -638,7 +636,7 @@ class ModelSpec:
     final_norm: Norm | None
     max_positions: int
     learned_positions: bool = False
-    position_rows: int = 0  # of the learned table, where it has more than max_positions
+    position_rows: int = 0  # of learned positions, if more than max_positions
     patches: Patches | None = None
     audio: Audio | None = None
     pair: Pair | None = None
@@ -646,14 +644,14 @@ class ModelSpec:
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
-    wide_stream: bool = False  # the residual stream is fp32 whatever activations are: Mamba 2
+    wide_stream: bool = False  # fp32 residual stream in every precision: Mamba 2
     tied_embeddings: bool = False
     head: Head = Head()
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
-    dropout: float = 0.0  # what its configuration asks for
-    dtype: str = "bfloat16"  # what its configuration asks for
-    beside: tuple[tuple[str, tuple[int, ...]], ...] = ()  # weights that no text runs: of towers, by name
-    left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
+    dropout: float = 0.0  # of its configuration
+    dtype: str = "bfloat16"  # of its configuration
+    beside: tuple[tuple[str, tuple[int, ...]], ...] = ()  # weights of towers that text does not use, by name
+    left_out: tuple[str, ...] = field(default=(), compare=False)  # parts that are not modelled, for messages
 
     def __repr__(self) -> str:
         kind = self.family if self.family == self.name else f"{self.name}, family {self.family}"
@@ -665,82 +663,82 @@ class ModelSpec:
             raise UsageError(f"model {self.name} has no layers")
 
     def __hash__(self) -> int:
-        """Cheap: models are keys of caches, and most differ in these."""
+        """Hash of the fields that most models differ in; cheap, since models are cache keys."""
         return hash((self.name, self.family, self.hidden, self.vocab, self.depth))
 
     @cached_property
     def kinds(self) -> tuple[AnyLayer, ...]:
-        """The distinct layers, in order of first appearance."""
+        """Distinct layers in order of first occurrence."""
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
     def kind_numbers(self) -> tuple[int, ...]:
-        """By layer, which of `kinds` it is."""
+        """Index in `kinds` of each layer."""
         numbers = {layer: number for number, layer in enumerate(self.kinds)}
         return tuple(numbers[layer] for layer in self.layers)
 
     @cached_property
     def stretches(self) -> tuple[tuple[int, int, int], ...]:
-        """Runs of neighbours that are alike: (which of `kinds`, first, one past the last)."""
+        """Runs of equal consecutive layers: (index in `kinds`, first, one past the last)."""
         runs = [(number, len(list(same))) for number, same in groupby(self.kind_numbers)]
         stops = list(accumulate(length for _, length in runs))
         return tuple((number, stop - length, stop) for (number, length), stop in zip(runs, stops, strict=True))
 
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
-        """What ledgers call the layers."""
+        """Names of the layers in ledgers."""
         own = self.depth - self.further
         return (*(f"layers.{index}" for index in range(own)), *(f"mtp.{index}" for index in range(self.further)))
 
     @cached_property
     def further(self) -> int:
-        """Layers at the end that predict further tokens."""
+        """Number of layers for multi-token prediction (MTP), which come last."""
         return sum(layer.ahead > 0 for layer in self.layers)
 
     @cached_property
     def recorder(self) -> BlockRecorder | None:
-        """Who has its blocks, where they are not described."""
+        """Recorder of its blocks; None: they are described."""
         first = self.layers[0]
         return first.recorder if isinstance(first, RecordedLayer) else None
 
     @cached_property
     def described(self) -> tuple[Layer, ...]:
-        """Of its kinds, those that say what they are made of."""
+        """Distinct layers with a description."""
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
 
     @property
     def words(self) -> bool:
-        """Does it read words, which ranks can share, and neither images nor sound alone?"""
+        """Whether it reads text, not only images or audio."""
         return self.patches is None and self.audio is None
 
     @property
     def two_stacks(self) -> str:
-        """Two of them, in words: an encoder with a decoder, or two towers; "": one."""
+        """Kind of a model with two stacks, for messages; "": one stack."""
         return "an encoder with a decoder" if self.source else "two towers" if self.pair else ""
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest sequence: an image is as long as it is."""
+        """Tokens of the shortest sequence: 1, or those of an image."""
         return 1 if self.patches is None else self.patches.tokens
 
     @property
     def shortest_source(self) -> int:
-        """The same of what an encoder reads; 0: there is none beside a decoder."""
+        """Tokens of the shortest source; 0: no encoder."""
         if self.pair is not None:
             return self.pair.tokens
         return 0 if self.source is None else self.source.max_positions if self.source.sound else 1
 
     @property
     def depth(self) -> int:
-        """L, with what predicts further tokens."""
+        """Number of layers L with MTP layers."""
         return len(self.layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Images held against texts (arXiv 2103.00020 §2.3): the tower of images, whose layers come first.
+    """Image tower of a contrastive model such as CLIP (arXiv 2103.00020 §2.3); its layers come first.
 
-    ``width``: of what both become, in which they are compared.
+    ``width``: of the joint embedding.
     """
 
     images: ModelSpec
@@ -748,6 +746,6 @@ class Pair:
 
     @property
     def tokens(self) -> int:
-        """Of an image."""
-        assert self.images.patches is not None, "a tower of images without images"
+        """Tokens of an image."""
+        assert self.images.patches is not None, "an image tower without images"
         return self.images.patches.tokens
