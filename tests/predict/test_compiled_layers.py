@@ -62,7 +62,7 @@ def test_layers_beside_checkpoints_are_compiled_as_well(mode: str, checkpointed:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kernels": "megatron"}, "whose layers nobody compiles"),
+        ({"kernels": "megatron"}, "whose layers are not compiled"),
         ({"recompute": "selective"}, "chooses within a layer, as the compiler does"),
         ({"lora": "8"}, "compiled adapters are not modelled"),
     ],
