@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jettison.diagnose.profile_file import profile_of, read_profile
 from jettison.diagnose.slow import slow_findings, snapshot_findings
 from jettison.diagnose.snapshot import facts_of_snapshot, snapshot_of
 from jettison.diagnose.step_profile import StepProfile, joined, op_flops, overlap, profile_steps, total, without
+from jettison.diagnose.trace_modules import BEFORE, TracePlace, profile_modules
 from jettison.spec.hardware import hardware
 from support.planted_memory import MIB, Tape
 from support.planted_traces import ACTIVATION, PARAMETERS, STATE, planted
@@ -216,6 +218,89 @@ def test_recompute_is_found_in_real_traces(name: str, runs: int, real: dict[str,
     assert not [finding for finding in slow_findings(steps) if finding.kind is not FindingKind.FIRST_STEP]
 
 
+class Block(nn.Module):
+    """A residual block, checkpointed or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.mlp(self.norm(x))
+        return found
+
+
+@pytest.mark.parametrize("recomputed", [None, False, True])
+@pytest.mark.parametrize("stack", [True, False])
+def test_time_and_bytes_by_module(recomputed: bool | None, stack: bool, tmp_path: Path) -> None:
+    """With stacks by module, without by operator; backward and recomputation go to the forward's."""
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    optimizer = torch.optim.AdamW(blocks.parameters())
+    with profile(
+        activities=[ProfilerActivity.CPU], with_stack=stack, profile_memory=True, record_shapes=True
+    ) as recorder:
+        for _ in range(2):
+            x = torch.ones(8, 16, requires_grad=True)
+            for block in blocks:
+                x = block(x) if recomputed is None else checkpoint(block, x, use_reentrant=recomputed)
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+    recorder.export_chrome_trace(str(tmp_path / "t.json"))
+    trace = read_profile(tmp_path / "t.json")
+    steps = profile_steps(trace)
+    where = profile_modules(trace, steps.window)
+    linear, norm = ("Block/Linear", "Block/LayerNorm") if stack else ("linear 16×16", "layer_norm")
+    roles = {"forward", "backward"} | ({"recompute"} if recomputed is not None else set())
+    assert where.named == stack
+    assert set(where.modules[linear]) == set(where.modules[norm]) == roles
+    assert set(where.modules["AdamW.step"]) == {"optimizer"}
+    assert sum(where.ns.values()) <= steps.ns
+    assert sum(where.peak.values()) == max(steps.peak_bytes.values())
+
+
+def test_roles_of_bytes_at_the_peak() -> None:
+    """By who allocated, and by what is freed before the optimizer steps."""
+    events: list[dict[str, Any]] = []
+
+    def ran(name: str, cat: str, start: int, length: int, **args: Any) -> None:
+        events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": length, "args": args}
+        )
+
+    def memory(at: int, address: int, delta: int, total: int) -> None:
+        args = {"Addr": address, "Bytes": delta, "Total Allocated": total, "Total Reserved": 0, "Device Type": 0}
+        events.append({"ph": "i", "name": "[memory]", "pid": 1, "tid": 1, "ts": at, "args": args})
+
+    ran("nn.Module: layers.3.up (Linear)", "user_annotation", 10, 20)
+    ran("aten::linear", "cpu_op", 12, 10, **{"Sequence number": 7})
+    node = {"Sequence number": 7, "Fwd thread id": 1}
+    ran("autograd::engine::evaluate_function: AddmmBackward0", "cpu_op", 40, 20, **node)
+    ran("Optimizer.step#SGD.step", "user_annotation", 70, 20)
+    memory(15, 1, 100, 1100)
+    for at, address, delta, left in ((45, 2, 30, 1130), (46, 3, 5, 1135), (50, 3, -5, 1130), (55, 1, -100, 1030)):
+        memory(at, address, delta, left)
+    memory(75, 4, 8, 1038)
+    memory(80, 2, -30, 1008)
+    trace = profile_of({"traceEvents": events}, "t.json")
+    where = profile_modules(trace, (0, 100_000))
+    roles = {"activations": 100, "gradients": 30, "transients of backward": 5}
+    named = {TracePlace("layers.*.up (Linear)", role): nbytes for role, nbytes in roles.items()}
+    assert where.peak == {TracePlace("", BEFORE): 1000} | named
+    assert where.ns == {
+        TracePlace("layers.*.up (Linear)", role): ns for role, ns in (("forward", 10_000), ("backward", 20_000))
+    }
+
+
+def test_little_memory_is_worth_no_advice() -> None:
+    steps, _ = found(planted(state_appears=True))
+    small = replace(steps, state_bytes=8 * MIB, peak_bytes={"forward": 40 * MIB})
+    assert not slow_findings(small)
+    (advised,) = slow_findings(steps)[0].changes
+    assert f'"{max(steps.peak_bytes.values()) // MIB}MiB"' in advised.line
+
+
 def test_a_script_is_run_until_enough_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "loop.py"
     script.write_text(
@@ -241,6 +326,8 @@ def test_a_script_is_run_until_enough_is_seen(tmp_path: Path, capsys: pytest.Cap
     assert (document["schema"], document["trace"]["steps"]) == ("jettison.profile/1", 2)
     assert document["trace"]["recompute_seconds"] > 0  # a plan's: its operators have no number
     assert len(document["step_seconds"]) == 4
+    assert document["trace"]["names_modules"]
+    assert "*.* (Linear)" in {entry["module"] for entry in document["trace"]["modules"]}
     assert FindingKind.DATA_WAIT in [finding["kind"] for finding in document["findings"]]
     assert profile_steps(read_profile(kept)).steps == 2
     script.write_text("import torch\n")

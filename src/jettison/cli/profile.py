@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,12 +23,16 @@ from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
 from jettison.diagnose.slow import slow_findings, slow_first, snapshot_findings
 from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, read_snapshot
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
+from jettison.diagnose.trace_modules import ROLES, ModuleProfile, profile_modules
 from jettison.report.console import progress
 from jettison.report.findings import FindingsReport
+from jettison.report.snapshot import by_module_and_role, peak_table
 from jettison.report.tables import exact, grid
 from jettison.spec.hardware import Hardware, hardware
 
 SCHEMA: Final = "jettison.profile/1"
+MOST_ROWS: Final = 12
+UNNAMED: Final = "the trace names none, so that tables are by operator; record it with with_stack=True"
 _PRECISIONS: Final = {"c10::BFloat16": "bf16", "c10::Half": "bf16", "float": "fp32"}
 
 
@@ -137,8 +142,15 @@ def _snapshot(snapshot: Snapshot) -> FindingsReport:
     failing = [device for device in snapshot.devices if device.out_of_memory]
     device = failing[0] if failing else snapshot.busiest
     rows = [("snapshot", snapshot.name), ("peak", exact(device.timeline.peak_bytes)), *_levels(facts)]
-    more = {"snapshot": {"name": snapshot.name, "peak_bytes": device.timeline.peak_bytes, "steps": len(facts.steps)}}
-    return FindingsReport(schema=SCHEMA, facts=rows, findings=snapshot_findings(facts, device), more=more)
+    peak = by_module_and_role(device.timeline.shares(device.timeline.peak_event))
+    short = {
+        "name": snapshot.name,
+        "peak_bytes": device.timeline.peak_bytes,
+        "steps": len(facts.steps),
+        "peak": [{"module": m, "role": r, "bytes": nbytes} for (m, r), (nbytes, _) in peak.items()],
+    }
+    found, tables = snapshot_findings(facts, device), (peak_table(device.timeline),)
+    return FindingsReport(schema=SCHEMA, facts=rows, findings=found, more={"snapshot": short}, tables=tables)
 
 
 def _levels(facts: MemoryFacts) -> list[tuple[str, str]]:
@@ -151,13 +163,14 @@ def _levels(facts: MemoryFacts) -> list[tuple[str, str]]:
 def _trace(trace: ProfilerTrace, gpu: Hardware | None, progress: Progress) -> FindingsReport:
     progress(f"{trace.name}: {len(trace.steps)} steps of {len(trace.ops):,} operators")
     found = profile_steps(trace)
+    where = profile_modules(trace, found.window)
     used = _utilization(trace, found, gpu)
     return FindingsReport(
         schema=SCHEMA,
-        facts=_rows(trace, found, used),
+        facts=[*_rows(trace, found, used), *([] if where.named else [("modules", UNNAMED)])],
         findings=slow_findings(found),
-        more={"trace": _document(trace, found, used)},
-        tables=(_phases(found),),
+        more={"trace": _document(trace, found, used) | _places(found, where)},
+        tables=(_phases(found), *_by_module(found, where)),
     )
 
 
@@ -197,6 +210,45 @@ def _phases(found: StepProfile) -> RenderableType:
         shown = "n/a" if peak is None else format_bytes(peak)
         table.add_row(name, format_seconds(ns / found.steps / 1e9), format_percent(ns / found.ns), shown)
     return table
+
+
+def _by_module(found: StepProfile, where: ModuleProfile) -> Iterator[RenderableType]:
+    """Tables of time and of bytes at the peak, the largest first."""
+    roles = [role for role in ROLES if any(place.role == role for place in where.ns)]
+    name, total = "module" if where.named else "operator", sum(where.ns.values())
+    of = "the device's kernels" if found.has_device else "operators on the host"
+    rows = list(where.modules.items())
+    table = grid(f"Time of {of} in a step, by {name}", (name,), (*roles, "share"))
+    for module, by_role in [*rows[:MOST_ROWS], *_others(rows[MOST_ROWS:])]:
+        times = [format_seconds(by_role[r] / found.steps / 1e9) if r in by_role else "" for r in roles]
+        table.add_row(module or "no operator", *times, format_percent(sum(by_role.values()) / max(1, total)))
+    yield table
+    if where.peak:
+        most, peak = sum(where.peak.values()), list(where.peak.items())
+        rest = sum(nbytes for _, nbytes in peak[MOST_ROWS:])
+        shown = [(place.module, place.role, nbytes) for place, nbytes in peak[:MOST_ROWS]]
+        shown += [(f"{len(peak) - MOST_ROWS} more", "", rest)] if rest else []
+        cells = [(module, role, format_bytes(n), format_percent(n / most)) for module, role, n in shown]
+        yield grid(f"At the peak, by {name} and role", (name, "role"), ("bytes", "share"), cells)
+
+
+def _others(rows: list[tuple[str, dict[str, int]]]) -> Iterator[tuple[str, dict[str, int]]]:
+    """One row for all that are not shown."""
+    rest = Counter[str]()
+    for _, by_role in rows:
+        rest.update(by_role)
+    if rows:
+        yield f"{len(rows)} more", rest
+
+
+def _places(found: StepProfile, where: ModuleProfile) -> dict[str, Any]:
+    """Keys of the JSON document: by module (by operator where the trace names none) and role."""
+    seconds = [
+        {"module": place.module, "role": place.role, "seconds": ns / found.steps / 1e9}
+        for place, ns in sorted(where.ns.items(), key=lambda item: -item[1])
+    ]
+    peak = [{"module": place.module, "role": place.role, "bytes": n} for place, n in where.peak.items()]
+    return {"names_modules": where.named, "modules": seconds, "peak": peak}
 
 
 def _utilization(trace: ProfilerTrace, found: StepProfile, gpu: Hardware | None) -> dict[str, float]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import runpy
 import sys
 import tempfile
+import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.autograd import profiler as autograd_profiler
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
@@ -21,7 +26,7 @@ from jettison.cli.train import train
 from jettison.core.errors import UsageError
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
-from jettison.diagnose.profile_file import RECOMPUTES
+from jettison.diagnose.profile_file import MODULE, RECOMPUTES
 from jettison.dryrun.peak import quiet_profiler
 from jettison.runtime.frame import Frame
 from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection, read_recipe
@@ -169,12 +174,32 @@ def _alone(made: Any) -> Iterator[None]:
 
 @contextmanager
 def _annotated() -> Iterator[None]:
-    """What plans compute again has a name in the trace: its operators run without gradients, like any of backward's."""
+    """Name calls of modules in the trace, and what plans recompute: it runs without gradients, as backward does."""
     recompute: Any = Frame.recompute
+    names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+    calls = threading.local()
 
     def named(frame: Any, handle: Any) -> Any:
         with record_function(RECOMPUTES):
             return recompute(frame, handle)
 
-    with swapped(Frame, recompute=named):
+    def enter(module: nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module not in names:
+            for name, one in module.named_modules():
+                kind = type(one).__name__
+                names[one] = f"{name} ({kind})" if name else kind
+        call = record_function(MODULE + names[module])
+        call.__enter__()
+        calls.__dict__.setdefault("open", []).append(call)
+
+    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if not torch.compiler.is_compiling() and getattr(calls, "open", None):
+            calls.open.pop().__exit__(None, None, None)
+
+    with swapped(Frame, recompute=named), warnings.catch_warnings(), ExitStack() as stack:
+        warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
+        for hook in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
+            stack.callback(hook.remove)
         yield

@@ -23,6 +23,8 @@ from jettison.core.units import format_bytes
 MOST_READ_BYTES: Final = 2 << 30
 RECOMPUTES: Final = "jettison.recompute"
 """Annotation of a plan's recomputation, in traces that `jettison profile` makes."""
+MODULE: Final = "nn.Module: "
+"""What names of modules' calls begin with: torch's with ``with_stack=True``, and those of `jettison profile`."""
 _STEP: Final = "ProfilerStep#"
 _OPTIMIZER: Final = "Optimizer.step#"
 _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
@@ -57,9 +59,11 @@ class ProfilerSlice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPoint:
-    """The allocator's counters after an allocation or a free of ``delta_bytes``."""
+    """The allocator's counters after an allocation or a free of ``delta_bytes``, by a thread of the host."""
 
     at_ns: int
+    address: int | None
+    track: str
     delta_bytes: int
     allocated_bytes: int
     reserved_bytes: int
@@ -72,13 +76,14 @@ class ProfilerTrace:
 
     Args:
         steps: by annotation; where there is none by the optimizer's, else all of it.
-        ops: of the host; ``device``: kernels, copies and fills.
+        ops: of the host; ``modules``: calls of modules; ``device``: kernels, copies and fills.
     """
 
     name: str
     steps: tuple[tuple[int, ProfilerSlice], ...]
     ops: tuple[ProfilerSlice, ...]
     annotations: tuple[ProfilerSlice, ...]
+    modules: tuple[ProfilerSlice, ...]
     runtime: tuple[ProfilerSlice, ...]
     device: tuple[ProfilerSlice, ...]
     memory: tuple[MemoryPoint, ...]
@@ -149,6 +154,7 @@ def profile_of(content: object, name: str) -> ProfilerTrace:
         steps=_steps(annotations, (*ops, *device)),
         ops=ops,
         annotations=annotations,
+        modules=tuple(one for one in slices if one.name.startswith(MODULE)),
         runtime=tuple(one for one in slices if one.kind in _RUNTIME),
         device=device,
         memory=tuple(_memory(events)),
@@ -165,7 +171,7 @@ def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
             )
         kind = event.get("cat")
         kind = _OLD.get(kind, kind) if isinstance(kind, str) else ""
-        if event.get("ph") != "X" or kind not in kinds:
+        if event.get("ph") != "X" or not (kind in kinds or (kind == "python_function" and _is_module(event))):
             continue
         start: Any = event.get("ts")
         length: Any = event.get("dur", 0)
@@ -180,13 +186,21 @@ def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
             kind=kind,
             start_ns=begin,
             end_ns=begin + round(length * 1000),
-            track=f"{event.get('pid')}/{event.get('tid')}",
+            track=_track(event),
             args=args,
         )
 
 
+def _is_module(event: Mapping[str, Any]) -> bool:
+    return str(event.get("name")).startswith(MODULE)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+
+
+def _track(event: Mapping[str, Any]) -> str:
+    return f"{event.get('pid')}/{event.get('tid')}"
 
 
 def _steps(
@@ -220,6 +234,8 @@ def _memory(events: list[Any]) -> Iterator[MemoryPoint]:
             device = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
             yield MemoryPoint(
                 at_ns=round(event["ts"] * 1000),
+                address=args.get("Addr"),
+                track=_track(event),
                 delta_bytes=delta,
                 allocated_bytes=allocated,
                 reserved_bytes=reserved,

@@ -11,7 +11,7 @@ from typing import Final
 
 from jettison.core.units import MIB, format_bytes, format_percent, format_seconds
 from jettison.diagnose.facts import MemoryFacts
-from jettison.diagnose.finding import Finding, FindingKind, changes
+from jettison.diagnose.finding import Finding, FindingKind, change, changes
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.snapshot import DeviceSnapshot
 from jettison.diagnose.step_profile import SLOW_FIRST, StepProfile
@@ -27,7 +27,8 @@ FEWEST_FOR_A_PAUSE: Final = 3
 HELD_UNUSED: Final = 0.2
 LEAST_UNUSED_BYTES: Final = 64 * MIB
 STATE: Final = 0.05
-"""Share of the peak in the optimizer's first step."""
+"""Share of the peak in the optimizer's first step; and at least `LEAST_STATE_BYTES`."""
+LEAST_STATE_BYTES: Final = 32 * MIB
 
 
 def slow_findings(profile: StepProfile) -> tuple[Finding, ...]:
@@ -173,8 +174,7 @@ def slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[F
 
 def _state(profile: StepProfile) -> Iterator[Finding]:
     peak = max(profile.peak_bytes.values(), default=0)
-    if profile.state_bytes and profile.state_bytes >= STATE * peak:
-        yield _state_finding(profile.state_bytes)
+    yield from _state_finding(profile.state_bytes, peak)
 
 
 def _first_state(device: DeviceSnapshot) -> Iterator[Finding]:
@@ -185,16 +185,17 @@ def _first_state(device: DeviceSnapshot) -> Iterator[Finding]:
         n for n in kept.tolist() if timeline.born[n] >= 0 and timeline.labels[timeline.label_of[n]].role == "optimizer"
     ]
     nbytes = int(timeline.nbytes[made].sum()) if made else 0
-    if nbytes >= STATE * max(1, timeline.peak_bytes):
-        yield _state_finding(nbytes)
+    yield from _state_finding(nbytes, timeline.peak_bytes)
 
 
-def _state_finding(nbytes: int) -> Finding:
-    return Finding(
+def _state_finding(nbytes: int, peak_bytes: int) -> Iterator[Finding]:
+    if nbytes < max(LEAST_STATE_BYTES, STATE * peak_bytes):
+        return
+    yield Finding(
         kind=FindingKind.OPTIMIZER_STATE,
         claim=f"the optimizer's state, {format_bytes(nbytes)}, appears in its first step and stays",
         evidence=("the step after the first one peaks higher by as much: that it fits says nothing before then",),
-        changes=changes("steps", "state"),
+        changes=(change("steps.state", budget=f"{-(-peak_bytes // MIB)}MiB"),),
     )
 
 

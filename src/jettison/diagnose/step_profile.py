@@ -17,7 +17,7 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
-from jettison.diagnose.profile_file import RECOMPUTES, ProfilerSlice, ProfilerTrace
+from jettison.diagnose.profile_file import RECOMPUTES, MemoryPoint, ProfilerSlice, ProfilerTrace
 
 Span = tuple[int, int]
 """Beginning and end, in nanoseconds."""
@@ -25,7 +25,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 PHASES: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 SLOW_FIRST: Final = 1.5
 """Times the median of the others: a step that warms something up, and is left out of what is averaged."""
-_ENGINE: Final = "autograd::engine::evaluate_function"
+ENGINE: Final = "autograd::engine::evaluate_function"
 _ALLOCATES: Final = (
     "cudaMalloc",
     "cudaFree",
@@ -130,15 +130,15 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
     phases = host_phases(trace)
     again = _recompute(trace, phases[BACKWARD])
     work = [one for one in trace.device if one.end_ns > start] or _outermost(trace)
-    compute = joined(_spans(one for one in work if one.kind in ("kernel", "cpu_op") and not _is_collective(one)))
-    talk = [one for one in (*work, *_gloo(trace)) if _is_collective(one)]
+    compute = joined(_spans(one for one in work if one.kind in ("kernel", "cpu_op") and not is_collective(one)))
+    talk = [one for one in (*work, *_gloo(trace)) if is_collective(one)]
     exposed = without(joined(_spans(talk)), compute)
     busy = within(joined(_spans([*work, *talk])), start, end)
     has_device = bool(trace.device)
     kernels = [one.ns for one in work if one.kind == "kernel" and one.start_ns >= start]
     launched = _launches(trace, [(one.start_ns, one.end_ns) for one in again]) if has_device else None
     ran_again = launched if launched is not None else _spans(again)
-    points = _points(trace)
+    points = [(point.at_ns, point.allocated_bytes, point.reserved_bytes) for point in busiest_memory(trace)]
     return StepProfile(
         steps=len(steady),
         step_spans={number: (one.start_ns, one.end_ns) for number, one in trace.steps},
@@ -193,10 +193,10 @@ def host_phases(trace: ProfilerTrace) -> dict[str, list[Span]]:
     """By phase, when the host was in it. See NOTE [ Phases of a trace ]."""
     data = joined(_spans(one for one in trace.annotations if one.name.startswith("enumerate(DataLoader)")))
     optimizer = joined(_spans(one for one in trace.annotations if one.name.startswith("Optimizer.step#")))
-    engine = joined(_spans(one for one in trace.ops if one.name.startswith(_ENGINE)))
+    engine = joined(_spans(one for one in trace.ops if one.name.startswith(ENGINE)))
     taken = joined([*data, *optimizer, *engine])
     forward = joined(
-        (one.start_ns, one.end_ns) for one in trace.ops if _is_numbered(one) and not _inside(one.start_ns, taken)
+        (one.start_ns, one.end_ns) for one in trace.ops if is_numbered(one) and not _inside(one.start_ns, taken)
     )
     marks = sorted(
         (span, name)
@@ -218,8 +218,9 @@ def _crosses_step(end: int, start: int, trace: ProfilerTrace) -> bool:
     return any(end <= one.start_ns <= start for _, one in trace.steps)
 
 
-def _is_numbered(op: ProfilerSlice) -> bool:
-    return "Sequence number" in op.args and not op.args.get("Fwd thread id") and not op.name.startswith(_ENGINE)
+def is_numbered(op: ProfilerSlice) -> bool:
+    """Whether autograd numbers it, outside of its nodes."""
+    return "Sequence number" in op.args and not op.args.get("Fwd thread id") and not op.name.startswith(ENGINE)
 
 
 def _inside(at: int, spans: Sequence[Span]) -> bool:
@@ -235,11 +236,11 @@ def _touches(spans: Sequence[Span], start: int, end: int) -> bool:
 
 def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[ProfilerSlice]:
     """Find recomputed operators in backward, with all that is inside of them."""
-    engine = joined(_spans(one for one in trace.ops if one.name.startswith(_ENGINE)))
+    engine = joined(_spans(one for one in trace.ops if one.name.startswith(ENGINE)))
     marked = joined(_spans(one for one in trace.annotations if one.name == RECOMPUTES))
-    numbered = [one for one in trace.ops if _is_numbered(one) and _inside(one.start_ns, engine or backward)]
+    numbered = [one for one in trace.ops if is_numbered(one) and _inside(one.start_ns, engine or backward)]
     around = joined([*marked, *_spans(numbered)])
-    return [one for one in trace.ops if _inside(one.start_ns, around) and not one.name.startswith(_ENGINE)]
+    return [one for one in trace.ops if _inside(one.start_ns, around) and not one.name.startswith(ENGINE)]
 
 
 def _outermost(trace: ProfilerTrace) -> list[ProfilerSlice]:
@@ -247,7 +248,7 @@ def _outermost(trace: ProfilerTrace) -> list[ProfilerSlice]:
     found: list[ProfilerSlice] = []
     last: dict[str, int] = {}
     for one in trace.ops:
-        if one.name.startswith(_ENGINE) or "Backward" in one.name or one.end_ns <= last.get(one.track, 0):
+        if one.name.startswith(ENGINE) or "Backward" in one.name or one.end_ns <= last.get(one.track, 0):
             continue
         last[one.track] = one.end_ns
         found.append(one)
@@ -257,7 +258,8 @@ def _outermost(trace: ProfilerTrace) -> list[ProfilerSlice]:
 # the device -----------------------------------------------------------------------------------------------------------
 
 
-def _is_collective(one: ProfilerSlice) -> bool:
+def is_collective(one: ProfilerSlice) -> bool:
+    """Whether it is communication."""
     return one.name.startswith(("nccl", "rccl", "gloo:"))
 
 
@@ -350,17 +352,14 @@ Point = tuple[int, int, int]
 """Time, allocated and reserved."""
 
 
-def _points(trace: ProfilerTrace) -> list[Point]:
-    """The allocator's counters, of the device with most; of the host where there is none."""
+def busiest_memory(trace: ProfilerTrace) -> list[MemoryPoint]:
+    """The allocator's counters in order, of the device with most; of the host where there is none."""
     most: dict[str, int] = {}
     for point in trace.memory:
         most[point.device] = max(most.get(point.device, 0), point.allocated_bytes)
     on_device = most.keys() - {"cpu"} or most.keys()
-    if not on_device:
-        return []
-    best = max(on_device, key=most.__getitem__)
-    found = [(p.at_ns, p.allocated_bytes, p.reserved_bytes) for p in trace.memory if p.device == best]
-    return sorted(found, key=lambda point: point[0])
+    best = max(on_device, key=most.__getitem__, default=None)
+    return sorted((point for point in trace.memory if point.device == best), key=lambda point: point.at_ns)
 
 
 def _peaks(points: list[Point], phases: Mapping[str, list[Span]]) -> dict[str, int]:

@@ -121,24 +121,27 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
     failed = [mark.text.partition(": ") for mark in timeline.marks]
     rows += [(name, figures) for name, _, figures in failed if name == "out of memory"]
 
-    def share(nbytes: int) -> str:
-        return format_percent(nbytes / max(1, timeline.peak_bytes))
+    of_role = [(role, *_sizes(nbytes, timeline.peak_bytes)) for role, nbytes in by_role(shares).items()]
+    return Group(
+        facts(rows), grid("At the peak, by role", ("role",), ("bytes", "share"), of_role), peak_table(timeline)
+    )
 
-    of_role = [(role, format_bytes(nbytes), share(nbytes)) for role, nbytes in by_role(shares).items()]
-    found = list(by_module_and_role(shares).items())
-    of_module = [
-        (module or "no stack", role, format_bytes(nbytes), share(nbytes), f"{count:,}")
+
+def peak_table(timeline: MemoryTimeline) -> RenderableType:
+    """What is allocated at the peak, by module and role."""
+    found = list(by_module_and_role(timeline.shares(timeline.peak_event)).items())
+    rows = [
+        (module or "no stack", role, *_sizes(nbytes, timeline.peak_bytes), f"{count:,}")
         for (module, role), (nbytes, count) in found[:MOST_ROWS]
     ]
     if rest := found[MOST_ROWS:]:
         nbytes, count = sum(n for _, (n, _) in rest), sum(c for _, (_, c) in rest)
-        of_module.append((f"{len(rest)} more", "", format_bytes(nbytes), "", f"{count:,}"))
-    right = ("bytes", "share", "allocations")
-    return Group(
-        facts(rows),
-        grid("At the peak, by role", ("role",), ("bytes", "share"), of_role),
-        grid("At the peak, by module and role", ("module", "role"), right, of_module),
-    )
+        rows.append((f"{len(rest)} more", "", *_sizes(nbytes, timeline.peak_bytes), f"{count:,}"))
+    return grid("At the peak, by module and role", ("module", "role"), ("bytes", "share", "allocations"), rows)
+
+
+def _sizes(nbytes: int, peak_bytes: int) -> tuple[str, str]:
+    return format_bytes(nbytes), format_percent(nbytes / max(1, peak_bytes))
 
 
 def _device(device: DeviceSnapshot) -> dict[str, Any]:
