@@ -89,7 +89,7 @@ def described(command: str) -> Run:
     """The run of a command for the ledger, without the command line: a third of the time."""
     model, *words = command.split()
     given: dict[str, Any] = {}
-    names = {flag_of(field.name): field for field in fields(RunRequest)}
+    names = {flag_of(name): f for f in fields(RunRequest) for name in (f.name, f.metadata.get("former", f.name))}
     compiled = False
     while words:
         word = words.pop(0)

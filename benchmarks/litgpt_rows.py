@@ -182,7 +182,7 @@ def peak_bytes(parts: tuple[Any, Any, Any, Any], name: str, request: dict[str, s
         model.max_seq_length = seq
         _replace_modules(model, base=request.get("base", "plain"))
         learns = [p for p in model.parameters() if p.requires_grad]
-        paged = "states_on_host" in request
+        paged = "offload_optimizer" in request
         optimizer = None if paged else torch.optim.AdamW(learns, foreach=True)
         with AllocationCounter([*model.parameters(), model.cos, model.sin]) as counter:
             for step in range(2):

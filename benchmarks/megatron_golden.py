@@ -242,7 +242,9 @@ def run_of(row: Facts) -> Run:
             micro_batch_group=int(more.get("microbatch-group-size-per-virtual-pipeline-stage", 0)),
             stage_layers=(stage_layers(cut, layers=own, chunks=stages * virtual, further=model.further) if cut else ()),
             further=model.further,
-            deferred_head=2 if "defer-embedding-wgrad-compute" in more else 0,  # its tests' --wgrad-deferral-limit
+            wgrad_deferral_limit=2
+            if "defer-embedding-wgrad-compute" in more
+            else 0,  # its tests' --wgrad-deferral-limit
             cp=cp,
             ep=int(row["ep"] or 1),
             expert_tp=int(more.get("expert-tensor-parallel-size", 0)) if "num-experts" in more else 0,
@@ -267,7 +269,8 @@ def run_of(row: Facts) -> Run:
         workspaces=_workspaces(row["gpu"], more, local=local, on=recorded(row), stated="blind_first_gib" in row),
         tp_comm_overlap="tp-comm-overlap" in more,
         keep_batches=row["tp"] == "1" and KEPT[0] < recorded(row) <= KEPT[1],
-        loader_masks="no_create_attention_mask" not in name_of(row) and not name_of(row).startswith(PREFIXES),
+        dataloader_attention_mask="no_create_attention_mask" not in name_of(row)
+        and not name_of(row).startswith(PREFIXES),
     )
 
 

@@ -384,7 +384,7 @@ Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan
 - **Closed form**: the architecture is a file of families. It needs neither torch nor transformers, and every
   layout, every set of kernels and every precision applies. Each entry is tested: parameters, and each tensor that
   autograd saves, are those of a trace. State-space and linear-attention layers (Mamba, Qwen3-Next) follow
-  transformers' own code, and are not sharded by `--tp` or `--cp`; `--scans fused` is what the kernels of
+  transformers' own code, and are not sharded by `--tp` or `--cp`; `--ssm-kernels fused` is what the kernels of
   flash-linear-attention and mamba-ssm keep.
 - **Trace**: the architecture is in no table. Where torch and transformers are installed, the model is built on
   tensors without memory, one forward is recorded, and the recorded blocks replace described ones: `--dp`,

@@ -301,6 +301,6 @@ def simumax_run(row: Mapping[str, str]) -> Run:
         dp=dp,
         zero=1 if dp * cp > 1 else 0,
         stack="megatron",
-        context_exchange="a2a" if cp > 1 else None,
+        cp_comm_type="a2a" if cp > 1 else None,
     )
     return resolve(model, asked).run

@@ -122,7 +122,7 @@ def command(model: str, request: RunRequest) -> str:
 
 _BENCH = "torchtitan benchmarks 2024-12"
 _SHARDED = {"zero": 3, "precision": "bf16-autocast"}
-_WRAPPED = {"reshard_after_forward": "torchtitan", "outer_ends": True}
+_WRAPPED = {"reshard_after_forward": "torchtitan", "fsdp_wrap_layers_only": True}
 """torchtitan's `apply_fsdp` until 28 July 2025: layers, all but the last sharded again, and the model, which is not."""
 _ALTERNATE = "selective-op-alternate"
 _UNEXPLAINED = (

@@ -159,7 +159,7 @@ def said(case: LayoutCase) -> Forecast:
         pp=case.pp,
         virtual_stages=len(case.stage_layers) // case.pp if case.pp > 1 else 1,
         zero=case.zero,
-        zero_whole=case.zero == 1,
+        zero_redundancy_optimizer=case.zero == 1,
         reshard=Reshard.NEVER if case.stays else Reshard.ALWAYS,
         gathered_inputs=case.code == "torch",
         stage_layers=case.stage_layers,

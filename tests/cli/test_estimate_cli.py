@@ -118,8 +118,8 @@ def test_scans_that_nobody_timed_are_said(capsys: pytest.CaptureFixture[str], tm
     }
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "mamba2", **sizes}))
-    said = document(capsys, str(config), "--gpu", "h100-80gb", "--seq", "256", "--scans", scans)
-    assert any("never timed" in warning for warning in said["warnings"]) is (scans == "written")
+    said = document(capsys, str(config), "--gpu", "h100-80gb", "--seq", "256", "--ssm-kernels", scans)
+    assert any("without fused kernels" in warning for warning in said["warnings"]) is (scans == "written")
 
 
 def test_a_planner_may_decide(capsys: pytest.CaptureFixture[str]) -> None:

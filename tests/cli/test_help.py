@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 
 import pytest
 
 from jettison.cli.app import GROUPS
 from jettison.cli.main import VERB_GROUPS, VERBS, app, run
 from jettison.cli.suggestions import _flags
+from jettison.core.objects import former_names, renamed
+from jettison.predict.run_fields import CommonRequest, RunRequest
+from jettison.predict.run_request import flag_of
+from jettison.search.request import SearchRequest
 
 MOST_LINES = 60
 MANY = ("ledger", "plan", "estimate", "search", "calibrate")
 """Verbs that take the flags of a run."""
+REQUESTS: dict[str, type[CommonRequest]] = {"search": SearchRequest}
 USUAL = (
     *("from", "gpu", "seq", "micro-batch", "tp", "pp", "dp", "zero", "recompute", "precision", "optimizer", "lora"),
     "format",
@@ -45,14 +51,36 @@ def test_usual_flags_fit_one_screen(verb: str, capsys: pytest.CaptureFixture[str
 def test_every_flag_has_a_group_and_a_text(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     full = page(capsys, verb, "--help-all")
     assert not re.search(r"^╭─ (?:Parameters|Arguments) ─", full, re.MULTILINE)
-    for argument in app[verb].assemble_argument_collection(parse_docstring=True):
+    shown = app[verb].assemble_argument_collection(parse_docstring=True)
+    for argument in shown:
         if argument.show:
             assert argument.parameter.help, argument.name
             assert not re.search(TERMS, argument.parameter.help), argument.parameter.help
             assert f" {argument.name}" in full
-    assert {name for one in _flags(verb) for name in one.names if not name.startswith("--no-")} <= set(
-        re.findall(r"--[a-z0-9-]+|[A-Z]+", full)
-    ) | {"*"}
+    said = {*re.findall(r"--[a-z0-9-]+|[A-Z]+", full), "*"}
+    assert {name for one in shown for name in one.names if not name.startswith("--no-")} <= said
+    taken = {name for one in _flags(verb) for name in one.positives}
+    kinds = [REQUESTS.get(verb, RunRequest)] if verb in MANY else []
+    assert taken - said == {flag_of(former) for kind in kinds for former in former_names(kind).values()}
+
+
+def test_a_former_name_of_a_flag_is_still_taken() -> None:
+    def asked(*flags: str) -> RunRequest:
+        _, bound, _ = app.parse_args(["ledger", "llama3-8b", *flags], exit_on_error=False, print_error=False)
+        return next(value for value in bound.arguments.values() if isinstance(value, RunRequest))
+
+    former = former_names(RunRequest)
+    for field in fields(RunRequest):
+        if field.name in former and "bool" in str(field.type):
+            assert asked(flag_of(former[field.name])) == RunRequest(**{field.name: True})
+            assert asked(f"--no-{flag_of(former[field.name])[2:]}") == RunRequest(**{field.name: False})
+        elif field.name in former:
+            assert asked(flag_of(former[field.name]), "4") == asked(flag_of(field.name), "4") != RunRequest()
+
+
+def test_settings_of_older_files_are_read_by_their_former_names() -> None:
+    assert renamed(RunRequest, {"holds_output": True, "seq": 1}) == {"keep_logits": True, "seq": 1}
+    assert renamed(RunRequest, {"holds_output": True, "keep_logits": False}) == {"keep_logits": False}
 
 
 @pytest.mark.parametrize("verb", MANY)

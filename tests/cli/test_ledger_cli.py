@@ -317,7 +317,7 @@ def test_a_long_pipeline_is_cut_and_shows_its_worst_stage(capsys):
         (("llama3-8b", "--keep-received"), "--keep-received does nothing without a pipeline"),
         (("llama3-8b", "--dispatcher", "flex"), "--dispatcher does nothing: llama3-8b has no experts"),
         (("llama3-8b", "--expert-tp", 1), "--expert-tp does nothing: llama3-8b has no experts"),
-        (("llama3-8b", "--context-exchange", "a2a"), "--context-exchange does nothing without context parallelism"),
+        (("llama3-8b", "--cp-comm-type", "a2a"), "--cp-comm-type does nothing without context parallelism"),
         (("llama3-8b", "--dp", 4, "--zero-replicas", 2), "--zero-replicas does nothing where nothing is sharded"),
     ],
 )
@@ -335,7 +335,7 @@ def test_what_a_frameworks_rule_sets_in_vain_is_not_said(capsys):
 
 @pytest.mark.parametrize(("tp", "cp", "whose"), [(1, 16, "8 key-value"), (2, 8, "4 key-value"), (8, 16, "4 attention")])
 def test_ranks_that_exchange_heads_have_heads_each(capsys, tp, cp, whose):
-    flags = ("llama3-8b", "--tp", tp, "--cp", cp, "--context-exchange")
+    flags = ("llama3-8b", "--tp", tp, "--cp", cp, "--cp-comm-type")
     code, _, err = call(capsys, *flags, "a2a")
     assert code == 2
     assert f"does not divide the {whose} heads of a rank" in err
@@ -463,9 +463,9 @@ def test_a_sequence_beyond_the_learned_positions_needs_more_of_them(capsys):
     code, _, err = call(capsys, *flags)
     assert code == 2
     assert "2048 positions" in err
-    longer = document(capsys, *flags, "--positions", 8192)
+    longer = document(capsys, *flags, "--max-position-embeddings", 8192)
     layer = next(row["bytes"] for row in longer["layers"] if row["layer"] == "layers.0")
     assert layer == 8192 * 12288 * 34 + 5 * 96 * 8192**2 + 16 * 8192
     usual = document(capsys, "gpt-175b")
     assert longer["parameters"] - usual["parameters"] == (8192 - 2048) * 12288
-    assert call(capsys, "llama3-8b", "--positions", 8192)[0] == 2
+    assert call(capsys, "llama3-8b", "--max-position-embeddings", 8192)[0] == 2

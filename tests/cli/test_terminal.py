@@ -273,7 +273,7 @@ def test_lengths(said: str, tokens: int, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_million_tokens_and_what_is_no_length(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ledger", "gpt2", "--positions", "1M", "--seq", "1M", "--format", "json"]) == 0
+    assert run(["ledger", "gpt2", "--max-position-embeddings", "1M", "--seq", "1M", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["request"]["seq"] == 1 << 20
     assert run(["ledger", "gpt2", "--seq", "-8k"]) == 2
     capsys.readouterr()

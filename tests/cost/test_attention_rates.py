@@ -144,7 +144,7 @@ def test_pieces_that_come_round_have_edges_each() -> None:
         return {k.keys for k in (*listed.forward, *listed.backward) if k.attention_flops}
 
     assert keys() == {4096}
-    assert keys(context_exchange="a2a") == {8192}
+    assert keys(cp_comm_type="a2a") == {8192}
 
 
 def test_narrow_attention_quantises_what_it_reads_where_there_is_a_recipe() -> None:

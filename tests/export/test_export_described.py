@@ -105,9 +105,11 @@ def test_a_layout_string_is_read_back(counts: tuple[int, ...]) -> None:
 
 
 def test_what_megatron_has_no_flag_for_is_refused() -> None:
-    whole = document("gpt-22b", "70GiB", tp=8, pp=2, whole_micro_batches="1", micro_batches=4, kernels="megatron")
+    whole = document(
+        "gpt-22b", "70GiB", tp=8, pp=2, micro_batches_without_recompute="1", micro_batches=4, kernels="megatron"
+    )
     for target in ("megatron", "torchtitan"):
-        with pytest.raises(CannotSay, match="whole"):
+        with pytest.raises(CannotSay, match="without checkpointing"):
             exported(whole, target)
     gpipe = document("gpt-22b", "70GiB", tp=8, pp=2, schedule="gpipe", kernels="megatron")
     with pytest.raises(CannotSay, match="gpipe"):

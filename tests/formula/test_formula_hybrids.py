@@ -303,11 +303,11 @@ def test_fused_scans_have_the_same_parameters(family: str) -> None:
 def test_scans_are_asked_for_where_there_are_some() -> None:
     def asked(family: str, scans: str) -> str:
         model = spec_of(tiny_config(FormulaCase(family=family)))
-        return str(resolve(model, RunRequest(seq=80, scans=scans)).run.kernels.scans)
+        return str(resolve(model, RunRequest(seq=80, ssm_kernels=scans)).run.kernels.scans)
 
     assert asked("qwen3_5_text", "fused") == "fused"
     assert asked("jamba", "written") == "written"
-    with pytest.raises(UsageError, match="got --scans fused; mamba-ssm's selective scan, of tiny,"):
+    with pytest.raises(UsageError, match="got --ssm-kernels fused; mamba-ssm's selective scan, of tiny,"):
         asked("jamba", "fused")
-    with pytest.raises(UsageError, match="got --scans fused; tiny has no state-space or linear-attention layer"):
+    with pytest.raises(UsageError, match="got --ssm-kernels fused; tiny has no state-space or linear-attention layer"):
         asked("llama", "fused")

@@ -65,7 +65,7 @@ def test_layers_at_the_ends_are_as_without_a_recipe() -> None:
         run_of("llama3-8b", RunRequest(**WORDS)),
         run_of("llama3-8b", RunRequest(**WORDS, fp8_recipe="mxfp8")),
     )
-    mixed = run_of("llama3-8b", RunRequest(**WORDS, fp8_recipe="mxfp8", products="first:1=bf16,last:2=bf16"))
+    mixed = run_of("llama3-8b", RunRequest(**WORDS, fp8_recipe="mxfp8", quant_recipe="first:1=bf16,last:2=bf16"))
     held = [region.saved_bytes for region in regions(mixed)]
     first, other = regions(wide)[0], regions(narrow)[0]
     assert held == [r.saved_bytes for r in (first, *[other] * 29, first, first)]
@@ -80,7 +80,9 @@ def test_layers_at_the_ends_are_as_without_a_recipe() -> None:
 
 def test_globs_choose_products_and_the_first_counts() -> None:
     """As the recipe of Nemotron 3 Super has it."""
-    run = hybrid(fp8_recipe="nvfp4", products="attention.qkv=bf16,attention.*=mxfp8,latent_*=bf16,mixer.out_proj=mxfp8")
+    run = hybrid(
+        fp8_recipe="nvfp4", quant_recipe="attention.qkv=bf16,attention.*=mxfp8,latent_*=bf16,mixer.out_proj=mxfp8"
+    )
     scan, experts, attention, *_ = regions(run)
     assert dtypes(run, attention) == {"attention.qkv": "bfloat16", "attention.out": NARROW_MX}
     assert dtypes(run, scan) == {"mixer.in_proj": NARROW_4, "mixer.out_proj": NARROW_MX}
@@ -98,7 +100,7 @@ def test_globs_choose_products_and_the_first_counts() -> None:
 
 
 def test_further_tokens_stay_wide_and_one_layer_serves_both() -> None:
-    words: dict[str, Any] = {"fp8_recipe": "nvfp4", "products": "mtp=bf16"}
+    words: dict[str, Any] = {"fp8_recipe": "nvfp4", "quant_recipe": "mtp=bf16"}
     apart, one = hybrid(mtp_num_layers=2, **words), hybrid(mtp_num_layers=2, mtp_use_repeated_layer=True, **words)
     assert {dtype for at in (6, 7) for dtype in dtypes(one, regions(one)[at]).values()} == {"bfloat16"}
     own = sum(w.total for w in regions(apart)[7].weights if not w.tied)
@@ -118,12 +120,12 @@ def test_further_tokens_stay_wide_and_one_layer_serves_both() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"products": "last:1=bf16"}, "without a recipe"),
-        ({"fp8_recipe": "mxfp8", "products": "last:1"}, "expected what=how"),
-        ({"fp8_recipe": "mxfp8", "products": "last:7=bf16"}, "expected 0 to 6 layers"),
-        ({"fp8_recipe": "mxfp8", "products": "last:1=nvfp4"}, "expected 0 to 6 layers, in bf16"),
-        ({"fp8_recipe": "mxfp8", "products": "mtp=bf16"}, "--mtp-num-layers"),
-        ({"fp8_recipe": "mxfp8", "products": "attention.*=fp16"}, "expected bf16, "),
+        ({"quant_recipe": "last:1=bf16"}, "without a recipe"),
+        ({"fp8_recipe": "mxfp8", "quant_recipe": "last:1"}, "expected what=how"),
+        ({"fp8_recipe": "mxfp8", "quant_recipe": "last:7=bf16"}, "expected 0 to 6 layers"),
+        ({"fp8_recipe": "mxfp8", "quant_recipe": "last:1=nvfp4"}, "expected 0 to 6 layers, in bf16"),
+        ({"fp8_recipe": "mxfp8", "quant_recipe": "mtp=bf16"}, "--mtp-num-layers"),
+        ({"fp8_recipe": "mxfp8", "quant_recipe": "attention.*=fp16"}, "expected bf16, "),
     ],
 )
 def test_what_cannot_be_is_refused(words: dict[str, Any], message: str) -> None:

@@ -72,10 +72,10 @@ MODEL = "pretrained_model_name_or_path: meta-llama/Llama-3.1-8B}"
             {"recompute": "selective-op-alternate"},
         ),
         ((("tp_size: 1", "tp_size: 2"),), {"tp": 2, "sp": False, "dp": 4, "micro_batches": 8}),
-        ((("cp_size: 1", "cp_size: 2"),), {"cp": 2, "dp": 4, "micro_batches": 8, "context_exchange": "gather"}),
+        ((("cp_size: 1", "cp_size: 2"),), {"cp": 2, "dp": 4, "micro_batches": 8, "cp_comm_type": "gather"}),
         (
             (("masked_ce.MaskedCrossEntropy", "linear_ce.FusedLinearCrossEntropy"),),
-            {"loss": "fused", "holds_output": False},
+            {"loss": "fused", "keep_logits": False},
         ),
         ((("lr: 1.0e-5", "fused: true"),), {"optimizer": "adamw"}),
         ((("strategy: fsdp2", "strategy: ddp"),), {"zero": 0, "gradients": "buckets"}),

@@ -86,7 +86,7 @@ def strategy(name: str, **arguments: str) -> tuple[str, str]:
                 "zero_buckets": "reduce=200000000,sub-group=1000000000000",
                 "precision": "bf16",
                 "optimizer": "adamw-deepspeed",
-                "states_on_host": "deepspeed",
+                "offload_optimizer": "deepspeed",
             },
         ),
         ((("precision: bf16-mixed", "precision: bf16-true"),), {"zero": 0, "precision": "bf16-pure"}),

@@ -51,7 +51,7 @@ def written(tmp_path: Path, text: str, *changes: tuple[str, str]) -> Path:
 
 
 SHARED = {"zero": 3, "reshard_after_forward": "always", "fsdp_version": 1}
-OUTER = {"zero": 3, "reshard_after_forward": "always", "outer_ends": True}
+OUTER = {"zero": 3, "reshard_after_forward": "always", "fsdp_wrap_layers_only": True}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_pretraining(tmp_path: Path, changes: tuple[tuple[str, str], ...], field
         ((), {"optimizer": "adamw-foreach", "lora": LORA}),
         (
             (("lora_r: 16", "lora_r: 16\nquantize: bnb.nf4-dq"),),
-            {"optimizer": "adamw", "states_on_host": "bitsandbytes", "base": "nf4-double", "lora": LORA},
+            {"optimizer": "adamw", "offload_optimizer": "bitsandbytes", "base": "nf4-double", "lora": LORA},
         ),
         (
             (("lora_mlp: true", "lora_projection: true\nlora_dropout: 0.0"),),

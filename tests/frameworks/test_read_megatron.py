@@ -219,7 +219,7 @@ def test_a_hybrid_model(read: Any) -> None:
         ({"bf16": "false"}, "precision", "fp32"),
         ({"fp8-format": "hybrid", "fp8-amax-history-len": 1024}, "fp8_recipe", "delayed:1024"),
         ({"fp8-format": "e4m3", "fp8-recipe": "mxfp8"}, "fp8_recipe", "mxfp8"),
-        ({"fp8-format": "hybrid", "first-last-layers-bf16": True}, "products", "first:1=bf16,last:1=bf16"),
+        ({"fp8-format": "hybrid", "first-last-layers-bf16": True}, "quant_recipe", "first:1=bf16,last:1=bf16"),
         ({"recompute-activations": True}, "recompute_modules", "core_attn"),
         (
             {"recompute-granularity": "selective", "recompute-modules": "mlp moe_act"},
@@ -236,10 +236,10 @@ def test_a_hybrid_model(read: Any) -> None:
         ({"attention-backend": "unfused"}, "attention", "eager"),
         ({"no-gradient-accumulation-fusion": True}, "accumulation", "cast"),
         ({"cross-entropy-loss-fusion": True, "cross-entropy-fusion-impl": "te"}, "loss", "te"),
-        ({"no-create-attention-mask-in-dataloader": True}, "loader_masks", False),
+        ({"no-create-attention-mask-in-dataloader": True}, "dataloader_attention_mask", False),
         ({"optimizer": "muon", "use-distributed-optimizer": True}, "optimizer", "dist-muon"),
         ({"optimizer": "sgd"}, "optimizer", "sgd-momentum"),
-        ({"context-parallel-size": 2, "cp-comm-type": "a2a"}, "context_exchange", "a2a"),
+        ({"context-parallel-size": 2, "cp-comm-type": "a2a"}, "cp_comm_type", "a2a"),
         (
             {"use-precision-aware-optimizer": True, "exp-avg-dtype": "bf16", "exp-avg-sq-dtype": "bf16"},
             "precision",
@@ -324,7 +324,7 @@ def arguments_of(row: golden.Facts) -> dict[str, Any]:
     }
     own |= {"sequence-parallel": True} if row["sp"] == "1" else {}
     own |= {"use-distributed-optimizer": True} if row["zero"] == "1" else {}
-    own |= {} if described.loader_masks else {"no-create-attention-mask-in-dataloader": True}
+    own |= {} if described.dataloader_attention_mask else {"no-create-attention-mask-in-dataloader": True}
     if row["vpp"] and "|" not in golden._cut(row) and golden.PATTERN not in golden.extras(row):
         own["num-virtual-stages-per-pipeline-rank"] = row["vpp"]
     if row["recompute"].startswith("full"):
@@ -513,7 +513,7 @@ def test_a_configuration_of_megatron_bridge(tmp_path: Path, read: Any) -> None:
         "precision": "bf16-main32",
         "accumulation": "fused-dummy",
         "loss": "native",
-        "loader_masks": False,
+        "dataloader_attention_mask": False,
         "recompute_modules": "mlp",
         "like": "megatron-0.19",
     }
@@ -526,7 +526,7 @@ def test_a_configuration_of_megatron_bridge(tmp_path: Path, read: Any) -> None:
     ("old", "new", "field", "value"),
     [
         ("bf16_mixed", "bf16-with-mxfp8-mixed", "fp8_recipe", "mxfp8"),
-        ("bf16_mixed", "bf16_with_fp8_current_scaling_mixed", "products", "first:1=bf16,last:1=bf16"),
+        ("bf16_mixed", "bf16_with_fp8_current_scaling_mixed", "quant_recipe", "first:1=bf16,last:1=bf16"),
         ("bf16_mixed", "bf16_with_fp8_delayed_scaling_mixed", "fp8_recipe", "delayed:1024"),
         ("grad_reduce_in_fp32: true", "grad_reduce_in_fp32: false", "precision", "bf16-reduce16"),
         ("optimizer: adam,", "optimizer: adam, use_precision_aware_optimizer: true, exp_avg_dtype: torch.bfloat16, "

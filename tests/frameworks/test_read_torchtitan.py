@@ -60,15 +60,15 @@ def toml(tmp_path: Path, *lines: str, text: str = TOML) -> Path:
         (("parallelism.tensor_parallel_degree = 8",), {"tp": 8, "dp": 8}),
         (("parallelism.data_parallel_replicate_degree = 4",), {"zero_replicas": 4}),
         (("parallelism.fsdp_reshard_after_forward = 'never'",), {"reshard_after_forward": "never"}),
-        (("parallelism.context_parallel_degree = 2",), {"cp": 2, "dp": 32, "context_exchange": "gather"}),
+        (("parallelism.context_parallel_degree = 2",), {"cp": 2, "dp": 32, "cp_comm_type": "gather"}),
         (
             ("parallelism.context_parallel_degree = 2", "parallelism.context_parallel_rotate_method = 'alltoall'"),
-            {"cp": 2, "dp": 32, "context_exchange": "ring"},
+            {"cp": 2, "dp": 32, "cp_comm_type": "ring"},
         ),
         (("training.global_batch_size = 512",), {"micro_batches": 4}),
         (("training.dtype = 'bfloat16'",), {"precision": "bf16-pure"}),
         (("training.mixed_precision_param = 'float32'",), {"precision": "fp32"}),
-        (("training.enable_cpu_offload = true",), {"states_on_host": "fsdp2"}),
+        (("training.enable_cpu_offload = true",), {"offload_optimizer": "fsdp2"}),
         (("optimizer.implementation = 'foreach'",), {"optimizer": "adamw-foreach"}),
         (("optimizer.early_step_in_backward = true",), {"gradients": "in-backward"}),
         (("compile.enable = true",), {"loss": "compiled"}),
@@ -170,7 +170,7 @@ def test_a_file_of_2024(tmp_path: Path) -> None:
         "pp": 1,
         "dp": 32,
         "recompute": "selective-op-alternate",
-        "outer_ends": True,
+        "fsdp_wrap_layers_only": True,
         "kernels": "pytorch-2.8",
     }
     assert "before July 2025" in found.notes[0]

@@ -154,7 +154,7 @@ def test_deepspeed_beside_a_trainer_or_named_by_it(write: Any, tmp_path: Path) -
 )
 def test_what_deepspeed_has_on_the_host(write: Any, places: Mapping[str, Any], states: str | None) -> None:
     config = {**ZERO3, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **places}}
-    assert read_run(write(config, "ds.json"), model="gpt2", gpus=4).request.states_on_host == states
+    assert read_run(write(config, "ds.json"), model="gpt2", gpus=4).request.offload_optimizer == states
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_accelerate_beside_a_trainer(write: Any) -> None:
     beside = write(fsdp, "accelerate.yaml")
     found = _fields(read_run(write(SFT, gradient_checkpointing=False), beside))
     assert (found["zero"], found["dp"], found["reshard_after_forward"]) == (3, 4, "never")
-    assert (found["recompute"], found["states_on_host"], found["precision"]) == ("full", "fsdp2", "bf16-autocast")
+    assert (found["recompute"], found["offload_optimizer"], found["precision"]) == ("full", "fsdp2", "bf16-autocast")
     alone = _fields(read_run(beside, model="gpt2"))
     assert (alone["zero"], alone["dp"], alone["precision"]) == (3, 4, "bf16-autocast")
     assert read_run(beside, model="gpt2", gpus=8).request.dp == 8
@@ -339,7 +339,7 @@ def test_axolotl_field_by_field(write: Any) -> None:
         "base": "nf4-double",
         "precision": "bf16-autocast",
         "optimizer": "adam8bit",
-        "states_on_host": "bitsandbytes",
+        "offload_optimizer": "bitsandbytes",
         "recompute": "full",
     }
 

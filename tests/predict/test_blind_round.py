@@ -97,7 +97,7 @@ def test_shards_of_gradients_have_a_buffer_under_zero_3() -> None:
     run = run_of("llama3-8b", RunRequest(like="deepspeed", zero=3, dp=4))
     assert run.gradients is Gradients.UPFRONT
     assert run_of("llama3-8b", RunRequest(like="deepspeed", zero=2, dp=4)).gradients is Gradients.ONE_BY_ONE
-    on_host = run_of("llama3-8b", RunRequest(like="deepspeed", zero=3, dp=4, states_on_host="deepspeed"))
+    on_host = run_of("llama3-8b", RunRequest(like="deepspeed", zero=3, dp=4, offload_optimizer="deepspeed"))
     assert on_host.gradients is Gradients.ONE_BY_ONE  # the buffer is there, too
 
 

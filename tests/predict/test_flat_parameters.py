@@ -139,7 +139,7 @@ def test_the_peak_of_a_step_of_groups_around_a_models_own_loss(vocabulary: int, 
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    run = replace(run, layout=Layout(dp=2, zero=3, outer_ends=True))
+    run = replace(run, layout=Layout(dp=2, zero=3, fsdp_wrap_layers_only=True))
     ids = torch.randint(1, vocabulary, (BATCH, SEQUENCE))
 
     def step() -> None:

@@ -136,7 +136,7 @@ def test_precision_aware_optimizers_hold_moments_in_bf16(precision: str, state: 
     assert step.nbytes == in_a_step * parameters
 
 
-@pytest.mark.parametrize("more", [{"optimizer": "muon"}, {"states_on_host": "deepspeed", "zero": 2, "dp": 2}])
+@pytest.mark.parametrize("more", [{"optimizer": "muon"}, {"offload_optimizer": "deepspeed", "zero": 2, "dp": 2}])
 def test_precision_aware_optimizers_are_adamw_on_the_device(more: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="precision-aware optimizer is adamw, on the device"):
         made(precision="bf16-aware", **more)
@@ -187,7 +187,9 @@ def test_the_quick_peak_is_the_timelines(pp: int, virtual: int, micro_batches: i
 
 
 def test_the_loaders_mask_is_on_the_first_and_the_last_stage() -> None:
-    masked, plain = (forecast(made(pp=4, micro_batch=2, loader_masks=word)).stages for word in (True, False))
+    masked, plain = (
+        forecast(made(pp=4, micro_batch=2, dataloader_attention_mask=word)).stages for word in (True, False)
+    )
     rises = [a.peak.nbytes - b.peak.nbytes for a, b in zip(masked, plain, strict=True)]
     assert rises == [2 * 1024 * 1024, 0, 0, 2 * 1024 * 1024]
 
@@ -216,7 +218,7 @@ def test_flash_attn_is_given_copies_of_what_is_not_batch_first(attention: str, b
 
 def test_context_parallelism_holds_what_its_exchange_makes() -> None:
     ring, p2p, a2a = (
-        saved(made(kernels="megatron", micro_batch=2, cp=2, context_exchange=word)) for word in ("ring", "p2p", "a2a")
+        saved(made(kernels="megatron", micro_batch=2, cp=2, cp_comm_type=word)) for word in ("ring", "p2p", "a2a")
     )
     assert ring == p2p, "rotated keys were copies already"
     assert a2a["attention output"] + a2a["projection input"] == 2 * ring["attention output"] == 2 * Q // 2

@@ -230,7 +230,7 @@ def test_what_cannot_be_is_refused(asked: dict[str, object], message: str) -> No
         {"reference": "same", "recompute": "full"},
         {"reference": "same", "micro_batches": 3, "dp": 4, "zero": 3},
         {"reference": "gpt2-xl,when=before", "reward": "same", "seq": 1024},
-        {"states_on_host": "deepspeed", "dp": 4, "zero": 3, "micro_batches": 2},
+        {"offload_optimizer": "deepspeed", "dp": 4, "zero": 3, "micro_batches": 2},
         {"packed": 512, "recompute": "full"},
     ],
     ids=str,

@@ -75,7 +75,7 @@ class Step:
                 micro_batches=self.micro_batches,
                 optimizer=Optimizer(self.optimizer),
                 kernels=replace(run.kernels, loss=loss),
-                holds_output=self.loop == "held",
+                keep_logits=self.loop == "held",
             )
         ).peak_bytes
 

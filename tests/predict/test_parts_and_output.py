@@ -105,7 +105,7 @@ def test_a_step_takes_what_is_said(family: str, precision: str, parts: bool, hol
         recompute=recompute,
         precision=PRECISIONS[precision],
         micro_batches=1,
-        holds_output=holds,
+        keep_logits=holds,
     )
     assert forecast(asked).peak_bytes == pytest.approx(counted(case, precision, parts=parts, holds=holds), rel=0.003)
 
@@ -122,7 +122,7 @@ def test_parts_of_a_llama_hold_four_inputs() -> None:
 
 def test_logits_stay_beside_every_backward_behind_theirs() -> None:
     def moments(*, holds: bool) -> dict[tuple[str, str], int]:
-        found = forecast(run_of("llama3-8b", RunRequest(seq=4096, recompute="full", holds_output=holds or None)))
+        found = forecast(run_of("llama3-8b", RunRequest(seq=4096, recompute="full", keep_logits=holds or None)))
         return {(moment.phase, moment.where): moment.nbytes for moment in found.worst.timeline()}
 
     without, with_logits = moments(holds=False), moments(holds=True)
@@ -135,9 +135,9 @@ def test_logits_stay_beside_every_backward_behind_theirs() -> None:
 
 def test_automodel_sets_what_its_recipe_does() -> None:
     found = resolve(model_spec("llama3-8b"), RunRequest(like="automodel"))
-    assert found.run.holds_output
-    assert "--holds-output" in found.like
-    assert not resolve(model_spec("llama3-8b"), RunRequest(like="automodel", holds_output=False)).run.holds_output
+    assert found.run.keep_logits
+    assert "--keep-logits" in found.like
+    assert not resolve(model_spec("llama3-8b"), RunRequest(like="automodel", keep_logits=False)).run.keep_logits
 
 
 @pytest.mark.parametrize(
@@ -151,4 +151,4 @@ def test_automodel_sets_what_its_recipe_does() -> None:
 )
 def test_logits_that_no_loop_can_hold_are_refused(given: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        run_of("llama3-8b", RunRequest(holds_output=True, **given))  # type: ignore[arg-type]
+        run_of("llama3-8b", RunRequest(keep_logits=True, **given))  # type: ignore[arg-type]

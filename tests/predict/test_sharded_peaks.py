@@ -89,7 +89,12 @@ def described(case: Case, ranks: int) -> Forecast:
     number = int(case.reshard) if case.reshard.isdecimal() else 0
     how = Reshard.ALWAYS if number else Reshard(case.reshard)
     layout = Layout(
-        dp=ranks, zero=3, reshard=how, reshard_ranks=number, outer_ends=case.outer, zero_replicas=case.replicas
+        dp=ranks,
+        zero=3,
+        reshard=how,
+        reshard_ranks=number,
+        fsdp_wrap_layers_only=case.outer,
+        zero_replicas=case.replicas,
     )
     word = f"every:{case.segment}" if case.segment > 1 else "full" if case.full else "none"
     mode = Recompute.parse(word, layers=run.model.depth)
@@ -118,11 +123,11 @@ def test_shards_and_peaks_are_those_of_real_ranks(cases: list[Case], ranks: int)
 
 
 def test_what_is_gathered_needs_zero_three() -> None:
-    for words in ({"reshard_after_forward": "never"}, {"outer_ends": True, "zero": 2}):
+    for words in ({"reshard_after_forward": "never"}, {"fsdp_wrap_layers_only": True, "zero": 2}):
         with pytest.raises(UsageError, match="it needs --zero 3"):
             resolve(preset("llama3-8b"), RunRequest(dp=2, **words))
     with pytest.raises(UsageError, match="in a pipeline embedding and head have FSDP groups"):
-        resolve(preset("llama3-8b"), RunRequest(dp=2, pp=2, zero=3, outer_ends=True))
+        resolve(preset("llama3-8b"), RunRequest(dp=2, pp=2, zero=3, fsdp_wrap_layers_only=True))
     for ranks in ("1", "3", "8", "16"):
         with pytest.raises(UsageError, match="a divisor of 8, the ranks"):
             resolve(preset("llama3-8b"), RunRequest(dp=8, zero=3, reshard_after_forward=ranks))

@@ -36,28 +36,33 @@ def forecast_of(**asked: object) -> Forecast:
     ("asked", "host", "sent", "fetched"),
     [
         # fp32 copies, moments and gradients, and 16-bit parameters that wait to go back; gradients in fp32
-        ({"states_on_host": "deepspeed", "dp": 8, "zero": 2}, 18 * N // 8, 4 * N // 8, 2 * N // 8),
+        ({"offload_optimizer": "deepspeed", "dp": 8, "zero": 2}, 18 * N // 8, 4 * N // 8, 2 * N // 8),
         # with a second micro-batch also 16-bit gradients, to and fro
-        ({"states_on_host": "deepspeed", "dp": 8, "zero": 2, "micro_batches": 2}, 20 * N // 8, 8 * N // 8, 6 * N // 8),
+        (
+            {"offload_optimizer": "deepspeed", "dp": 8, "zero": 2, "micro_batches": 2},
+            20 * N // 8,
+            8 * N // 8,
+            6 * N // 8,
+        ),
         # gradients in 16 bits there and back, and in fp32
-        ({"states_on_host": "deepspeed", "dp": 8, "zero": 3}, 18 * N // 8, 6 * N // 8, 4 * N // 8),
+        ({"offload_optimizer": "deepspeed", "dp": 8, "zero": 3}, 18 * N // 8, 6 * N // 8, 4 * N // 8),
         # 16-bit parameters as well, which are fetched for a forward and for a backward, and not behind the step
-        ({"states_on_host": "deepspeed-parameters", "dp": 8, "zero": 3}, 20 * N // 8, 6 * N // 8, 6 * N // 8),
-        ({"states_on_host": "deepspeed-parameters", "zero": 3}, 20 * N, 6 * N, 6 * N),
+        ({"offload_optimizer": "deepspeed-parameters", "dp": 8, "zero": 3}, 20 * N // 8, 6 * N // 8, 6 * N // 8),
+        ({"offload_optimizer": "deepspeed-parameters", "zero": 3}, 20 * N, 6 * N, 6 * N),
         # parameters, gradients and moments in fp32; gradients go once, parameters come twice, in each micro-batch
-        ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, **FP32}, 16 * N // 8, 4 * N // 8, 8 * N // 8),
-        ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, "micro_batches": 2, **FP32}, 2 * N, N, 2 * N),
+        ({"offload_optimizer": "fsdp2", "dp": 8, "zero": 3, **FP32}, 16 * N // 8, 4 * N // 8, 8 * N // 8),
+        ({"offload_optimizer": "fsdp2", "dp": 8, "zero": 3, "micro_batches": 2, **FP32}, 2 * N, N, 2 * N),
         # weights that stay whole after a forward come once
-        ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, **KEPT, **FP32}, 2 * N, N // 2, N // 2),
+        ({"offload_optimizer": "fsdp2", "dp": 8, "zero": 3, **KEPT, **FP32}, 2 * N, N // 2, N // 2),
         # parameters, gradients, moments, all in bf16
-        ({"states_on_host": "torchao", "precision": "bf16-pure"}, 8 * N, 2 * N, 2 * N),
-        ({"states_on_host": "torchao", "precision": "fp32", "micro_batches": 2}, 16 * N, 8 * N, 4 * N),
+        ({"offload_optimizer": "torchao", "precision": "bf16-pure"}, 8 * N, 2 * N, 2 * N),
+        ({"offload_optimizer": "torchao", "precision": "fp32", "micro_batches": 2}, 16 * N, 8 * N, 4 * N),
         # moments of one byte, but for those of norms
         (
-            {"states_on_host": "bitsandbytes", "precision": "bf16-pure", "optimizer": "adam8bit"},
+            {"offload_optimizer": "bitsandbytes", "precision": "bf16-pure", "optimizer": "adam8bit"},
             *(2 * (N - NORMS),) * 3,
         ),
-        ({"states_on_host": "bitsandbytes", "precision": "bf16-pure"}, *(8 * (N - NORMS),) * 3),
+        ({"offload_optimizer": "bitsandbytes", "precision": "bf16-pure"}, *(8 * (N - NORMS),) * 3),
     ],
 )
 def test_what_the_host_has_and_what_moves(asked: dict[str, object], host: int, sent: int, fetched: int) -> None:
@@ -71,12 +76,12 @@ def test_the_device_has_that_much_less() -> None:
     pure = {"precision": "bf16-pure"}
     plain, kept, gone = (
         forecast_of(**pure, **more)
-        for more in ({}, {"states_on_host": "torchao"}, {"states_on_host": "torchao-gradients"})
+        for more in ({}, {"offload_optimizer": "torchao"}, {"offload_optimizer": "torchao-gradients"})
     )
     assert plain.peak_bytes - kept.peak_bytes == 4 * N
     assert gone.stages[0].load.state == gone.stages[0].load.gradient_bytes == 0
     assert forecast_of().host_states is None
-    offloaded = forecast_of(states_on_host="deepspeed", dp=8, zero=2).stages[0].load
+    offloaded = forecast_of(offload_optimizer="deepspeed", dp=8, zero=2).stages[0].load
     largest = 2 * 128_256 * 4096  # of the embedding: DeepSpeed's buffer for a gradient on its way
     assert (offloaded.state, offloaded.gradient_bytes, offloaded.fixed) == (0, 0, 2 * N + largest)
 
@@ -85,7 +90,7 @@ def test_shards_of_parameters_wait_on_the_host() -> None:
     """The device has none of them, as it has no gradients and no states; where a group is gathered they come and go."""
     plain, hosted = (
         forecast_of(**FP32, dp=8, zero=3, seq=8192, gradients="one-by-one", **more)
-        for more in ({}, {"states_on_host": "fsdp2"})
+        for more in ({}, {"offload_optimizer": "fsdp2"})
     )
     load, static = hosted.stages[0].load, hosted.stages[0].static
     assert (load.fixed, load.state, load.gradient_bytes, static.host_parameters) == (0, 0, 0, 4 * N // 8)
@@ -99,7 +104,7 @@ def test_shards_of_parameters_wait_on_the_host() -> None:
 def test_one_rank_alone_fetches_group_after_group(rule: str) -> None:
     """Its peak is that of a rank among others: nothing that is sharded is on either device."""
     asked = {} if rule == "deepspeed-parameters" else FP32
-    alone, among = (forecast_of(**asked, states_on_host=rule, zero=3, seq=8192, dp=dp) for dp in (1, 64))
+    alone, among = (forecast_of(**asked, offload_optimizer=rule, zero=3, seq=8192, dp=dp) for dp in (1, 64))
     assert alone.stages[0].load.fixed == among.stages[0].load.fixed
     assert 0 <= alone.peak_bytes - among.peak_bytes < 2**20
     resident = forecast_of(**asked, zero=3, seq=8192)
@@ -110,7 +115,7 @@ def test_a_slow_link_is_waited_for() -> None:
     """What a step fetches for its gathers cannot be quicker than the link, whatever it goes beside."""
     slow = replace(hardware("h100-80gb"), host_bytes_per_second=10**9)
     for dp in (1, 8):
-        found = forecast_of(**FP32, states_on_host="fsdp2", zero=3, seq=4096, dp=dp)
+        found = forecast_of(**FP32, offload_optimizer="fsdp2", zero=3, seq=4096, dp=dp)
         host = found.host_states
         assert host is not None and host.gathered_bytes == host.to_device_bytes == 8 * N // dp
         least = host.gathered_bytes / 10**9 / slow.reached.host
@@ -121,8 +126,8 @@ def test_copies_take_time() -> None:
     """Parameters come back when the step is over; gradients go beside backwards, as far as these last."""
     asked = {"precision": "bf16-pure", "seq": 4096, "micro_batch": 4}
     device = hardware("h100-80gb")
-    run = forecast_of(**asked, states_on_host="torchao").run
-    host, found = forecast_of(**asked, states_on_host="torchao").host_states, estimate(run, device)
+    run = forecast_of(**asked, offload_optimizer="torchao").run
+    host, found = forecast_of(**asked, offload_optimizer="torchao").host_states, estimate(run, device)
     assert host is not None and device.host_bytes_per_second is not None
     way = 1 / (device.host_bytes_per_second * device.reached.host)
     beside = found.stages[0].total.backward.seconds
@@ -162,28 +167,31 @@ def test_the_peak_of_a_backward_whose_gradients_go(rule: str, family: str) -> No
 )
 def test_an_explanation_tries_the_stages_of_zero_that_go_with_it(rule: str, stages: set[str]) -> None:
     precision = {"precision": "bf16-pure"} if rule == "fsdp2" else {}
-    found = explain(forecast_of(**precision, states_on_host=rule, dp=8, zero=3))
+    found = explain(forecast_of(**precision, offload_optimizer=rule, dp=8, zero=3))
     assert {variant.change for variant in found.sharding} == stages
 
 
 REFUSED = [
-    ({"states_on_host": "somewhere"}, "expected one of none, deepspeed, deepspeed-parameters, fsdp2, torchao"),
-    ({"states_on_host": "deepspeed"}, "--zero 0; ZeRO-Offload"),
-    ({"states_on_host": "deepspeed", "zero": 2, "precision": "bf16-pure"}, "DeepSpeed updates fp32 masters"),
-    ({"states_on_host": "deepspeed", "zero": 2, "optimizer": "muon"}, "--optimizer muon; expected adamw"),
-    ({"states_on_host": "deepspeed", "zero": 3, "pp": 2}, "--pp 2; no rule"),
-    ({"states_on_host": "deepspeed-parameters", "dp": 8, "zero": 2}, "shards of parameters are there under --zero 3"),
-    ({"states_on_host": "fsdp2", "dp": 8, "zero": 3, "pp": 2, **FP32}, "--pp 2; no rule"),
-    ({"states_on_host": "fsdp2", "dp": 8, "zero": 3}, "--precision bf16; no masters are"),
-    ({"states_on_host": "fsdp2", "zero": 3, "lora": "r=16", "base": "nf4", **FP32}, "in fewer than 16 bits"),
-    ({"states_on_host": "torchao"}, "--precision bf16; no masters are updated"),
-    ({"states_on_host": "torchao", "precision": "bf16-pure", "zero": 1}, "--zero 1; give --zero 3"),
+    ({"offload_optimizer": "somewhere"}, "expected one of none, deepspeed, deepspeed-parameters, fsdp2, torchao"),
+    ({"offload_optimizer": "deepspeed"}, "--zero 0; ZeRO-Offload"),
+    ({"offload_optimizer": "deepspeed", "zero": 2, "precision": "bf16-pure"}, "DeepSpeed updates fp32 masters"),
+    ({"offload_optimizer": "deepspeed", "zero": 2, "optimizer": "muon"}, "--optimizer muon; expected adamw"),
+    ({"offload_optimizer": "deepspeed", "zero": 3, "pp": 2}, "--pp 2; no rule"),
     (
-        {"states_on_host": "torchao-gradients", "precision": "fp32", "micro_batches": 2},
+        {"offload_optimizer": "deepspeed-parameters", "dp": 8, "zero": 2},
+        "shards of parameters are there under --zero 3",
+    ),
+    ({"offload_optimizer": "fsdp2", "dp": 8, "zero": 3, "pp": 2, **FP32}, "--pp 2; no rule"),
+    ({"offload_optimizer": "fsdp2", "dp": 8, "zero": 3}, "--precision bf16; no masters are"),
+    ({"offload_optimizer": "fsdp2", "zero": 3, "lora": "r=16", "base": "nf4", **FP32}, "in fewer than 16 bits"),
+    ({"offload_optimizer": "torchao"}, "--precision bf16; no masters are updated"),
+    ({"offload_optimizer": "torchao", "precision": "bf16-pure", "zero": 1}, "--zero 1; give --zero 3"),
+    (
+        {"offload_optimizer": "torchao-gradients", "precision": "fp32", "micro_batches": 2},
         "--micro-batches 2; each gradient",
     ),
-    ({"states_on_host": "torchao", "precision": "fp32", "gradients": "upfront"}, "gradients upfront"),
-    ({"states_on_host": "bitsandbytes", "precision": "fp32", "optimizer": "sgd"}, "expected adamw or adam8bit"),
+    ({"offload_optimizer": "torchao", "precision": "fp32", "gradients": "upfront"}, "gradients upfront"),
+    ({"offload_optimizer": "bitsandbytes", "precision": "fp32", "optimizer": "sgd"}, "expected adamw or adam8bit"),
 ]
 
 
@@ -198,13 +206,13 @@ def test_a_search_keeps_to_the_stages_of_zero_that_a_framework_has() -> None:
         found = SearchRequest(**asked).space(preset("llama3-8b"), hardware("a100-80gb"), gpus=8, global_batch=8)  # type: ignore[arg-type]
         return iter(found.axes.zero)
 
-    assert tuple(space(states_on_host="deepspeed")) == (2, 3)
-    assert tuple(space(states_on_host="fsdp2", precision="bf16-pure")) == (3,)
-    assert tuple(space(states_on_host="torchao", precision="bf16-pure")) == (0, 3)
+    assert tuple(space(offload_optimizer="deepspeed")) == (2, 3)
+    assert tuple(space(offload_optimizer="fsdp2", precision="bf16-pure")) == (3,)
+    assert tuple(space(offload_optimizer="torchao", precision="bf16-pure")) == (0, 3)
     for asked, message in (
-        ({"states_on_host": "deepspeed", "zero": "1"}, "is modelled for"),
-        ({"states_on_host": "deepspeed", "pp": "2"}, "which takes --pp 1"),
-        ({"states_on_host": "torchao-gradients", "precision": "fp32"}, "which takes one micro-batch"),
+        ({"offload_optimizer": "deepspeed", "zero": "1"}, "is modelled for"),
+        ({"offload_optimizer": "deepspeed", "pp": "2"}, "which takes --pp 1"),
+        ({"offload_optimizer": "torchao-gradients", "precision": "fp32"}, "which takes one micro-batch"),
         ({"reference": "same", "pp": "1,2"}, "--pp 1,2 with --reference"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -221,7 +229,7 @@ def test_a_base_in_four_bits_waits_on_the_host() -> None:
         dp=2,
         zero=3,
         recompute="full",
-        states_on_host="fsdp1",
+        offload_optimizer="fsdp1",
     )
     found = forecast(resolve(preset("llama2-70b"), request).run)
     h, kv, ffn = 8192, 1024, 28672

@@ -114,7 +114,7 @@ def test_heads_gradients_that_wait(limit: int, sp: bool, kept: int) -> None:
     """Of logits and of their inputs, in 16 bits, beside those of the micro-batch at work; on the last stage alone."""
     words: dict[str, Any] = {"tp": 4, "pp": 2, "micro_batches": 8, "micro_batch": 2, "seq": 1024, "sp": sp}
     plain, waiting = (
-        forecast(run_of("gpt-22b", RunRequest(like="megatron-0.19", deferred_head=word, **words))).stages
+        forecast(run_of("gpt-22b", RunRequest(like="megatron-0.19", wgrad_deferral_limit=word, **words))).stages
         for word in (0, limit)
     )
     vocab = run_of("gpt-22b", RunRequest()).model.vocab
@@ -124,10 +124,10 @@ def test_heads_gradients_that_wait(limit: int, sp: bool, kept: int) -> None:
 
 
 def test_a_head_waits_in_a_pipeline_alone() -> None:
-    with pytest.raises(UsageError, match="got --deferred-head 2; expected 1 or more, and --pp 2 or more"):
-        run_of("gpt-22b", RunRequest(deferred_head=2))
+    with pytest.raises(UsageError, match="got --wgrad-deferral-limit 2; expected 1 or more, and --pp 2 or more"):
+        run_of("gpt-22b", RunRequest(wgrad_deferral_limit=2))
     with pytest.raises(UsageError, match="--loss fused, which has no gradients of logits that could wait"):
-        run_of("gpt-22b", RunRequest(deferred_head=2, pp=2, loss="fused"))
+        run_of("gpt-22b", RunRequest(wgrad_deferral_limit=2, pp=2, loss="fused"))
 
 
 def test_megatron_018_is_019_with_batches_that_stay() -> None:

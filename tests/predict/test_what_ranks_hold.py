@@ -145,7 +145,7 @@ def test_buffers_of_frameworks_name_their_source() -> None:
     assert all(row.keys() == {"name", "when", "bytes", "from", "until", "source"} for row in rows)
     asked = {"pp": 4, "micro_batches": 8, "kernels": "megatron", "tp": 2}
     runs = (
-        {"keep_received": True, "keep_batches": True, "loader_masks": True, "deferred_head": 2},
+        {"keep_received": True, "keep_batches": True, "dataloader_attention_mask": True, "wgrad_deferral_limit": 2},
         {"stage_buffers": True},
         {"stage_buffers": True, "schedule": "zero-bubble"},
     )

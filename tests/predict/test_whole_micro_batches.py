@@ -135,7 +135,7 @@ def test_the_share_that_computes_again_is_that_of_every_forward(
 
 def test_by_hand() -> None:
     """Four stages, 1F1B: 4, 3, 2 and 1 in flight, two of each window whole."""
-    run = run_of(pp=4, micro_batches=12, recompute="full", whole_micro_batches="2", kernels="megatron")
+    run = run_of(pp=4, micro_batches=12, recompute="full", micro_batches_without_recompute="2", kernels="megatron")
     less, every = forecast(with_whole(run, 0)), forecast(plain(run))
     for stage, small, large in zip(forecast(run).stages, less.stages, every.stages, strict=True):
         in_flight = 4 - stage.index
@@ -161,8 +161,8 @@ def test_as_many_as_fit() -> None:
     assert most_whole(run, 1000 * GIB).recompute.whole == 8
     assert most_whole(run, GIB).recompute.whole == 0
     assert settled(found, None) == found
-    with pytest.raises(UsageError, match="needs to know what to fit into"):
-        settled(run_of(pp=2, recompute="full", whole_micro_batches="most"), None)
+    with pytest.raises(UsageError, match="needs a limit"):
+        settled(run_of(pp=2, recompute="full", micro_batches_without_recompute="most"), None)
 
 
 def test_a_planner_beside_micro_batches_kept_whole() -> None:
@@ -181,7 +181,7 @@ def test_a_planner_beside_micro_batches_kept_whole() -> None:
 
 
 def request(whole: str) -> RunRequest:
-    return RunRequest(tp=8, pp=8, micro_batches=64, recompute="auto", whole_micro_batches=whole)
+    return RunRequest(tp=8, pp=8, micro_batches=64, recompute="auto", micro_batches_without_recompute=whole)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +190,16 @@ def request(whole: str) -> RunRequest:
         ({"recompute": "none"}, "checkpoints no micro-batch"),
         ({"recompute": "full", "offload": True}, "does not go with --offload"),
         ({"recompute": "full", "pp": 1}, "without a pipeline"),
-        ({"recompute": "full", "whole_micro_batches": "some"}, "got --whole-micro-batches some"),
-        ({"recompute": "full", "whole_micro_batches": "-1"}, "got --whole-micro-batches -1"),
+        (
+            {"recompute": "full", "micro_batches_without_recompute": "some"},
+            "got --micro-batches-without-recompute some",
+        ),
+        ({"recompute": "full", "micro_batches_without_recompute": "-1"}, "got --micro-batches-without-recompute -1"),
     ],
 )
 def test_what_does_not_go_together(flags: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        run_of(**{"pp": 2, "whole_micro_batches": "1", **flags})
+        run_of(**{"pp": 2, "micro_batches_without_recompute": "1", **flags})
 
 
 def test_fewer_than_none_are_not_kept_whole() -> None:

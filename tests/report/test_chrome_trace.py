@@ -57,7 +57,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "two rounds": ("llama3-8b", {"pp": 4, "micro_batches": 8, "virtual_stages": 2, "keep_stage_outputs": True}),
     "offload": ("llama3-8b", {"pp": 4, "micro_batches": 8, "recompute": "full", "offload": True}),
     "zero 3": ("llama3-8b", {"dp": 8, "zero": 3, "micro_batches": 2, "recompute": "full"}),
-    "whole": ("gpt-175b", {"tp": 8, "pp": 8, "micro_batches": 32, "recompute": "full", "whole_micro_batches": "2"}),
+    "whole": (
+        "gpt-175b",
+        {"tp": 8, "pp": 8, "micro_batches": 32, "recompute": "full", "micro_batches_without_recompute": "2"},
+    ),
     "added": ("llama-1b-mha", {"like": "nanotron", "seq": 1024, "pp": 2, "micro_batches": 3}),
     "added in halves": ("llama3-8b", {"like": "nanotron", "pp": 2, "micro_batches": 4, "schedule": "zero-bubble"}),
     "copied gradients": ("llama3-8b", {"like": "deepspeed", "dp": 8, "zero": 3, "micro_batches": 2}),

@@ -142,7 +142,9 @@ def test_candidates_with_another_loss_are_not_taken_for_each_other() -> None:
 )
 def test_the_best_with_weights_on_the_host_is_the_best_of_all(rule: str, precision: str, gpus: int) -> None:
     """What recompute hides goes both ways: gradients beside backwards, and weights that the next group waits for."""
-    asked = SearchRequest(states_on_host=rule, precision=precision, seq=512, recompute="none,selective-op,full,every")
+    asked = SearchRequest(
+        offload_optimizer=rule, precision=precision, seq=512, recompute="none,selective-op,full,every"
+    )
     whole = asked.space(SMALL, A100, gpus=gpus, global_batch=4)
     best: dict[Setup, float] = {}
     for setup in whole.setups:

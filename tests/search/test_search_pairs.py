@@ -48,6 +48,6 @@ def test_what_has_no_pairs_is_refused_in_words(given: dict[str, str]) -> None:
 
 def test_ranks_that_exchange_heads_have_heads_each() -> None:
     """Eight heads: over sixteen ranks not all have one."""
-    asked = SearchRequest(context_exchange="a2a", tp="1", pp="1")
+    asked = SearchRequest(cp_comm_type="a2a", tp="1", pp="1")
     whole = asked.space(LLAMA, H100, gpus=16, global_batch=16)
     assert {setup.layout.cp for setup in whole.setups} == {1, 2, 4, 8}

@@ -18,6 +18,7 @@ from cyclopts.argument import ArgumentCollection
 from jettison import __version__
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.files import write_whole
+from jettison.core.objects import former_names, with_former_names
 from jettison.predict.run_fields import CommonRequest
 from jettison.report.console import hint, json_text, show
 
@@ -56,6 +57,7 @@ class CommandLine(App):
             default_parameter=default_parameter, parse_docstring=parse_docstring
         )
         if not parse_docstring:
+            _take_former(found, self.default_command)
             return found
         stated = _stated(self.default_command)
         topics = list(dict.fromkeys(group for group, _ in stated.values() if group not in GROUPS))
@@ -105,11 +107,21 @@ def verb(name: str) -> Callable[[Callable[..., None]], CommandLine]:
 
 def _stated(command: Callable[..., Any] | None) -> dict[str, tuple[str, str]]:
     """Group and help of each flag that a command takes in a dataclass, by field."""
-    kinds = get_type_hints(command).values()
-    owners = [
-        owner for kind in kinds if isinstance(kind, type) for owner in reversed(kind.__mro__) if is_dataclass(owner)
-    ]
+    owners = (owner for kind in _flag_classes(command) for owner in reversed(kind.__mro__) if is_dataclass(owner))
     return {name: said for owner in owners for name, said in flag_sections(owner.__doc__ or "")}
+
+
+def _flag_classes(command: Callable[..., Any] | None) -> list[type]:
+    return [kind for kind in get_type_hints(command).values() if isinstance(kind, type) and is_dataclass(kind)]
+
+
+def _take_former(flags: ArgumentCollection, command: Callable[..., Any] | None) -> None:
+    """Let renamed flags be given by their former names, too, which no help page shows."""
+    former = {name: old for kind in _flag_classes(command) for name, old in former_names(kind).items()}
+    for argument in flags:
+        if old := former.get(argument.field_info.name):
+            names = (*argument.positives, f"--{old.replace('_', '-')}")
+            argument.parameter = Parameter.combine(argument.parameter, Parameter(name=names))
 
 
 def flag_sections(docstring: str) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -203,7 +215,7 @@ def asked(**arguments: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, CommonRequest):
-            found |= {field: getattr(value, field) for field in value.given()}
+            found |= with_former_names(type(value), {field: getattr(value, field) for field in value.given()})
         elif is_dataclass(value):
             found |= asked(**{field.name: getattr(value, field.name) for field in fields(value)})
         elif isinstance(value, list | tuple):

@@ -30,6 +30,7 @@ from jettison.cli.app import (
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.files import write_whole
+from jettison.core.objects import renamed, with_former_names
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes
@@ -275,7 +276,7 @@ def _surest(run: Run, limit: Limit, device: Hardware, host_budget_bytes: int | N
 
 def _made_by(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any]:
     """Return the request by field; files by their full paths."""
-    given = {name: getattr(request, name) for name in request.given()}
+    given = with_former_names(RunRequest, {name: getattr(request, name) for name in request.given()})
     named = {"model": model, "gpu": flags.gpu, "anchor": request.anchor}
     whole = {k: str(Path(v).resolve()) if v is not None and Path(v).exists() else v for k, v in named.items()}
     more: dict[str, Any] = {"gpu": whole["gpu"], "budget": flags.budget, "host_budget": flags.host_budget}
@@ -292,6 +293,7 @@ def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
         Infeasible: it fits no longer.
     """
     fields = {f.name for f in dataclasses.fields(RunRequest)}
+    made_by = renamed(RunRequest, made_by)
     known = fields | {"model", "budget", "gpu", "host_budget", "compile"}
     unknown = sorted(set(made_by) - known)
     if not isinstance(made_by.get("model"), str) or unknown:

@@ -25,6 +25,7 @@ from jettison.cli.app import (
 )
 from jettison.cli.from_file import NO_SOURCE, SourceFlags, sourced, spec_of
 from jettison.core.errors import UsageError
+from jettison.core.objects import with_former_names
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import cores
 from jettison.core.progress import Progress, on_terminal, shown
@@ -202,5 +203,5 @@ def search(
         answer=answer,
         seconds=time.perf_counter() - begin,
         wanted=wanted,
-        request={**asked, **{name: getattr(request, name) for name in request.given()}},
+        request={**asked, **with_former_names(RunRequest, {name: getattr(request, name) for name in request.given()})},
     )

@@ -1,8 +1,8 @@
-"""Short reprs, keys by identity, and temporary attributes."""
+"""Short reprs, renamed fields, keys by identity, and temporary attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any, Generic, TypeVar
@@ -22,6 +22,25 @@ def non_defaults(it: Any) -> str:
         if field.repr and (default is MISSING or value != default):
             said.append(f"{field.name}={value!r}")
     return f"{type(it).__qualname__}({', '.join(said)})"
+
+
+def former_names(kind: type[Any]) -> dict[str, str]:
+    """Former name of each renamed field of a dataclass (metadata ``former``), by its name."""
+    return {field.name: field.metadata["former"] for field in fields(kind) if "former" in field.metadata}
+
+
+def with_former_names(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by field, each renamed one under its former name, too."""
+    former = former_names(kind)
+    return {**values, **{former[name]: value for name, value in values.items() if name in former}}
+
+
+def renamed(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by field; they may have former names, or both."""
+    now = {former: name for name, former in former_names(kind).items()}
+    return {now[name]: value for name, value in values.items() if name in now} | {
+        name: value for name, value in values.items() if name not in now
+    }
 
 
 T = TypeVar("T")

@@ -107,7 +107,7 @@ def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
     else:
         keys.give("precision", "bf16-pure" if weights == "bf16" else "fp32")
         if tuned and weights == "bf16":
-            keys.give("adapters", "fp32")  # PEFT's ``autocast_adapter_dtype``
+            keys.give("adapter_dtype", "fp32")  # PEFT's ``autocast_adapter_dtype``
 
 
 def optimizer(keys: Keys, key: str, default: str) -> None:
@@ -245,7 +245,7 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
     elif "shard_grad_op" in words_of or sharded == "2" or again == "false":
         keys.give("reshard_after_forward", "never", key("reshard_after_forward"), key("sharding_strategy"))
     if keys.on(key("offload_params", "cpu_offload")) or "offload" in words.split():
-        keys.give("states_on_host", "fsdp1" if first else "fsdp2", key("offload_params", "cpu_offload"))
+        keys.give("offload_optimizer", "fsdp1" if first else "fsdp2", key("offload_params", "cpu_offload"))
     if keys.on(key("activation_checkpointing")):
         keys.give("recompute", "full", key("activation_checkpointing"))
     policy = keys.text(key("auto_wrap_policy"), "transformer_based_wrap")
@@ -285,8 +285,8 @@ def offloads(keys: Keys, optimizer: str, parameters: str) -> None:
         if place not in ("none", "cpu", "auto"):
             keys.refuse(key, f"{place} is not modelled; expected cpu or none")
     if places[parameters] == "cpu" and places[optimizer] == "cpu":
-        keys.give("states_on_host", "deepspeed-parameters", optimizer, parameters)
+        keys.give("offload_optimizer", "deepspeed-parameters", optimizer, parameters)
     elif places[parameters] == "cpu":
         keys.refuse(parameters, "CPU offload of parameters without the optimizer's states is not modelled")
     elif places[optimizer] == "cpu":
-        keys.give("states_on_host", "deepspeed", optimizer)
+        keys.give("offload_optimizer", "deepspeed", optimizer)

@@ -65,7 +65,7 @@ def _frozen_run(run: Run, beside: FrozenModel) -> Run:
     model = run.model if beside.model is None else beside.model
     layout = run.layout
     if not (beside.sharded and layout.zero == 3):
-        layout = replace(layout, zero_replicas=1, zero_whole=False).at_zero(0)
+        layout = replace(layout, zero_replicas=1, zero_redundancy_optimizer=False).at_zero(0)
     compute, base = _held(run, beside)
     return replace(
         run,

@@ -195,7 +195,7 @@ class GroupPlace:
 def has_outer_ends(run: Run) -> bool:
     """Has one group embedding, norm and head? A tied table is one parameter, which only one group can have."""
     layout = run.layout
-    outer = layout.outer_ends or layout.flat_parameters or run.model.tied_embeddings
+    outer = layout.fsdp_wrap_layers_only or layout.flat_parameters or run.model.tied_embeddings
     return layout.pp == 1 and outer and run.gathers_parameters and not layout.by_module
 
 

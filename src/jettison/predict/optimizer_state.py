@@ -56,7 +56,8 @@ def stage_state(run: Run, chunks: Sequence[Chunk]) -> Static:
     even = together([(group.part.static, len(group.names)) for chunk in chunks for group in chunk])
     if run.optimizer in WHOLE_TENSORS:
         even = _with_whole_tensors(run, chunks, even)
-    return _with_whole_parameters(run, chunks, even) if run.layout.zero_whole and run.layout.shards > 1 else even
+    whole = run.layout.zero_redundancy_optimizer and run.layout.shards > 1
+    return _with_whole_parameters(run, chunks, even) if whole else even
 
 
 def _trained(run: Run, chunks: Sequence[Chunk]) -> Iterator[tuple[Weight, bool]]:

@@ -47,7 +47,7 @@ class CommonRequest:
         dropout: Dropout probability, wherever the architecture has dropout [default: the model's].
         workspaces: cuBLAS workspaces: none, torch-ampere, torch-hopper, torch-blackwell, te-ampere, te-hopper or
             te-blackwell (before pytorch#175344) [default: none].
-        scans: Kernels of state-space and linear-attention layers: written (op by op) or fused [default: written].
+        ssm_kernels: Kernels of state-space and linear-attention layers: written (op by op) or fused [default: written].
         cuda_graphs: Replay layers as CUDA graphs, without launch overhead [default: as --kernels].
         stack: Software whose measured efficiency counts: base, megatron, megatron-deepspeed, nemo, nemo-24.12,
             nemo-26.06 or scaling [default: as --kernels].
@@ -56,8 +56,8 @@ class CommonRequest:
         fp8_recipe: Recipe of FP8/FP4 GEMMs, with --precision bf16. TransformerEngine: delayed[:N], tensorwise (either
             with -blackwell), blockwise, mxfp8, nvfp4; torchao: tensorwise, rowwise, rowwise_with_gw_hp, mxfp8.
         fp8_param_gather: Store weights in FP8 (Megatron), or all-gather them in FP8 (torchao tensorwise).
-        products: Layers and GEMMs outside --fp8-recipe: last:14=bf16,mtp=bf16,attention.*=bf16,out_proj=mxfp8; the
-            first glob that matches counts.
+        quant_recipe: Layers and GEMMs with a recipe other than --fp8-recipe: last:14=bf16,mtp=bf16,attention.*=bf16,
+            out_proj=mxfp8; the first glob that matches counts.
 
     Gradients:
         gradients: Allocation of gradients: one-by-one (in backward), upfront (Megatron's buffers), buckets (DDP),
@@ -81,26 +81,26 @@ class CommonRequest:
             expert_fc1,moe_act.
         tp_comm_overlap: Overlap tensor-parallel communication with GEMMs (time only).
         deterministic: Deterministic mode: outputs of experts are kept, too.
-        loader_masks: The data loader makes an s x s attention mask for each sequence.
+        dataloader_attention_mask: The data loader makes an s x s attention mask for each sequence (Megatron's default).
         keep_batches: All micro-batches of a step stay on the device until it ends (Megatron 0.18).
 
     FSDP and torchtitan:
         fsdp_version: With --zero 3: 2 (FSDP2) or 1 (flat parameters) [default: 2].
         reshard_after_forward: With --zero 3: always, never, torchtitan (its default policy), or over how many ranks
             [default: always].
-        outer_ends: Embedding, final norm and head belong to the root FSDP module, unsharded from forward to backward.
+        fsdp_wrap_layers_only: Embedding, final norm and head stay in the root FSDP module, unsharded for the step.
 
     DeepSpeed and CPU offload:
         zero_buckets: Live parameters and gradient buckets of ZeRO, in elements: default, none, or any of live=1e9,
             reuse=1e9,prefetch=5e7,persist=1e5,reduce=5e8,buckets=1,sub-group=1e9; auto: by the hidden size [default:
             none].
-        states_on_host: Optimizer states in CPU memory: deepspeed (ZeRO-Offload), torchao, torchao-gradients or
+        offload_optimizer: Optimizer states in CPU memory: deepspeed (ZeRO-Offload), torchao, torchao-gradients or
             bitsandbytes (paged); with parameters: deepspeed-parameters, fsdp2 or fsdp1 [default: none].
 
     transformers, TRL and PEFT:
         reentrant: Checkpoints use use_reentrant=True, outside FSDP's wrapping (transformers before 4.52).
-        holds_output: The loop references the model's output, logits included, until backward ends.
-        adapters: Dtype of adapters: fp32 (PEFT's autocast_adapter_dtype) [default: as --precision].
+        keep_logits: The loop references the model's output, logits included, until backward ends.
+        adapter_dtype: Dtype of adapters: fp32 (PEFT's autocast_adapter_dtype) [default: as --precision].
         kbit_upcast: fp32 upcast over a 4-bit base: all (prepare_model_for_kbit_training), norms (TRL up to 0.26) or
             none [default: none].
         input_gradients: The frozen embedding's output requires grad [default: where layers are recomputed].
@@ -109,7 +109,7 @@ class CommonRequest:
         reward: Frozen reward model with one score a token: same or a model [default: none].
 
     Parallelism details:
-        context_exchange: Context-parallel attention: ring, p2p, gather or a2a [default: as --kernels].
+        cp_comm_type: Context-parallel attention: ring, p2p, gather or a2a [default: as --kernels].
         gathered_inputs: Save all-gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: Pipeline stages keep outputs that they have sent.
         keep_received: Pipeline chunks keep the last received activation and its gradient.
@@ -123,7 +123,7 @@ class CommonRequest:
     precision: str | None = None
     fp8_recipe: str | None = None
     fp8_param_gather: bool | None = None
-    products: str | None = None
+    quant_recipe: str | None = field(default=None, metadata={"former": "products"})
     optimizer: str | None = None
     kernels: str | None = None
     loss: str | None = None
@@ -144,16 +144,16 @@ class CommonRequest:
     keep_received: bool | None = None
     stage_buffers: bool | None = None
     reshard_after_forward: str | None = None
-    outer_ends: bool | None = None
+    fsdp_wrap_layers_only: bool | None = field(default=None, metadata={"former": "outer_ends"})
     fsdp_version: int | None = None
     zero_buckets: str | None = None
     reentrant: bool | None = None
-    adapters: str | None = None
-    loader_masks: bool | None = None
+    adapter_dtype: str | None = field(default=None, metadata={"former": "adapters"})
+    dataloader_attention_mask: bool | None = field(default=None, metadata={"former": "loader_masks"})
     keep_batches: bool | None = None
-    holds_output: bool | None = None
-    scans: str | None = None
-    context_exchange: str | None = None
+    keep_logits: bool | None = field(default=None, metadata={"former": "holds_output"})
+    ssm_kernels: str | None = field(default=None, metadata={"former": "scans"})
+    cp_comm_type: str | None = field(default=None, metadata={"former": "context_exchange"})
     packed: Tokens | None = None
     lora: str | None = None
     base: str | None = None
@@ -161,7 +161,7 @@ class CommonRequest:
     input_gradients: bool | None = None
     reference: str | None = None
     reward: str | None = None
-    states_on_host: str | None = None
+    offload_optimizer: str | None = field(default=None, metadata={"former": "states_on_host"})
     mtp_num_layers: int | None = None
     mtp_use_repeated_layer: bool | None = None
     recompute_modules: str | None = None
@@ -203,16 +203,15 @@ class RunRequest(CommonRequest):
         schedule: Pipeline schedule: gpipe, 1f1b, zero-bubble or zero-bubble-v [default: 1f1b].
         virtual_stages: Virtual stages on each pipeline rank (interleaved 1F1B) [default: 1].
         stage_layers: Layers of each stage: 5,4,4,3, first:3,last:5, Megatron's layout or nanotron [default: even].
-        whole_micro_batches: In-flight micro-batches without recomputation: a number, or most (as many as fit)
-            [default: 0].
+        micro_batches_without_recompute: Of those in flight: a number, or most (as many as fit) [default: 0].
         micro_batch_group: Megatron's --microbatch-group-size-per-virtual-pipeline-stage [default: --pp].
-        deferred_head: Megatron's --wgrad-deferral-limit with --defer-embedding-wgrad-compute [default: 0].
+        wgrad_deferral_limit: Megatron's limit, with --defer-embedding-wgrad-compute [default: 0, no deferral].
         expert_tp: Tensor-parallel ranks of experts; --ep takes the others [default: --tp].
         zero_replicas: Replicas of what ZeRO shards, as in HSDP [default: 1].
-        zero_whole: With --zero 1: shard optimizer states by whole parameter (torch's ZeroRedundancyOptimizer).
+        zero_redundancy_optimizer: With --zero 1: shard optimizer states by whole parameter, as torch's class.
 
     Sequence details:
-        positions: Rows of learned positions, for longer sequences than the model was made for [default: the model's].
+        max_position_embeddings: Rows of learned positions, for longer sequences than the model's [default: its own].
     """
 
     micro_batch: int | None = None
@@ -222,7 +221,7 @@ class RunRequest(CommonRequest):
     pp: int | None = None
     virtual_stages: int | None = None
     micro_batch_group: int | None = None
-    deferred_head: int | None = None
+    wgrad_deferral_limit: int | None = field(default=None, metadata={"former": "deferred_head"})
     stage_layers: str | None = None
     schedule: str | None = None
     cp: int | None = None
@@ -231,13 +230,13 @@ class RunRequest(CommonRequest):
     expert_tp: int | None = None
     zero: int | None = None
     zero_replicas: int | None = None
-    zero_whole: bool | None = None
+    zero_redundancy_optimizer: bool | None = field(default=None, metadata={"former": "zero_whole"})
     recompute: str | None = None
     offload: bool | None = None
-    whole_micro_batches: str | None = None
-    positions: Tokens | None = None
+    micro_batches_without_recompute: str | None = field(default=None, metadata={"former": "whole_micro_batches"})
+    max_position_embeddings: Tokens | None = field(default=None, metadata={"former": "positions"})
 
 
 NOTHING_ASKED = RunRequest()
-DECIDED = ("recompute", "recompute_modules", "offload", "offload_modules", "whole_micro_batches")
+DECIDED = ("recompute", "recompute_modules", "offload", "offload_modules", "micro_batches_without_recompute")
 """Fields that a plan decides."""

@@ -144,17 +144,17 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
     if request.packed is not None and request.packed < 1:
         raise UsageError(f"got --packed {request.packed}; expected tokens of a document, 1 or more")
-    if request.positions is not None:
-        model = _with_positions(model, request.positions)
+    if request.max_position_embeddings is not None:
+        model = _with_positions(model, request.max_position_embeddings)
     kernels = _kernels(model, request)
     tuning, frozen = _tuning(request), tuple(_frozen(model, request))
     repeated = given_or(request.mtp_use_repeated_layer, False)
     model = with_mtp(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
     model = _with_products(model, request, kernels)
     layout = _layout(request, model)
-    if layout.deferred_head and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.TILED, Loss.DPO):
+    if layout.wgrad_deferral_limit and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.TILED, Loss.DPO):
         raise UsageError(
-            f"got --deferred-head with --loss {kernels.loss}, which has no gradients of logits that could wait"
+            f"got --wgrad-deferral-limit with --loss {kernels.loss}, which has no gradients of logits that could wait"
         )
     if tuning is not None:
         first = model.layers[0]
@@ -226,19 +226,19 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     if given_or(request.zero, said.get("zero", 0)) != 3:
         said.pop("reshard_after_forward", None)  # nothing is gathered
     if given_or(request.pp, 1) * given_or(request.ep, 1) > 1 or (request.reshard_after_forward or "").isdecimal():
-        for field in ("outer_ends", "fsdp_version"):
+        for field in ("fsdp_wrap_layers_only", "fsdp_version"):
             said.pop(field, None)  # groups of a pipeline's stages, and of experts, are others
     if request.reshard_after_forward not in (None, Reshard.ALWAYS):
         said.pop("fsdp_version", None)  # a word of FSDP2's
     groups, modules = (
-        ("outer_ends", "fsdp_version", "reshard_after_forward"),
+        ("fsdp_wrap_layers_only", "fsdp_version", "reshard_after_forward"),
         ("zero_buckets",),
     )  # of FSDP; of DeepSpeed
     for field in groups if _given(request, modules) else modules if _given(request, groups) else ():
         said.pop(field, None)
     if request.precision not in (None, said.get("precision", rule(name, **sizes).get("precision"))):
         said.pop("kbit_upcast", None)  # which is for its own
-    if request.states_on_host is not None and request.gradients is None:
+    if request.offload_optimizer is not None and request.gradients is None:
         said["gradients"] = "one-by-one"  # DeepSpeed's buffer of shards is there, too
     if model.head.pooling is not Pooling.NONE or model.audio is not None or model.pair is not None:
         said.pop("loss", None)  # such a head has one loss
@@ -260,7 +260,7 @@ def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
 
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
     if not model.learned_positions or model.patches is not None:
-        raise UsageError(f"got --positions {positions}; {model.name} has no learned positions: leave it away")
+        raise UsageError(f"got --max-position-embeddings {positions}; {model.name} has no learned positions")
     extra = model.position_rows - model.max_positions if model.position_rows else 0
     return replace(model, max_positions=positions, position_rows=positions + extra if extra else 0)
 
@@ -288,11 +288,12 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
 
 
 _OF_A_RUN: Final = (
-    *("tp_comm_overlap", "ep_comm_overlap", "cuda_graphs", "loader_masks", "keep_batches", "holds_output", "packed"),
+    *("tp_comm_overlap", "ep_comm_overlap", "cuda_graphs", "keep_batches", "keep_logits", "packed"),
+    "dataloader_attention_mask",
 )
 _OF_A_LAYOUT: Final = (
-    *("tp", "pp", "cp", "ep", "dp", "expert_tp", "virtual_stages", "micro_batch_group", "deferred_head", "zero"),
-    *("zero_replicas", "zero_whole", "gathered_inputs", "stage_buffers", "outer_ends"),
+    *("tp", "pp", "cp", "ep", "dp", "expert_tp", "virtual_stages", "micro_batch_group", "wgrad_deferral_limit", "zero"),
+    *("zero_replicas", "zero_redundancy_optimizer", "gathered_inputs", "stage_buffers", "fsdp_wrap_layers_only"),
 )
 
 
@@ -312,12 +313,12 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     kernels = replace(
         kernels,
         dispatcher=_word(Dispatcher, request.dispatcher, "dispatcher", kernels.dispatcher),
-        context_exchange=_word(ContextExchange, request.context_exchange, "context-exchange", kernels.context_exchange),
-        scans=_word(Scans, request.scans, "scans", kernels.scans),
+        context_exchange=_word(ContextExchange, request.cp_comm_type, "cp-comm-type", kernels.context_exchange),
+        scans=_word(Scans, request.ssm_kernels, "ssm-kernels", kernels.scans),
         sequential_experts=given_or(request.sequential_experts, kernels.sequential_experts),
         deterministic=given_or(request.deterministic, kernels.deterministic),
     )
-    if request.scans is not None:
+    if request.ssm_kernels is not None:
         check_scans(model, kernels)
     if request.loss is None:
         return kernels
@@ -340,7 +341,7 @@ def _recompute(request: RunRequest, layers: int) -> Recompute:
         f"{Mode.MODULES}:{'+'.join(again)}" if again else given_or(mode, "none"),
         layers=layers,
         offload=given_or(request.offload, False),
-        whole=_whole(given_or(request.whole_micro_batches, "0")),
+        whole=_whole(given_or(request.micro_batches_without_recompute, "0")),
     )
     found = replace(found, reentrant=True) if request.reentrant else found
     return replace(found, sent=sent) if sent else found
@@ -350,7 +351,7 @@ def _whole(text: str) -> int:
     if text == "most":
         return MOST
     if not text.isdecimal():
-        raise UsageError(f"got --whole-micro-batches {text}; expected a whole number of 0 or more, or most")
+        raise UsageError(f"got --micro-batches-without-recompute {text}; expected a whole number of 0 or more, or most")
     return int(text)
 
 
@@ -378,17 +379,17 @@ def _gradients(text: str | None, kernels: Kernels) -> Gradients:
 
 def _tuning(request: RunRequest) -> Tuning | None:
     if request.lora is None:
-        for name in ("base", "kbit_upcast", "input_gradients", "adapters"):
+        for name in ("base", "kbit_upcast", "input_gradients", "adapter_dtype"):
             if getattr(request, name) is not None:
                 raise UsageError(
                     f"got {flag_of(name)} without adapters, where nothing is frozen; give --lora r=16 as well"
                 )
         return None
-    if request.adapters not in (None, "fp32"):
-        raise UsageError(f"got --adapters {request.adapters}; expected fp32, or nothing: as --precision has parameters")
+    if request.adapter_dtype not in (None, "fp32"):
+        raise UsageError(f"got --adapter-dtype {request.adapter_dtype}; expected fp32 [default: as --precision]")
     return Tuning.parse(
         request.lora,
-        wide=request.adapters == "fp32",
+        wide=request.adapter_dtype == "fp32",
         upcast=_word(Upcast, request.kbit_upcast, "kbit-upcast", Upcast.NONE),
         base=_word(Base, request.base, "base", Base.PLAIN),
         inputs_need_gradients=given_or(request.input_gradients, given_or(request.recompute, "none") != "none"),
@@ -440,7 +441,7 @@ def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:
 
 def _states_on_host(request: RunRequest) -> StatesOnHost:
     """Whose way of keeping states on the host; refused where the framework does not do it under this layout."""
-    rule = states_on_host(given_or(request.states_on_host, "none"))
+    rule = states_on_host(given_or(request.offload_optimizer, "none"))
     zero, why = given_or(request.zero, 0), ""
     if rule.keeps_buffer and zero < 2:
         why = f"--zero {zero}; ZeRO-Offload is described for --zero 2 and 3"
@@ -451,7 +452,7 @@ def _states_on_host(request: RunRequest) -> StatesOnHost:
     elif rule.frees_gradients and given_or(request.pp, 1) > 1:
         why = f"--pp {request.pp}; no rule says when a stage's gradients go"
     if why:
-        raise UsageError(f"got --states-on-host {rule} with {why}")
+        raise UsageError(f"got --offload-optimizer {rule} with {why}")
     return rule
 
 
@@ -481,8 +482,8 @@ def _recipe(request: RunRequest, kernels: Kernels) -> Fp8Recipe | None:
 
 
 def _with_products(model: ModelSpec, request: RunRequest, kernels: Kernels) -> ModelSpec:
-    if request.products is None:
+    if request.quant_recipe is None:
         return model
     if (recipe := _recipe(request, kernels)) is None:
-        raise UsageError(f"got --products {request.products!r} without a recipe; give --fp8-recipe as well")
-    return with_products(model, request.products, recipe)
+        raise UsageError(f"got --quant-recipe {request.quant_recipe!r} without a recipe; give --fp8-recipe as well")
+    return with_products(model, request.quant_recipe, recipe)

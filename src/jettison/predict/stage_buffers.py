@@ -77,9 +77,9 @@ def buffers_of(run: Run, index: int) -> list[tuple[FrameworkBuffer, int]]:
     """Return the buffers of a stage, with their bytes."""
     layout, model = run.layout, run.model
     letters: dict[str, Any] = {
-        "loader_masks": run.loader_masks,
+        "dataloader_attention_mask": run.dataloader_attention_mask,
         "keep_batches": run.keep_batches,
-        "deferred_head": layout.deferred_head,
+        "wgrad_deferral_limit": layout.wgrad_deferral_limit,
         "keep_received": layout.keeps_received,
         "stage_buffers": layout.stage_buffers,
         "gradient_bucket": layout.buckets.buckets and layout.buckets.reduce

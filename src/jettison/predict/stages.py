@@ -371,7 +371,7 @@ def _end(run: Run, name: str) -> StageRegion:
     """The embedding; or final norm, head and loss, which hold a tied weight a second time on a stage of their own."""
     twice = name == EMBEDDING or run.layout.pp > 1
     found = _named_end(run.scene, name, run.optimizer, run.layout.sharding, twice, run.states_on_host)
-    return replace(found, held=found.region.returned) if run.holds_output and name == HEAD else found
+    return replace(found, held=found.region.returned) if run.keep_logits and name == HEAD else found
 
 
 @lru_cache(maxsize=65536)

@@ -75,7 +75,7 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
         made = _with_ends(run, groups, made, handed_on=behind)
     else:
         made = _with_names(run, groups, _without_masks(run, made))
-    if run.holds_output:  # logits, beside every backward behind the head's
+    if run.keep_logits:  # logits, beside every backward behind the head's
         held = groups[-1].part.region.program.kept_bytes(groups[-1].part.held)
         made = [unit.plus(backward=0 if unit.is_loss else held) for unit in made]
     made = with_shards(run, groups, made)
@@ -428,7 +428,7 @@ def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
         ends = (parts[at - unit.regions].layer, parts[at - 1].layer)
         decodes = any(isinstance(layer, Layer) and not layer.source for layer in ends)
         there = read if unit.is_loss or decodes else 0
-        held = read if run.holds_output else there if run.recompute.mode in CHECKPOINTS else 0
+        held = read if run.keep_logits else there if run.recompute.mode in CHECKPOINTS else 0
         yield unit.plus(forward=there, backward=held)
 
 
@@ -485,7 +485,7 @@ def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
     part = groups[-1].part
     before, behind = passes_of(part, run.gradient_rule).around.forward
     goes = part.region.program.kept_bytes(_hidden(part.region) - part.kept)
-    stays = read if not outside or run.holds_output or run.recompute.mode in CHECKPOINTS else 0
+    stays = read if not outside or run.keep_logits or run.recompute.mode in CHECKPOINTS else 0
     highest = max(before + read, behind - goes + stays)
     return [replace(unit, forward_peak=highest) if unit.is_loss else unit for unit in made]
 

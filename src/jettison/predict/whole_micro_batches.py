@@ -47,7 +47,7 @@ def settled(run: Run, limit_bytes: int | None) -> Run:
     if run.recompute.whole != MOST:
         return run
     if limit_bytes is None:
-        raise UsageError("--whole-micro-batches most needs to know what to fit into; give --budget or --gpu")
+        raise UsageError("--micro-batches-without-recompute most needs a limit; give --budget or --gpu")
     return most_whole(run, limit_bytes)
 
 

@@ -92,8 +92,9 @@ class EstimateReport:
             yield f"the peak is of layers that are not compiled: {self.eager_memory}"
         if run.kernels.scans is Scans.WRITTEN and any(layer.scan is not None for layer in run.model.described):
             yield (
-                "scans that are written out op by op were never timed: their part of this time is of kernels and bytes "
-                "alone, and was held against no run; --scans fused has timed ones, of Mamba 2 and the gated delta rule"
+                "no measured run has state-space or linear-attention layers without fused kernels: their time "
+                "is counted from kernels and bytes; --ssm-kernels fused has measured rates (Mamba 2, gated "
+                "delta rule)"
             )
         yield from device_notes(device, run)
         if device.note:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.errors import DoesNotFit, ProofFailed
+from jettison.core.objects import with_former_names
 from jettison.core.units import format_bytes
 from jettison.ledger.compare import Difference
 from jettison.ledger.ledger import Ledger
@@ -18,6 +19,7 @@ from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import HostStates
 from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
+from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import Resolved, flag_of
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.spec.kernels import AttentionKernel
@@ -201,13 +203,15 @@ def request_document(asked: Resolved) -> dict[str, Any]:
     """A run as it was understood; ``assumed`` names what nobody asked for."""
     run = asked.run
     layout = run.layout
-    return {
+    settings = {
         "model": run.model.name,
         "family": run.model.family,
         "seq": run.seq,
         "micro_batch": run.micro_batch,
         "micro_batches": run.micro_batches,
-        "layout": asdict(layout) | {"schedule": str(layout.schedule), "world": layout.world},
+        "layout": with_former_names(
+            RunRequest, {**asdict(layout), "schedule": str(layout.schedule), "world": layout.world}
+        ),
         "precision": run.precision.name,
         "fp8_recipe": None if run.precision.recipe is None else str(run.precision.recipe),
         "optimizer": str(run.optimizer),
@@ -218,20 +222,20 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "recompute": str(run.recompute),
         "offload": run.recompute.offload,
         "offload_modules": list(run.recompute.sent),
-        "whole_micro_batches": run.recompute.whole,
+        "micro_batches_without_recompute": run.recompute.whole,
         "compiled": run.compiled,
         "gradients": str(run.gradients),
-        "states_on_host": str(run.states_on_host),
+        "offload_optimizer": str(run.states_on_host),
         "capacity_factor": run.capacity_factor,
         "tp_comm_overlap": run.tp_comm_overlap,
         "accumulation": str(run.adding),
         "workspaces": run.workspaces.name,
-        "loader_masks": run.loader_masks,
+        "dataloader_attention_mask": run.dataloader_attention_mask,
         "keep_batches": run.keep_batches,
-        "holds_output": run.holds_output,
+        "keep_logits": run.keep_logits,
         "packed": run.packed or None,
-        "context_exchange": str(run.kernels.context_exchange),
-        "scans": str(run.kernels.scans),
+        "cp_comm_type": str(run.kernels.context_exchange),
+        "ssm_kernels": str(run.kernels.scans),
         "trained": None if run.tuning is None else str(run.tuning),
         "frozen_models": [
             {
@@ -246,6 +250,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "like": asked.like,
         "assumed": sorted(asked.assumed),
     }
+    return with_former_names(RunRequest, settings)
 
 
 # Of a forecast --------------------------------------------------------------------------------------------------------
@@ -344,7 +349,7 @@ def advice(asked: Resolved) -> tuple[str, ...]:
 _ALONE: Final = {
     "without a pipeline; give --pp": ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers"),
     "where nothing is sharded; give --zero": ("zero_replicas",),
-    "without context parallelism; give --cp": ("context_exchange",),
+    "without context parallelism; give --cp": ("cp_comm_type",),
 }
 """Flags that need another one, by what is said."""
 _OF_EXPERTS: Final = (

@@ -5,7 +5,7 @@ Other omitted options take their default: NOTE [ Defaults ] in `predict.run_requ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Final
 
@@ -59,7 +59,7 @@ class SearchRequest(CommonRequest):
         sp: Sequence parallelism [default: with and without].
         schedule: Pipeline schedules, of gpipe, 1f1b, interleaved and zero-bubble [default: 1f1b,interleaved].
         virtual_stages: Virtual stages on each pipeline rank [default: all].
-        whole_micro_batches: Try as many in-flight micro-batches without recomputation as fit, too.
+        micro_batches_without_recompute: Try as many in-flight micro-batches without recomputation as fit, too.
         uneven: Try pipelines whose first and last stages have a layer less or more, too.
     """
 
@@ -75,29 +75,29 @@ class SearchRequest(CommonRequest):
     micro_batch: str | None = None
     recompute: str | None = None
     offload: bool | None = None
-    whole_micro_batches: bool | None = None
+    micro_batches_without_recompute: bool | None = field(default=None, metadata={"former": "whole_micro_batches"})
     uneven: bool | None = None
     runs_on: str | None = None
 
     def _zero(self) -> tuple[tuple[int, ...], str]:
         """Return the ZeRO stages that are modelled, and the field that restricts them; empty without a restriction."""
-        host = self.states_on_host
+        host = self.offload_optimizer
         moved = NOT_MOVED if host is None or host not in named("states_on_host") else states_on_host(host)
         if moved.one_micro_batch:
             raise UsageError(
-                "got --states-on-host torchao-gradients, which takes one micro-batch; to search, give torchao"
+                "got --offload-optimizer torchao-gradients, which takes one micro-batch; to search, give torchao"
             )
         if self.optimizer in MUONS[1:]:
             return (1,), "optimizer"
         of_shards = {
-            "outer_ends": self.outer_ends,
+            "fsdp_wrap_layers_only": self.fsdp_wrap_layers_only,
             "reshard_after_forward": self.reshard_after_forward,
             "fsdp_version": self.fsdp_version == 1,
         }
         for name, given in of_shards.items():
             if given:
                 return (3,), name
-        return moved.zeros, "states_on_host" if host else ""
+        return moved.zeros, "offload_optimizer" if host else ""
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
         """Return the space to search.
@@ -136,7 +136,7 @@ class SearchRequest(CommonRequest):
             said = f"--zero {self.zero}" if self.zero else f"--like {self.like}, which is --zero {ruled}"
             raise UsageError(f"got {said}; {flag_of(by)} {getattr(self, by)} is modelled for {kept}")
         alone = [f"--{beside.role}" for beside in template.frozen]
-        alone += [f"--states-on-host {self.states_on_host}"] if template.states_on_host.frees_gradients else []
+        alone += [f"--offload-optimizer {self.offload_optimizer}"] if template.states_on_host.frees_gradients else []
         if alone:  # not modelled in a pipeline
             numbers["pp"] = numbers["pp"] or (1,)
             if numbers["pp"] != (1,):
@@ -163,7 +163,7 @@ class SearchRequest(CommonRequest):
             else self._allowed("recompute", () if able is None else (able.plans, able.also), PLANS),
             lists=lists,
             offload=(False, True) if self.offload else (False,),
-            whole=(False, True) if self.whole_micro_batches else (False,),
+            whole=(False, True) if self.micro_batches_without_recompute else (False,),
             uneven=bool(self.uneven),
         )
         return Space(
@@ -228,10 +228,11 @@ class SearchRequest(CommonRequest):
 
     def _over_shards(self) -> dict[str, bool]:
         """Fields that the preset sets for layouts that shard parameters, unless a flag sets them."""
-        if self.like is None or self.outer_ends is not None or self.fsdp_version is not None:
+        if self.like is None or self.fsdp_wrap_layers_only is not None or self.fsdp_version is not None:
             return {}
         said = rule(self.like, tp=1, zero=3)
-        fields_of = {"outer_ends": "outer_ends" in said, "flat_parameters": said.get("fsdp_version") == 1}
+        fields_of = {"fsdp_wrap_layers_only": "fsdp_wrap_layers_only" in said}
+        fields_of["flat_parameters"] = said.get("fsdp_version") == 1
         return {name: True for name, given in fields_of.items() if given}
 
     def _over_replicas(self, template: Run) -> dict[tuple[bool, int], Gradients]:

@@ -35,7 +35,7 @@ PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUT
 
 
 _FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers", "buckets")
-_OF_FULL_SHARDS: Final = ("reshard", "outer_ends", "flat_parameters", "reshard_ranks")
+_OF_FULL_SHARDS: Final = ("reshard", "fsdp_wrap_layers_only", "flat_parameters", "reshard_ranks")
 """Fields of the template's layout that every candidate has, and those of candidates under ZeRO 3."""
 
 
@@ -132,7 +132,7 @@ class SearchCandidate:
     def flags(self) -> str:
         """Command-line flags for `ledger` and `estimate`."""
         plan = self.recompute
-        more = " --offload" if plan.offload else " --whole-micro-batches most" if plan.whole else ""
+        more = " --offload" if plan.offload else " --micro-batches-without-recompute most" if plan.whole else ""
         more += f" --offload-modules {','.join(plan.sent)}" if plan.sent else ""
         return f"{self.setup.flags} --recompute {self.recompute}{more}"
 

@@ -117,7 +117,7 @@ class Layout:
         expert_tp: tensor-parallel ranks of an expert; 0: as tp. Below tp, the other ranks of "tp" belong to "ep".
         zero: 0 replicates; 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too (FSDP).
         zero_replicas: replicas of all that ZeRO shards: HSDP's, Megatron's ``--num-distributed-optimizer-instances``.
-        zero_whole: with zero 1, each parameter's state belongs to one rank, unsharded: torch's
+        zero_redundancy_optimizer: with zero 1, each parameter's state belongs to one rank, unsharded: torch's
             ``ZeroRedundancyOptimizer``.
         gathered_inputs: column-parallel layers save the all-gathered input under sequence parallelism, as stock DTensor
             does; otherwise they save its shard and repeat the all-gather in backward, as Megatron does.
@@ -127,13 +127,13 @@ class Layout:
         stage_buffers: stages have receive buffers for all micro-batches of a step, and keep what they send:
             ``torch.distributed.pipelining``.
         micro_batch_group: micro-batches that run on one virtual stage before the next; 0: pp of them.
-        deferred_head: micro-batches for which the last stage defers the head's weight gradient, and keeps its operands.
+        wgrad_deferral_limit: micro-batches whose head gradient the last stage defers, and keeps its operands.
         stage_layers: layers of each virtual stage, in the order of the model; empty: even.
         further: layers for multi-token prediction (MTP), all of them on the last stage in addition to its own.
         reshard: with zero 3, FSDP's ``reshard_after_forward``.
         reshard_ranks: with zero 3, ranks that parameters are sharded over between forward and backward; 0: all.
         flat_parameters: with zero 3, FSDP1's flat parameters instead of FSDP2's groups.
-        outer_ends: with zero 3, embedding, final norm and head belong to FSDP2's root group.
+        fsdp_wrap_layers_only: with zero 3, embedding, final norm and head belong to FSDP2's root group.
         buckets: DeepSpeed ZeRO 3 by module, with these sizes; None: by groups, as FSDP.
 
     Raises:
@@ -148,19 +148,19 @@ class Layout:
     pp: int = 1
     virtual_stages: int = 1
     micro_batch_group: int = 0
-    deferred_head: int = 0
+    wgrad_deferral_limit: int = 0
     schedule: Schedule = Schedule.ONE_F_ONE_B
     dp: int = 1
     zero: int = 0
     zero_replicas: int = 1
-    zero_whole: bool = False
+    zero_redundancy_optimizer: bool = False
     gathered_inputs: bool = False
     keeps_stage_outputs: bool = False
     keeps_received: bool = False
     stage_buffers: bool = False
     reshard: Reshard = Reshard.ALWAYS
     reshard_ranks: int = 0
-    outer_ends: bool = False
+    fsdp_wrap_layers_only: bool = False
     flat_parameters: bool = False
     buckets: ZeroBuckets | None = None
     stage_layers: tuple[int, ...] = ()
@@ -176,15 +176,17 @@ class Layout:
                 raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
-        if self.zero_whole and self.zero != 1:
-            raise UsageError(f"got --zero-whole and --zero {self.zero}; --zero-whole needs --zero 1")
+        if self.zero_redundancy_optimizer and self.zero != 1:
+            raise UsageError(f"got --zero-redundancy-optimizer and --zero {self.zero}; it needs --zero 1")
         self._check_groups()
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
         if self.micro_batch_group and self.virtual_stages == 1:
             raise UsageError(f"got --micro-batch-group {self.micro_batch_group}; it needs --virtual-stages 2 or more")
-        if self.deferred_head < 0 or (self.deferred_head and self.pp == 1):
-            raise UsageError(f"got --deferred-head {self.deferred_head}; expected 1 or more, and --pp 2 or more")
+        if self.wgrad_deferral_limit < 0 or (self.wgrad_deferral_limit and self.pp == 1):
+            raise UsageError(
+                f"got --wgrad-deferral-limit {self.wgrad_deferral_limit}; expected 1 or more, and --pp 2 or more"
+            )
         if self.stage_layers and self.pp == 1:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is Schedule.GPIPE:
@@ -217,7 +219,7 @@ class Layout:
         """Reject FSDP options without zero 3, or in combinations that are not supported."""
         flags = {
             f"--reshard-after-forward {self.reshard_word}": self.resharding_differs,
-            "--outer-ends": self.outer_ends,
+            "--fsdp-wrap-layers-only": self.fsdp_wrap_layers_only,
             "--fsdp-version 1": self.flat_parameters,
         }
         for flag, given in flags.items():
@@ -228,23 +230,26 @@ class Layout:
                 f"got the schedule {self.schedule} with --stage-buffers and --zero 3; torch's split backward misses "
                 "gradients of parameters that backward all-gathers: give --reshard-after-forward never, or --zero 2"
             )
-        if self.buckets is not None and (self.outer_ends or self.flat_parameters or self.resharding_differs):
+        if self.buckets is not None and (self.fsdp_wrap_layers_only or self.flat_parameters or self.resharding_differs):
             raise UsageError(
-                "got --zero-buckets, of which parameters are gathered module by module, with --outer-ends, "
+                "got --zero-buckets, of which parameters are gathered module by module, with --fsdp-wrap-layers-only, "
                 "--fsdp-version or --reshard-after-forward, which are FSDP's; give one of the two"
             )
-        if self.outer_ends and self.pp > 1:
-            raise UsageError(f"got --outer-ends and --pp {self.pp}; in a pipeline embedding and head have FSDP groups")
+        if self.fsdp_wrap_layers_only and self.pp > 1:
+            raise UsageError(
+                f"got --fsdp-wrap-layers-only and --pp {self.pp}; in a pipeline embedding and head have FSDP groups"
+            )
         if self.flat_parameters and (self.pp > 1 or self.ep > 1 or self.resharding_differs):
             raise UsageError(
                 "got --fsdp-version 1 with --pp, --ep or --reshard-after-forward, which are not modelled together: "
                 "drop them, or give --fsdp-version 2"
             )
         ranks = self.reshard_ranks
-        if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or self.pp > 1 or self.outer_ends):
+        beside = self.pp > 1 or self.fsdp_wrap_layers_only
+        if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or beside):
             raise UsageError(
                 f"got --reshard-after-forward {ranks}; expected a divisor of {self.shards}, the ranks that parameters "
-                "are sharded over, above 1 and below that, without --pp and --outer-ends"
+                "are sharded over, above 1 and below that, without --pp and --fsdp-wrap-layers-only"
             )
 
     def at_zero(self, zero: int) -> Layout:
@@ -252,7 +257,7 @@ class Layout:
         if zero == 3:
             return replace(self, zero=zero)
         return replace(
-            self, zero=zero, reshard=Reshard.ALWAYS, reshard_ranks=0, outer_ends=False, flat_parameters=False
+            self, zero=zero, reshard=Reshard.ALWAYS, reshard_ranks=0, fsdp_wrap_layers_only=False, flat_parameters=False
         )
 
     def places(self, index: int) -> tuple[int, ...]:
@@ -510,8 +515,8 @@ def exchange_misfit(layout: Layout, model: ModelSpec) -> str:
             each = max(1, heads // layout.tp)
             if each % layout.cp:
                 return (
-                    f"got --context-exchange a2a with --cp {layout.cp}, which does not divide the {each} {what} "
-                    "heads of a rank; give a smaller --cp, or --context-exchange p2p"
+                    f"got --cp-comm-type a2a with --cp {layout.cp}, which does not divide the {each} {what} "
+                    "heads of a rank; give a smaller --cp, or --cp-comm-type p2p"
                 )
     return ""
 

@@ -87,24 +87,24 @@ def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
         UsageError: another format, an unknown recipe, or layers that the model does not have.
     """
     if recipe.library is not Library.TE:
-        raise UsageError(f"got --products with --fp8-recipe {recipe.name} of {recipe.library}; give --kernels megatron")
+        raise UsageError(f"got --quant-recipe with {recipe.library}'s recipe {recipe.name}; give --kernels megatron")
     own = model.depth - model.further
     wide: set[int] = set()
     rules: list[Rule] = []
     for item in text.split(","):
         where, equals, name = (part.strip() for part in item.partition("="))
         if not (where and equals):
-            raise UsageError(f"got --products {item!r}; expected what=how, such as last:14=bf16 or attention.*=bf16")
+            raise UsageError(f"got --quant-recipe {item!r}; expected what=how, as last:14=bf16 or attention.*=bf16")
         found = _recipe(name, recipe)
         end, colon, count = where.partition(":")
         if end in _ENDS and colon:
             number = int(count) if count.isdecimal() else -1
             if not 0 <= number <= own or found != WIDE:
-                raise UsageError(f"got --products {item!r}; expected 0 to {own} layers, in bf16")
+                raise UsageError(f"got --quant-recipe {item!r}; expected 0 to {own} layers, in bf16")
             wide |= set(range(number)) if end == "first" else set(range(own - number, own))
         elif where == _MTP:
             if not model.further or found != WIDE:
-                raise UsageError(f"got --products {item!r}; expected --mtp-num-layers with it, and bf16")
+                raise UsageError(f"got --quant-recipe {item!r}; expected --mtp-num-layers with it, and bf16")
             wide |= set(range(own, model.depth))
         else:
             rules.append((where, found))
@@ -113,7 +113,7 @@ def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
 
 def _with(layer: AnyLayer, wide: bool, rules: tuple[Rule, ...]) -> AnyLayer:
     if not isinstance(layer, Layer):
-        raise UsageError("got --products and recorded layers, whose GEMMs have no names")
+        raise UsageError("got --quant-recipe and recorded layers, whose GEMMs have no names")
     return replace(layer, products=((ALL, WIDE),) if wide else rules)
 
 
@@ -123,5 +123,5 @@ def _recipe(name: str, run: Fp8Recipe) -> Fp8Recipe:
     found = RECIPES.get((Library.TE, name))
     if found is None:
         known = ", ".join(n for library, n in RECIPES if library is Library.TE)
-        raise UsageError(f"got --products ...={name}; expected bf16, {known}")
+        raise UsageError(f"got --quant-recipe ...={name}; expected bf16, {known}")
     return replace(found, parameters=run.parameters)

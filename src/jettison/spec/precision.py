@@ -72,7 +72,7 @@ class Precision:
     def check(self, optimizer: Optimizer, *, on_host: bool) -> None:
         """Reject an optimizer that does not support this precision."""
         if self.moment and (on_host or optimizer not in (Optimizer.ADAMW, Optimizer.NONE)):
-            where = " and --states-on-host" if on_host else ""
+            where = " and --offload-optimizer" if on_host else ""
             raise UsageError(
                 f"got --precision {self.name} with --optimizer {optimizer}{where}; Megatron's precision-aware "
                 "optimizer is adamw, on the device"

@@ -146,15 +146,15 @@ class Recompute:
         if self.number < 1:
             raise UsageError(f"got --recompute {self.mode}:{self.number}; expected a number of 1 or more")
         if self.whole < MOST:
-            raise UsageError(f"got --whole-micro-batches {self.whole}; expected 0 or more")
+            raise UsageError(f"got --micro-batches-without-recompute {self.whole}; expected 0 or more")
         if self.whole and self.mode is Mode.NONE:
             raise UsageError(
-                "got --whole-micro-batches and --recompute none, which checkpoints no micro-batch; give the mode of "
-                "the others"
+                "got --micro-batches-without-recompute and --recompute none, which checkpoints no micro-batch; give "
+                "the mode of the others"
             )
         if self.whole and self.to_host:
             flag = "--offload" if self.offload else "--offload-modules"
-            raise UsageError(f"--whole-micro-batches does not go with {flag}; drop one of them")
+            raise UsageError(f"--micro-batches-without-recompute does not go with {flag}; drop one of them")
 
     @classmethod
     def parse(cls, text: str, *, layers: int, offload: bool = False, whole: int = 0) -> Recompute:

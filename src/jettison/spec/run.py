@@ -80,8 +80,9 @@ class Run:
         cuda_graphs: layers are CUDA graphs, without launches from the host. Bytes do not change.
         stack: software stack, where hardware files have figures for several; None: that of the kernels.
         adding: accumulation of weight gradients. ``workspaces``: of GEMM libraries.
-        loader_masks: the batch has an s × s mask for each sequence. ``keep_batches``: batches live to the step's end.
-        holds_output: the training loop references the model's logits until their backward ends.
+        dataloader_attention_mask: the batch has an s × s mask for each sequence. ``keep_batches``: batches live
+            to the step's end.
+        keep_logits: the training loop references the model's logits until their backward ends.
         source_seq: tokens that the encoder of an encoder-decoder reads; 0: no encoder.
         packed: tokens of a document in packed sequences; 0: sequences are not packed.
         tuning: adapters of frozen weights; None: full training.
@@ -114,9 +115,9 @@ class Run:
     stack: str | None = None
     adding: Adding = Adding.WHOLE
     workspaces: Workspaces = WORKSPACES["none"]
-    loader_masks: bool = False
+    dataloader_attention_mask: bool = False
     keep_batches: bool = False
-    holds_output: bool = False
+    keep_logits: bool = False
     packed: int = 0
     tuning: Tuning | None = None
     source_seq: int = 0
@@ -348,7 +349,7 @@ def _sequence(run: Run) -> Iterator[str]:
     if model.learned_positions and (run.packed or run.seq) > model.max_positions:
         yield f"got --seq {run.seq}; {model.name} has {model.max_positions} positions"
     if run.recompute.whole and run.layout.pp == 1:
-        yield ("got --whole-micro-batches without a pipeline, where one micro-batch is in flight; give --pp 2 or more")
+        yield ("got --micro-batches-without-recompute without a pipeline; give --pp 2 or more")
 
 
 def _narrow_base(run: Run) -> Iterator[str]:
@@ -375,7 +376,7 @@ def _parts(run: Run) -> Iterator[str]:
     if scans and run.layout.tp > 1 and not (run.kernels.shares_scans and run.kernels.scans is Scans.FUSED):
         yield (
             f"got --tp {run.layout.tp}; layers of {model.name} have a {scans[0]}, whose heads "
-            "only Megatron-Core shards: give --kernels megatron with --scans fused, or drop --tp"
+            "only Megatron-Core shards: give --kernels megatron with --ssm-kernels fused, or drop --tp"
         )
     if names := (*run.recompute.modules, *run.recompute.sent):
         check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))
@@ -388,9 +389,9 @@ def _parts(run: Run) -> Iterator[str]:
 
 
 def _output(run: Run) -> Iterator[str]:
-    """Reject --holds-output where the model returns no logits."""
+    """Reject --keep-logits where the model returns no logits."""
     model, loss, why = run.model, run.kernels.loss, ""
-    if not run.holds_output:
+    if not run.keep_logits:
         return
     if run.layout.pp > 1:
         why = f"--pp {run.layout.pp}, whose schedule calls the model; --stage-buffers sets what it keeps"
@@ -405,7 +406,7 @@ def _output(run: Run) -> Iterator[str]:
     elif loss is Loss.ROWS:
         why = f"--loss {loss}, which overwrites logits without other references: give --loss upcast"
     if why:
-        yield f"got --holds-output with {why}; drop --holds-output"
+        yield f"got --keep-logits with {why}; drop --keep-logits"
 
 
 COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selective-op", "selective-op-alternate", "auto")
@@ -523,7 +524,7 @@ def _host(run: Run) -> Iterator[str]:
     kinds = ours if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
     packed = run.tuning is not None and run.tuning.base.packed
     if rule.moves_parameters and (run.precision.recipe is not None or (packed and not rule.moves_packed)):
-        why = "weights in fewer than 16 bits, whose offload is not modelled: give --states-on-host none"
+        why = "weights in fewer than 16 bits, whose offload is not modelled: give --offload-optimizer none"
     elif rule.moves_masters and own:
         why = f"--precision {run.precision.name}; {rule.framework} updates fp32 masters: --precision bf16"
     elif not rule.moves_masters and not own:
@@ -535,7 +536,7 @@ def _host(run: Run) -> Iterator[str]:
     elif rule.steps_there and run.gradients is not Gradients.ONE_BY_ONE:
         why = f"gradients {run.gradients}; give --gradients one-by-one"
     if why:
-        yield f"got --states-on-host {rule} with {why}"
+        yield f"got --offload-optimizer {rule} with {why}"
 
 
 _RULES: Final = (
@@ -570,15 +571,15 @@ def _frozen(run: Run, frozen: FrozenModel) -> Iterator[str]:
 
 
 def check_scans(model: ModelSpec, kernels: Kernels) -> None:
-    """Reject --scans where no layer has one, or not of that kernel."""
+    """Reject --ssm-kernels where no layer has one, or not of that kernel."""
     scans = [layer.scan for layer in model.described if layer.scan is not None]
     if not scans:
         raise UsageError(
-            f"got --scans {kernels.scans}; {model.name} has no state-space or linear-attention layer: drop --scans"
+            f"got --ssm-kernels {kernels.scans}; {model.name} has no state-space or linear-attention layer"
         )
     if kernels.scans is Scans.FUSED and any(isinstance(scan, SelectiveScan) for scan in scans):
         raise UsageError(
-            f"got --scans fused; mamba-ssm's selective scan, of {model.name}, is not modelled: give --scans written"
+            f"got --ssm-kernels fused; mamba-ssm's selective scan, of {model.name}, is not modelled: give written"
         )
 
 

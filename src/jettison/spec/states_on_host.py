@@ -57,7 +57,7 @@ def states_on_host(name: str) -> StatesOnHost:
     if name == "none":
         return NOT_MOVED
     if name not in rules:
-        raise UsageError(f"got --states-on-host {name!r}; expected one of {', '.join(('none', *rules))}")
+        raise UsageError(f"got --offload-optimizer {name!r}; expected one of {', '.join(('none', *rules))}")
     fields = {key: value for key, value in rules[name].items() if key not in ("order", "folder")}
     zeros = tuple(fields.pop("zeros", NOT_MOVED.zeros))
     return StatesOnHost(name=name, zeros=zeros, **fields)

@@ -41,7 +41,7 @@ def read(keys: Keys) -> None:
     _batch(keys)
     _checkpoints(keys)
     if keys.field("loss") == "fused" or keys.field("pp", 1) > 1:
-        keys.give("holds_output", False)
+        keys.give("keep_logits", False)
     dtype = keys.text("model.torch_dtype", keys.text("model.dtype", "bf16")).removeprefix("torch.")
     if dtype in ("float32", "fp32"):
         keys.give("precision", "bf16-autocast", "model.torch_dtype", "model.dtype")
@@ -91,7 +91,7 @@ def _layout(keys: Keys) -> None:
             keys.give("reshard_after_forward", "never", "distributed.moe.reshard_after_forward")
     keys.read("distributed.moe.reshard_after_forward")
     if keys.field("cp", 1) > 1:
-        keys.give("context_exchange", "gather")
+        keys.give("cp_comm_type", "gather")
     if keys.field("tp", 1) > 1 and keys.field("sp") is None:
         keys.give("sp", False)
     if keys.field("tp", 1) == 1:

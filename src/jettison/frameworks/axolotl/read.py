@@ -228,7 +228,7 @@ def _preference(keys: Keys) -> None:
 def _axes(keys: Keys) -> None:
     """Read ``dp_shard_size`` and ``dp_replicate_size``, and ring attention, which shards the sequence."""
     if keys.field("cp", 1) > 1:
-        keys.give("context_exchange", "ring")
+        keys.give("cp_comm_type", "ring")
         if keys.said("like") != "deepspeed":
             keys.read("ring_attn_func", why="ring")
     else:

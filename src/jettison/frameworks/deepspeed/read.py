@@ -18,7 +18,7 @@ def read(keys: Keys, prefix: str = "") -> None:
                 keys.note("fp16 is counted as bf16, which takes the same bytes; its loss scale is not counted")
     offloads(keys, f"{zero}offload_optimizer.device", f"{zero}offload_param.device")
     if keys.on(f"{zero}cpu_offload"):
-        keys.give("states_on_host", "deepspeed", f"{zero}cpu_offload")
+        keys.give("offload_optimizer", "deepspeed", f"{zero}cpu_offload")
     zero_buckets(keys, zero)
     keys.read(f"{zero}allgather_bucket_size")
     if keys.has(f"{prefix}compile.backend") and not keys.on(f"{prefix}compile.disable"):

@@ -132,9 +132,9 @@ def _deepspeed(keys: Keys, key: str, name: str) -> None:
         keys.give("optimizer", "adamw-deepspeed")
     optimizer, parameters = f"{_ARGUMENTS}.offload_optimizer", f"{_ARGUMENTS}.offload_parameters"
     if keys.on(parameters) or (stage == 3 and name.endswith("offload")):
-        keys.give("states_on_host", "deepspeed-parameters", key, parameters)
+        keys.give("offload_optimizer", "deepspeed-parameters", key, parameters)
     elif keys.on(optimizer) or name.endswith("offload"):
-        keys.give("states_on_host", "deepspeed", key, optimizer)
+        keys.give("offload_optimizer", "deepspeed", key, optimizer)
     keys.read(optimizer, parameters)
     sizes = {"reduce_bucket_size": 2 * 10**8, "sub_group_size": 10**12, "overlap_comm": 1}  # the strategy's own
     zero_buckets(keys, f"{_ARGUMENTS}.", **sizes)

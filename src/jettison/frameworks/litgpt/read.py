@@ -56,7 +56,7 @@ def read(keys: Keys) -> None:
         packed = keys.field("base") is not None
         keys.give("optimizer", "adamw" if packed or not tuned else "adamw-foreach", "optimizer", "optimizer.class_path")
         if packed:
-            keys.give("states_on_host", "bitsandbytes", "quantize")  # instantiate_bnb_optimizer: paged
+            keys.give("offload_optimizer", "bitsandbytes", "quantize")  # instantiate_bnb_optimizer: paged
     if adapted:
         _adapters(keys, config)
     else:
@@ -70,7 +70,7 @@ def read(keys: Keys) -> None:
         keys.give("zero", 3)
         keys.give("reshard_after_forward", "always")
         if adapted:
-            keys.give("outer_ends", True)
+            keys.give("fsdp_wrap_layers_only", True)
             if keys.on("quantize"):
                 keys.refuse("quantize", "litgpt rejects it on several GPUs")
         else:

@@ -160,7 +160,7 @@ def _deepspeed(keys: Keys) -> None:
     if any(
         str(key).startswith("zero_optimization.offload") and value not in (None, "none") for key, value in said.items()
     ):
-        keys.refuse("deepspeed_config", "CPU offload of optimizer states: give --states-on-host deepspeed")
+        keys.refuse("deepspeed_config", "CPU offload of optimizer states: give --offload-optimizer deepspeed")
     keys.values |= {f"deepspeed_config.{key}": said[key] for key in said}
     zero_buckets(keys, "deepspeed_config.zero_optimization.")
     keys.read(*keys.matching("deepspeed_config.*"))
@@ -506,7 +506,7 @@ def _pipeline(keys: Keys) -> None:
             "stage_layers", ",".join(uneven), *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
         )
     if keys.on("defer_embedding_wgrad_compute") and stages > 1:
-        keys.give("deferred_head", keys.whole("wgrad_deferral_limit") or 0, "defer_embedding_wgrad_compute")
+        keys.give("wgrad_deferral_limit", keys.whole("wgrad_deferral_limit") or 0, "defer_embedding_wgrad_compute")
         if not keys.whole("wgrad_deferral_limit"):
             keys.refuse("defer_embedding_wgrad_compute", "for all micro-batches: give --wgrad-deferral-limit")
 
@@ -535,7 +535,7 @@ def _kernels(keys: Keys) -> None:
         kind = keys.text("cross_entropy_fusion_impl", "native")
         keys.give("loss", kind, "cross_entropy_loss_fusion", "cross_entropy_fusion_impl")
     if keys.on("no_create_attention_mask_in_dataloader"):
-        keys.give("loader_masks", False, "no_create_attention_mask_in_dataloader")
+        keys.give("dataloader_attention_mask", False, "no_create_attention_mask_in_dataloader")
     if keys.field("tp", 1) > 1:
         keys.give("sp", keys.on("sequence_parallel"), "sequence_parallel")
     else:
@@ -550,7 +550,7 @@ def _kernels(keys: Keys) -> None:
         exchange = {"p2p": "p2p", "a2a": "a2a", "allgather": "gather", "a2a+p2p": "p2p"}.get(kinds[0])
         if exchange is None or len(kinds) > 1:
             keys.refuse("cp_comm_type", "expected one of p2p, a2a, allgather and a2a+p2p for all layers")
-        keys.give("context_exchange", exchange, "cp_comm_type")
+        keys.give("cp_comm_type", exchange, "cp_comm_type")
         if kinds == ["a2a+p2p"]:
             keys.notes.append("context parallelism by a2a+p2p is counted as p2p")
     if keys.on("enable_cuda_graph") or keys.text("cuda_graph_impl", "none") not in ("none", ""):
@@ -591,7 +591,7 @@ def _precision(keys: Keys) -> None:
         if keys.on("first_last_layers_bf16"):
             ends = {"first": "num_layers_at_start_in_bf16", "last": "num_layers_at_end_in_bf16"}
             said = ",".join(f"{end}:{count}=bf16" for end, key in ends.items() if (count := keys.whole(key, 1)))
-            keys.give("products", said or None, "first_last_layers_bf16", *ends.values())
+            keys.give("quant_recipe", said or None, "first_last_layers_bf16", *ends.values())
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj"):
             if keys.on(name):
                 keys.refuse(name, "attention in FP8 is not modelled")

@@ -87,7 +87,7 @@ def _best(nearest: Nearest) -> tuple[SaidSettings, Run]:
     if run.recompute.whole:
         raise CannotSay(
             f"the plan runs {run.recompute.whole} of each window's micro-batches without checkpointing; megatron-core "
-            "0.19 has no flag for it. Plan without --whole-micro-batches"
+            "0.19 has no flag for it. Plan without --micro-batches-without-recompute"
         )
     if run.layout.schedule is not Schedule.ONE_F_ONE_B and run.layout.pp > 1:
         raise CannotSay(f"the plan's schedule is {run.layout.schedule}; {target} runs 1f1b")
@@ -294,8 +294,8 @@ def layout_settings(run: Run) -> dict[str, Value]:
         found["pipeline_model_parallel_layout"] = layout_string(layout)
     elif layout.virtual_stages > 1:
         found["num_virtual_stages_per_pipeline_rank"] = layout.virtual_stages
-    if layout.deferred_head:
-        found |= {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": layout.deferred_head}
+    if layout.wgrad_deferral_limit:
+        found |= {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": layout.wgrad_deferral_limit}
     if layout.micro_batch_group:
         found["microbatch_group_size_per_virtual_pipeline_stage"] = layout.micro_batch_group
     return found

@@ -159,7 +159,7 @@ def _layout(keys: Keys) -> None:
             keys.notes.append(f"without FSDP torchtitan has no mixed precision {why}")
     if keys.field("cp", 1) > 1:
         key = _found(keys, "context_parallel_rotate_method")
-        keys.give("context_exchange", "ring" if keys.text(key, "allgather") == "alltoall" else "gather", key)
+        keys.give("cp_comm_type", "ring" if keys.text(key, "allgather") == "alltoall" else "gather", key)
     keys.read(_found(keys, "context_parallel_rotate_method"))
     experts = keys.whole("parallelism.expert_parallel_degree", 1) or 1
     if experts > 1:
@@ -457,13 +457,13 @@ def _precision(keys: Keys) -> None:
 
 def _others(keys: Keys) -> None:
     if keys.on("training.enable_cpu_offload"):
-        keys.give("states_on_host", "fsdp2", "training.enable_cpu_offload")
+        keys.give("offload_optimizer", "fsdp2", "training.enable_cpu_offload")
     if keys.on("optimizer.early_step_in_backward"):
         keys.give("gradients", "in-backward", "optimizer.early_step_in_backward")
     old = list(keys.matching(*_OLD))
     if old:
         if keys.field("zero", 3) == 3 and keys.field("pp", 1) == 1:
-            keys.give("outer_ends", True)
+            keys.give("fsdp_wrap_layers_only", True)
         keys.give("kernels", "pytorch-2.8")
         keys.notes.append(
             f"{old[0]} means torchtitan before July 2025: norms op by op, embedding and head in the root's FSDP unit"

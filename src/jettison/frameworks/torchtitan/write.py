@@ -77,7 +77,7 @@ def _refuse(nearest: Nearest) -> None:
     if subject.described is not None and subject.described.forecast.run.recompute.whole:
         raise CannotSay(
             "the plan runs some micro-batches without checkpointing, and torchtitan has one policy for all; plan "
-            "without --whole-micro-batches"
+            "without --micro-batches-without-recompute"
         )
     for decision in subject.decisions if subject.live else ():
         if not re.fullmatch(r"layers\.\w+", decision.layer):

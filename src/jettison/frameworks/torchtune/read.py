@@ -44,7 +44,7 @@ def read(keys: Keys) -> None:
     _adapters(keys, builder)
     _loss(keys)
     if "optimizer" not in keys.asked and keys.field("optimizer") is None:
-        alone = keys.on("optimizer_in_bwd") or keys.field("states_on_host") is not None
+        alone = keys.on("optimizer_in_bwd") or keys.field("offload_optimizer") is not None
         if alone and not keys.on("optimizer.fused"):
             keys.notes.append("temporary copies of one parameter in an unfused step are not counted")
         fused = alone or keys.on("optimizer.fused")
@@ -95,8 +95,8 @@ def _model(keys: Keys) -> str:
 def _layout(keys: Keys) -> None:
     if keys.gpus is None and "single_device" in keys.file.path.stem:
         keys.gpus = 1
-    if keys.field("cp", 1) > 1 and keys.field("context_exchange") is None:
-        keys.give("context_exchange", "gather")
+    if keys.field("cp", 1) > 1 and keys.field("cp_comm_type") is None:
+        keys.give("cp_comm_type", "gather")
     replicas = keys.whole("data_parallel_replicate_dim", 1) or 1
     shards = keys.whole("data_parallel_shard_dim", -1) or 1
     if shards == -1:
@@ -125,12 +125,12 @@ def _layout(keys: Keys) -> None:
             if keys.on("fsdp_cpu_offload"):
                 keys.refuse("fsdp_cpu_offload", "CPU offload of parameters with FSDP1 is not modelled")
         elif not set(map(str, keys.listed("custom_sharded_layers"))) >= _ENDS:
-            keys.give("outer_ends", True, "custom_sharded_layers")
+            keys.give("fsdp_wrap_layers_only", True, "custom_sharded_layers")
         if replicas > 1:
             keys.give("zero_replicas", replicas, "data_parallel_replicate_dim")
         for key in ("fsdp_cpu_offload", "fsdp.cpu_offload"):
             if keys.on(key):
-                keys.give("states_on_host", "fsdp2", key)
+                keys.give("offload_optimizer", "fsdp2", key)
     keys.read("fsdp_reshard_after_forward", "memory_efficient_fsdp_wrap", "fsdp_cpu_offload", "fsdp.cpu_offload")
 
 

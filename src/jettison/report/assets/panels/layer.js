@@ -37,7 +37,7 @@ J.layers = (() => {
   // The command whose "bytes each" is the figure.
   const command = ({ layer, s, b, t = 1, layout = "tp", kernels = "megatron", attention = "eager", precision = "bf16", dropout = true, recompute = "none" }) => {
     const words = ["jettison ledger", layer.argument, "--kernels", kernels, "--attention", attention, "--seq", s, "--micro-batch", b];
-    if (layer.positions !== null && s > layer.positions) words.push("--positions", s);
+    if (layer.positions !== null && s > layer.positions) words.push("--max-position-embeddings", s);
     if (t > 1) words.push("--tp", t, layout === "tp" ? "--no-sp" : "--sp");
     if (t > 1 && layout === "sp-gathered") words.push("--gathered-inputs");
     if (precision !== "bf16") words.push("--precision", precision);
