@@ -1,23 +1,23 @@
-"""Device memory in addition to the allocator's tensors: the least that a run is planned with; and limits.
+"""Device memory in addition to allocated tensors, which plans leave free, and limits of allocated bytes.
 
-A forecast counts tensors. A process needs more, which nobody asks the allocator for and no formula knows. Each fixed
-part is given as low, expected and high, between what these sources report of one machine:
+A forecast counts tensors. A process needs memory outside the caching allocator as well. Each fixed part has a low, an
+expected and a high value, from these sources, each about one machine:
 
 - `CONTEXT`, the CUDA context and loaded kernels. A bare context takes 287 MB (pytorch#86509) to 426 MiB
-  (unsloth-zoo#1053) with kernels loaded as they are used, and over 1 GB with all of them (pytorch#107667).
+  (unsloth-zoo#1053) with lazy loading of kernels, and over 1 GB without it (pytorch#107667).
 - `COMMUNICATOR`, one for each mesh axis with more than one rank. Over NVLink, 544 MB among two A100 and 688 MB among
-  more (nccl#964); 0.65 GiB for each further one of RCCL (LUMI-AI-Guide#111). Linear in channels, and nearly nothing
-  where a split communicator shares what its parent has (nccl#986).
-- `ALL_TO_ALL`, on top for the one that spreads experts. Eight H100 went from 1.06 to 4.34 GB with their first
-  all-to-all, since every peer gets 32 channels (nccl#1685).
-- `WORKSPACE` of matrix products. cuBLAS takes 8,519,680 B a stream before Hopper and 32 MiB since (what
-  CUBLAS_WORKSPACE_CONFIG sets), cublasLt up to 32 MiB more (pytorch#120925); a step has a stream or a few.
-- `FRAGMENTS`, a share of the peak that plans leave: reserved beyond allocated, with expandable segments
-  (pytorch#96995). It is what a run needs, not what it reserves where there is room: an allocator that runs short gives
-  back blocks that it has cached. What published runs reserve is in `ranges`; without expandable segments it can be far
-  more: 127 GB reserved for 61 GB allocated, and 97 GB with them, in a run that changes what it does (cosmos-rl#388).
+  more (nccl#964); 0.65 GiB for each additional one of RCCL (LUMI-AI-Guide#111). Linear in channels, and nearly nothing
+  for a split communicator that shares its parent's resources (nccl#986).
+- `ALL_TO_ALL`, in addition for expert parallelism. Eight H100 went from 1.06 to 4.34 GB with their first all-to-all,
+  since every peer gets 32 channels (nccl#1685).
+- `WORKSPACE` of matmuls. cuBLAS takes 8,519,680 B a stream before Hopper and 32 MiB since (CUBLAS_WORKSPACE_CONFIG),
+  cublasLt up to 32 MiB more (pytorch#120925); a step has one or a few streams.
+- `FRAGMENTS`, a share of the peak: reserved minus allocated, with expandable segments (pytorch#96995). It is the need
+  of a run, not what it reserves on a device with free memory: an allocator that runs out frees its cached blocks.
+  `ranges` has what published runs reserve; without expandable segments it can be far more: 127 GB reserved for 61 GB
+  allocated, and 97 GB with them, in a run whose work changes (cosmos-rl#388).
 
-On the CPU there is none of it.
+On CPU all of it is 0.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allowance:
-    """Bytes beside the tensors, as bounds and as what to plan with."""
+    """Bytes in addition to tensors: expected, with bounds."""
 
     low: int
     expected: int
     high: int
 
     def __add__(self, other: Allowance) -> Allowance:
-        """Both together."""
+        """Sum of both."""
         return Allowance(low=self.low + other.low, expected=self.expected + other.expected, high=self.high + other.high)
 
     def __mul__(self, times: int) -> Allowance:
-        """Several of the same."""
+        """Sum of ``times`` equal ones."""
         return Allowance(low=self.low * times, expected=self.expected * times, high=self.high * times)
 
 
@@ -62,12 +62,12 @@ FRAGMENTS: Final = (Fraction(1, 100), Fraction(3, 100), Fraction(8, 100))
 
 
 def communicators(layout: Layout) -> int:
-    """Groups of ranks that talk: one for each mesh axis with more than one rank, pipeline stages among them."""
+    """Number of communicators: one for each mesh axis with more than one rank, pipeline stages included."""
     return sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp))
 
 
 def fixed_allowance(layout: Layout, device: Device) -> Allowance:
-    """What does not depend on the peak: everything but fragments."""
+    """Allowance that does not depend on the peak: all but fragments."""
     return _fixed(communicators(layout), layout.ep > 1, device)
 
 
@@ -79,7 +79,7 @@ def _fixed(talking: int, experts: bool, device: Device) -> Allowance:
 
 
 def available_bytes(hardware: Hardware, run: Run) -> int:
-    """What a device has for tensors: the largest peak that fits beside its own expected allowance; 0 if none does."""
+    """Usable bytes of a device for tensors: the largest peak that fits with its expected allowance; 0 if none does."""
     if run.anchor is None:
         return available_to(hardware, run.layout, run.kernels.device)
     from jettison.predict.extra_buffers import extra_bytes
@@ -90,10 +90,10 @@ def available_bytes(hardware: Hardware, run: Run) -> int:
 
 
 def available_to(hardware: Hardware, layout: Layout, device: Device, margin: float = 0.0) -> int:
-    """The same for any run of a layout.
+    """Usable bytes for tensors of any run of a layout.
 
     Args:
-        margin: how much of the way from the expected allowance to its upper bound is set aside, too: from 0 to 1.
+        margin: 0 for the expected allowance to 1 for its upper bound, linear between.
     """
     return _fitting(hardware.usable_bytes, communicators(layout), layout.ep > 1, device, Fraction(margin))
 
@@ -108,12 +108,12 @@ def _fitting(usable_bytes: int, talking: int, experts: bool, device: Device, mar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """Bytes of allocations on one rank.
+    """Limit of allocated bytes on one rank: a budget or a device's.
 
     Args:
-        gpu: the accelerator whose they are; empty for a budget.
-        usable_bytes: what a process can allocate there altogether; None for a budget.
-        budget_bytes: that was given for tensors. ``device_bytes``: of the GPU that was given, whichever is smaller.
+        gpu: name of the accelerator; empty for a budget.
+        usable_bytes: usable memory of that accelerator; None for a budget.
+        budget_bytes: the budget, if given. ``device_bytes``: usable memory of the GPU, if given.
     """
 
     nbytes: int
@@ -124,23 +124,23 @@ class Limit:
 
     @property
     def words(self) -> str:
-        """Whose bytes they are."""
+        """Name of the limit, for messages."""
         if self.usable_bytes is None:
             return "the budget"
         if self.usable_bytes == self.nbytes:
-            return f"what {self.gpu} offers"
+            return f"memory of {self.gpu}"
         usable = format_bytes(self.usable_bytes)
-        return f"what {self.gpu} leaves for tensors ({usable} less contexts, communicators and fragments)"
+        return f"usable memory of {self.gpu} ({usable} less contexts, communicators and fragments)"
 
 
 def limit_of(*, budget: str | None, gpu: str | None, run: Run | None = None) -> Limit | None:
-    """The smaller of a budget and of what a GPU leaves; None without either.
+    """Return the smaller of a budget and a GPU's memory for tensors; None without either.
 
     Args:
-        run: what the GPU's allowance is for; without it, nothing is set aside.
+        run: the run that decides the GPU's allowance; None: no allowance.
 
     Raises:
-        UsageError: the budget has no unit, or there is no such GPU.
+        UsageError: a budget without a unit, or an unknown GPU.
     """
     limits = [] if budget is None else [Limit(nbytes=parse_bytes(budget))]
     given = None if budget is None else limits[0].nbytes

@@ -1,21 +1,21 @@
-"""Anchors: what one measured run says about further runs of the same stack.
+"""Anchors: corrections of predictions for a software stack, fitted to one measured run.
 
 NOTE [ Anchored ]
-A measurement of a run corrects answers about others by as few physical quantities as explain it, each with a prior:
+A measured run corrects predictions of others by as few physical quantities as explain it, each with a prior:
 
-- **Allocated** bytes are exact sums, so nothing scales them. What is left over is explained by copies of one buffer
-  that a framework may hold beside (logits, parameters, gradients, the residual stream), where a whole number of them
-  comes within `MATCH` of it; these are added to other runs. What nothing explains is said, and not added: on published
-  runs that would make others worse.
-- **Reserved** over allocated is what the caching allocator splits off. It grows about as the square root of what is
-  allocated (`predict.ranges`), so its unit is GiB for each square root of a GiB.
-- **Device** over reserved is the context, the communicators and what libraries allocate themselves: what is left of it
-  beside the allowance for the layout is a constant. Where reserved was not measured, the allowance is taken for it.
-  Neither is less than nothing: where less was measured than tensors are predicted to take, that is unexplained.
-- **Step time**: seconds of kernels, of transfers and of the host each take a factor ``f``; of all that explain
-  the measured step the most probable ones are taken, ``min sum (x / sigma)^2`` with the spreads of `SIGMAS`. What
-  overlaps what moves with them, so that is done in rounds; then all are scaled so that the step is the measured one.
-  A run whose time is nearly all kernels says nothing about its network, and its network keeps its prior.
+- **Allocated** bytes are exact sums, so they are not scaled. A difference is explained by additional copies of one
+  buffer (logits, parameters, gradients, the residual stream), if an integer number of them is within `MATCH` of it;
+  these are added to other runs. Unexplained bytes are reported and not added: on published runs that would increase
+  the error of others.
+- **Reserved** minus allocated is fragmentation of the caching allocator. It grows about as the square root of allocated
+  bytes (`predict.ranges`), so its unit is GiB per square root of GiB.
+- **Device** minus reserved is the context, the communicators and allocations of libraries: its excess over the
+  layout's allowance is a constant. If reserved was not measured, the allowance replaces this difference. Neither is
+  negative: if less was measured than tensors are predicted to take, the difference is unexplained.
+- **Step time**: seconds of kernels, of communication and of the host each have a factor ``f``. Of all factors that
+  explain the measured step the most probable ones count, ``min sum (x / sigma)^2`` with the spreads of `SIGMAS`.
+  Overlap depends on the factors, so the fit iterates; then all are scaled to match the measured step. A run of kernels
+  only carries no information about its network, whose factor stays at its prior.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from jettison.spec.hardware import Hardware, slower
 from jettison.spec.run import Run
 
 MATCH: Final = 0.1
-"""Share of the unexplained bytes by which copies of a buffer may be off."""
+"""Tolerance of copies of a buffer, as a share of the difference that they explain."""
 SIGMAS: Final = {"compute": 0.15, "communication": 0.35, "host": 0.5}
-"""Spreads of measured over predicted seconds, a priori."""
+"""Prior standard deviations of measured over predicted seconds."""
 LEAST_FACTOR: Final = 0.3
 ROUNDS: Final = 6
 """Iterations of the fit: overlap changes with the factors."""
 
 
 def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, stack: str, command: str) -> RunAnchor:
-    """The smallest set of quantities that explains a measured run.
+    """Fit the fewest quantities that explain a measured run.
 
     Args:
-        hardware: which it ran on; needed for a step.
+        hardware: the device of the run; required with a step time.
 
     Raises:
-        UsageError: a step without hardware, or figures that the run cannot have.
+        UsageError: a step time without hardware, or figures that the run cannot have.
     """
     found = forecast(run)
     largest = max(filter(None, (measured.allocated, measured.reserved, measured.device)), default=0)
@@ -73,13 +73,13 @@ def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, st
         anchor = replace(anchor, **_beside(found, measured, anchor))
     if measured.step is not None:
         if hardware is None:
-            raise UsageError("got a step without the device that it ran on; give --gpu")
+            raise UsageError("got a step time without its device; give --gpu")
         anchor = replace(anchor, **_factors(run, hardware, measured.step))
     return anchor
 
 
 def fragment_bytes(anchor: RunAnchor, allocated: int) -> int:
-    """Bytes that the allocator has reserved beside those that are allocated; 0 where that was not measured."""
+    """Reserved minus allocated bytes; 0 if not measured."""
     return round((anchor.fragments or 0.0) * sqrt(allocated * GIB))
 
 
@@ -108,7 +108,7 @@ def _explained(found: Forecast, measured: MeasuredRun) -> dict[str, Any]:
 
 
 def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[str, Any]:
-    """Fragments and context out of what is reserved and what the device has, beside what is allocated."""
+    """Fit fragments and context to reserved and device bytes."""
     allocated = measured.allocated
     if allocated is None:
         allocated = found.peak_bytes + extra_bytes(anchor, found.run)
@@ -130,7 +130,7 @@ def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[s
 
 
 def _seconds(found: Estimate) -> dict[str, float]:
-    """Seconds of a step by what a factor of `SIGMAS` would move; bubbles go with what stages do."""
+    """Seconds of a step that each factor of `SIGMAS` scales; bubbles scale with compute."""
     parts = found.breakdown
     return {
         "compute": parts.compute + parts.recompute + parts.bubble,
@@ -140,7 +140,7 @@ def _seconds(found: Estimate) -> dict[str, float]:
 
 
 def _factors(run: Run, hardware: Hardware, step: float) -> dict[str, Any]:
-    """The most probable factors with which the estimate is the measured step: few rounds, since overlap moves."""
+    """Most probable factors whose estimate equals the measured step, iterated since overlap depends on them."""
     factors = dict.fromkeys(SIGMAS, 1.0)
     for _ in range(ROUNDS):
         seconds = _seconds(estimate(run, slower(hardware, **factors)))
@@ -155,9 +155,9 @@ def _factors(run: Run, hardware: Hardware, step: float) -> dict[str, Any]:
 
 
 def _most_probable(seconds: Mapping[str, float], step: float) -> dict[str, float]:
-    """Factors of least ``sum ((f - 1) / sigma)^2`` with which the seconds add up to a step, in closed form.
+    """Factors with the least ``sum ((f - 1) / sigma)^2`` whose seconds sum to the step, in closed form.
 
-    Where that would make a part nearly vanish, all take the same factor.
+    If one would be below `LEAST_FACTOR`, all are equal.
     """
     total = sum(seconds.values())
     weights = {name: SIGMAS[name] ** 2 * value for name, value in seconds.items()}

@@ -1,12 +1,11 @@
-"""A described step on the clock: which device does what when.
+"""Timeline of a described step: time slices of each device.
 
 NOTE [ Slices ]
-Passes are the schedule's, at the seconds that `estimate` gives each stage. Within a pass come its regions in order
-(second halves in that of `memory.unit`), with what is recomputed before each backward, and at the end what the pass
-waits for beside them: a transfer to the next stage, ZeRO's gatherings, copies. Between passes a device waits for other
-stages. Behind the last, gradients are reduced, then the optimizer steps. All is cut in whole nanoseconds, so that the
-slices of a device tile the step. Where only some micro-batches recompute, each pass has their share of it, as in
-`estimate`.
+Passes have the schedule's order and `estimate`'s seconds of each stage. A pass consists of its regions in order (weight
+gradients in that of `memory.unit`), with recomputation before each backward, and at its end exposed transfers: to the
+next stage, ZeRO's all-gathers, copies. Between passes a device waits for other stages. After the last pass gradients
+are reduced, then the optimizer steps. Times are integer nanoseconds, so that the slices of a device tile the step. If
+only some micro-batches recompute, each pass has the average recomputation, as in `estimate`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class SliceKind(StrEnum):
     FORWARD = "forward"
     RECOMPUTE = "recompute"
     BACKWARD = "backward"
-    TRANSFER = "transfer"  # waited for, at the end of a pass
+    TRANSFER = "transfer"  # exposed, at the end of a pass
     REDUCE = "reduction of gradients"
     OPTIMIZER = "optimizer"
     WAIT = "waiting for other stages"
@@ -44,7 +43,7 @@ class SliceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A stretch of a device's time."""
+    """Time slice of a device."""
 
     kind: SliceKind
     name: str
@@ -54,7 +53,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSlices:
-    """One pass and the slices that tile it; ``step`` is None between passes and behind the last one of a step."""
+    """One pass and the slices that tile it; ``step`` is None between passes and after a step's last one."""
 
     step: ScheduledPass | None
     begin_ns: int
@@ -62,7 +61,7 @@ class PassSlices:
     slices: tuple[Slice, ...]
 
     def times(self, units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
-        """Return when each unit of a chunk is at work: from the first slice of its regions to their last."""
+        """Return begin and end of each unit of a chunk: from its regions' first slice to their last."""
         slices = [one for one in self.slices if one.kind is not SliceKind.TRANSFER]
         names = list(dict.fromkeys(one.name for one in slices))
         work = None if self.step is None else self.step.work
@@ -79,11 +78,11 @@ class PassSlices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedRegion:
-    """Seconds of one region under its name; ``inputs`` and ``weights`` are the halves of its backward.
+    """Seconds of a region; ``inputs`` and ``weights`` are its backward's gradients of inputs and of weights.
 
     Args:
-        again: recomputed before the first half; ``repeated``: before the second one.
-        groups: as `Item` has them.
+        again: recomputation before gradients of inputs; ``repeated``: before gradients of weights.
+        groups: `Item.groups`.
     """
 
     name: str
@@ -96,22 +95,22 @@ class _TimedRegion:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return whole ones."""
+    """Round seconds to integer nanoseconds."""
     return round(seconds * 1e9)
 
 
 def step_slices(memory: Forecast, found: Estimate) -> tuple[tuple[PassSlices, ...], ...]:
-    """Return by stage a step cut into passes and what comes after them. See NOTE [ Slices ].
+    """Return the passes of a step and its end, by stage. See NOTE [ Slices ].
 
     Args:
-        memory, found: of the same run, under the same choice.
+        memory, found: of the same run and plan.
 
     Raises:
-        UsageError: so many micro-batches that nobody could look at them.
+        UsageError: too many micro-batches for a readable timeline.
     """
     run, layout = found.run, found.run.layout
     if run.micro_batches * layout.virtual_stages * layout.pp * 3 > MOST_EVENTS:
-        raise UsageError(f"got {run.micro_batches} micro-batches on {layout.pp} stages; a timeline is of fewer: say 64")
+        raise UsageError(f"got {run.micro_batches} micro-batches on {layout.pp} stages; give fewer, such as 64")
     planned = any(part.chosen is not None for part in memory.parts)
     timing = Timing(run=run, hardware=found.hardware, execution=found.execution, planned=planned)
     played = timed_passes(
@@ -132,7 +131,7 @@ def step_slices(memory: Forecast, found: Estimate) -> tuple[tuple[PassSlices, ..
 def _device(
     run: Run, timing: Timing, stage: Stage, seconds: StageSeconds, played: Sequence[TimedPass], ends: tuple[int, int]
 ) -> Iterator[PassSlices]:
-    """One stage's passes and what follows them.
+    """Passes of one stage and the end of the step.
 
     Args:
         ends: of all reductions, and of the step.
@@ -216,14 +215,14 @@ def _regions(timing: Timing, chunk: Chunk, segment: int, share: float) -> Iterat
 
 
 def _item_at(items: Sequence[Item], position: int, segment: int) -> Item | None:
-    """Which of a group's items a position is of: of a segment, all but the last are recomputed whole."""
+    """Return the item at a position of a group: a segment's last layer differs from its others."""
     if len(items) < 2:
         return items[0] if items else None
     return items[position % segment == segment - 1]
 
 
 def _late(regions: Sequence[_TimedRegion]) -> Iterator[_TimedRegion]:
-    """Regions of a chunk whose first half does nothing: see `StageSeconds.late`."""
+    """Regions of a chunk whose backward runs in its weight pass: see `StageSeconds.late`."""
     for one in regions:
         yield replace(one, again=0.0, inputs=0.0, weights=one.inputs + one.weights, repeated=one.again)
 
@@ -242,7 +241,7 @@ def _repeating(regions: Sequence[_TimedRegion], size: int) -> Iterator[_TimedReg
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCopy:
-    """Bytes of one unit on their way to the host, or back."""
+    """Copy of a unit's bytes to the host, or back."""
 
     name: str
     micro_batch: int
@@ -255,12 +254,12 @@ class HostCopy:
 def host_copies(
     stage: Stage, passes: Sequence[PassSlices], sent: Sequence[Mapping[str, int]], hardware: Hardware
 ) -> Iterator[HostCopy]:
-    """Yield what a stage moves over a step; each way has a link of its own, and is a queue.
+    """Yield a stage's copies in a step; each direction is a queue.
 
-    What a unit sends leaves when its forward is over, and comes back beside the backward before its own.
+    A unit's bytes are sent after its forward, and prefetched during the backward before its own.
 
     Args:
-        sent: by chunk, as `units.sent_to_host` has it.
+        sent: `units.sent_to_host` of each chunk.
     """
     free = {True: 0, False: 0}
     for played in passes:

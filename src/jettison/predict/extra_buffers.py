@@ -1,4 +1,4 @@
-"""Buffers of which a framework may hold copies beside the ledger's, as an anchor has found: see `predict.anchor`."""
+"""Copies of buffers that a framework allocates and the ledger does not count, found by an anchor: `predict.anchor`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jettison.spec.run import Run
 
 
 def extra_bytes(anchor: RunAnchor, run: Run) -> int:
-    """Allocated bytes of a run beside its ledger's, on the worst rank: copies of a buffer that the anchor found."""
+    """Bytes of the copies of a buffer that the anchor found, on the worst rank."""
     if not anchor.copies:
         return 0
     return anchor.copies * dict(buffers(forecast(replace(run, recompute=NOTHING_AGAIN)))).get(anchor.buffer, 0)
 
 
 def buffers(found: Forecast) -> Iterator[tuple[str, int]]:
-    """Bytes of buffers of which a framework may hold copies beside the ledger's, by name, the likeliest first."""
+    """Names and bytes of buffers that a framework may copy, most likely first."""
     run, layout, model = found.run, found.run.layout, found.run.model
     tokens = run.micro_batch * run.seq // layout.cp
     logits = tokens * model.vocab // layout.tp if model.words else 0

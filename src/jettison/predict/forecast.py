@@ -1,4 +1,4 @@
-"""The answer for one run: every stage's bytes, which phase of which stage is worst, and the ledger behind them."""
+"""Forecast of a run: each pipeline stage's bytes over a step, its peak, and the ledger of saved tensors."""
 
 from __future__ import annotations
 
@@ -52,46 +52,46 @@ class Stage:
 
     @cached_property
     def parts(self) -> tuple[tuple[StageRegion, ...], ...]:
-        """Its regions one by one, by virtual stage."""
+        """Regions of each virtual stage."""
         return tuple(tuple(part for group in chunk for part in group.parts()) for chunk in self.groups)
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Of its worst moment from the second step on."""
+        """Peak of allocated bytes from the second step on."""
         return peak_bytes(self.load, known=self.known)
 
     @cached_property
     def peak(self) -> Moment:
-        """Its worst moment from the second step on."""
+        """Moment of the peak from the second step on."""
         return peak(self.load)
 
     @cached_property
     def first_step_peak(self) -> Moment:
-        """Its worst moment in the first step."""
+        """Moment of the first step's peak."""
         return peak(self.load, first_step=True)
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches between forward and backward at once, at most, of the virtual stage that has most."""
+        """Most micro-batches in flight at once, of the virtual stage with most."""
         own = len(self.groups)
         return max(sum(state.alive[chunk::own]) for state in self.load.occupancies for chunk in range(own))
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Held between forwards and backwards, at most."""
+        """Most bytes saved for backward at once."""
         whole = [sum(len(unit.names) * unit.whole for unit in units) for units in self.load.chunks]
         held = [self.load.held(chunk) - whole[chunk] + self.load.sent for chunk in range(len(self.load.chunks))]
         half = [self.load.held_half(chunk) - whole[chunk] + self.load.sent for chunk in range(len(self.load.chunks))]
         return max(sum(map(mul, o.forward, held)) + sum(map(mul, o.weight, half)) for o in self.load.occupancies)
 
     def timeline(self, *, first_step: bool = False) -> tuple[Moment, ...]:
-        """Its moments in order."""
+        """Moments of a step in order."""
         return tuple(moments(self.load, first_step=first_step))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A run, and what each rank of it allocates. Ranks of one stage are alike."""
+    """Allocated bytes of a run. Ranks of one stage are equal."""
 
     run: Run
     stages: tuple[Stage, ...]
@@ -103,34 +103,34 @@ class Forecast:
 
     @cached_property
     def worst(self) -> Stage:
-        """The stage that needs most; the first of equals."""
+        """Stage with the highest peak; the first of equals."""
         return max(self.stages, key=lambda stage: stage.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Allocated on the worst rank from the second step on."""
+        """Peak of the worst rank from the second step on."""
         return self.worst.peak_bytes
 
     @property
     def first_step_peak_bytes(self) -> int:
-        """Allocated on the worst rank in the first step, before optimizer state is there."""
+        """Peak of the worst rank in the first step, before optimizer state is allocated."""
         return max(peak_bytes(stage.load, first_step=True, known=stage.known) for stage in self.stages)
 
     @cached_property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Number of the model's parameters."""
         return parameter_count(self.run.model)
 
     @property
     def host_states(self) -> HostStates | None:
-        """Of the rank that has most of its optimizer's states on the host, where a run has any there."""
+        """Offloaded optimizer states of the rank with most; None without optimizer offload."""
         if not self.run.states_on_host.moves:
             return None
         return max((host_states(self.run, s.static) for s in self.stages), key=lambda found: found.host_bytes)
 
     @property
     def parts(self) -> Iterator[StageRegion]:
-        """Every region, in the order of the model."""
+        """All regions in the order of the model."""
         layout = self.run.layout
         parts: dict[int, tuple[StageRegion, ...]] = {}
         for stage in self.stages:
@@ -139,7 +139,7 @@ class Forecast:
             yield from parts[place]
 
     def layer_bytes(self) -> list[tuple[str, int]]:
-        """(layer, bytes saved for backward by one micro-batch on one rank), in the order of the model."""
+        """Return (layer, bytes saved for backward by one micro-batch on one rank), in the order of the model."""
         first = self._first_of_segment()
         rows = []
         for part in self.parts:
@@ -148,7 +148,7 @@ class Forecast:
         return rows
 
     def ledger(self) -> Ledger:
-        """What one micro-batch leaves behind for its backward, under the run's recompute mode; shapes are logical."""
+        """Return the saved tensors of one micro-batch under the run's recompute mode; shapes are logical."""
         entries: list[SavedTensor] = []
         first = self._first_of_segment()
         names = []
@@ -159,7 +159,7 @@ class Forecast:
         return Ledger(tuple(entries), layers=tuple(names))
 
     def _first_of_segment(self) -> dict[str, bool]:
-        """For layers in segments: is it the one whose input stays?"""
+        """Whether each layer is the first of its segment, whose input is saved."""
         size = segment_length(self.run)
         if size == 1:
             return {part.name: False for part in self.parts if not part.first}
@@ -172,41 +172,41 @@ class Forecast:
 
 
 def forecast(run: Run, chosen: Chosen | None = None) -> Forecast:
-    """What a run needs.
+    """Predict the memory of a run.
 
     Args:
-        chosen: what a planner keeps of layers.
+        chosen: a planner's choice of kept tensors for each layer.
 
     Raises:
-        UsageError: no run; layers do not divide over the stages, or micro-batches do not suit the schedule.
+        UsageError: not a run; layers do not divide over the stages, or the schedule does not support the micro-batches.
     """
     expect_run(run)
     return _forecast(run, walk(run, chosen), walk(plain(run)) if run.recompute.whole else ())
 
 
 def forecast_sizes(run: Run, chosen: Chosen | None = None) -> Forecast:
-    """The same, some times as fast, where nobody asks for names: regions that are alike go by the names of the first.
+    """Return `forecast` several times as fast, with equal regions under the first one's name.
 
     Raises:
-        UsageError: layers do not divide over the stages, or micro-batches do not suit the schedule.
+        UsageError: layers do not divide over the stages, or the schedule does not support the micro-batches.
     """
     return _forecast(run, outline(run, chosen), outline(plain(run)) if run.recompute.whole else ())
 
 
 def stage_sizes(run: Run, index: int, chosen: Chosen | None = None) -> Stage:
-    """One stage of `forecast_sizes`."""
+    """Return one stage of `forecast_sizes`."""
     (chunks,) = outline(run, chosen, only=index)
     (whole,) = outline(plain(run), only=index) if run.recompute.whole else ((),)
     return _stage(run, index, chunks, whole, {}, {})
 
 
 def plain(run: Run) -> Run:
-    """The same with everything kept."""
+    """Return the run without checkpointing."""
     return replace(run, recompute=Recompute())
 
 
 def _forecast(run: Run, walked: Sequence[tuple[Chunk, ...]], whole: Sequence[tuple[Chunk, ...]]) -> Forecast:
-    """Args: whole: the same regions with everything kept, where some micro-batches are."""
+    """Forecast of walked regions; ``whole``: those of micro-batches without checkpointing."""
     known: dict[object, Any] = {}
     passes: Known = {}
     stages = (
@@ -219,19 +219,19 @@ def _forecast(run: Run, walked: Sequence[tuple[Chunk, ...]], whole: Sequence[tup
 def _stage(
     run: Run, index: int, chunks: tuple[Chunk, ...], whole: tuple[Chunk, ...], known: dict[object, Any], passes: Known
 ) -> Stage:
-    """One stage.
+    """Forecast of one stage.
 
     Args:
-        whole: its chunks with everything kept, where some micro-batches are.
-        known: units of chunks, and totals of stages, by the objects that they are of; ``passes``: those of all stages.
+        whole: its chunks for micro-batches without checkpointing; empty: there are none.
+        known: cache of chunks' units and stages' totals by object; ``passes``: cache of all stages' passes.
     """
     layout = run.layout
     made: tuple[Units, ...] = ()
     for own, priced in ((chunks, run), (whole, plain(run))) if whole else ((chunks, run),):
-        for chunk, beside in zip(own, layout.neighbours(index), strict=True):
-            key = id(chunk), beside
+        for chunk, near in zip(own, layout.neighbours(index), strict=True):
+            key = id(chunk), near
             if key not in known:
-                known[key] = units(priced, chunk, beside)
+                known[key] = units(priced, chunk, near)
             made += (known[key],)
     alike = tuple(map(id, chunks))
     if alike not in known:
@@ -241,8 +241,8 @@ def _stage(
     buffers, order = buffers_of(run, index), stage_order(run, index)
     before, late = workspace_bytes(run, chunks)
     aside = before + late + sum(nbytes for row, nbytes in buffers if row.until is None)
-    # a chunk is sent the residual stream and its gradient, which stay (megatron/core/transformer/transformer_block.py,
-    # ``set_input_tensor``; megatron/core/pipeline_parallel/schedules.py has the gradient retained there)
+    # a chunk keeps its received input and that one's gradient (megatron/core/transformer/transformer_block.py,
+    # ``set_input_tensor``; megatron/core/pipeline_parallel/schedules.py calls ``retain_grad``)
     received = 2 * stream_bytes(run) if layout.keeps_received and layout.pp > 1 else 0
     in_flight = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
     outputs = layout.keeps_stage_outputs and not layout.stage_buffers and index < layout.pp - 1
@@ -280,7 +280,7 @@ def _stage(
 
 
 def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:
-    """Return the order of a stage's passes. ``every``: of all micro-batches, however many there are."""
+    """Return the order of a stage's passes. ``every``: of all micro-batches, not only of distinct states."""
     layout = run.layout
     weights = Weights.RESIDENT
     if layout.regathers:  # interleaved and split schedules are run by ``_PipelineScheduleRuntime``
@@ -302,19 +302,19 @@ def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:
 
 
 def played_load(run: Run, stage: Stage) -> StageLoad:
-    """Return a stage's load with the order of all micro-batches, which `memory.step.actions` may walk through."""
+    """Return a stage's load with the order of all micro-batches, for `memory.step.actions`."""
     return replace(stage.load, order=stage_order(run, stage.index, every=True))
 
 
 def _output_bytes(run: Run, chunk: Chunk) -> int:
-    """What a chunk returns; a stage without layers hands on what the embedding returned."""
+    """Bytes of a chunk's output; that of a stage without layers is the embedding's."""
     return (chunk[-1].part.region if chunk else embedding_region(run.scene)).output.nbytes
 
 
 def _while_whole(run: Run, index: int, groups: Sequence[Chunk], made: Sequence[Units]) -> Iterator[Units]:
-    """Units of chunks while weights are unsharded, with what each of them shards again."""
+    """Units of chunks while weights are unsharded, with the weights that each of them reshards."""
     stays = replace(run, layout=replace(run.layout, reshard=Reshard.NEVER, reshard_ranks=0))
-    beside = (*run.layout.neighbours(index),) * 2  # the same with everything kept
-    for chunk, gathering, near in zip(groups, made, beside, strict=False):
+    neighbours = (*run.layout.neighbours(index),) * 2  # also those without checkpointing
+    for chunk, gathering, near in zip(groups, made, neighbours, strict=False):
         weights = {name: unit.weights for unit in gathering for name in unit.names}
         yield tuple(replace(unit, weights=weights[unit.names[0]]) for unit in units(stays, chunk, near))

@@ -1,7 +1,7 @@
-"""What models beside the trained one take: their weights, and the height of a forward that keeps nothing.
+"""Memory of frozen models: their weights and the peak of a forward without saved tensors.
 
-See NOTE [ When a frozen model runs ] in `spec.tuning`. Such a model is walked as any other is, with weights that
-are all frozen, no dropout (TRL's ``disable_dropout_in_model``) and the policy's layout and kernels.
+See NOTE [ When a frozen model runs ] in `spec.tuning`. Such a model is forecast as a run with frozen weights, without
+dropout (TRL's ``disable_dropout_in_model``), with the policy's layout and kernels.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jettison.spec.tuning import Base, FrozenModel, Role, Tuning, When
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenBytes:
-    """Of one frozen model on one rank.
+    """Bytes of one frozen model on one rank.
 
     Args:
-        parameters: there all the time; with them what ZeRO 3 gathers and does not shard again.
-        forward: its forward's height above what is there before it.
+        parameters: permanent, with weights that ZeRO 3 all-gathers and does not reshard.
+        forward: peak of its forward above the bytes allocated before it.
     """
 
     beside: FrozenModel
@@ -41,22 +41,22 @@ class FrozenBytes:
 
 
 def frozen_bytes(run: Run) -> tuple[FrozenBytes, ...]:
-    """Of all frozen models of a run, in the order in which they were given."""
+    """Bytes of all frozen models of a run, in the given order."""
     return tuple(_bytes(_told_apart(run), beside) for beside in run.frozen)
 
 
 def highest_forward(run: Run, when: When) -> int:
-    """The highest forward of those that run then."""
+    """Highest peak of the forwards that run then."""
     return max((found.forward for found in frozen_bytes(run) if found.beside.when is when), default=0)
 
 
 def frozen_run(run: Run, beside: FrozenModel) -> Run:
-    """Return the run whose forward it is."""
+    """Return a frozen model as a run."""
     return _frozen_run(_told_apart(run), beside)
 
 
 def _told_apart(run: Run) -> Run:
-    """What of a run decides a frozen model's bytes."""
+    """Reset the fields that do not change a frozen model's bytes, for the cache."""
     return replace(run, recompute=Recompute(), gradients=Gradients.ONE_BY_ONE)
 
 
@@ -76,7 +76,7 @@ def _frozen_run(run: Run, beside: FrozenModel) -> Run:
         kernels=_kernels(run, beside),
         dropout=0.0,
         workspaces=WORKSPACES["none"],
-        tuning=Tuning(rank=1, targets=frozenset(), base=base),  # all is frozen, and nothing adapted
+        tuning=Tuning(rank=1, targets=frozenset(), base=base),  # frozen, without adapters
         frozen=(),
     )
 
@@ -92,7 +92,7 @@ def _held(run: Run, beside: FrozenModel) -> tuple[str, Base]:
 
 
 def _kernels(run: Run, beside: FrozenModel) -> Kernels:
-    """The policy's; a loss that makes gradients with its logits makes none here."""
+    """The policy's kernels, with chunked loss for a fused one, since there are no gradients."""
     own = run.kernels
     loss = Loss.CHUNKED if own.loss is Loss.FUSED else own.loss
     if beside.model is None or beside.model.family == run.model.family:
@@ -102,7 +102,7 @@ def _kernels(run: Run, beside: FrozenModel) -> Kernels:
 
 
 def frozen_groups(run: Run, beside: FrozenModel) -> tuple[RegionGroup, ...]:
-    """Its regions in order; a reward model has a column of scores in the place of logits."""
+    """Regions in order; a reward model has one column of scores instead of logits."""
     own = frozen_run(run, beside)
     ((groups,),) = outline(own)
     if beside.role is not Role.REWARD:
@@ -128,30 +128,29 @@ def _bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
 
 
 def _gathered(
-    run: Run, groups: Sequence[RegionGroup], heights: Mapping[Region, tuple[int, int]], beside: int, embedded: int
+    run: Run, groups: Sequence[RegionGroup], heights: Mapping[Region, tuple[int, int]], common: int, embedded: int
 ) -> tuple[int, int]:
-    """Weights that stay whole for good, since no backward comes; and the height, with what is gathered.
+    """Weights that stay unsharded, since there is no backward; and the peak, with all-gathered weights.
 
     See NOTE [ What FSDP2 holds ] in `fsdp2`.
 
     Args:
-        heights: by region, while it reads weights and behind that.
-        beside: what there is beside layers.
-        embedded: of it, what the embedding returned.
+        heights: peaks of each region, while it reads weights and after that.
+        common, embedded: bytes that live through all layers; the part that is the embedding's output.
     """
     chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
-    outer = chunk.outer if run.layout.reshard is Reshard.ALWAYS else 0  # the outermost group's, sharded at the end
+    outer = chunk.outer if run.layout.reshard is Reshard.ALWAYS else 0  # of the root group, resharded at the end
     highest, left = 2 * outer, 0
     for part in chunk.parts:
         (reading, behind), gathered = heights[part.region], chunk.again(part)
-        there = 2 * gathered + outer + (beside if part.is_layer else 0)
+        there = 2 * gathered + outer + (common if part.is_layer else 0)
         highest = max(highest, reading + there, left + there, behind)
         left = gathered + part.region.output.nbytes - (0 if part.is_layer else embedded)
     return sum(map(chunk.left, chunk.parts)) - outer, highest
 
 
 def _height(region: Region, named: bool) -> tuple[int, int]:
-    """Of a forward after which nothing stays but its output. What the batch brings is the policy's as well."""
+    """Peaks of a forward that saves only its output, without the batch, which it shares with the policy."""
     program = region.program
     batch = sum(
         b.nbytes for b in program.buffers if b.source is Source.INPUT and b.name in _OF_THE_BATCH and not b.free
@@ -164,4 +163,4 @@ def _height(region: Region, named: bool) -> tuple[int, int]:
 
 _OF_THE_BATCH = ("labels", "token ids", "segment ids")
 _IN_CHUNKS = ("chunked_cross_entropy", "listed_cross_entropy")
-"""Losses whose forward has a chunk's logits at a time, as its backward has."""
+"""Losses whose forward has the logits of one chunk at a time, as its backward has."""

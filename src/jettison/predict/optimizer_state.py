@@ -1,33 +1,34 @@
-"""Parameters, gradients and optimizer state of a rank, and what a step of the optimizer allocates and moves.
+"""Parameters, gradients and optimizer state of a rank, and allocations and transfers of an optimizer step.
 
 NOTE [ Whole tensors on ranks ]
 Megatron-LM d98e8a6, ``megatron/core/optimizer/layer_wise_optimizer.py``, ``LayerWiseDistributedOptimizer``, of
-``--optimizer muon --use-distributed-optimizer``. Newton-Schulz needs a matrix whole, so that masters and moments of a
-tensor are on one rank; parameters and gradients are whole on every rank, as without a distributed optimizer.
+``--optimizer muon --use-distributed-optimizer``. Newton-Schulz needs full matrices, so that masters and moments of a
+tensor belong to one rank; parameters and gradients are replicated, as without a distributed optimizer.
 
-- ``dist-muon``, the default: matrices of layers lie in a buffer of as many equal shards as there are ranks, none across
-  a boundary (``_compute_per_buffer_param_layout``): by work, max x min^2 of its sizes, each goes to the rank that has
-  least, while a shard stays within 1.3 of an even one. Shards are padded to the fullest, in the buffers of parameters
-  and of gradients alike. All other parameters are sharded as ever. One bucket is taken, as without
+- ``dist-muon``, the default: the buffer of layers' matrices has an equal shard for each rank, and no matrix crosses
+  shards (``_compute_per_buffer_param_layout``): in order of work, max x min^2 of its sizes, each goes to the rank with
+  the least, while a shard is within 1.3 of an even one. Shards are padded to the largest, in the buffers of parameters
+  and of gradients. All other parameters are sharded evenly. One bucket is modelled, as without
   ``--overlap-grad-reduce``.
-- ``dist-muon-pingpong``, ``--no-use-layer-wise-param-layout``: every tensor, by its numbers, to ranks there and back
-  (``_shard_params_ping_pong``); what was updated is gathered into tensors of its own (``allgather_params``).
+- ``dist-muon-pingpong``, ``--no-use-layer-wise-param-layout``: tensors sorted by size go to ranks in ascending, then
+  descending order (``_shard_params_ping_pong``); updated ones are all-gathered into new tensors
+  (``allgather_params``).
 
-Experts are tensors apart, over the ranks that have the same ones.
+Experts are separate tensors, sharded over the ranks with the same ones.
 
 torch's ZeroRedundancyOptimizer (``torch/distributed/optim/zero_redundancy_optimizer.py``, ``_partition_parameters``):
-parameters sorted by their numbers, the largest first, each to the rank that has the fewest so far. A step runs the
-optimizer over a rank's own, and ``_sync_params`` broadcasts them in place. Where experts are spread over ranks they
-have an optimizer of their own, of the ranks that have the same ones.
+parameters in descending order of size, each to the rank with the fewest elements so far. A step runs the optimizer for
+a rank's own, and ``_sync_params`` broadcasts them in place. Under expert parallelism experts have a second optimizer,
+over the ranks with the same ones.
 
 NOTE [ Newton-Schulz ]
-NVIDIA-NeMo/Emerging-Optimizers, ``orthogonalized_optimizers/muon_utils.py``, ``newton_schulz``: the moment normalised
-in fp32, in bf16, two small squares and the next iterate, the last one in fp32. ``emerging_optimizers.py`` of Megatron,
-``scaled_orthogonalize_fn``, multiplies it twice while it is held: three fp32 tensors are the most, 12 bytes a number.
-Over tensor-parallel ranks (``newton_schulz_tp``, "duplicated") shards of all are gathered and joined first: 8 bytes a
-number of the whole, which stay. A joint product of queries, keys and values is split into copies, which is not counted:
-feed-forward matrices are larger. torch's own (``torch/optim/_muon.py``): the update in the dtype of moments
-(nesterov), an iterate and the next one in bf16, two squares.
+NVIDIA-NeMo/Emerging-Optimizers, ``orthogonalized_optimizers/muon_utils.py``, ``newton_schulz``: the moment normalized
+in fp32, then in bf16, two small squares and the next iterate, the last one in fp32. Megatron's
+``emerging_optimizers.py``, ``scaled_orthogonalize_fn``, multiplies it twice while the caller references it: at most
+three fp32 tensors, 12 bytes an element. With tensor parallelism (``newton_schulz_tp``, "duplicated") shards are
+all-gathered and concatenated first: 8 bytes an element of the full matrix, live until the end. A QKV weight is split
+into copies, which are not counted: MLP matrices are larger. torch's own (``torch/optim/_muon.py``): the update in the
+dtype of moments (nesterov), an iterate and the next one in bf16, two squares.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _SLACK = 1.3
 
 
 def stage_state(run: Run, chunks: Sequence[Chunk]) -> Static:
-    """Return what a stage's parameters, gradients and optimizer take on the rank that has most."""
+    """Return a stage's parameters, gradients and optimizer state on the rank with most."""
     even = together([(group.part.static, len(group.names)) for chunk in chunks for group in chunk])
     if run.optimizer in WHOLE_TENSORS:
         even = _with_whole_tensors(run, chunks, even)
@@ -61,7 +62,7 @@ def stage_state(run: Run, chunks: Sequence[Chunk]) -> Static:
 
 
 def _trained(run: Run, chunks: Sequence[Chunk]) -> Iterator[tuple[Weight, bool]]:
-    """Weights that are trained, in the order of the forward; is each one of a layer?"""
+    """Trained weights in the order of the forward, and whether each belongs to a layer."""
     for group in (group for chunk in chunks for group in chunk):
         for _ in group.names:
             for weight in group.part.region.weights:
@@ -69,17 +70,17 @@ def _trained(run: Run, chunks: Sequence[Chunk]) -> Iterator[tuple[Weight, bool]]
                     yield weight, group.part.is_layer
 
 
-# whole tensors --------------------------------------------------------------------------------------------------------
+# Megatron's distributed Muon ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeTensor:
-    """A parameter as Megatron has it, on one rank of tensor parallelism: of experts one.
+    """A parameter in Megatron, on one tensor-parallel rank; each expert's is one.
 
     Args:
-        matrix: Newton-Schulz runs on it.
-        rows, columns: of a matrix; 1 and all numbers of what is none.
-        whole: its sizes on all ranks of tensor parallelism together.
+        matrix: whether Newton-Schulz runs on it.
+        rows, columns: of a matrix; otherwise 1 and its number of elements.
+        whole: sizes of the full matrix, of all tensor-parallel ranks.
     """
 
     rows: int
@@ -92,18 +93,18 @@ class WholeTensor:
 
     @property
     def numel(self) -> int:
-        """Numbers."""
+        """Number of elements."""
         return self.rows * self.columns
 
     @property
     def work(self) -> int:
-        """Work of Newton-Schulz, as Megatron estimates it."""
+        """Work of Newton-Schulz in Megatron's estimate."""
         small, big = sorted((self.rows, self.columns))
         return big * small * small if self.matrix else self.numel
 
 
 def tensors_of(run: Run, chunks: Sequence[Chunk]) -> Iterator[WholeTensor]:
-    """Yield all parameters of a stage that are trained, in the order of the forward."""
+    """Yield a stage's trained parameters in the order of the forward."""
     precision = run.precision
     for weight, in_layer in _trained(run, chunks):
         local = list(local_shape(run, weight))
@@ -183,11 +184,11 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-# whole parameters -----------------------------------------------------------------------------------------------------
+# torch's ZeroRedundancyOptimizer --------------------------------------------------------------------------------------
 
 
 def _with_whole_parameters(run: Run, chunks: Sequence[Chunk], even: Static) -> Static:
-    """The states of the fullest rank of torch's ZeroRedundancyOptimizer, where ``even`` has an even share of all."""
+    """Replace ``even`` states by those of the fullest rank of torch's ZeroRedundancyOptimizer."""
     layout, precision = run.layout, run.precision
     shares = _parameters_by_rank(run, list(_trained(run, chunks)))
 
@@ -208,14 +209,14 @@ def _with_whole_parameters(run: Run, chunks: Sequence[Chunk], even: Static) -> S
 
 
 def _parameters_by_rank(run: Run, found: list[tuple[Weight, bool]]) -> list[list[tuple[Weight, bool]]]:
-    """What each data-parallel rank has; of ``ep`` beside each other the same places among experts' ranks."""
+    """Parameters of each data-parallel rank; ``ep`` consecutive ranks have equal positions among experts' ranks."""
     layout = run.layout
     if layout.ep == 1:
         return _shared_out(found, layout.shards)
     common = _shared_out([pair for pair in found if not pair[0].expert], layout.shards)
     experts = _shared_out([pair for pair in found if pair[0].expert], layout.expert_shards)
-    beside = layout.shards // layout.expert_shards
-    return [[*own, *experts[rank // beside]] for rank, own in enumerate(common)]
+    each = layout.shards // layout.expert_shards
+    return [[*own, *experts[rank // each]] for rank, own in enumerate(common)]
 
 
 def _shared_out(weights: Sequence[tuple[Weight, bool]], ranks: int) -> list[list[tuple[Weight, bool]]]:
@@ -237,14 +238,14 @@ def _moment_bytes(run: Run) -> int:
 
 
 def step_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
-    """Return what an optimizer step allocates for its own arithmetic.
+    """Return the transient bytes of an optimizer step.
 
-    On the CPU PyTorch walks through the parameters one by one: NOTE [ A loop's names ] in `formula.static`; fused
-    kernels, which training on accelerators uses, need nothing. torch's default on CUDA is neither:
-    ``torch/optim/adam.py``, ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
+    On CPU PyTorch updates parameters one by one: NOTE [ A loop's names ] in `formula.static`; fused kernels, usual on
+    accelerators, need none. torch's default on CUDA is neither: ``torch/optim/adam.py``, ``_multi_tensor_adam``,
+    computes the square roots of all second moments at once (``_foreach_sqrt``).
     """
     if run.gradients is Gradients.IN_BACKWARD or run.states_on_host.steps_there:
-        return 0  # it is among a backward's, or on the host
+        return 0  # counted in backward, or on the host
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
     if run.optimizer is Optimizer.ADAMW_ON_COPIES:
@@ -257,11 +258,11 @@ def step_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
 
 
 def _copied_gradients(run: Run, total: Static) -> int:
-    """What DeepSpeed's step makes of a rank's gradients: one flat copy, and another in the dtype of the master.
+    """Copies of a rank's gradients in DeepSpeed's step: a flat one, and another in the dtype of the master.
 
     ``deepspeed/runtime/zero/stage3.py``, ``_prepare_fp32_grad_for_sub_group``: ``self.flatten(...).to(dtype)`` of a
-    sub-group, which is closed by the parameter that makes it a billion elements or more; ``stage_1_and_2.py``,
-    ``step``, the same of the whole partition. The gradients themselves stay until then.
+    sub-group, which ends with the parameter that brings it to a billion elements; ``stage_1_and_2.py``, ``step``, the
+    same for the full partition. The gradients themselves are live until then.
     """
     held = run.precision
     if run.layout.zero == 0 or held.master is None:
@@ -273,7 +274,7 @@ def _copied_gradients(run: Run, total: Static) -> int:
 
 
 def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
-    """Return the most that a step of Muon allocates: NOTE [ Newton-Schulz ]; 0 where PyTorch runs it on a CPU."""
+    """Return the peak of a Muon step's transients: NOTE [ Newton-Schulz ]; 0 for PyTorch's on CPU."""
     distributed = run.optimizer in WHOLE_TENSORS
     if not distributed and (run.optimizer is not Optimizer.MUON or run.kernels.device is Device.CPU):
         return 0
@@ -289,7 +290,7 @@ def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
 
 
 def _megatron_bytes(tensor: WholeTensor) -> int:
-    """Moments are fp32: ``newton_schulz`` takes nothing else."""
+    """Transients for one matrix in Megatron; moments are fp32, as ``newton_schulz`` requires."""
     if tensor.whole == (tensor.rows, tensor.columns):
         return 12 * tensor.numel
     numel, small = prod(tensor.whole), min(tensor.whole)
@@ -297,18 +298,18 @@ def _megatron_bytes(tensor: WholeTensor) -> int:
 
 
 def torch_bytes(tensor: WholeTensor, moment: int) -> int:
-    """Return what torch's Muon allocates for one matrix; ``moment``: bytes of a moment's element."""
+    """Return the transients of torch's Muon for one matrix; ``moment``: bytes of a moment's element."""
     small = min(tensor.rows, tensor.columns)
     return (moment + 4) * tensor.numel + 4 * small * small
 
 
 def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
-    """Return DistributedDataParallel's buckets: a place for each gradient, beside which it comes.
+    """Return the bytes of DistributedDataParallel's buckets, in addition to gradients.
 
-    ``torch/csrc/distributed/c10d/reducer.cpp``, ``mark_variable_ready_dense``: what autograd made is copied into its
-    bucket, and the mean is copied back (``finalize_bucket_dense``). With ``gradient_as_bucket_view`` a gradient becomes
-    its place, but those of micro-batches under ``no_sync`` come beside it after ``zero_grad(set_to_none=True)``.
-    Experts that are spread over ranks have none: a mean over all ranks would mix different ones
+    ``torch/csrc/distributed/c10d/reducer.cpp``, ``mark_variable_ready_dense``: autograd's gradient is copied into its
+    bucket, and the mean is copied back (``finalize_bucket_dense``). With ``gradient_as_bucket_view`` the gradient is a
+    view of its bucket, except those of micro-batches under ``no_sync`` after ``zero_grad(set_to_none=True)``. Experts
+    under expert parallelism have no buckets, since ranks have different ones
     (``_set_params_and_buffers_to_ignore_for_model``).
     """
     if run.gradients is not Gradients.BUCKETS:
@@ -322,15 +323,15 @@ def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
     return total.gradients - apart
 
 
-# states on the host ---------------------------------------------------------------------------------------------------
+# optimizer offload ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostStates:
-    """On one rank: bytes on the host, and bytes of a step over the link.
+    """Offloaded bytes of one rank on the host, and transfers of a step.
 
     Args:
-        gathered_bytes: of those to the device, parameters on their way to be gathered.
+        gathered_bytes: the part of ``to_device_bytes`` that is all-gathered next: parameter shards.
     """
 
     host_bytes: int
@@ -340,7 +341,7 @@ class HostStates:
 
 
 def host_states(run: Run, total: Static) -> HostStates:
-    """Return the states of a stage whose regions take ``total``."""
+    """Return the offloaded states of a stage with these totals."""
     rule, precision = run.states_on_host, run.precision
     each = element_bytes(
         rule,
@@ -361,7 +362,7 @@ def host_states(run: Run, total: Static) -> HostStates:
 
 
 def host_buffer_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
-    """Return what ZeRO-Offload keeps on the device for states on the host: a gradient of the largest parameter."""
+    """Return ZeRO-Offload's permanent device buffer: a gradient of the largest parameter."""
     if not run.states_on_host.keeps_buffer or run.layout.zero == 3:
         return 0
     weights = (w for chunk in chunks for group in chunk for w in group.part.region.weights if not w.frozen)

@@ -1,30 +1,29 @@
-"""One pipeline stage as a problem for the solver: what its layers can do, and the fastest choice that fits.
+"""Plan of one pipeline stage: options of its layers, and the fastest choice that fits.
 
 NOTE [ A stage as a step problem ]
-The planner of a single step (`solve.solver`) counts each region's held bytes once. A stage with n micro-batches in
-flight holds them n times at the start of a backward, so they are given n times. That is exact for the last region's
-backward, where the peak mostly is, and too little for earlier ones, whose successors still hold n - 1 of them. The
-choice is therefore played through the stage's real timeline, which is the judge (`solve.refine`).
+The solver of a single step (`solve.solver`) counts each region's kept bytes once. A stage with n micro-batches in
+flight keeps n times as much at the start of a backward, so the solver gets n times the bytes. That is exact for the
+last region's backward, where the peak mostly is, and too little for earlier ones, while later regions still keep n - 1
+of them. The stage's timeline then gives the real peak of a choice (`solve.refine`).
 
-What is offloaded is on the host n times, and on the device once: a stage does one pass of one micro-batch at a time,
-and only neighbours' copies stand beside it (NOTE [ Offloaded bytes in flight ] in `solve.problem`). Of each chunk the
-last layer sends nothing: what comes after it is the head, another micro-batch's pass, or its own backward at once.
+Offloaded tensors are n times on the host, and once on the device: a stage runs one pass of one micro-batch at a time,
+and only copies of neighbours overlap with it (NOTE [ Offloaded bytes in flight ] in `solve.problem`). The last layer of
+each chunk offloads nothing: it is followed by the head, another micro-batch's pass, or its own backward.
 
 NOTE [ Which segments ]
-Runs of layers may be segments, which hold the first one's input alone. One may begin at any layer of a chunk. Its
-backward rises with its length, so that for each beginning the lengths are taken from 2 on as long as the run would fit,
-alone, into the smallest budget that layers by themselves fit: a longer one cannot lower it. Above `LONGEST` none is
-offered: what k layers together let go of beyond k layers alone is k - 1 inputs of k, and from 16 on a longer run adds
-less than a sixteenth of an input a layer. Where inputs may go to the host, there is room for them, and their copies
-hide behind single layers, none is offered: each layer by itself then holds nothing and recomputes less. Where all
-segments of a stage are of one length, as a recompute mode has them, every length is looked at: `uniform`. Where the
-host's budget binds, segments are only asked for where layers by themselves do not fit: plans near the relaxation's
-vertex (`solve.exchanges`) have none.
+Consecutive layers may form a segment, which saves only the first one's input. It may begin at any layer of a chunk. Its
+backward peak grows with its length, so that for each beginning lengths from 2 on are options as long as the segment
+alone fits the smallest budget that single layers fit: a longer one cannot lower it. Lengths end at `LONGEST`: a segment
+of k layers saves k - 1 of k inputs, and beyond 16 another layer saves less than a sixteenth of an input a layer. There
+are no segments if inputs can be offloaded within the host's budget and behind single layers' compute: then single
+layers save nothing on the device and recompute less. Segments of one length throughout a stage, as in a recompute mode,
+are tried at every length: `uniform`. If the host's budget binds, segments are tried only if single layers do not fit:
+plans near the relaxation's vertex (`solve.exchanges`) have none.
 
 NOTE [ A mask that nobody reads again ]
-The mask of packed documents is one for all layers, and goes with the forward where none of them recomputes what reads
-it. The solver has no price that many layers share. So the stage is solved twice: with the mask in place, and without
-it, where layers choose among what does not read it, and the better answer is taken.
+All layers share one mask of packed documents, which is freed after the forward if no layer recomputes an op that reads
+it. The solver has no price that layers share. So the stage is solved twice, with the mask and without it, where layers
+have only options that do not read it, and the better answer counts.
 """
 
 from __future__ import annotations
@@ -58,19 +57,19 @@ from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
 LEAST_MOVED: Final = 1 * MIB
-"""Smaller tensors stay: what a copy costs beside its bytes is as much as these."""
+"""Smaller tensors are not offloaded: a copy's latency is worth as many bytes."""
 LONGEST: Final = 16
 HELD, SENT = "segment", "segment-sent"
-"""Keys of segments: the input is on the device, or on the host."""
+"""Keys of segments: the input is kept on the device, or offloaded."""
 
 Points = tuple[ActionPoint, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageOutcome:
-    """By part of the stage what stays of it, or None for everything; and the peak by its timeline.
+    """Kept tensors of each part of a stage, None for all of them, and the peak of its timeline.
 
-    ``added_seconds`` of a micro-batch are recompute and ``stalled_seconds``; ``host_bytes`` of all in flight.
+    ``added_seconds``: recompute and ``stalled_seconds`` of a micro-batch; ``host_bytes``: of all in flight.
     """
 
     staying: tuple[Staying | None, ...]
@@ -84,7 +83,7 @@ class StageOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
-    """Regions of a stage, chunk by chunk, and their places."""
+    """Regions of a stage, chunk by chunk, and their positions."""
 
     run: Run
     stage: Stage
@@ -92,12 +91,12 @@ class StageParts:
 
     @cached_property
     def parts(self) -> list[StageRegion]:
-        """All of them."""
+        """All regions in order."""
         return [part for chunk in self.stage.parts for part in chunk]
 
     @cached_property
     def chunks(self) -> list[tuple[int, FsdpGroups]]:
-        """By region, where its chunk begins, and the regions of that."""
+        """Begin and FSDP groups of each region's chunk."""
         begins = accumulate((len(parts) for parts in self.stage.parts), initial=0)
         found = (
             (at, FsdpGroups.of(self.run, parts)) for at, parts in zip(begins, self.stage.parts, strict=False) if parts
@@ -105,12 +104,12 @@ class StageParts:
         return [(begin, chunk) for begin, chunk in found for _ in chunk.parts]
 
     def place(self, start: int, stop: int) -> GroupPlace:
-        """Of a run of regions, in their chunk."""
+        """Position of consecutive regions in their chunk."""
         begin, chunk = self.chunks[start]
         return GroupPlace.of(chunk, start - begin, stop - begin)
 
     def unit(self, start: int, stays: Sequence[Staying | None]) -> Unit:
-        """Spans of the regions from a place on; of each what stays, or None for what its run says."""
+        """Spans of consecutive regions with these kept tensors; None: those of the run's mode."""
         parts = self.parts[start : start + len(stays)]
         groups = [
             RegionGroup(part=part if kept is None else replace(part, policy=MIXED, chosen=kept), names=(part.name,))
@@ -121,20 +120,20 @@ class StageParts:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSegments(StageParts):
-    """Segments that may stand in a stage's problem beside the options of its layers; see NOTE [ Which segments ].
+    """Segments as options of a stage, in addition to those of its layers; see NOTE [ Which segments ].
 
     Args:
-        fresh: gradients appear one by one in the only backward of a step.
+        fresh: each backward allocates gradients one by one.
     """
 
     fresh: bool
     _known: dict[tuple[object, ...], tuple[Unit, float]] = field(default_factory=dict, init=False, compare=False)
 
     def options(self, problem: StepProblem, most_bytes: int) -> Iterator[SegmentOption]:
-        """By beginning, and then by length.
+        """Yield segments by beginning, then by length.
 
         Args:
-            problem: of the stage's regions, one by one.
+            problem: of the stage's single regions.
             most_bytes: the smallest budget that it fits.
         """
         regions = problem.regions
@@ -154,25 +153,25 @@ class StageSegments(StageParts):
                     yield replace(one, key=SENT, resident_bytes=left, offloaded_bytes=sent)
 
     def _inputs_go_freely(self, problem: StepProblem) -> bool:
-        """To the host, in all of its room, and without waiting."""
+        """Whether all inputs can be offloaded within the host's budget and without stalls."""
         link, regions = problem.link, problem.regions
         if link is None:
             return False
         room = link.host_budget_bytes
         if room is not None and sum(regions[r].copies * self._sent(r) for r in self._ends) > room:
             return False
-        beside = [(self._sent(r), regions[r + 1]) for r, end in self._ends.items() if r + 1 < end]
-        return not any(link.stall(sent, min(o.forward_seconds, o.backward_seconds)) for sent, o in beside)
+        pairs = [(self._sent(r), regions[r + 1]) for r, end in self._ends.items() if r + 1 < end]
+        return not any(link.stall(sent, min(o.forward_seconds, o.backward_seconds)) for sent, o in pairs)
 
     def staying(self, start: int, stop: int, key: str) -> Iterator[Staying]:
-        """What a planner lets stay of each layer of a segment."""
+        """Yield the kept tensors of each layer of a segment."""
         for place, part in enumerate(self.parts[start:stop]):
             kept = kept_by(part.region, FULL)
             moved = kept if key == SENT and place == 0 else frozenset[int]()
             yield Staying(kept, moved, place, stop - start)
 
     def uniform(self) -> Iterator[tuple[int, int]]:
-        """Lengths of segments that are all alike, each with its peak, as long as a longer one may need less."""
+        """Yield lengths of equal segments with their peaks, as long as longer ones may have a lower peak."""
         best = None
         longest = max((end - start for start, end in self._ends.items()), default=0)
         for size in range(2, longest + 1):
@@ -183,17 +182,17 @@ class StageSegments(StageParts):
             best = needs if best is None else min(best, needs)
             each = [load.held(chunk) for chunk in range(len(load.chunks))]
             held = max(sum(map(mul, state.alive, each)) for state in load.occupancies)
-            if needs - held >= best:  # how far backwards rise grows with the length
+            if needs - held >= best:  # the backward's peak grows with the length
                 return
 
     def cut(self, size: int) -> Iterator[tuple[int, int]]:
-        """Beginnings and ends of segments of so many layers, the last of each chunk shorter; none of a single layer."""
+        """Yield begin and end of segments of ``size`` layers, the last of each chunk shorter; at least two layers."""
         for start, end in self._ends.items():
             if start == 0 or self._ends.get(start - 1) != end:  # the first layer of its chunk
                 yield from ((at, min(at + size, end)) for at in range(start, end, size) if end - at > 1)
 
     def seconds(self, start: int, stop: int) -> float:
-        """Of recomputing a segment: all but the last layer run through to their outputs."""
+        """Seconds of recomputing a segment: all of its layers but the last are fully recomputed."""
         parts = self.parts[start:stop]
         spent = sum(sum(self._op_seconds(part)) for part in parts[:-1])
         own = self._op_seconds(parts[-1])
@@ -201,7 +200,7 @@ class StageSegments(StageParts):
 
     @cached_property
     def _ends(self) -> dict[int, int]:
-        """By layer's place in the stage, one past the last layer of its chunk."""
+        """One past the last layer of its chunk, by layer's position in the stage."""
         found: dict[int, int] = {}
         at = 0
         for chunk in self.stage.parts:
@@ -212,7 +211,7 @@ class StageSegments(StageParts):
 
     @cached_property
     def _kinds(self) -> list[int]:
-        """Layers with one number are alike."""
+        """Numbers of the regions; equal ones have the same number."""
         numbers: dict[object, int] = {}
         return [numbers.setdefault((part.layer, part.region), len(numbers)) for part in self.parts]
 
@@ -228,7 +227,7 @@ class StageSegments(StageParts):
             stop=stop,
             resident_bytes=problem.regions[start].copies * unit.resident,
             forward_peak_bytes=unit.forward_peak,
-            # the unit's peak counts gradients of its own layers: it is told where none of them is there yet
+            # the unit's peak counts its own layers' gradients, so it belongs where none of them is allocated yet
             backward_peak_bytes=(*(0,) * (stop - start - 1), unit.backward_peak if self.fresh else unit.adding_peak),
             seconds=seconds,
         )
@@ -244,35 +243,35 @@ class StageSegments(StageParts):
 
 @dataclass(frozen=True, kw_only=True)
 class StageChoice(StageParts):
-    """One stage's problem. See NOTE [ A stage as a step problem ].
+    """Planning problem of one stage. See NOTE [ A stage as a step problem ].
 
     Args:
-        host_budget_bytes: for what the stage's micro-batches in flight offload; None: no limit.
-        mask: may layers recompute what reads the mask of packed documents?
+        host_budget_bytes: for offloaded tensors of the stage's micro-batches in flight; None: no limit.
+        mask: layers may recompute ops that read the mask of packed documents.
     """
 
     host_budget_bytes: int | None = None
     mask: bool = True
 
     def solve(self, budget_bytes: int) -> tuple[int, StageOutcome | None]:
-        """The fewest bytes that the stage is known to fit, and the fastest answer that fits."""
+        """Return the smallest budget that the stage is known to fit, and the fastest choice within the budget."""
         least = self._least
         found = [least, *refine(self._ask, budget_bytes, self._lowest)]
         other = self._without_mask
         others = [] if other is None else refine(other._ask, budget_bytes, other._lowest)
         bests = [best for each in (found, others) if (best := fastest(each, budget_bytes)) is not None]
         if not bests:
-            return least.needs, None  # the answer that any budget leads to
+            return least.needs, None  # independent of the budget
         best = min(bests, key=lambda one: one.added_seconds)
-        # the slower one's gap is of a lower bound as well
+        # the slower one's lower bound holds for both
         return min(one.needs for one in (*found, *others)), replace(best, gap=max(one.gap for one in bests))
 
     @cached_property
     def _link(self) -> Link | None:
-        """The way to the host, where the run may use it.
+        """Link to the host; None without offloading.
 
         Raises:
-            UsageError: the hardware's file does not state it.
+            UsageError: the hardware's file has no bandwidth of it.
         """
         if not self.run.recompute.offload:
             return None
@@ -284,45 +283,44 @@ class StageChoice(StageParts):
 
     @cached_property
     def _without_mask(self) -> StageChoice | None:
-        """See NOTE [ A mask that nobody reads again ]."""
+        """The stage without the mask; None: there is none. See NOTE [ A mask that nobody reads again ]."""
         return replace(self, mask=False) if self.mask and document_mask(self.run) else None
 
     @property
     def smallest_budget_bytes(self) -> int:
-        """The fewest bytes that some answer is known to fit."""
+        """Smallest budget that some choice is known to fit."""
         return self._least.needs
 
     @cached_property
     def _lowest(self) -> int:
-        """A budget below which the problem, as the solver sees it, has no answer."""
+        """Smallest budget for which the solver's problem has a solution."""
         return min(offer.least_bytes for offer in self._offers)
 
     @cached_property
     def _least(self) -> StageOutcome:
-        """Of answers that hold little the one with the lowest peak by the timeline, the same whatever the budget.
-
-        They are what recompute modes say, and what the solver has for the smallest budget that it sees.
+        """Choice with the lowest peak of the timeline, independent of the budget: of the recompute modes' and the
+        solver's for its smallest budget.
         """
         found = [self._fewest, self._ask(self._lowest), *(self._uniform() if self.mask else ())]
         if self._without_mask is not None:
             found.append(self._without_mask._least)
-        if self._link is not None:  # of little that is held, the quickest may be what sends, which holds it a while
+        if self._link is not None:  # an offloaded tensor occupies the device until it is copied
             kept = replace(self, run=replace(self.run, recompute=replace(self.run.recompute, offload=False)))
             found.append(kept._ask(kept._lowest))
         least = min(found, key=lambda one: (one.needs, one.added_seconds))
         step = sum(r.forward_seconds + r.backward_seconds for r in self._problem.regions) + least.added_seconds
-        return replace(least, gap=least.added_seconds / step if step else 0.0)  # a better one may add nothing
+        return replace(least, gap=least.added_seconds / step if step else 0.0)  # the lower bound is 0
 
     @property
     def _fewest(self) -> StageOutcome:
-        """Each layer by itself holds what it must."""
+        """Choice with the fewest kept bytes in each layer."""
         ends = [
             min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.offloaded_bytes)) for options in self.points
         ]
         return self._unasked(Choice(root="", regions=tuple(end.key for end in ends)), sum(end.seconds for end in ends))
 
     def _uniform(self) -> Iterator[StageOutcome]:
-        """Segments of one length, of which the peak is lowest."""
+        """Yield equal segments of the length with the lowest peak."""
         size, _ = min(self._segments.uniform(), key=lambda pair: pair[1], default=(0, 0))
         if not size:
             return
@@ -335,7 +333,7 @@ class StageChoice(StageParts):
         yield self._unasked(Choice(root="", regions=keys, segments=cut), seconds)
 
     def _unasked(self, choice: Choice, seconds: float) -> StageOutcome:
-        """What holds little, whatever the budget is, and sends nothing."""
+        """Outcome of a choice that does not depend on a budget and offloads nothing."""
         staying = self._staying(choice)
         needs = self._peak(staying)
         return StageOutcome(staying=staying, needs=needs, level=needs, added_seconds=seconds)
@@ -353,11 +351,11 @@ class StageChoice(StageParts):
             gap=found.certificate.gap,
         )
 
-    # what each part can do --------------------------------------------------------------------------------------------
+    # options of parts -------------------------------------------------------------------------------------------------
 
     @cached_property
     def points(self) -> list[Points]:
-        """What each part can do, fewest bytes of the device first; only layers have a choice."""
+        """Options of each part, fewest device bytes first; only layers have several."""
         known: dict[tuple[object, ...], Points] = {}
         found = []
         following = [part for chunk in self.stage.parts if chunk for part in (*chunk[1:], None)]
@@ -365,7 +363,7 @@ class StageChoice(StageParts):
             if not part.is_layer:
                 found.append(kept_points([plain_point(part.region.program)]))
                 continue
-            after = after if after is not None and after.is_layer else None  # beside which what it sends is on its way
+            after = after if after is not None and after.is_layer else None  # overlaps with its copies
             key = (self.timing.prices(part.layer), part.region, after and after.region)
             if key not in known:
                 points, program = self._of_layer(at, after), part.region.program
@@ -379,18 +377,18 @@ class StageChoice(StageParts):
             return layer_points(self.timing.prices(part.layer), part.region)
         forward, backward = self._passes(following)
         again = sum(self.timing.prices(following.layer).op_seconds(following.region))
-        beside = (forward, backward, backward + again, min(forward, backward) / 2)
+        passes = (forward, backward, backward + again, min(forward, backward) / 2)
         program, seconds = part.region.program, self.timing.prices(part.layer).op_seconds(part.region)
         return action_points(
             program,
             seconds,
             movable=frozenset(b.index for b in program.buffers if b.nbytes >= LEAST_MOVED),
-            kinks=[int(each * self._link.bytes_per_second) for each in beside] if self._link.hides else [],
+            kinks=[int(each * self._link.bytes_per_second) for each in passes] if self._link.hides else [],
             peaks=lambda stays: self._peaks(at, stays),
         )
 
     def _passes(self, part: StageRegion) -> tuple[float, float]:
-        """Seconds of a forward, and of a backward that recomputes nothing."""
+        """Seconds of a forward, and of a backward without recomputation."""
         plain = self.timing.items([RegionGroup(part=replace(part, chosen=None, policy="none"), names=(part.name,))])
         return plain[0].seconds.forward.seconds, plain[0].seconds.backward_seconds
 
@@ -398,7 +396,7 @@ class StageChoice(StageParts):
 
     @property
     def _fresh(self) -> bool:
-        """Do gradients appear one by one in the only backward of a step, or in each?"""
+        """Whether each backward allocates gradients one by one."""
         load = self.stage.load
         if load.gradients is Gradients.ADDED:
             return True
@@ -434,7 +432,7 @@ class StageChoice(StageParts):
 
     @cached_property
     def _offers(self) -> tuple[Offer, ...]:
-        """The problem with segments; before it without, where the host's budget binds."""
+        """Solver for the problem with segments; before it the one without, if the host's budget binds."""
         alone = Offer(self._problem)
         segments = tuple(self._segments.options(self._problem, alone.least_bytes)) if self.mask else ()
         if not segments:
@@ -448,7 +446,7 @@ class StageChoice(StageParts):
         return StageSegments(run=self.run, stage=self.stage, timing=self.timing, fresh=self._fresh)
 
     def _regions(self) -> Iterator[ProblemRegion]:
-        """One a part; what is alike is worked out once."""
+        """Yield a region for each part; equal ones are computed once."""
         known: dict[tuple[object, ...], ProblemRegion] = {}
         chunks = [chunk for chunk, parts in enumerate(self.stage.parts) for _ in parts]
         for at, (part, chunk, options) in enumerate(zip(self.parts, chunks, self.points, strict=True)):
@@ -483,7 +481,7 @@ class StageChoice(StageParts):
         )
 
     def _peaks(self, at: int, stays: frozenset[int]) -> tuple[int, int]:
-        """Of both passes of a part with these buffers staying."""
+        """Peaks of a part's forward and backward with these kept buffers."""
         unit = self._unit(at, stays)
         return unit.forward_peak, unit.backward_peak if self._fresh else unit.adding_peak
 
@@ -504,7 +502,7 @@ class StageChoice(StageParts):
         return tuple(found)
 
     def _peak(self, staying: Sequence[Staying | None]) -> int:
-        """Of the stage, by its timeline."""
+        """Peak of the stage's timeline."""
         by_name = {part.name: buffers for part, buffers in zip(self.parts, staying, strict=True)}
         chosen = [by_name.get(name) for name in self.run.model.layer_names]
         return stage_sizes(self.run, self.stage.index, chosen).peak_bytes
@@ -512,5 +510,5 @@ class StageChoice(StageParts):
 
 @lru_cache(maxsize=4096)
 def layer_points(prices: PriceModel, region: Region) -> Points:
-    """What a layer can do without a link."""
+    """Options of a layer without offloading."""
     return kept_points(pareto_frontier(region.program, prices.op_seconds(region)))

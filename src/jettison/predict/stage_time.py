@@ -1,4 +1,4 @@
-"""Seconds of a pipeline stage: its regions, what ZeRO and offloading add beside them, and the end of a step.
+"""Seconds of a pipeline stage: its regions, exposed transfers of ZeRO and offloading, and the end of a step.
 
 See NOTE [ A step ] in `predict.time`.
 """
@@ -33,27 +33,27 @@ from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
 OPTIMIZER_PASSES = 3
-"""What an AdamW that is not one kernel moves, in units of what a fused one does: its operations read and write 80 bytes
-of fp32 a parameter one by one, a fused kernel 28."""
+"""Memory traffic of an unfused AdamW over a fused one's: its ops read and write 80 bytes of fp32 a parameter, a fused
+kernel 28."""
 GRADIENT_PASSES = 3
-"""Over gradients before the optimizer: read for their norm, read and written to be clipped."""
+"""Passes over gradients before the optimizer: a read for the norm, a read and a write for clipping."""
 BUCKET_BYTES = 25 << 20
-"""Gradients are reduced in buckets of this size: PyTorch's DistributedDataParallel, bucket_cap_mb."""
+"""Bucket size of gradient reductions: ``bucket_cap_mb`` of PyTorch's DistributedDataParallel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """One pipeline stage: of one micro-batch through each of its chunks, and what a step adds.
+    """Seconds of a pipeline stage: of one micro-batch in each of its chunks, and of the end of a step.
 
     Args:
-        chunks: its regions' seconds, transfers within them included.
-        sent: of one micro-batch, by chunk: what sending its output, and its gradient, adds to the device's time.
-        end: what is left of the reduction of gradients after the last backward, and parameters gathered again.
-        hideable: of it, what a longer last backward could hide.
-        optimizer: of its step, clipping included.
+        chunks: seconds of their regions, transfers within them included.
+        sent: exposed seconds of sending outputs and their gradients, by chunk.
+        end: exposed reduction of gradients after the last backward, and all-gather of updated parameters.
+        hideable: the part of ``end`` that a longer last backward would hide.
+        optimizer: optimizer step with clipping.
         recomputed_flops: of one micro-batch on one rank.
-        repeated: by chunk, what the second half of a split backward recomputes.
-        late: by chunk, does the second half do it all?
+        repeated: recomputation for gradients of weights in a split backward, by chunk.
+        late: whether that pass computes the gradients of inputs as well, by chunk.
     """
 
     chunks: tuple[RegionSeconds, ...]
@@ -67,39 +67,39 @@ class StageSeconds:
 
     @cached_property
     def forward(self) -> list[float]:
-        """By chunk."""
+        """Seconds of a forward, by chunk."""
         return [c.forward.seconds + s for c, (s, _) in zip(self.chunks, self.sent, strict=True)]
 
     @cached_property
     def backward(self) -> list[float]:
-        """By chunk, both halves, and what is recomputed."""
+        """Seconds of a backward with recomputation, by chunk."""
         every = zip(self.chunks, self.sent, self.repeated, strict=True)
         return [c.backward_seconds + s + r.seconds for c, (_, s), r in every]
 
     @cached_property
     def weights(self) -> list[float]:
-        """By chunk, of the backward the half for weights."""
+        """Seconds of the backward's gradients of weights, by chunk."""
         halves = zip(self.chunks, self.repeated, self.backward, self.late, strict=True)
         return [b if late else c.weights.seconds + r.seconds for c, r, b, late in halves]
 
     @cached_property
     def inputs(self) -> list[float]:
-        """By chunk, of the backward the half for inputs."""
+        """Seconds of the backward's gradients of inputs, by chunk."""
         return [b - w for b, w in zip(self.backward, self.weights, strict=True)]
 
     @cached_property
     def again(self) -> list[PassSeconds]:
-        """By chunk, all that is recomputed."""
+        """Seconds of recomputation, by chunk."""
         return [c.again + r for c, r in zip(self.chunks, self.repeated, strict=True)]
 
     @property
     def total(self) -> RegionSeconds:
-        """Of one micro-batch through all chunks."""
+        """Seconds of one micro-batch in all chunks."""
         return total_of(self.chunks)
 
 
 def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
-    """One after the other."""
+    """Sum of sequential parts."""
     total = parts[0]
     for part in parts[1:]:
         total = total + part
@@ -111,16 +111,17 @@ def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """So many neighbouring regions that are alike; seconds and FLOPs are of one.
+    """``count`` equal consecutive regions; seconds and FLOPs are of one.
 
     Args:
-        gathered: bringing ZeRO 3's shards together.
-        reduced: of the region's gradients over the ranks that share its weights.
-        offloaded: of what stays of it, to the host, one way.
-        optimizer_bytes: read and written at the end of a step.
-        prices: whose seconds they are.
-        segment: items, from this one on, that a planner has put into one segment.
-        groups: of weights, in whose second half torch's checkpoint computes everything again; 0: none does.
+        gathered: seconds of ZeRO 3's all-gather.
+        reduced: seconds of the reduction of the region's gradients.
+        offloaded: seconds of copying its kept tensors to the host, one way.
+        optimizer_bytes: memory traffic of the optimizer step.
+        prices: price model of its kernels.
+        segment: number of items, from this one on, that a planner has put into one segment.
+        groups: groups of weights for each of which torch's checkpoint recomputes the region in a split backward; 0:
+            none.
     """
 
     count: int
@@ -138,7 +139,7 @@ class Item:
 
 
 def in_segments(items: Sequence[Item], size: int) -> Iterator[Item]:
-    """Layer by layer: of those that are alike, `Timing.items` has all but the last ones of segments before these."""
+    """Yield an item for each layer; of equal layers `Timing.items` has the last ones of segments at the end."""
     for _, same in groupby(items, key=lambda item: id(item.region)):
         own = list(same)
         for place in range(sum(item.count for item in own)):
@@ -163,10 +164,10 @@ def _one(
     optimizer: Optimizer,
     in_layer: bool,
 ) -> Item:
-    """One region of which nothing is offloaded.
+    """Item of one region without offloading.
 
     Args:
-        adds: other micro-batches' weight gradients are there already.
+        adds: weight gradients are accumulated over micro-batches.
     """
     precision, hardware = prices.precision, prices.hardware
     seconds = prices.seconds(region, again, planned=planned)
@@ -191,7 +192,7 @@ def _computed_share(run: Run, layer: AnyLayer) -> float:
     seq, masked = run.packed or run.seq, run.kernels.documents is Documents.MASK
     if masked and run.packed:
         return 1.0
-    # a mask that is a tensor skips nothing; flash-attn and FlexAttention are told the window
+    # kernels with a mask tensor skip no blocks; flash-attn and FlexAttention skip those outside the window
     if masked and run.kernels.tensor_masks and layer.window is not None and layer.window <= seq:
         return 1.0
     return _visible_share(layer, seq)
@@ -202,10 +203,10 @@ _visible_share = lru_cache(maxsize=4096)(visible_share)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Prices the stages of one run on given hardware.
+    """Times of one run's stages on given hardware.
 
     Args:
-        planned: it runs under a plan, whatever its recompute mode.
+        planned: it runs under a plan, for every recompute mode.
     """
 
     run: Run
@@ -217,7 +218,7 @@ class Timing:
         object.__setattr__(self, "hardware", self.hardware.under(self.execution.stack))
 
     def prices(self, layer: AnyLayer | None = None) -> PriceModel:
-        """Of a layer's kernels, or of the embedding's and the head's."""
+        """Price model of a layer's kernels; None: of the embedding and the head."""
         run = self.run
         visible = 1.0 if layer is None else _computed_share(run, layer)
         return _price_model(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
@@ -225,15 +226,15 @@ class Timing:
     # regions ----------------------------------------------------------------------------------------------------------
 
     def items(self, chunk: Sequence[RegionGroup]) -> list[Item]:
-        """Regions of one visit to a stage."""
+        """Items of a chunk's regions."""
         segment = segment_length(self.run)
         found, begun = [], 0
         for same in chunk:
             part, count = same.part, len(same.names)
-            # of a segment, every layer but the last is computed again whole
+            # every layer of a segment but the last is fully recomputed
             inner = count - count // segment if part.is_layer else 0
             inner = count if part.inner else inner
-            if part.first:  # what a segment sends goes beside what follows it
+            if part.first:  # a segment's copy to the host overlaps with the next segment
                 begun = moved_bytes(self.run, part)
             if inner:
                 item = self._item(part, inner, everything(part.region), 0)
@@ -254,7 +255,7 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
-        if run.states_on_host.moves_parameters:  # a shard comes from the host before it is gathered
+        if run.states_on_host.moves_parameters:  # a shard is copied from the host before its all-gather
             fetched = host_seconds(self._static(found).host_parameters, self.hardware)
             found = replace(found, gathered=found.gathered + fetched)
         groups = computing_groups(part.region) if by_torch(run, part) else found.groups
@@ -283,11 +284,11 @@ class Timing:
     def stage(
         self, index: int, chunks: Sequence[Sequence[Item]], share: float, known: dict[object, RegionSeconds]
     ) -> StageSeconds:
-        """All that one stage does in a step.
+        """Seconds of one stage in a step.
 
         Args:
-            share: of its micro-batches, how many compute again.
-            known: seconds of chunks, by the objects that their items are, and by share.
+            share: share of its micro-batches that recompute.
+            known: cache of chunks' seconds by items (object) and share.
         """
         layout = self.run.layout
         seconds = []
@@ -321,10 +322,10 @@ class Timing:
         )
 
     def _repeated(self, items: Sequence[Item]) -> tuple[PassSeconds, float]:
-        """What torch's checkpoints compute again in a second half, and its FLOPs.
+        """Seconds and FLOPs of torch's checkpoints that recompute for gradients of weights in a split backward.
 
-        A whole segment for each group of weights in it: NOTE [ Checkpoints under two halves ] in
-        `formula.split_backward`. A model's first stage has no halves, and computes once.
+        Each group of weights recomputes its full segment: NOTE [ Checkpoints under two halves ] in
+        `formula.split_backward`. A model's first stage does not split its backward, and recomputes once.
         """
         size = segment_length(self.run)
         layers = list(in_segments([item for item in items if item.groups], size))
@@ -340,14 +341,14 @@ class Timing:
     @property
     def _frozen(self) -> RegionSeconds:
         total = NOTHING
-        for beside in self.run.frozen:
-            own = Timing(run=frozen_run(self.run, beside), hardware=self.hardware, execution=self.execution)
-            items = own.items(frozen_groups(self.run, beside))
+        for frozen in self.run.frozen:
+            own = Timing(run=frozen_run(self.run, frozen), hardware=self.hardware, execution=self.execution)
+            items = own.items(frozen_groups(self.run, frozen))
             total = total + replace(NOTHING, forward=own.stage(0, [items], 1.0, {}).total.forward)
         return total
 
     def sending(self) -> float:
-        """Of a stage's output to the next one, or of its gradient back: of one residual stream."""
+        """Seconds to send a stage's output, or its gradient: of one residual stream."""
         layout = self.run.layout
         if layout.pp == 1:
             return 0.0
@@ -359,7 +360,7 @@ class Timing:
         return point_seconds(nbytes / layout.tp, layout, self.hardware) + gathering
 
     def _beside(self, items: Sequence[Item]) -> RegionSeconds:
-        """What ZeRO 2 and 3 and offloading add to a chunk's passes, where its work does not cover it."""
+        """Exposed transfers of ZeRO 2 and 3 and offloading in a chunk's passes."""
         layout = self.run.layout
         if not items:
             return NOTHING
@@ -373,7 +374,7 @@ class Timing:
         if self.run.recompute.to_host:
             pairs = [(item.count - 1, item, item.seconds.backward_seconds, item) for item in items]
             for at, (item, other) in enumerate(pairwise(items), 1):
-                if other.in_layer:  # the last layer's stay
+                if other.in_layer:  # the last layer offloads nothing
                     behind = sum(each.seconds.backward_seconds for each in items[at : at + other.segment])
                     pairs.append((1, item, behind, other))
             forward += sum(n * self._over(i.offloaded, other.seconds.forward.seconds) for n, i, _, other in pairs)
@@ -383,7 +384,7 @@ class Timing:
         return replace(NOTHING, forward=PassSeconds(transfers=forward), inputs=PassSeconds(transfers=backward))
 
     def hideable(self, items: Sequence[Item]) -> float:
-        """Of a chunk's backward, what it waits for ZeRO's transfers that more work would hide."""
+        """Exposed ZeRO transfers of a chunk's backward that more compute would hide."""
         layout = self.run.layout
         alone = layout.shards == 1 and not self.run.gathers_parameters
         if not items or layout.zero < 2 or alone or not self.execution.hides_data:
@@ -393,19 +394,19 @@ class Timing:
         return waited * (1 - self.hardware.reached.shared)
 
     def _over(self, transfer: float, work: float) -> float:
-        """What copying adds to the next region's work, beside which it runs. Copies need no multiprocessors."""
+        """Exposed seconds of a copy that overlaps with the next region. Copies need no multiprocessors."""
         return max(0.0, transfer - work) if self.execution.hides_offload else transfer
 
     def _covered(self, items: Sequence[Item], *, gathers: bool, reduces: bool, forward: bool) -> float:
-        """Seconds that transfers add: beside each region the next one is gathered and the one before is reduced.
+        """Seconds that transfers add: the next region's all-gather and the previous one's reduction overlap with each.
 
-        The first gathering and the last reduction have nothing beside them and are the caller's.
+        Without the first all-gather and the last reduction, which do not overlap: the caller adds them.
         """
         waited, every = self._loads(items, gathers=gathers, reduces=reduces, forward=forward)
         return waited + (every - waited) * self.hardware.reached.shared
 
     def _loads(self, items: Sequence[Item], *, gathers: bool, reduces: bool, forward: bool) -> tuple[float, float]:
-        """Of these transfers what work does not cover, and all of them."""
+        """Exposed seconds of these transfers, and all of them."""
         waited = every = 0.0
         for at, item in enumerate(items):
             work = item.seconds.forward.seconds if forward else item.seconds.backward_seconds
@@ -427,8 +428,8 @@ class Timing:
     # the end of a step ------------------------------------------------------------------------------------------------
 
     def _end(self, items: Sequence[Item]) -> tuple[float, float]:
-        """What is left when backwards are over: gradients are ready region by region, and move one after another. And
-        of it, what longer backwards could hide.
+        """Exposed seconds after the last backward, where gradients are ready region by region and reduced in turn; and
+        the part that longer backwards would hide.
         """
         layout = self.run.layout
         if layout.shards == 1 or not items:
@@ -452,22 +453,22 @@ class Timing:
 
     @property
     def gathers_after(self) -> bool:
-        """Does a step end with gathering the parameters that it has changed?"""
+        """Whether a step ends with the all-gather of updated parameters."""
         layout = self.run.layout
         return layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
 
     def adding(self, region: Region) -> float:
-        """Of a micro-batch's backward: adding a region's weight gradients to those that are there already."""
+        """Seconds to accumulate a region's weight gradients in a micro-batch's backward."""
         run = self.run
         if run.micro_batches == 1:
             return 0.0
         return _adding_seconds(region, run.layout.sharding, run.precision, self.execution, self.hardware)
 
     def optimizer(self, items: Sequence[Item], *, least: bool = False) -> float:
-        """Bytes of gradients, parameters and state, over the memory bandwidth; of a step on the host, its copies.
+        """Seconds of the optimizer step: its traffic over the memory bandwidth; of a step on the host, its copies.
 
         Args:
-            least: as a part of a sum, without what backwards may hide.
+            least: a lower bound, without copies that backwards may hide.
         """
         precision = self.run.precision
         if self.run.states_on_host.steps_there:
@@ -480,24 +481,23 @@ class Timing:
         return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
 
     def _host_copies(self, items: Sequence[Item], *, least: bool = False) -> float:
-        """What states on the host make a step wait: gradients go beside backwards and what these wait for, the other
-        way; the rest does not.
+        """Exposed copies of optimizer offload: copies of gradients to the host overlap with backwards, others do not.
 
-        The arithmetic of a step on the host is not in it: hardware files know no host's.
+        The optimizer's time on CPU is not included: hardware files have no rates of the host.
         """
         run = self.run
         if not run.states_on_host.moves:
             return 0.0
         moved = host_states(run, together((self._static(item), item.count) for item in items))
-        behind = moved.to_device_bytes - moved.gathered_bytes  # the others are with `Item.gathered`
-        sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, behind))
+        updated = moved.to_device_bytes - moved.gathered_bytes  # the others are part of `Item.gathered`
+        sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, updated))
         if not run.states_on_host.steps_there:
             return sent + fetched
         if least:
             return fetched
         work = sum(item.count * item.seconds.backward_seconds for item in items)
-        beside = run.micro_batches * (work + self._beside(items).inputs.transfers)
-        return max(0.0, sent - beside) + fetched
+        backwards = run.micro_batches * (work + self._beside(items).inputs.transfers)
+        return max(0.0, sent - backwards) + fetched
 
     def _static(self, item: Item) -> Static:
         run = self.run
@@ -516,13 +516,13 @@ class Timing:
 
 @lru_cache(maxsize=4096)
 def _pending_share(region: Region) -> float:
-    """Share of a region's backward that is still to come when its first bucket of gradients is full."""
+    """Share of a region's backward that remains when its first bucket of gradients is full."""
     gradients = sum(w.numel for w in region.weights if not w.tied and not w.frozen) * 4
     return max(0.0, 1 - BUCKET_BYTES / gradients) if gradients else 0.0
 
 
 def _shared_seconds(region: Region, layout: Layout, prices: PriceModel) -> tuple[float, float]:
-    """Seconds to gather a region's weights, and to reduce its gradients, over the ranks that share them."""
+    """Seconds of a region's all-gather of weights and reduction of gradients."""
     precision, hardware, execution = prices.precision, prices.hardware, prices.execution
     gathered = reduced = 0.0
     whole = layout.zero == 0 or (layout.zero == 1 and execution.reduces_whole)
@@ -542,7 +542,7 @@ def _shared_seconds(region: Region, layout: Layout, prices: PriceModel) -> tuple
 def _adding_seconds(
     region: Region, layout: Layout, precision: Precision, execution: Execution, hardware: Hardware
 ) -> float:
-    """Seconds to add a micro-batch's weight gradients to those that are there, if the product does not."""
+    """Seconds to accumulate a micro-batch's weight gradients, unless their GEMM does."""
     nbytes = 0
     gradient = DTYPE_BYTES[precision.gradient]
     into = DTYPE_BYTES[precision.accumulator or precision.gradient]
@@ -559,7 +559,7 @@ def _adding_seconds(
 
 @lru_cache(maxsize=16384)
 def _quantised_bytes(region: Region, precision: Precision, execution: Execution) -> int:
-    """Read and written to have a layer's matrices as products read them, where that is done once a step."""
+    """Memory traffic of quantizing a layer's weights, where that happens once a step."""
     recipe = precision.recipe or execution.recipe
     if precision.product is None or not (execution.delayed_scaling if recipe is None else recipe.library is Library.TE):
         return 0
@@ -579,11 +579,11 @@ def _quantised_bytes(region: Region, precision: Precision, execution: Execution)
 def _optimizer_bytes(
     region: Region, layout: Layout, precision: Precision, optimizer: Optimizer, in_layer: bool
 ) -> float:
-    """Read and written on one rank: gradients for their norm and to be clipped, then all that an update needs. Where an
-    optimizer is sharded its gradients have been reduced to the shards, and these alone are looked at (Megatron-Core,
-    ``DistributedOptimizer._copy_model_grads_to_main_grads`` and ``MegatronOptimizer.get_main_grads_for_grad_norm``).
+    """Memory traffic of the optimizer step on one rank: the norm and clipping of gradients, then the update. A sharded
+    optimizer reads shards of gradients only (Megatron-Core, ``DistributedOptimizer._copy_model_grads_to_main_grads``
+    and ``MegatronOptimizer.get_main_grads_for_grad_norm``).
 
-    Where a master copy has another dtype than gradients, they are copied to its dtype first.
+    Masters of another dtype than gradients need a copy of these first.
     """
     if optimizer is Optimizer.NONE:
         return 0.0
