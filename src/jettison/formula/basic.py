@@ -10,7 +10,8 @@ from jettison.formula.quantized import QUANTISE, quantized_matmul
 from jettison.formula.sums import positive
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
-from jettison.spec.tuning import Base, Tuning
+from jettison.spec.fp8 import NARROW
+from jettison.spec.tuning import FP8_BLOCK, Base, Tuning
 
 WEIGHT_COPY, ADAPTER_COPY = "weight in the dtype of products", "adapter in the dtype of products"
 
@@ -127,6 +128,9 @@ def linear(
         eight = weight.packed_bytes > 0 and w.base is Base.INT8
         if eight:  # forward multiplies int8, backward unpacks the matrix to 16 bits
             workspace = weight.numel * DTYPE_BYTES[w.matmul_dtype]
+        elif weight.packed_bytes and w.base is Base.FP8:  # backward: the matrix, and its scales for each row
+            inputs.append(w.tape.op(QUANTISE, [x], dtype=NARROW, grad=False))
+            workspace = (weight.numel + weight.numel // FP8_BLOCK) * DTYPE_BYTES[w.matmul_dtype]
         elif weight.packed_bytes:
             inputs += unpacked(w, weight, weight.shape)
             workspace = inputs[-1].nbytes
@@ -149,7 +153,8 @@ def linear(
             out = cast(w, out, given.dtype)
         tuning = w.run.tuning
         if tuning is not None and tuning.adapts(name) and not head:
-            out = _adapted(w, given, kept, out, features, split, packed=weight.packed_bytes > 0)
+            bitsandbytes = weight.packed_bytes > 0 and w.base is not Base.FP8
+            out = _adapted(w, given, kept, out, features, split, packed=bitsandbytes)
     return out
 
 

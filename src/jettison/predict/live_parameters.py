@@ -1,4 +1,4 @@
-"""Parameters all-gathered module by module: live parameters and gradient buckets beside each region of a chunk.
+"""Parameters all-gathered module by module: live parameters and gradient buckets of each region of a chunk.
 
 NOTE [ Live parameters ]
 DeepSpeed 0.19.8, ``deepspeed/runtime/zero``, ZeRO 3. ``partitioned_param_coordinator.py``: each module call gathers its
@@ -11,7 +11,7 @@ once more. Parameters that no backward hook releases, such as an embedding table
 (``release_backward_leftovers``). A forward starts with no live elements counted (``reset_step``).
 
 Parameters of at most ``param_persistence_threshold`` elements stay unsharded from the end of a step on
-(``mark_persistent_parameters``; ``stage3.py``, ``_post_step``), beside their shards.
+(``mark_persistent_parameters``; ``stage3.py``, ``_post_step``), in addition to their shards.
 
 ``partition_parameters.py``: a single parameter is gathered into its own storage (``_all_gather_sequential``). Several
 are gathered into one buffer (``_all_gather_dtype``) and copied out of it when the first of them is needed
@@ -47,7 +47,7 @@ from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
 Live = tuple[int, int]
-"""Bytes beside a region's forward, and beside its backward."""
+"""Bytes that add to a region's forward, and to its backward."""
 _CALLS_NOTHING_AGAIN = (Mode.NONE, Mode.SELECTIVE, Mode.MODULES)
 
 
@@ -70,7 +70,7 @@ class Call(NamedTuple):
 
 
 def live_parameters(run: Run, parts: Sequence[StageRegion]) -> tuple[Live, ...]:
-    """Return what is beside each region of a chunk."""
+    """Return the bytes that add to each region of a chunk."""
     layout, precision = run.layout, run.precision
     assert layout.buckets is not None
     width = DTYPE_BYTES[precision.compute]
@@ -119,7 +119,7 @@ def _calls(region: Region, parameters: list[Parameter], width: int, gathers: boo
 
 
 def _parameter(weight: Weight, width: int, gathers: bool) -> Parameter:
-    """What is packed is so in elements of the width that others have (``bnb_4bit_quant_storage``)."""
+    """A parameter; a packed one has elements of the width of the others (``bnb_4bit_quant_storage``)."""
     if not weight.frozen:
         return Parameter(weight.numel, gathers * width * weight.numel, weight.gradient_numel)
     nbytes = weight.packed_bytes - weight.scale_bytes if weight.packed_bytes else weight.numel * width
@@ -174,7 +174,7 @@ class Coordinator:
         return sum(self.parameters[p].nbytes for p in self.persistent)
 
     def run(self) -> list[int]:
-        """Return the most bytes of each call, beside what is always there."""
+        """Return the peak of each call, without persistent parameters."""
         found = []
         for at, call in enumerate(self.trace):
             self.peak = self.nbytes

@@ -369,6 +369,18 @@ def _narrow_base(run: Run) -> Iterator[str]:
         yield f"got {what} with --lora and --fp8-recipe {recipe.name}; they are not modelled together: drop one"
 
 
+def _fp8_base(run: Run) -> Iterator[str]:
+    """Reject a frozen FP8 base beyond NOTE [ Frozen FP8 ] in `spec.tuning`."""
+    if run.tuning is None or run.tuning.base is not Base.FP8:
+        return
+    if run.layout.zero == 3:
+        yield "got --base fp8 with --zero 3; all-gathers of FP8 weights are not modelled: give --zero 0"
+    elif any(layer.experts for layer in run.model.kinds):
+        yield f"got --base fp8 and {run.model.name}, whose FP8 experts are not modelled: give --base plain"
+    elif run.kernels.fused_adapters:
+        yield f"got --base fp8 with --kernels {run.kernels.name}, whose adapters dequantize: give --kernels huggingface"
+
+
 def _parts(run: Run) -> Iterator[str]:
     """Reject sharded scans and recomputed modules that the layers do not have."""
     model = run.model
@@ -546,6 +558,7 @@ _RULES: Final = (
     _source,
     _sequence,
     _narrow_base,
+    _fp8_base,
     _parts,
     _output,
     _compiled,

@@ -41,6 +41,13 @@ keeps the 16-bit input where it requires a gradient, although backward does not 
 to 16 bits (``state.CB.to(ctx.dtype_A, copy=True)``). The input is an attribute of the context, so that checkpoints do
 not free it, unless they are reentrant: their forward builds no graph.
 Outlier columns, which are few, and temporaries of the quantization are not counted.
+
+NOTE [ Frozen FP8 ]
+FP8 checkpoints (``quant_method`` fp8) in transformers 5.23, ``integrations/finegrained_fp8.py``: every ``nn.Linear``
+but the head is an ``FP8Linear``, with a byte an element and an fp32 scale per 128 x 128. ``FP8LinearFunction``: forward
+quantizes its input, reads the matrix as it is, and saves neither. Backward dequantizes the matrix to 16 bits, with
+scales expanded over rows. PEFT 0.21 adapts it as any linear layer, in fp32 by default (``cast_adapter_dtype``).
+Scales of the input, which are 3 % of its quantized copy, are not counted.
 """
 
 from __future__ import annotations
@@ -57,6 +64,7 @@ PACKED_BLOCK: Final = 64
 SCALES_BLOCK: Final = 256
 TABLE_BYTES: Final = 64
 GPTQ_GROUP: Final = 128
+FP8_BLOCK: Final = 128
 
 
 class Base(StrEnum):
@@ -68,19 +76,22 @@ class Base(StrEnum):
     NF4_DOUBLE = "nf4-double"
     INT8 = "int8"
     GPTQ = "gptq"
+    FP8 = "fp8"
 
     @property
     def packed(self) -> bool:
         """Whether matrices are quantized."""
-        return self in (Base.NF4, Base.NF4_DOUBLE, Base.INT8, Base.GPTQ)
+        return self not in (Base.PLAIN, Base.FP32)
 
     @property
     def bits(self) -> int:
         """Bits of a quantized element; 0: not quantized."""
-        return (8 if self is Base.INT8 else 4) if self.packed else 0
+        return (8 if self in (Base.INT8, Base.FP8) else 4) if self.packed else 0
 
     def packed_bytes(self, elements: int, rows: int) -> int:
-        """Bytes of one quantized matrix: NOTE [ Four bits ], NOTE [ Eight bits ] and NOTE [ GPTQ ]."""
+        """Bytes of one quantized matrix: the notes of this module."""
+        if self is Base.FP8:
+            return elements + 4 * -(-rows // FP8_BLOCK) * -(-elements // rows // FP8_BLOCK)
         if self is Base.INT8:
             return elements + self.beside_bytes(elements, rows)
         zeros = _groups(elements, rows) * rows // 2 if self is Base.GPTQ else 0
@@ -88,6 +99,8 @@ class Base(StrEnum):
 
     def beside_bytes(self, elements: int, rows: int) -> int:
         """Bytes of scales and other tensors that are not parameters."""
+        if self is Base.FP8:
+            return 0
         if self is Base.INT8:
             return 4 * rows
         if self is Base.GPTQ:
