@@ -309,7 +309,7 @@ def test_like_sets_what_a_framework_does_and_other_flags_go_before_it(capsys: py
     assert command(["ledger", "llama3-8b", "--like", "nanotron"]) == 0
     assert "--precision bf16-grad32" in capsys.readouterr().out
     with pytest.raises(UsageError, match="got --like 'megatron'; expected one of megatron-"):
-        resolve(LLAMA, RunRequest(like="megatron"))
+        resolve(LLAMA, RunRequest(like="megatron-lm"))
 
 
 @pytest.mark.parametrize("name", named("presets"))
