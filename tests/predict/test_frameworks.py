@@ -308,7 +308,7 @@ def test_like_sets_what_a_framework_does_and_other_flags_go_before_it(capsys: py
     assert "--gradients buckets" not in (resolve(LLAMA, RunRequest(like="huggingface", dp=2, zero=3)).like or "")
     assert command(["ledger", "llama3-8b", "--like", "nanotron"]) == 0
     assert "--precision bf16-grad32" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="got --like 'megatron'; expected one of megatron-"):
+    with pytest.raises(UsageError, match="got --like 'megatron-lm'; expected one of megatron, megatron-"):
         resolve(LLAMA, RunRequest(like="megatron-lm"))
 
 
