@@ -97,7 +97,7 @@ def test_the_peak_of_a_step(recompute: str, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({"model": "mixtral-8x7b"}, "whose FP8 experts"),
         ({"zero": 3, "dp": 2}, "with --zero 3"),
-        ({"kernels": "unsloth"}, "whose adapters dequantize"),
+        ({"kernels": "unsloth"}, "whose fused adapters dequantize"),
     ],
 )
 def test_what_is_refused(words: dict[str, Any], message: str) -> None:

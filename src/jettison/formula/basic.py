@@ -153,8 +153,8 @@ def linear(
             out = cast(w, out, given.dtype)
         tuning = w.run.tuning
         if tuning is not None and tuning.adapts(name) and not head:
-            bitsandbytes = weight.packed_bytes > 0 and w.base is not Base.FP8
-            out = _adapted(w, given, kept, out, features, split, packed=bitsandbytes)
+            apart = weight.packed_bytes > 0 and w.base is not Base.FP8  # an adapter's class of its own
+            out = _adapted(w, given, kept, out, features, split, packed=apart)
     return out
 
 

@@ -378,7 +378,7 @@ def _fp8_base(run: Run) -> Iterator[str]:
     elif any(layer.experts for layer in run.model.kinds):
         yield f"got --base fp8 and {run.model.name}, whose FP8 experts are not modelled: give --base plain"
     elif run.kernels.fused_adapters:
-        yield f"got --base fp8 with --kernels {run.kernels.name}, whose adapters dequantize: give --kernels huggingface"
+        yield f"got --base fp8 with --kernels {run.kernels.name}, whose fused adapters dequantize; give others"
 
 
 def _parts(run: Run) -> Iterator[str]:
