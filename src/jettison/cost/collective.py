@@ -28,7 +28,7 @@ from jettison.core.errors import UsageError
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 
-OWN: Final = 0.5
+OWN_PART: Final = 0.5
 """Share of a ring's step that a rank's own part takes: NOTE [ A rank's own part ]."""
 LEAST_HOST_BYTES_PER_SECOND: Final = 10**6
 """Slowest link to CPU memory accepted: over a slower one a step would take days."""
@@ -74,13 +74,13 @@ def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardw
     moved = nbytes * (n - 1) / n
     if kind.startswith("all_to_all"):
         away = nbytes * (n - ranks.in_node) / n
-        outside = away * _once(copies, ranks.nodes) / _network(hardware) if away else 0.0
+        outside = away * _share_sent_once(copies, ranks.nodes) / _network(hardware) if away else 0.0
         if copies > 1:  # rows from the network are forwarded over the links
-            moved, away = moved * _once(copies, n), 0.0
+            moved, away = moved * _share_sent_once(copies, n), 0.0
         inside = (moved - away) / _link(hardware, ranks, all_to_all=True) if ranks.in_node > 1 else 0.0
         return max(inside, outside) + _delay(hardware, n - ranks.in_node, ranks.in_node - 1)
     if ranks.nodes == 1:
-        moved += nbytes / n * (OWN / 2 if kind == "all_reduce" else OWN)
+        moved += nbytes / n * (OWN_PART / 2 if kind == "all_reduce" else OWN_PART)
     ring = moved / bandwidth(ranks, hardware) + _delay(hardware, ranks.nodes - 1, n - ranks.nodes)
     if kind != "all_reduce":
         return ring
@@ -129,7 +129,7 @@ def bandwidth(ranks: RankGroup, hardware: Hardware) -> float:
     return across if ranks.in_node == 1 else min(across, _link(hardware, ranks))
 
 
-def _once(copies: int, places: int) -> float:
+def _share_sent_once(copies: int, places: int) -> float:
     """Share of a token's rows that travel when each place with one of its experts is sent one."""
     return 1.0 if places == 1 else places * (1 - (1 - 1 / places) ** copies) / copies
 

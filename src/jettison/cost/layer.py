@@ -29,7 +29,7 @@ from jettison.spec.hardware import Delays, Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Precision
 
-NOTHING_AGAIN: frozenset[int] = frozenset()
+NO_RECOMPUTATION: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,9 @@ class PriceModel:
     def __hash__(self) -> int:
         return self._hash
 
-    def seconds(self, region: Region, again: frozenset[int] = NOTHING_AGAIN, *, planned: bool = False) -> RegionSeconds:
+    def seconds(
+        self, region: Region, again: frozenset[int] = NO_RECOMPUTATION, *, planned: bool = False
+    ) -> RegionSeconds:
         """Seconds of a region.
 
         Args:
@@ -178,9 +180,9 @@ def _op_seconds(prices: PriceModel, region: Region) -> tuple[float, ...]:
     # a transfer that overlaps with recomputation costs less than alone
     exposed, shared = prices.execution.exposed(prices.layout.tp), prices.hardware.reached.shared
     least = exposed + (1 - exposed) * shared
-    beside = {c.step for c in region.collectives if c.axis == "ep" and prices.execution.hides_experts}
+    overlapped = {c.step for c in region.collectives if c.axis == "ep" and prices.execution.hides_experts}
     found = [
-        prices.seconds(region, frozenset((i,))).again.transfers * (min(least, shared) if i in beside else least)
+        prices.seconds(region, frozenset((i,))).again.transfers * (min(least, shared) if i in overlapped else least)
         for i in steps
     ]
     for kernel in timer.listed.forward:
@@ -233,7 +235,7 @@ class _Timer:
     def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> PassSeconds:
         """Args: host: seconds of host work in addition to launches."""
         compute = sum(self.kernel(k) for k in kernels)
-        handed = self._host.handing(kernels)
+        handed = self._host.launching(kernels)
         if self.hardware.synchronous:
             return PassSeconds(compute=compute, transfers=transfers, dispatch=handed + host)
         return PassSeconds(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
@@ -246,7 +248,7 @@ class _Timer:
             delays=self.hardware.delays,
             ep=self.layout.ep,
             narrow=self.precision.product is not None,
-            apart=self._narrow.dtype != NARROW_4,
+            per_expert=self._narrow.dtype != NARROW_4,
         )
 
     def kernel(self, kernel: Kernel) -> float:
@@ -284,13 +286,13 @@ class _Timer:
         """Exposed share of a transfer: NOTE [ Overlap of transfers ]."""
         return self.execution.exposed(self.layout.tp) if axis == "tp" else 1.0
 
-    def _cost(self, waited: float, hidden: Sequence[tuple[float, float]]) -> float:
+    def _transfer_cost(self, waited: float, hidden: Sequence[tuple[float, float]]) -> float:
         """Seconds of exposed transfers and of hidden ones, each (seconds, seconds of the compute that it overlaps)."""
-        return waited + sum(self._hidden(seconds, work) for seconds, work in hidden)
+        return waited + sum(self._overlap_cost(seconds, work) for seconds, work in hidden)
 
-    def _beside(self, c: Collective, kernels: Sequence[Kernel], half: Half | None) -> float:
+    def _overlapped_gemms(self, c: Collective, kernels: Sequence[Kernel], half: Half | None) -> float:
         """Seconds of the GEMMs that a transfer overlaps with: NOTE [ Overlap of transfers ]."""
-        own = self._own[c.step]
+        own = self._gemms_of_transfer[c.step]
         steps = self.region.tape.steps
         return sum(
             self.kernel(k)
@@ -299,15 +301,15 @@ class _Timer:
         )
 
     @cached_property
-    def _own(self) -> dict[int, frozenset[int]]:
+    def _gemms_of_transfer(self) -> dict[int, frozenset[int]]:
         """GEMMs that read what a transfer gathers or write what it reduces, by the transfer's step."""
         steps = self.region.tape.steps
         found = {}
         for at in {c.step for c in self.region.collectives}:
             given, made = {v.storage for v in steps[at].inputs}, {v.storage for v in steps[at].outputs}
-            behind = steps[at + 1] if at + 1 < len(steps) else None
-            if behind is not None and behind.name == IN_ORDER and made & {v.storage for v in behind.inputs}:
-                made |= {v.storage for v in behind.outputs}
+            following = steps[at + 1] if at + 1 < len(steps) else None
+            if following is not None and following.name == IN_ORDER and made & {v.storage for v in following.inputs}:
+                made |= {v.storage for v in following.outputs}
             found[at] = frozenset(
                 i
                 for i, step in enumerate(steps)
@@ -316,7 +318,7 @@ class _Timer:
             )
         return found
 
-    def _hidden(self, seconds: float, work: float) -> float:
+    def _overlap_cost(self, seconds: float, work: float) -> float:
         """Cost of transfers that overlap with this many seconds of compute."""
         out = max(0.0, seconds - work)
         return out + (seconds - out) * self.hardware.reached.shared
@@ -327,7 +329,7 @@ class _Timer:
             return 0.0
         chosen = [c for c in self.region.collectives if c.axis == "ep" and c.backward is backward]
         seconds = sum(self._collective(c) for c in chosen if steps is None or c.step in steps)
-        return self._hidden(seconds, sum(self.kernel(k) for k in kernels)) if seconds else 0.0
+        return self._overlap_cost(seconds, sum(self.kernel(k) for k in kernels)) if seconds else 0.0
 
     def _forward_transfers(self, steps: frozenset[int] | None, kernels: Sequence[Kernel]) -> float:
         """Cost of a forward's transfers, or of those of recomputed steps, which launch ``kernels``."""
@@ -335,21 +337,21 @@ class _Timer:
         at = [i for i, step in enumerate(self.region.tape.steps) if step.name.startswith(TRANSFER)]
         waited, hidden = 0.0, []
         for i, c in zip(at, forward, strict=True):
-            if (steps is None or i in steps) and not self._beside_others(c):
+            if (steps is None or i in steps) and not self._overlaps_batches(c):
                 seconds, exposed = self._collective(c), self._exposed(c.axis)
                 waited += seconds * exposed
                 if exposed < 1:
-                    hidden.append((seconds * (1 - exposed), self._beside(c, kernels, None)))
-        return self._cost(waited, hidden) + self._experts(kernels, backward=False, steps=steps)
+                    hidden.append((seconds * (1 - exposed), self._overlapped_gemms(c, kernels, None)))
+        return self._transfer_cost(waited, hidden) + self._experts(kernels, backward=False, steps=steps)
 
-    def _beside_others(self, c: Collective) -> bool:
+    def _overlaps_batches(self, c: Collective) -> bool:
         return c.axis == "ep" and self.execution.hides_experts
 
     def _backward_transfers(self, kernels: Sequence[Kernel]) -> float:
         waited, hidden = 0.0, []
         mirrored = [(c.axis, c.nbytes) for c in self.region.collectives if not c.backward and "scatter" in c.kind]
         for c in self.region.collectives:
-            if not c.backward or self._beside_others(c):
+            if not c.backward or self._overlaps_batches(c):
                 continue
             seconds = self._collective(c)
             mirror = "gather" in c.kind and (c.axis, c.nbytes) in mirrored
@@ -360,8 +362,8 @@ class _Timer:
             waited += seconds * exposed
             if exposed < 1:
                 half = Half.INPUTS if "gather" in c.kind else Half.WEIGHTS
-                hidden.append((seconds * (1 - exposed), self._beside(c, kernels, half)))
-        return self._cost(waited, hidden) + self._experts(kernels, backward=True)
+                hidden.append((seconds * (1 - exposed), self._overlapped_gemms(c, kernels, half)))
+        return self._transfer_cost(waited, hidden) + self._experts(kernels, backward=True)
 
     def _ring(self, kernels: tuple[Kernel, ...]) -> float:
         """Exposed seconds of the ring of keys and values under context parallelism."""
@@ -422,7 +424,7 @@ class HostWork:
     delays: Delays
     ep: int  # ranks that share its experts
     narrow: bool  # its GEMMs are FP8 or FP4
-    apart: bool  # rows are quantised expert by expert
+    per_expert: bool  # rows are quantised expert by expert
 
     @property
     def experts(self) -> float:
@@ -433,10 +435,10 @@ class HostWork:
             return FUSED_EXPERTS
         return self.delays.experts * (1.0 if self.narrow else 0.5) if self.execution.loops_experts else 0.0
 
-    def handing(self, kernels: Sequence[Kernel]) -> float:
+    def launching(self, kernels: Sequence[Kernel]) -> float:
         """Seconds of launches, those of experts one by one."""
         launches = 0 if self.execution.graphed else sum(k.launches for k in kernels)
-        return launches * self.delays.dispatch + self._one_by_one(kernels)
+        return launches * self.delays.dispatch + self._expert_launches(kernels)
 
     @cached_property
     def _grouped(self) -> bool:
@@ -448,7 +450,7 @@ class HostWork:
         """Do CUDA graphs replay experts? See NOTE [ Outside CUDA graphs ]."""
         return self.execution.graphed and self.execution.graphs_experts
 
-    def _one_by_one(self, kernels: Sequence[Kernel]) -> float:
+    def _expert_launches(self, kernels: Sequence[Kernel]) -> float:
         """Seconds of NOTE [ Expert by expert ], without the first quantisation, which is counted as a launch."""
         if not self.delays.product or self._replayed or not (self._grouped and self.execution.loops_experts):
             return 0.0
@@ -457,6 +459,6 @@ class HostWork:
             step = self.tape.steps[kernel.steps[-1]]
             if kernel.product is not None and kernel.product.grouped:
                 total += kernel.product.batch * self.delays.product
-            elif step.name == GROUPED and kernel.product is None and self.apart:
+            elif step.name == GROUPED and kernel.product is None and self.per_expert:
                 total += (step.weights[0].shape[0] // self.ep - 1) * kernel.launches * self.delays.dispatch
         return total

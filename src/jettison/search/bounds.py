@@ -53,9 +53,9 @@ from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
 SHAVED: Final = 1e-6
-_TREATMENTS: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
+_UNIFORM_MODES: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
 """Plans with one policy for every layer."""
-_SEGMENTS: Final = frozenset((*_TREATMENTS, Mode.EVERY))
+_SEGMENTS: Final = frozenset((*_UNIFORM_MODES, Mode.EVERY))
 """Plans that keep, for each segment of layers, no less than the smallest layer's kept tensors."""
 _N = TypeVar("_N", int, float)
 
@@ -159,7 +159,7 @@ class SetupBounds:
         seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
-            treated = _treated(plan)
+            treated = _layer_mode(plan)
             timed = Mode.NONE if plan.whole else treated
             if timed not in seconds:
                 seconds[timed] = self._seconds(setup, sizes, timed)
@@ -177,25 +177,25 @@ class SetupBounds:
         stages, shape = layout.pp, _shape(sizes, layout.pp)
         drains = layout.schedule is not Schedule.ZERO_BUBBLE  # backwards are whole
         hiding, hiding_back = plan.longest[0], plan.longest[1] + shard.longest_added
-        backward, gathered = plan.backward + shard.added.layer, self._beside(shard.gathered, hiding)
+        backward, gathered = plan.backward + shard.added.layer, self._overlap_cost(shard.gathered, hiding)
         opening = shard.gathered - gathered
-        pair = self._beside(shard.gathered, hiding_back) + self._beside(shard.reduced, hiding_back)
-        inner = self._beside(shard.gathered + shard.reduced, hiding_back)
+        pair = self._overlap_cost(shard.gathered, hiding_back) + self._overlap_cost(shard.reduced, hiding_back)
+        inner = self._overlap_cost(shard.gathered + shard.reduced, hiding_back)
 
-        def ahead(tally: _Tally) -> float:
+        def ahead(tally: _PlaceCounts) -> float:
             return tally.layers * gathered + tally.opened * opening
 
-        def beside(tally: _Tally) -> float:
+        def overlapped(tally: _PlaceCounts) -> float:
             return ahead(tally) + tally.pairs * pair + tally.inner * inner
 
-        def both(tally: _Tally) -> float:
-            return tally.layers * (plan.forward + backward) + beside(tally)
+        def both(tally: _PlaceCounts) -> float:
+            return tally.layers * (plan.forward + backward) + overlapped(tally)
 
-        def before_and_after(tally: _Tally) -> float:
+        def before_and_after(tally: _PlaceCounts) -> float:
             return both(tally) if drains else tally.layers * plan.forward + ahead(tally)
 
         waited, hops = self.send if self.waited else 0.0, layout.virtual_stages * stages - 1
-        every = plan.whole + shard.added_whole + beside(shape.every) + 2 * hops * waited
+        every = plan.whole + shard.added_whole + overlapped(shape.every) + 2 * hops * waited
         last = both(shape.last) + plan.head_forward + plan.head_backward + shard.added.last
         last += (2 * layout.virtual_stages - 1) * waited
         ended = setup.micro_batches * every
@@ -208,7 +208,7 @@ class SetupBounds:
         end = shard.end.first + shape.first_layers * shard.end.layer if drains else 0.0
         return ended + end + _optimizer(shard.optimizer, shape, stages)
 
-    def _beside(self, transfer: float, work: float) -> float:
+    def _overlap_cost(self, transfer: float, work: float) -> float:
         """Seconds that a transfer adds to overlapping compute: its exposed part, and the slowdown by the rest."""
         over = max(0.0, transfer - work)
         return over + (transfer - over) * self.hidden
@@ -259,17 +259,17 @@ class SetupBounds:
         return min(self.rises[what, adds], self.rises[Mode.NONE, adds]) if plan.whole else self.rises[what, adds]
 
 
-def _treated(plan: Recompute) -> Mode:
+def _layer_mode(plan: Recompute) -> Mode:
     """Return a plan whose layers take no longer: full for segments, none for plans with different layers."""
     if plan.mode is Mode.EVERY:
         return Mode.FULL
-    return plan.mode if plan.mode in _TREATMENTS else Mode.NONE
+    return plan.mode if plan.mode in _UNIFORM_MODES else Mode.NONE
 
 
-def treatments(plans: Iterable[Recompute]) -> tuple[Mode, ...]:
+def layer_modes(plans: Iterable[Recompute]) -> tuple[Mode, ...]:
     """Layer policies that need bounds."""
-    asked = {_treated(plan) for plan in plans}
-    return tuple(mode for mode in _TREATMENTS if mode in asked or mode is Mode.NONE)
+    asked = {_layer_mode(plan) for plan in plans}
+    return tuple(mode for mode in _UNIFORM_MODES if mode in asked or mode is Mode.NONE)
 
 
 def _optimizer(seconds: Ends[float], shape: _Shape, stages: int) -> float:
@@ -283,7 +283,7 @@ def _optimizer(seconds: Ends[float], shape: _Shape, stages: int) -> float:
 # places of a pipeline, and micro-batches in flight --------------------------------------------------------------------
 
 
-class _Tally(NamedTuple):
+class _PlaceCounts(NamedTuple):
     """Counts over weighted places of a pipeline.
 
     Args:
@@ -299,7 +299,7 @@ class _Tally(NamedTuple):
     inner: int
 
     @classmethod
-    def of(cls, places: Iterable[tuple[int, int, int]]) -> _Tally:
+    def of(cls, places: Iterable[tuple[int, int, int]]) -> _PlaceCounts:
         """Args: places: layers of each, its weight, and its number."""
         layers = opened = pairs = inner = 0
         for n, times, place in places:
@@ -314,10 +314,10 @@ class _Tally(NamedTuple):
 class _Shape:
     """A pipeline's places. ``ramp``: those before the last stage; ``ramps``: those before each stage, summed."""
 
-    every: _Tally
-    last: _Tally
-    ramp: _Tally
-    ramps: _Tally
+    every: _PlaceCounts
+    last: _PlaceCounts
+    ramp: _PlaceCounts
+    ramps: _PlaceCounts
     most: int
     first_layers: int
     last_layers: int
@@ -328,10 +328,10 @@ def _shape(sizes: tuple[int, ...], stages: int) -> _Shape:
     """Args: sizes: layers by place."""
     own = [sum(sizes[i::stages]) for i in range(stages)]
     return _Shape(
-        every=_Tally.of((n, 1, place) for place, n in enumerate(sizes)),
-        last=_Tally.of((n, 1, place) for place, n in enumerate(sizes) if place % stages == stages - 1),
-        ramp=_Tally.of((n, 1, place) for place, n in enumerate(sizes[: stages - 1])),
-        ramps=_Tally.of((n, stages - 1 - place, place) for place, n in enumerate(sizes[: stages - 1])),
+        every=_PlaceCounts.of((n, 1, place) for place, n in enumerate(sizes)),
+        last=_PlaceCounts.of((n, 1, place) for place, n in enumerate(sizes) if place % stages == stages - 1),
+        ramp=_PlaceCounts.of((n, 1, place) for place, n in enumerate(sizes[: stages - 1])),
+        ramps=_PlaceCounts.of((n, stages - 1 - place, place) for place, n in enumerate(sizes[: stages - 1])),
         most=max(own),
         first_layers=own[0],
         last_layers=own[-1],
@@ -394,7 +394,7 @@ def _in_flight(
 # bounds of a run ------------------------------------------------------------------------------------------------------
 
 
-def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -> SetupBounds:
+def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _UNIFORM_MODES) -> SetupBounds:
     """Bounds of all setups that differ from a run only in virtual stages, schedule and layers by stage.
 
     Args:
@@ -423,7 +423,7 @@ def whole_seconds(run: Run, hardware: Hardware) -> float:
 
 def whole_static_bytes(run: Run) -> int:
     """Bytes of parameters, optimizer state and gradients on one rank of a run without a pipeline."""
-    return _everything(outline(run)[0][0], stays=run.gradients is not Gradients.ADDED)
+    return _all_static(outline(run)[0][0], stays=run.gradients is not Gradients.ADDED)
 
 
 def _inner(run: Run) -> Run:
@@ -492,9 +492,9 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
         added=_ends(in_layer, added),
         added_whole=sum(seconds * item.count for seconds, item in zip(added, items, strict=True)),
         longest_added=max(added),
-        end=_behind(timing, items),
+        end=_after_backward(timing, items),
         optimizer=_ends(in_layer, [timing.optimizer((item,), least=True) / item.count for item in items]),
-        everything=_everything(chunk, stays=stays),
+        everything=_all_static(chunk, stays=stays),
         settled=_ends(is_layer, [s.parameters + s.state for s in statics]),
         gradients=_ends(is_layer, [s.gradients if stays else 0 for s in statics]),
         gathered_bytes=_least_gathered(
@@ -508,7 +508,7 @@ def _ends(is_layer: Sequence[bool], each: Sequence[_N]) -> Ends[_N]:
     return Ends(layer=min(n for n, layer in zip(each, is_layer, strict=True) if layer), first=each[0], last=each[-1])
 
 
-def _behind(timing: Timing, items: Sequence[Item]) -> Ends[float]:
+def _after_backward(timing: Timing, items: Sequence[Item]) -> Ends[float]:
     """Least exposed seconds of collectives after the last backward."""
     layout, in_layer = timing.run.layout, [item.in_layer for item in items]
     if layout.shards == 1:
@@ -529,7 +529,7 @@ def _least_gathered(run: Run, gathered: Sequence[int]) -> int:
     return min(gathered[1:-1]) + min(gathered) if run.layout.resharded else 0
 
 
-def _everything(chunk: Chunk, *, stays: bool) -> int:
+def _all_static(chunk: Chunk, *, stays: bool) -> int:
     """Args: stays: gradients outlive their backward."""
     counted = [(len(group.names), group.part.static) for group in chunk]
     return sum(n * (s.parameters + s.state + (s.gradients if stays else 0)) for n, s in counted)

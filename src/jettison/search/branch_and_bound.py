@@ -30,7 +30,7 @@ from typing import Final
 from jettison.core.progress import Progress
 from jettison.predict.allowance import available_to
 from jettison.predict.ranges import most_bytes
-from jettison.search.bounds import SHAVED, treatments
+from jettison.search.bounds import SHAVED, layer_modes
 from jettison.search.evaluate import Bench, Evaluated, Task
 from jettison.search.space import SearchCandidate, Setup, Space
 from jettison.spec.hardware import Hardware
@@ -189,7 +189,7 @@ class Hunt:
     @cached_property
     def _modes(self) -> tuple[Mode, ...]:
         """Policies of layers under the plans of the space."""
-        return treatments(self.space.every_plan)
+        return layer_modes(self.space.every_plan)
 
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """Plans of a setup, the planner's included; its bound is that of no recomputation and no activations."""

@@ -50,9 +50,9 @@ from jettison.spec.precision import GradientRule
 
 Segments = tuple[tuple[int, float], ...]
 """Bytes that a layer can free and the seconds that they cost, the cheapest first."""
-Way = tuple[int, int, float]
+LayerOption = tuple[int, int, float]
 """A layer's policy: rise of its backward, bytes that it frees, and seconds."""
-Above = tuple[int, tuple[Way, ...]]
+ChunkRise = tuple[int, tuple[LayerOption, ...]]
 """Least rise of a chunk's backward, and the policies of its last layer, if there is one."""
 ALL_POINTS = 1 << 20
 
@@ -72,7 +72,7 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     hulls = {item.region: _segments(item.prices, item.region, alike) for item in layers}
     waits = {each: timing.hideable(own) for each, own in items.items()}
     again, hiding = [], []
-    known: dict[tuple[int, bool], Above] = {}
+    known: dict[tuple[int, bool], ChunkRise] = {}
     for stage in plain.stages:
         repeated = _recompute(timing, stage, limit_bytes, hulls, known)
         if repeated is None:
@@ -81,7 +81,7 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
         hiding.append(repeated)
     if run.layout.virtual_stages == 1:
         return max(least_seconds(timed), with_ends(timed, _played(timed, again), hiding))
-    lines = [_in_line(timed, i, again[i]) for i in range(run.layout.pp)]
+    lines = [_line_ends(timed, i, again[i]) for i in range(run.layout.pp)]
     first = with_ends(timed, [max(ends for _, ends in lines)], [sum(timed.stages[0].forward)])
     own = [_interleaved(timed, i, lines[i][0], again[i], hiding[i]) for i in range(run.layout.pp)]
     return max(least_seconds(timed), first, max(own) + max(stage.optimizer for stage in timed.stages))
@@ -91,7 +91,7 @@ def _interleaved(timed: Estimate, device: int, line: float, again: float, hiding
     """End of a device and of its reduction: NOTE [ Least seconds of a planner ], second paragraph.
 
     Args:
-        line: end of its last backward by `_in_line`, with ``again`` in each micro-batch.
+        line: end of its last backward by `_line_ends`, with ``again`` in each micro-batch.
         hiding: recomputation of a micro-batch, including the part that idle time hides.
     """
     stage, end, count = timed.stages[device], timed.replay.ends[device], timed.run.micro_batches
@@ -110,7 +110,7 @@ def _played(timed: Estimate, again: list[float]) -> tuple[float, ...]:
     return schedule_seconds(layout.schedule, timed.run.micro_batches, forward, backward, weights).ends
 
 
-def _in_line(timed: Estimate, device: int, again: float) -> tuple[float, float]:
+def _line_ends(timed: Estimate, device: int, again: float) -> tuple[float, float]:
     """Ends of a device of an interleaved schedule and of the first device, by the device's waiting time and work."""
     run, stages = timed.run, timed.stages
     pp, chunks = run.layout.pp, run.layout.virtual_stages
@@ -135,16 +135,16 @@ def _recompute(
     stage: Stage,
     limit_bytes: int,
     hulls: Mapping[Region, Segments],
-    known: dict[tuple[int, bool], Above],
+    known: dict[tuple[int, bool], ChunkRise],
 ) -> float | None:
     """Return r_i in seconds; None if layers cannot free enough bytes.
 
     Args:
-        known: cache of `_above`, by the chunk's id and whether its gradients exist.
+        known: cache of `_chunk_rise`, by the chunk's id and whether its gradients exist.
     """
     load = stage.load
     held = [min(load.held(chunk), load.held_half(chunk)) + load.sent for chunk in range(len(load.chunks))]
-    above: dict[tuple[int, bool], Above] = {}
+    above: dict[tuple[int, bool], ChunkRise] = {}
     least: dict[tuple[int, bool], int] = {}
     gradients: dict[object, int] = {}
     states = []
@@ -162,7 +162,7 @@ def _recompute(
             if key not in known:
                 finds = adds or timing.run.frees_gradients
                 halved = any(unit.halves for unit in load.chunks[chunk])  # neither half rises as the full backward does
-                known[key] = (0, ()) if halved else _above(timing, stage.groups[chunk], load.chunks[chunk], finds)
+                known[key] = (0, ()) if halved else _chunk_rise(timing, stage.groups[chunk], load.chunks[chunk], finds)
             lowest, ways = above[at_work] = known[key]
             least[at_work] = max(lowest, min((rise for rise, _, _ in ways), default=0))
 
@@ -183,7 +183,7 @@ def _recompute(
     return min((seconds + rest for seconds, rest in found if rest is not None), default=None)
 
 
-def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bool) -> Above:
+def _chunk_rise(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bool) -> ChunkRise:
     """Rise of a chunk's backward above the bytes before it.
 
     Args:
@@ -194,7 +194,7 @@ def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bo
         part = groups[at].part
         if part.is_layer:
             beside = level + beside_last(run, groups, at)
-            ways = _ways(timing.prices(part.layer), part.region, run.gradient_rule, there)
+            ways = _layer_options(timing.prices(part.layer), part.region, run.gradient_rule, there)
             return lowest, tuple((beside + rise, released, seconds) for rise, released, seconds in ways)
         unit = units.pop()  # ends of a model are units of their own
         lowest = max(lowest, level + (unit.adding_peak if there else unit.backward_peak))
@@ -203,7 +203,7 @@ def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bo
 
 
 @lru_cache(maxsize=1024)
-def _ways(prices: PriceModel, region: Region, rule: GradientRule, there: bool) -> tuple[Way, ...]:
+def _layer_options(prices: PriceModel, region: Region, rule: GradientRule, there: bool) -> tuple[LayerOption, ...]:
     """Policies that a planner chooses from, without the transients of ZeRO."""
     everything = chosen_passes(region, kept_by(region, NONE), rule, False).resident
     found = []
@@ -263,12 +263,12 @@ def _segments(prices: PriceModel, region: Region, alike: bool) -> Segments:
     hull = [(points[0].kept_bytes - point.kept_bytes, point.seconds) for point in points]
     again = sum(spent) if alike else sum(spent[o] for o in region.program.recompute_set(kept_by(region, FULL)))
     nothing = points[0].kept_bytes, max(again, hull[-1][1]) if alike else again
-    while hull and (hull[-1][0] >= nothing[0] or (len(hull) > 1 and _dearer(hull[-2], hull[-1], nothing))):
+    while hull and (hull[-1][0] >= nothing[0] or (len(hull) > 1 and _on_or_above(hull[-2], hull[-1], nothing))):
         hull.pop()
     hull.append(nothing)
     return tuple((more - less, after - before) for (less, before), (more, after) in pairwise(hull))
 
 
-def _dearer(first: tuple[int, float], middle: tuple[int, float], last: tuple[int, float]) -> bool:
+def _on_or_above(first: tuple[int, float], middle: tuple[int, float], last: tuple[int, float]) -> bool:
     """Is the point in the middle on or above the line through the others?"""
     return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])
