@@ -202,3 +202,30 @@ def test_a_link_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "does not state its link to the host" in capsys.readouterr().err
     assert run([*EIGHT_B, "--gpu", str(file), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["offload"] is False
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert run([*map(str, arguments), "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_choice_for_a_gpu_is_the_same_in_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    """Within the bytes that surely fit it, as a search's planner too."""
+    asked = ("gpt-22b", "--tp", 8, "--micro-batch", 4, "--kernels", "megatron")
+    gpu = ("--gpu", "a100-80gb")
+    made = answered(capsys, "plan", *asked, *gpu, "--no-offload")
+    assert (made["fit_rule"], made["verdict"]) == ("surely", "fits")
+    told = answered(capsys, "ledger", *asked, *gpu, "--recompute", "auto")
+    assert (told["auto"]["fit_rule"], told["peak_bytes"]) == ("surely", made["predicted"]["peak_bytes"])
+    took = answered(capsys, "estimate", *asked, *gpu, "--recompute", "auto")
+    assert (took["fit_rule"], took["peak_bytes"]) == ("surely", told["peak_bytes"])
+    space = ("--tp", 8, "--pp", 1, "--cp", 1, "--micro-batch", 4, "--recompute", "auto", "--kernels", "megatron")
+    found = answered(
+        capsys, "search", "gpt-22b", "--gpus", 8, "--global-batch", 4, *gpu, *space, "--sp", "--jobs", 1, "--margin", 0
+    )
+    plan = found["candidates"][0]["plan"]
+    tp_sp = answered(capsys, "plan", *asked, "--sp", *gpu, "--no-offload")
+    assert (plan["fit_rule"], plan["budget_bytes"]) == ("surely", tp_sp["budget_bytes"])
+    assert found["candidates"][0]["peak_bytes"] == tp_sp["predicted"]["peak_bytes"]
+    held = answered(capsys, "ledger", *asked, "--recompute", "auto", "--budget", "60GiB")
+    assert held["auto"]["fit_rule"] == "budget"

@@ -11,9 +11,10 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.families.presets import preset
 from jettison.predict import largest as fit_module
-from jettison.predict.allowance import FRAGMENTS, available_bytes, fixed_allowance
+from jettison.predict.allowance import FRAGMENTS, available_bytes, fixed_allowance, limit_of
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.largest import Edge, fit
+from jettison.predict.ranges import FitRule, fit_budgets
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.spec.hardware import Hardware, hardware
@@ -98,10 +99,36 @@ def test_nothing_fits_and_the_closest_is_named() -> None:
     assert (found.zero.value, found.zero.beyond) == (None, least)
 
 
+def test_edges_are_of_bytes_that_surely_fit_where_any_are() -> None:
+    limit = limit_of(budget=None, gpu="a100-80gb", run=SMALL)
+    assert limit is not None
+    *surer, last = fit_budgets(SMALL, limit)
+    assert surer[0].nbytes < surer[1].nbytes < last.nbytes == limit.nbytes
+    found = fit(SMALL, budget_bytes=last.nbytes, surer=surer)
+    alone = fit(SMALL, budget_bytes=surer[0].nbytes)
+    most = fit(SMALL, budget_bytes=last.nbytes)
+    for name in ("micro_batch", "seq"):
+        surely, may = getattr(alone, name), getattr(most, name)
+        ends = {"may": may.value, "may_peak_bytes": may.peak_bytes}
+        assert getattr(found, name) == replace(surely, rule=FitRule.SURELY, **ends)
+    one = forecast(SMALL).peak_bytes  # fits the last alone
+    tight = [replace(budget, nbytes=one - 1) for budget in surer]
+    largest = fit(SMALL, budget_bytes=one, surer=tight).micro_batch
+    assert (largest.value, largest.rule) == (1, FitRule.MAY)
+
+
 def test_the_answer_is_plain_figures() -> None:
     document = json.loads(json.dumps(fit(SMALL, budget_bytes=3 * GIB).document()))
     assert document["fits"] is True
-    assert set(document["micro_batch"]) == {"value", "peak_bytes", "beyond", "beyond_peak_bytes"}
+    assert set(document["micro_batch"]) == {
+        "value",
+        "peak_bytes",
+        "beyond",
+        "beyond_peak_bytes",
+        "rule",
+        "may",
+        "may_peak_bytes",
+    }
 
 
 def test_few_forecasts_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,9 +160,9 @@ def test_as_many_as_fit() -> None:
         assert forecast(with_whole(run, found.recompute.whole + 1)).peak_bytes > limit
     assert most_whole(run, 1000 * GIB).recompute.whole == 8
     assert most_whole(run, GIB).recompute.whole == 0
-    assert settled(found, None) == found
+    assert settled(found, ()) == found
     with pytest.raises(UsageError, match="needs a limit"):
-        settled(run_of(pp=2, recompute="full", micro_batches_without_recompute="most"), None)
+        settled(run_of(pp=2, recompute="full", micro_batches_without_recompute="most"), ())
 
 
 def test_a_planner_beside_micro_batches_kept_whole() -> None:

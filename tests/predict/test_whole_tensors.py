@@ -162,5 +162,5 @@ def test_a_distributed_muon_needs_zero_1() -> None:
 def test_what_would_fit_leaves_out_what_is_not_described(more: dict[str, str]) -> None:
     asked = run(dp=4, **more)
     assert fit(asked, budget_bytes=80 * 2**30).zero.value in (1, 2)
-    changes = [variant.change for variant in explain(forecast(asked), budget_bytes=None).sharding]
+    changes = [variant.change for variant in explain(forecast(asked)).sharding]
     assert "--zero 3" not in changes

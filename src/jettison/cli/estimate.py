@@ -23,11 +23,11 @@ from jettison.cli.app import (
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
-from jettison.predict.allowance import available_bytes
+from jettison.predict.allowance import Limit, limit_of
 from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.ranges import fit_budgets
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import is_live, resolve
-from jettison.predict.stages import Chosen
 from jettison.predict.time import Estimate
 from jettison.predict.time import estimate as estimate_run
 from jettison.predict.training_cost import Wanted
@@ -39,6 +39,7 @@ from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, anchored, placed
 
 if TYPE_CHECKING:
+    from jettison.predict.auto_recompute import AutoForecast
     from jettison.report.alternatives import Trilemma
 
 
@@ -114,8 +115,11 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
         raise UsageError("--explain compares recompute modes; give another than auto")
     how = execution_of(run).compiled() if flags.compile else execution_of(run)
     planned = run.recompute.mode is Mode.AUTO
-    memory, chosen = _memory(replace(run, compiled=flags.compile and planned), device)
+    limit = limit_of(budget=None, gpu=flags.gpu, run=run)
+    assert limit is not None, "of a GPU"
+    memory, choice = _memory(replace(run, compiled=flags.compile and planned), device, limit)
     run = memory.run
+    chosen = None if choice is None else [part.chosen for part in choice.forecast.parts if part.is_layer]
     found = estimate_run(run, device, execution=how, chosen=chosen)
     eager = ""
     if flags.compile and not planned:
@@ -125,7 +129,8 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
         asked=asked,
         found=found,
         memory=memory,
-        available_bytes=available_bytes(device, run),
+        available_bytes=limit.nbytes,
+        fit_rule=None if choice is None else choice.fit_rule,
         trilemma=_explain(found) if flags.explain else None,
         wanted=wanted,
         eager_memory=eager,
@@ -140,15 +145,14 @@ def _compiled(memory: Forecast) -> tuple[Forecast, str]:
         return memory, str(error)
 
 
-def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
-    left = available_bytes(device, run)
+def _memory(run: Run, device: Hardware, limit: Limit) -> tuple[Forecast, AutoForecast | None]:
     if run.recompute.mode is not Mode.AUTO:
-        return forecast(settled(run, left)), None
-    from jettison.predict.auto_recompute import choose_with_whole  # the planner takes its time to load
+        return forecast(settled(run, fit_budgets(run, limit))), None
+    from jettison.predict.auto_recompute import choose_within  # the planner takes its time to load
 
     planned, reached = anchored(run, device)
-    found = replace(choose_with_whole(planned, left, reached).forecast, run=run)
-    return found, [part.chosen for part in found.parts if part.is_layer]
+    choice = choose_within(planned, limit, reached)
+    return replace(choice.forecast, run=run), choice
 
 
 def _explain(found: Estimate) -> Trilemma:

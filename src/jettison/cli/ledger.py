@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,9 @@ from jettison.families.presets import PRESETS
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
 from jettison.models.model_types import require_known_file
-from jettison.predict.allowance import limit_of
+from jettison.predict.allowance import Limit, limit_of
 from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.ranges import FitBudget, fit_budgets
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_trace, resolve
 from jettison.predict.whole_micro_batches import settled
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from jettison.predict.auto_recompute import AutoForecast
+    from jettison.predict.changes import FittingChange
     from jettison.predict.largest import FitAnswer
     from jettison.report.explain import Explanation
 
@@ -167,55 +170,68 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
     asked = replace(asked, run=replace(asked.run, compiled=True)) if flags.compile else asked
     asked = asked if gpu is None else replace(asked, run=placed(asked.run, hardware(gpu)))
     limit = limit_of(budget=flags.budget, gpu=gpu, run=asked.run)
-    budget_bytes = None if limit is None else limit.nbytes
     auto = asked.run.recompute.mode is Mode.AUTO
     device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
-    if budget_bytes is None and (fit or auto):
+    if limit is None and (fit or auto):
         flag = "--fit" if fit else "--recompute auto"
         raise UsageError(f"{flag} needs to know what to fit into; give --budget or --gpu")
-    choice = _choose(asked, budget_bytes, device, anyway=fit) if budget_bytes is not None and auto else None
-    found = forecast(settled(asked.run, budget_bytes)) if choice is None else choice.forecast
+    choice = _choose(asked, limit, device, anyway=fit) if limit is not None and auto else None
+    budgets = () if limit is None else fit_budgets(asked.run, limit)
+    found = forecast(settled(asked.run, budgets)) if choice is None else choice.forecast
     asked = replace(asked, run=found.run)
+    explanation = _explain(found, budgets, device) if flags.explain else None
+    changes = None if explanation is None else explanation.changes
     return forecast_report(
         model,
         asked,
         found,
         limit=limit,
         choice=choice,
-        fit=_fit(asked, budget_bytes, choice, device) if fit and budget_bytes is not None else None,
-        explanation=_explain(found, budget_bytes, device) if flags.explain else None,
+        fit=_fit(asked, budgets, choice, device, changes) if fit else None,
+        explanation=explanation,
     )
 
 
-def _choose(asked: Resolved, budget_bytes: int, device: Hardware, *, anyway: bool) -> AutoForecast:
+def _choose(asked: Resolved, limit: Limit, device: Hardware, *, anyway: bool) -> AutoForecast:
     """Args: anyway: where nothing fits, what needs least, for who asks what would fit."""
-    from jettison.predict.auto_recompute import choose_with_whole  # the planner takes its time to load
+    from jettison.predict.auto_recompute import choose_with_whole, choose_within  # the planner takes its time to load
 
     run, device = anchored(asked.run, device)
     try:
-        return choose_with_whole(run, budget_bytes, device)
+        return choose_within(run, limit, device)
     except Infeasible as error:
         if not anyway:
             raise
         return choose_with_whole(run, error.minimum_budget_bytes, device)
 
 
-def _fit(asked: Resolved, budget_bytes: int, choice: AutoForecast | None, device: Hardware) -> FitAnswer:
+def _fit(
+    asked: Resolved,
+    budgets: Sequence[FitBudget],
+    choice: AutoForecast | None,
+    device: Hardware,
+    changes: tuple[FittingChange, ...] | None,
+) -> FitAnswer:
     from jettison.predict.changes import fitting_changes
     from jettison.predict.largest import fit
 
+    *surer, last = budgets
     if choice is None:
-        found = fit(asked.run, budget_bytes=budget_bytes)
-        return found if found.fits else replace(found, changes=fitting_changes(asked.run, budget_bytes, device))
+        found = fit(asked.run, budget_bytes=last.nbytes, surer=surer)
+        if changes is None and found.peak_bytes > budgets[0].nbytes:
+            changes = fitting_changes(asked.run, budgets, device)
+        return replace(found, changes=changes or ())
     from jettison.predict.auto_recompute import smallest_budget
 
-    return fit(asked.run, budget_bytes=budget_bytes, peak=partial(smallest_budget, hardware=choice.hardware))
+    return fit(
+        asked.run, budget_bytes=last.nbytes, surer=surer, peak=partial(smallest_budget, hardware=choice.hardware)
+    )
 
 
-def _explain(found: Forecast, budget_bytes: int | None, device: Hardware) -> Explanation:
+def _explain(found: Forecast, budgets: Sequence[FitBudget], device: Hardware) -> Explanation:
     from jettison.report.explain import explain
 
-    return explain(found, budget_bytes=budget_bytes, hardware=device)
+    return explain(found, budgets=budgets, hardware=device)
 
 
 def _read(path: Path) -> Ledger:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -226,6 +225,7 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
                 f"got {flag_of(name)}: plan decides what is computed again and what goes to the host. `jettison export "
                 "--to megatron` says a plan in such lists; `jettison ledger` and `estimate` say what a list takes"
             )
+    from jettison.predict.auto_recompute import choose_within
     from jettison.report.alternatives import layer_reasons
     from jettison.report.alternatives import what_if as next_gib
 
@@ -243,7 +243,7 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
     limit = _limit(flags, run)
     host = _host_budget(flags.host_budget, offload, device)
     begin = time.perf_counter()
-    choice = _surest(run, limit, device, host)
+    choice = choose_within(run, limit, device, host_budget_bytes=host)
     seconds = time.perf_counter() - begin
     return ForecastPlan(
         model=model,
@@ -255,23 +255,6 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
         what_if=tuple(next_gib(choice)) if flags.what_if else None,
         limit=limit,
     )
-
-
-def _surest(run: Run, limit: Limit, device: Hardware, host_budget_bytes: int | None) -> AutoForecast:
-    """Choose within a budget; for a GPU alone within bytes that surely fit there, else that are expected to, else may.
-
-    Raises:
-        Infeasible: no choice fits the limit.
-    """
-    from jettison.predict.auto_recompute import choose_with_whole
-    from jettison.predict.ranges import fitting_bytes
-
-    if limit.budget_bytes is None and limit.device_bytes is not None:
-        for surely in (True, False):
-            with contextlib.suppress(Infeasible):
-                nbytes = min(limit.nbytes, fitting_bytes(run, limit.device_bytes, surely=surely))
-                return choose_with_whole(run, nbytes, device, host_budget_bytes=host_budget_bytes)
-    return choose_with_whole(run, limit.nbytes, device, host_budget_bytes=host_budget_bytes)
 
 
 def _made_by(model: str, request: RunRequest, flags: PlanFlags) -> dict[str, Any]:

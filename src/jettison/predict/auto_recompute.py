@@ -6,6 +6,7 @@ What fits is decided stage by stage: NOTE [ A stage as a step problem ] in `pred
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -14,7 +15,9 @@ from typing import Final
 from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
+from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.predict.ranges import FitBudget, FitRule, fit_budgets
 from jettison.predict.stage_choice import StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Staying, kept_by
@@ -47,6 +50,7 @@ class AutoForecast:
     host_bytes: int
     host_budget_bytes: int | None
     gap: float
+    fit_rule: FitRule = FitRule.BUDGET
 
     @property
     def overhead_fraction(self) -> float:
@@ -217,8 +221,32 @@ TRIED: Final = 6
 """Numbers at first, from none to all of the first stage's window."""
 
 
+def choose_within(run: Run, limit: Limit, hardware: Hardware, *, host_budget_bytes: int | None = None) -> AutoForecast:
+    """Choose within a budget; for a GPU within the first of `fit_budgets` with a choice.
+
+    Raises:
+        Infeasible, UsageError: see `choose`; for a GPU, of bytes that may fit.
+    """
+    *surer, last = fit_budgets(run, limit)
+    stages: Stages = {}
+
+    def chosen(budget: FitBudget) -> AutoForecast:
+        made = choose_with_whole(run, budget.nbytes, hardware, host_budget_bytes=host_budget_bytes, stages=stages)
+        return replace(made, fit_rule=budget.rule)
+
+    for budget in surer:
+        with suppress(Infeasible):
+            return chosen(budget)
+    return chosen(last)
+
+
 def choose_with_whole(
-    run: Run, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None
+    run: Run,
+    budget_bytes: int,
+    hardware: Hardware,
+    *,
+    host_budget_bytes: int | None = None,
+    stages: Stages | None = None,
 ) -> AutoForecast:
     """`choose`; where `MOST` are asked for, with the number of micro-batches kept whole that makes the fastest step.
 
@@ -226,7 +254,7 @@ def choose_with_whole(
         Infeasible, UsageError: see `choose`.
     """
     if run.recompute.whole != MOST:
-        return choose(run, budget_bytes, hardware, host_budget_bytes=host_budget_bytes)
+        return choose(run, budget_bytes, hardware, host_budget_bytes=host_budget_bytes, stages=stages)
     known: dict[int, tuple[float, AutoForecast | None]] = {}
 
     def seconds(whole: int) -> float:

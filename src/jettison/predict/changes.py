@@ -7,14 +7,16 @@ adds; peaks are worked out in that order until enough fit, and those are then ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations
 from typing import Final
 
 from jettison.core.errors import UsageError
+from jettison.core.units import format_percent, format_seconds
 from jettison.predict.forecast import forecast_sizes
+from jettison.predict.ranges import FitBudget, FitRule
 from jettison.predict.time import estimate
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
@@ -40,11 +42,23 @@ class FittingChange:
     Args:
         flags: as typed.
         step_seconds: of a step of as many sequences; None where the hardware's file lacks a figure.
+        added_fraction: what it adds to a step, as a share of the step without it; below 0 where that is faster.
+        rule: what it was held to.
     """
 
     flags: str
     peak_bytes: int
     step_seconds: float | None
+    added_fraction: float | None
+    rule: FitRule
+
+    @property
+    def cost(self) -> str:
+        """What it costs of a step, to follow its bytes; empty where nobody knows."""
+        if self.step_seconds is None or self.added_fraction is None:
+            return ""
+        more = "more" if self.added_fraction >= 0 else "less"
+        return f", {format_percent(abs(self.added_fraction))} {more} of a step, {format_seconds(self.step_seconds)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,29 +71,38 @@ class _Setting:
 
 
 def fitting_changes(
-    run: Run, budget_bytes: int, hardware: Hardware, *, most: int = MOST_LISTED
+    run: Run, budgets: Sequence[FitBudget], hardware: Hardware, *, most: int = MOST_LISTED
 ) -> tuple[FittingChange, ...]:
-    """Changes with which a run fits; none where a planner decides what it keeps."""
+    """List changes that lower the peak and fit the last of these budgets, the fastest first.
+
+    None where a planner decides what is kept. The fastest of the first budget that has any is always among them.
+    """
     if run.recompute.mode is Mode.AUTO:
         return ()
     singles, before = list(_tried(run, [(one,) for one in _changes(run)], hardware)), _seconds(run, hardware)
-    found = [one for one in singles if one.peak_bytes <= budget_bytes]
+    most_bytes = min(budgets[-1].nbytes, forecast_sizes(run).peak_bytes - 1)
+    sure = [one for one in singles if one.peak_bytes <= budgets[0].nbytes]
     pairs = [
         (first.seconds + then.seconds - before, (*first.changes, *then.changes))
         for first, then in combinations(singles, 2)
         if first.changes[0].kind != then.changes[0].kind
-        if all(one not in found or first.seconds + then.seconds - before < one.seconds for one in (first, then))
+        if all(one not in sure or first.seconds + then.seconds - before < one.seconds for one in (first, then))
     ]
     together = [pair for _, pair in sorted(pairs, key=lambda one: one[0])[:MOST_TRIED]]
-    found += islice(_tried(run, together, hardware, budget_bytes), most)
-    return tuple(
-        FittingChange(
-            flags=" ".join(change.flags for change in one.changes),
-            peak_bytes=one.peak_bytes,
-            step_seconds=one.seconds or None,
-        )
-        for one in sorted(found, key=lambda one: (one.seconds, len(one.changes)))[:most]
-    )
+    found = [one for one in singles if one.peak_bytes <= most_bytes]
+    enough = len(found) + most
+    for one in _tried(run, together, hardware, most_bytes):
+        alone = (each for each in found if each.changes[0] in one.changes and len(each.changes) == 1)
+        if any(each.peak_bytes <= one.peak_bytes and each.seconds <= one.seconds for each in alone):
+            continue
+        found.append(one)
+        if len(found) >= enough and any(each.peak_bytes <= budgets[0].nbytes for each in found):
+            break
+    found.sort(key=lambda one: (one.seconds, len(one.changes)))
+    listed, surest = found[:most], min(found, key=lambda one: budgets.index(one.held_to(budgets)), default=None)
+    if surest is not None and surest not in listed:
+        listed[-1] = surest
+    return tuple(one.fitting(budgets, before) for one in listed)
 
 
 def _changes(run: Run) -> Iterator[_Setting]:
@@ -100,6 +123,8 @@ def _changes(run: Run) -> Iterator[_Setting]:
         times = run.micro_batches * run.micro_batch // count
         of = partial(replace, micro_batch=count, micro_batches=times)
         yield _Setting(kind="micro-batch", flags=f"--micro-batch {count} --micro-batches {times}", of=of)
+    if run.layout.tp > 1 and not run.layout.sp:
+        yield _Setting(kind="sequence parallelism", flags="--sp", of=_with_sp)
     for zero in range(run.layout.zero + 1, 4) if run.layout.shards > 1 else ():
         if zero in run.states_on_host.zeros:
             yield _Setting(kind="sharding", flags=f"--zero {zero}", of=partial(_with_zero, zero=zero))
@@ -117,6 +142,10 @@ def _with_loss(run: Run, *, loss: Loss) -> Run:
     return replace(run, kernels=replace(run.kernels, loss=loss))
 
 
+def _with_sp(run: Run) -> Run:
+    return replace(run, layout=replace(run.layout, sp=True))
+
+
 def _with_zero(run: Run, *, zero: int) -> Run:
     return replace(run, layout=run.layout.at_zero(zero))
 
@@ -128,6 +157,20 @@ class _TriedSettings:
     changes: tuple[_Setting, ...]
     peak_bytes: int
     seconds: float
+
+    def held_to(self, budgets: Sequence[FitBudget]) -> FitBudget:
+        """The first budget that it fits."""
+        return next(budget for budget in budgets if self.peak_bytes <= budget.nbytes)
+
+    def fitting(self, budgets: Sequence[FitBudget], before: float) -> FittingChange:
+        """For users; ``before``: seconds of a step without it."""
+        return FittingChange(
+            flags=" ".join(change.flags for change in self.changes),
+            peak_bytes=self.peak_bytes,
+            step_seconds=self.seconds or None,
+            added_fraction=self.seconds / before - 1 if self.seconds and before else None,
+            rule=self.held_to(budgets).rule,
+        )
 
 
 def _tried(

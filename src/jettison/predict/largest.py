@@ -1,8 +1,7 @@
 """The largest run of its kind that fits a budget, and where exactly it stops fitting.
 
 What is compared: `forecast(run).peak_bytes`, the allocated bytes of the worst rank from the second step on, with a
-budget for allocations. On a GPU that budget is `allowance.available_bytes(hardware, run)`: what a process can allocate
-less the expected allowance for contexts, communicators and fragments.
+budget for allocations. On a GPU budgets are those of `ranges.fit_budgets`.
 
 Where a planner decides what is computed again, a run fits what its smallest plan fits.
 
@@ -13,14 +12,16 @@ sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from math import gcd
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.predict.changes import FittingChange
 from jettison.predict.forecast import forecast
+from jettison.predict.ranges import FitBudget, FitRule
 from jettison.spec.run import Run
 
 SEQUENCE_STEP: Final = 128
@@ -36,12 +37,17 @@ class Edge:
     Args:
         value: None where nothing fits; ``beyond`` is then the closest.
         beyond: None where every value that there is fits.
+        rule: what both were held to.
+        may: the last value that may fit, for a rule that is surer than that.
     """
 
     value: int | None = None
     peak_bytes: int | None = None
     beyond: int | None = None
     beyond_peak_bytes: int | None = None
+    rule: FitRule = FitRule.BUDGET
+    may: int | None = None
+    may_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,17 +83,21 @@ class FitAnswer:
         return {"fits": self.fits, **asdict(self)}
 
 
-def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None) -> FitAnswer:
+def fit(
+    run: Run, *, budget_bytes: int, surer: Sequence[FitBudget] = (), peak: Callable[[Run], int] | None = None
+) -> FitAnswer:
     """What of a run fits ``budget_bytes`` of allocations on each rank.
 
     Args:
+        surer: smaller budgets, as `fit_budgets` has them. Each edge is of the first with a value.
         peak: bytes that a run needs; left out, those of its forecast. `predict.auto_recompute.smallest_budget` has it
             for runs that a planner decides.
 
     Raises:
         UsageError: see `predict.forecast.forecast`.
     """
-    peak = _peak if peak is None else peak
+    peak = cache(_peak if peak is None else peak)
+    budgets = (*surer, FitBudget(rule=FitRule.MAY if surer else FitRule.BUDGET, nbytes=budget_bytes))
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
     ends = run.model.learned_positions or run.model.recorder is not None  # nothing longer can be recorded
     positions = run.model.max_positions if ends else _MOST
@@ -104,11 +114,22 @@ def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None
         budget_bytes=budget_bytes,
         peak_bytes=peak(run),
         seq_step=step,
-        micro_batch=_largest(with_batch, budget_bytes, most=_MOST),
-        seq=_in_steps(_largest(with_sequence, budget_bytes, most=positions // step), step),
-        tp=_smallest(peak, _tensor_parallel(run), budget_bytes),
-        zero=_smallest(peak, _sharding(run), budget_bytes),
+        micro_batch=_surest(budgets, lambda nbytes: _largest(with_batch, nbytes, most=_MOST)),
+        seq=_in_steps(_surest(budgets, lambda nbytes: _largest(with_sequence, nbytes, most=positions // step)), step),
+        tp=_surest(budgets, lambda nbytes: _smallest(peak, _tensor_parallel(run), nbytes)),
+        zero=_surest(budgets, lambda nbytes: _smallest(peak, _sharding(run), nbytes)),
     )
+
+
+def _surest(budgets: Sequence[FitBudget], edge: Callable[[int], Edge]) -> Edge:
+    """The edge of the first budget with a value; otherwise of the last."""
+    *surer, last = budgets
+    most = replace(edge(last.nbytes), rule=last.rule)
+    for budget in surer if most.value is not None else ():
+        found = edge(budget.nbytes)
+        if found.value is not None:
+            return replace(found, rule=budget.rule, may=most.value, may_peak_bytes=most.peak_bytes)
+    return most
 
 
 def _sharding(run: Run) -> Iterator[tuple[int, Run]]:
@@ -154,6 +175,7 @@ def _in_steps(edge: Edge, step: int) -> Edge:
         edge,
         value=None if edge.value is None else edge.value * step,
         beyond=None if edge.beyond is None else edge.beyond * step,
+        may=None if edge.may is None else edge.may * step,
     )
 
 

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.units import GIB, format_bytes, format_seconds
-from jettison.predict.allowance import FRAGMENTS, fixed_allowance
+from jettison.predict.allowance import FRAGMENTS, Limit, fixed_allowance
 from jettison.spec.frameworks import named
 from jettison.spec.kernels import Device
 from jettison.spec.kernels import kernels as kernel_set
@@ -84,6 +84,36 @@ class FitVerdict(StrEnum):
     def said(self) -> str:
         """For people, in capitals where it is no plain yes."""
         return str(self) if self is FitVerdict.FITS else self.upper()
+
+
+class FitRule(StrEnum):
+    """Which end of a device's range a choice was held to."""
+
+    SURELY = "surely"
+    EXPECTED = "expected"
+    MAY = "may"
+    BUDGET = "budget"  # a budget for tensors was given
+
+    @property
+    def words(self) -> str:
+        """For a sentence about what fits."""
+        return _RULE_WORDS[self]
+
+
+_RULE_WORDS: Final = {
+    FitRule.SURELY: "surely fits",
+    FitRule.EXPECTED: "is expected to fit",
+    FitRule.MAY: "may fit",
+    FitRule.BUDGET: "fits",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitBudget:
+    """Allocated bytes that a choice is held to, and by which rule."""
+
+    rule: FitRule
+    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,16 +266,38 @@ def figures(
     return RunFigures(allocated=allocated, reserved=reserved, device=device, least=least, step_seconds=took)
 
 
-def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool) -> int:
+def fit_budgets(run: Run, limit: Limit, *, layout: Layout | None = None) -> tuple[FitBudget, ...]:
+    """Return the budgets that every choice is held to, in this order: the first with an answer decides.
+
+    On a device: bytes that surely fit, then those that are expected to, then those that may.
+
+    Args:
+        layout: in place of the run's.
+    """
+    if limit.budget_bytes is not None or limit.device_bytes is None:
+        return (FitBudget(rule=FitRule.BUDGET, nbytes=limit.nbytes),)
+    surely, expected = (
+        min(limit.nbytes, fitting_bytes(run, limit.device_bytes, surely=surely, layout=layout))
+        for surely in (True, False)
+    )
+    return (
+        FitBudget(rule=FitRule.SURELY, nbytes=surely),
+        FitBudget(rule=FitRule.EXPECTED, nbytes=expected),
+        FitBudget(rule=FitRule.MAY, nbytes=limit.nbytes),
+    )
+
+
+def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool, layout: Layout | None = None) -> int:
     """Return the largest allocated peak whose device bytes are within ``usable_bytes``; 0 if none are.
 
     Args:
         surely: the upper end of their range, not only what is expected.
+        layout: in place of the run's.
     """
     low, high = 0, usable_bytes
     while low < high:
         middle = (low + high + 1) // 2
-        device = figures(run, middle).device
+        device = figures(run, middle, layout=layout).device
         fits = (device.high if surely else device.expected) <= usable_bytes
         low, high = (middle, high) if fits else (low, middle - 1)
     return low

@@ -8,11 +8,13 @@ micro-batch: `memory.actions.device_order` and `memory.schedule.recomputing_shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jettison.core.errors import UsageError
 from jettison.memory.schedule import window
 from jettison.predict.forecast import forecast_sizes
+from jettison.predict.ranges import FitBudget
 from jettison.predict.stages import schedule_sizes
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run
@@ -38,17 +40,18 @@ def most_whole(run: Run, limit_bytes: int) -> Run:
     return with_whole(run, low)
 
 
-def settled(run: Run, limit_bytes: int | None) -> Run:
-    """The same where a number is given; as many as fit where `MOST` are asked for.
+def settled(run: Run, budgets: Sequence[FitBudget]) -> Run:
+    """The same where a number is given; as many as fit the first budget that the run fits where `MOST` are asked for.
 
     Raises:
         UsageError: nobody says what they are to fit.
     """
     if run.recompute.whole != MOST:
         return run
-    if limit_bytes is None:
+    if not budgets:
         raise UsageError("--micro-batches-without-recompute most needs a limit; give --budget or --gpu")
-    return most_whole(run, limit_bytes)
+    peak_bytes = forecast_sizes(with_whole(run, 0)).peak_bytes
+    return most_whole(run, next((one for one in budgets if peak_bytes <= one.nbytes), budgets[-1]).nbytes)
 
 
 def with_whole(run: Run, whole: int) -> Run:

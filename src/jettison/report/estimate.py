@@ -13,7 +13,7 @@ from rich.text import Text
 from jettison.core.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
-from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, time_residual_of, unlike_anchor
+from jettison.predict.ranges import FitRule, FitVerdict, Residual, RunFigures, figures, time_residual_of, unlike_anchor
 from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
@@ -34,6 +34,7 @@ class EstimateReport:
     """An estimate, the peak of the same run, and what `--explain` adds.
 
     Args:
+        fit_rule: what a planner's choice was held to.
         eager_memory: why the peak is of eager layers although they are compiled; empty where it is not.
     """
 
@@ -45,6 +46,7 @@ class EstimateReport:
     trilemma: Trilemma | None = None
     wanted: Wanted = NOTHING_WANTED
     eager_memory: str = ""
+    fit_rule: FitRule | None = None
 
     @property
     def sure(self) -> Residual:
@@ -128,6 +130,7 @@ class EstimateReport:
             host_states=self.memory.host_states and asdict(self.memory.host_states),
             available_bytes=self.available_bytes,
             fits=self.fits,
+            fit_rule=self.fit_rule,
             figures=self.figures.document(),
             verdict=str(self.verdict),
             reached={name: share for name, share in asdict(device.reached).items() if share is not None},
@@ -184,7 +187,8 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     found, run = report.found, report.found.run
     yield "model", f"{report.model} on {run.layout.world} x {found.hardware.name}"
     yield from run_facts(report.asked, report.memory.host_states)
-    yield "recompute", f"{run.recompute.words}; fusion {found.execution.fusion}"
+    held_to = "" if report.fit_rule is None else f", {report.fit_rule.words}"
+    yield "recompute", f"{run.recompute.words}{held_to}; fusion {found.execution.fusion}"
     took = report.figures.step_seconds
     assert took is not None  # of an estimate
     tokens_per_second = found.tokens_per_second_per_gpu * found.step_seconds

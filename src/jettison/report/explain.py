@@ -9,20 +9,21 @@ account of the step is kept here that could disagree with the first.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
-from jettison.core.units import format_bytes, format_percent, format_seconds
+from jettison.core.units import format_bytes, format_percent
 from jettison.formula.region import Region, layer_region
 from jettison.memory.span import Phase
 from jettison.memory.step import Moment, StageLoad, moments
 from jettison.memory.unit import Halves, Unit, WeightStep
-from jettison.predict.changes import fitting_changes
+from jettison.predict.changes import FittingChange, fitting_changes
 from jettison.predict.forecast import GRADIENT_COPIES, Forecast, Stage, forecast
 from jettison.predict.passes import passes_of
+from jettison.predict.ranges import FitBudget, FitRule
 from jettison.predict.stages import StageRegion
 from jettison.solve.policy import attention_core
 from jettison.spec.hardware import Hardware, usual_hardware
@@ -109,6 +110,7 @@ class Explanation:
         roles: of what one micro-batch leaves on the worst stage for its backward, largest first, each storage once.
         sequence_parallelism: off and on; empty without tensor parallelism.
         sharding: ZeRO 1 and 3; empty where there is one data-parallel rank.
+        changes: one or two together with which the run fits, where it does not surely fit as it is.
     """
 
     stage: int
@@ -123,14 +125,15 @@ class Explanation:
     sequence_parallelism: tuple[Variant, ...]
     sharding: tuple[Variant, ...]
     remarks: tuple[Remark, ...]
+    changes: tuple[FittingChange, ...]
     sentences: tuple[str, ...]
 
 
-def explain(found: Forecast, *, budget_bytes: int | None = None, hardware: Hardware | None = None) -> Explanation:
+def explain(found: Forecast, *, budgets: Sequence[FitBudget] = (), hardware: Hardware | None = None) -> Explanation:
     """Why a run's peak is what it is.
 
     Args:
-        budget_bytes: for allocations on each rank, if there is one.
+        budgets: for allocations on each rank, as `fit_budgets` has them.
         hardware: whose seconds say which of two changes together is the cheapest; left out, the usual one.
     """
     stage, run = found.worst, found.run
@@ -139,6 +142,9 @@ def explain(found: Forecast, *, budget_bytes: int | None = None, hardware: Hardw
     recompute = _compare(found, _modes(run))
     parallel = _compare(found, _sequence_parallelism(run))
     sharding = _compare(found, _sharding(run))
+    changes = None
+    if budgets and found.peak_bytes > budgets[0].nbytes and run.recompute.mode is not Mode.AUTO:
+        changes = fitting_changes(run, budgets, usual_hardware(run.kernels.device) if hardware is None else hardware)
     return Explanation(
         stage=stage.index,
         peak_bytes=found.peak_bytes,
@@ -151,10 +157,11 @@ def explain(found: Forecast, *, budget_bytes: int | None = None, hardware: Hardw
         recompute=recompute,
         sequence_parallelism=parallel,
         sharding=sharding,
-        remarks=tuple(remarks(found, budget_bytes)),
+        remarks=tuple(remarks(found, budgets[-1].nbytes if budgets else None)),
+        changes=changes or (),
         sentences=(
             cause(stage, parts),
-            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found)), budget_bytes, hardware),
+            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found)), changes),
         ),
     )
 
@@ -449,54 +456,35 @@ def remedy(
     found: Forecast,
     variants: tuple[Variant, ...],
     recompute_flops: int,
-    budget_bytes: int | None = None,
-    hardware: Hardware | None = None,
+    changes: tuple[FittingChange, ...] | None = None,
 ) -> str:
-    """Cheapest of the changes tried that fits; without a budget, the one that helps most.
+    """Name the fastest changes that fit; without a budget, the one that helps most.
 
     Args:
         recompute_flops: of the run itself.
+        changes: that fit; None where none is needed.
     """
-    fitting = [v for v in variants if budget_bytes is not None and v.peak_bytes <= budget_bytes < found.peak_bytes]
-    if fitting:
-
-        def dearness(variant: Variant) -> tuple[int, int]:
-            """What frees more without a product computed again costs more of something else (transfers, passes over
-            memory); where products are computed again, as many of them for less memory is the better bargain.
-            """
-            again = variant.recompute_flops
-            return again, variant.peak_bytes if again > recompute_flops else -variant.peak_bytes
-
-        cheapest = min(fitting, key=dearness)
-        more = cheapest.recompute_flops > recompute_flops
-        price = f"{format_percent(cheapest.of_forward)} of a forward" if more else "nothing more"
-        return (
-            f"Of the changes tried, {cheapest.change} is the cheapest that fits: {format_bytes(cheapest.peak_bytes)}, "
-            f"for {price} computed again."
-        )
+    if changes:
+        surest = min(changes, key=lambda change: list(FitRule).index(change.rule))
+        named = [_change(surest, "the fastest that")]
+        if surest is not changes[0]:
+            named.append(_change(changes[0], "faster, and"))
+        return " ".join(named)
     best = min(variants, key=lambda variant: (variant.peak_bytes, variant.recompute_flops))
+    neither = "" if changes is None else " No two settings fit together either."
     if best.peak_bytes >= found.peak_bytes:
-        return f"None of the {len(variants)} changes tried lowers it."
+        return f"None of the {len(variants)} changes tried lowers it.{neither}"
     cost = ""
     if best.recompute_flops > recompute_flops:
-        cost = f", for {format_percent(best.of_forward)} of a forward computed again"
+        cost = f", for {format_percent(best.of_forward)} of a forward recomputed"
     return (
         f"Of the changes tried, {best.change} lowers it most: to {format_bytes(best.peak_bytes)}, by "
-        f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}.{_together(found, budget_bytes, hardware)}"
+        f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}.{neither}"
     )
 
 
-def _together(found: Forecast, budget_bytes: int | None, hardware: Hardware | None) -> str:
-    """The cheapest in time of settings with which it fits, one or two together; empty where it fits as it is."""
-    run = found.run
-    if budget_bytes is None or found.peak_bytes <= budget_bytes or run.recompute.mode is Mode.AUTO:
-        return ""
-    device = usual_hardware(run.kernels.device) if hardware is None else hardware
-    cheapest = next(iter(fitting_changes(run, budget_bytes, device)), None)
-    if cheapest is None:
-        return " No two settings fit together either."
-    took = "" if cheapest.step_seconds is None else f", {format_seconds(cheapest.step_seconds)} a step"
-    return f" {cheapest.flags} fits: {format_bytes(cheapest.peak_bytes)}{took}."
+def _change(change: FittingChange, place: str) -> str:
+    return f"{change.flags} is {place} {change.rule.words}: {format_bytes(change.peak_bytes)}{change.cost}."
 
 
 def _place(moment: Moment) -> str:

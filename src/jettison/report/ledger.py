@@ -196,6 +196,7 @@ def _auto(choice: AutoForecast) -> dict[str, Any]:
         "minimum_budget_bytes": choice.minimum_budget_bytes,
         "recompute_seconds": choice.seconds,
         "gap": choice.gap,
+        "fit_rule": choice.fit_rule,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from jettison.formula.region import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import HostStates
+from jettison.predict.ranges import FitRule
 from jettison.predict.run_request import Resolved
 from jettison.report.ledger import ComparedLedger, LedgerReport
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes
@@ -23,7 +24,8 @@ from jettison.spec.layout import Layout
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
-    from jettison.predict.largest import FitAnswer
+    from jettison.predict.changes import FittingChange
+    from jettison.predict.largest import Edge, FitAnswer
     from jettison.report.explain import Core, Explanation, Variant
 
 MOST_STAGES = 20
@@ -47,6 +49,8 @@ def ledger_table(report: LedgerReport) -> RenderableType:
     tables.append(_phases_table(report))
     if report.explanation is not None:
         tables.append(explanation_table(report.explanation))
+        if report.explanation.changes and report.fit is None:
+            tables.append(changes_table(report.explanation.changes))
     if report.fit is not None:
         tables += fit_tables(report.fit)
     if report.comparison is not None:
@@ -139,6 +143,7 @@ def _recompute(report: LedgerReport, asked: Resolved) -> str:
     text += f", {recompute.whole} micro-batches of each window kept whole" if recompute.whole else ""
     if report.choice is None:
         return text
+    text += f", {report.choice.fit_rule.words}" if report.fits else ""
     seconds, gap = format_seconds(report.choice.seconds), format_percent(report.choice.gap)
     smallest = format_bytes(report.choice.minimum_budget_bytes)
     return f"{text}: about {seconds} a micro-batch on the slowest stage, gap {gap}; smallest budget {smallest}"
@@ -296,26 +301,43 @@ def fit_tables(answer: FitAnswer) -> Iterator[FittedTable]:
         "smallest --tp": answer.tp,
         "smallest --zero": answer.zero,
     }
+    on_device = any(edge.rule is not FitRule.BUDGET for edge in edges.values())
+    more, last = (("may fit", "its peak"), ("how surely",)) if on_device else ((), ())
     yield grid(
         f"What fits {format_bytes(answer.budget_bytes)}, one thing changed at a time",
         ("change",),
-        ("fits", "peak", "does not fit", "its peak"),
-        [(name, *_edge(e.value, e.peak_bytes), *_edge(e.beyond, e.beyond_peak_bytes)) for name, e in edges.items()],
+        ("fits", "peak", "next" if on_device else "does not fit", "its peak", *more),
+        [(name, *_edge(edge, on_device=on_device)) for name, edge in edges.items()],
+        last=last,
     )
     if answer.changes:
-        rows = [
-            (
-                one.flags,
-                format_bytes(one.peak_bytes),
-                "" if one.step_seconds is None else format_seconds(one.step_seconds),
-            )
-            for one in answer.changes
-        ]
-        yield grid("Settings with which it fits, the fastest first", ("change",), ("peak", "a step"), rows)
+        yield changes_table(answer.changes)
 
 
-def _edge(value: int | None, nbytes: int | None) -> tuple[str, str]:
-    return "none" if value is None else str(value), "" if nbytes is None else format_bytes(nbytes)
+def changes_table(changes: Sequence[FittingChange]) -> FittedTable:
+    """Settings with which a run fits, and what they cost."""
+    rows = [
+        (
+            one.flags,
+            format_bytes(one.peak_bytes),
+            "" if one.step_seconds is None else format_seconds(one.step_seconds),
+            "" if one.added_fraction is None else f"{100 * one.added_fraction:+.1f} %",
+            one.rule.words,
+        )
+        for one in changes
+    ]
+    title = "Settings with which it fits, the fastest first"
+    return grid(title, ("change",), ("peak", "a step", "of a step"), rows, last=("how surely",))
+
+
+def _edge(edge: Edge, *, on_device: bool) -> Iterator[str]:
+    ends = [(edge.value, edge.peak_bytes), (edge.beyond, edge.beyond_peak_bytes)]
+    may = (edge.value, edge.peak_bytes) if edge.may is None else (edge.may, edge.may_peak_bytes)
+    for value, nbytes in (*ends, may) if on_device else ends:
+        yield "none" if value is None else str(value)
+        yield "" if nbytes is None else format_bytes(nbytes)
+    if on_device:
+        yield "" if edge.value is None else edge.rule.words
 
 
 def explanation_table(found: Explanation) -> RenderableType:

@@ -279,7 +279,7 @@ def _recompute(answer: SearchAnswer) -> Iterator[str]:
         more = "" if len(best.figures.policies) <= MOST_STAGES else "; ..."
         yield (
             f"The planner's layers, {stages}{more}. `jettison plan` with these flags and "
-            f"--budget {best.candidate.budget_bytes}B has all of them."
+            f"--budget {best.candidate.budgets[0].nbytes}B has all of them."
         )
 
 
@@ -446,7 +446,8 @@ def _candidate(found: Evaluated, sure: Residual | None, ranges: RunFigures, verd
         offload=recompute.offload,
         offload_modules=list(recompute.sent),
         whole_micro_batches=counted.whole if recompute.whole else None,
-        budget_bytes=found.candidate.budget_bytes if chosen else None,
+        budget_bytes=found.candidate.budgets[0].nbytes if chosen else None,
+        fit_rule=found.candidate.budgets[0].rule if chosen else None,
         stages=list(counted.policies) if chosen else None,
     )
     return part(

@@ -28,8 +28,8 @@ from itertools import count
 from typing import Final
 
 from jettison.core.progress import Progress
-from jettison.predict.allowance import available_to
-from jettison.predict.ranges import most_bytes
+from jettison.predict.allowance import Limit, available_to
+from jettison.predict.ranges import FitBudget, fit_budgets, most_bytes
 from jettison.search.bounds import SHAVED, layer_modes
 from jettison.search.evaluate import Bench, Evaluated, Task
 from jettison.search.space import SearchCandidate, Setup, Space
@@ -78,6 +78,7 @@ class Hunt:
     _best: dict[int, Evaluated] = field(default_factory=dict)
     _rough: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, setup and bytes, the least last
     _limits: dict[int, int] = field(default_factory=dict)
+    _held_to: dict[int, tuple[FitBudget, ...]] = field(default_factory=dict)
     _lacks: Evaluated | None = None  # the closest of those that do not fit
     _planners: list[tuple[float, int, bool]] = field(default_factory=list)  # bound, setup, is it `planner_bounds`'?
 
@@ -196,9 +197,24 @@ class Hunt:
         return self.space.all_plans(self.space.setups[number])
 
     def _candidate(self, number: int, plan: Recompute) -> SearchCandidate:
-        """Make a candidate, with its budget if the plan depends on it."""
-        budget = self._limit(number) if plan.mode is Mode.AUTO or plan.whole else None
-        return SearchCandidate(setup=self.space.setups[number], recompute=plan, budget_bytes=budget)
+        """Make a candidate, with its budgets if the plan depends on them; a planner's with the last alone."""
+        budgets = self._budgets(number) if plan.whole else self._budgets(number)[-1:] if plan.mode is Mode.AUTO else ()
+        return SearchCandidate(setup=self.space.setups[number], recompute=plan, budgets=budgets)
+
+    def _plan(self, numbers: Sequence[int]) -> None:
+        """Run planners within the first budget that each fits."""
+        for at in range(max(len(self._budgets(number)) for number in numbers)):
+            asked = []
+            for number in numbers:
+                setup, budgets = self.space.setups[number], self._budgets(number)[at : at + 1]
+                candidate = SearchCandidate(setup=setup, recompute=self.space.planner, budgets=budgets)
+                asked.append(((number, len(self.space.plans(setup))), Task(candidate=candidate)))
+            found = self._worked_out(asked)
+            for one in found:
+                self._take(one)
+            numbers = [one.number[0] for one in found if not one.fits]
+            if not numbers:
+                break
 
     def _push(self, node: Node) -> None:
         heapq.heappush(self._heap, (node.seconds, next(self._numbers), node))
@@ -272,10 +288,7 @@ class Hunt:
                     if seconds is not None:
                         heapq.heappush(heap, (seconds, number, True))
                 continue
-            places = [(n, len(self.space.plans(setup))) for n, setup in zip(numbers, setups, strict=True)]
-            tasks = [Task(candidate=self._candidate(n, self.space.planner)) for n in numbers]
-            for found in self._worked_out(list(zip(places, tasks, strict=True))):
-                self._take(found)
+            self._plan(numbers)
             self._sweep()
 
     # what was found ---------------------------------------------------------------------------------------------------
@@ -321,6 +334,11 @@ class Hunt:
             self._limits[number] = self.room.limit_bytes(self.space.setups[number], self.space)
         return self._limits[number]
 
+    def _budgets(self, number: int) -> tuple[FitBudget, ...]:
+        if number not in self._held_to:
+            self._held_to[number] = self.room.budgets(self.space.setups[number], self.space)
+        return self._held_to[number]
+
 
 # limits, nodes and incumbents -----------------------------------------------------------------------------------------
 
@@ -352,6 +370,15 @@ class MemoryLimit:
             return most_bytes(space.template, setup.layout, usable_bytes=usable, budget_bytes=budget)
         left = available_to(self._device, setup.layout, space.template.kernels.device, self.margin)
         return left if budget is None else min(left, budget)
+
+    def budgets(self, setup: Setup, space: Space) -> tuple[FitBudget, ...]:
+        """Budgets of a planner for a setup."""
+        limit = Limit(
+            nbytes=self.limit_bytes(setup, space),
+            budget_bytes=self.budget_bytes,
+            device_bytes=self._device.usable_bytes,
+        )
+        return fit_budgets(space.template, limit, layout=setup.layout)
 
     @cached_property
     def _device(self) -> Hardware:

@@ -429,7 +429,7 @@ def _answers(known: Figures | None, task: Task) -> bool:
     if known is None:
         return False
     fits = task.limit_bytes is None or known.peak_bytes <= task.limit_bytes
-    return known.seconds is not None or not fits or task.candidate.budget_bytes is not None
+    return known.seconds is not None or not fits or bool(task.candidate.budgets)
 
 
 # in a worker ----------------------------------------------------------------------------------------------------------
@@ -456,8 +456,7 @@ def _planner_bound(question: SearchQuestion, asked: tuple[Setup, int, Recompute]
 
 def _solve_stage(question: SearchQuestion, asked: tuple[SearchCandidate, int]) -> StageAnswer:
     candidate, index = asked
-    assert candidate.budget_bytes is not None
-    return solve_stage(candidate.run(question.template), index, candidate.budget_bytes, question.hardware)
+    return solve_stage(candidate.run(question.template), index, candidate.budgets[0].nbytes, question.hardware)
 
 
 def _work(question: SearchQuestion, asked: tuple[Task, Mapping[int, StageAnswer]]) -> Figures:
@@ -466,9 +465,9 @@ def _work(question: SearchQuestion, asked: tuple[Task, Mapping[int, StageAnswer]
     candidate = task.candidate
     run = candidate.run(question.template)
     if candidate.recompute.whole:
-        run = settled(run, candidate.budget_bytes)
-    elif candidate.budget_bytes is not None:
-        return _planned(run, question.hardware, candidate.budget_bytes, solved)
+        run = settled(run, candidate.budgets)
+    elif candidate.is_planned:
+        return _planned(run, question.hardware, candidate.budgets[0].nbytes, solved)
     found = forecast_sizes(run)
     peak = found.peak_bytes
     fits = task.limit_bytes is None or peak <= task.limit_bytes

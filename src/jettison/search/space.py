@@ -16,6 +16,7 @@ from math import isqrt
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.predict.ranges import FitBudget
 from jettison.spec.kernels import ContextExchange, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule, exchange_misfit, uneven_cuts
 from jettison.spec.precision import Gradients
@@ -121,12 +122,12 @@ class SearchCandidate:
     """Setup and recompute plan.
 
     Args:
-        budget_bytes: for a planner, or for micro-batches without checkpointing; None if the mode needs none.
+        budgets: one for a planner, all of `fit_budgets` for micro-batches without checkpointing; none for other modes.
     """
 
     setup: Setup
     recompute: Recompute
-    budget_bytes: int | None = None
+    budgets: tuple[FitBudget, ...] = ()
 
     @property
     def flags(self) -> str:
@@ -140,12 +141,13 @@ class SearchCandidate:
     def text(self) -> str:
         """Text that identifies it among the candidates of a question."""
         gradients = f" {self.setup.gradients}" if self.setup.gradients else ""
-        return f"{self.flags} {self.setup.layout} {self.setup.loss}{gradients} {self.budget_bytes}"
+        budgets = " ".join(str(budget.nbytes) for budget in self.budgets) or None
+        return f"{self.flags} {self.setup.layout} {self.setup.loss}{gradients} {budgets}"
 
     @property
     def is_planned(self) -> bool:
         """Does a planner choose its recomputation?"""
-        return self.budget_bytes is not None and not self.recompute.whole
+        return bool(self.budgets) and not self.recompute.whole
 
     def run(self, template: Run) -> Run:
         """Return its run."""
