@@ -153,8 +153,8 @@ def linear(
             out = cast(w, out, given.dtype)
         tuning = w.run.tuning
         if tuning is not None and tuning.adapts(name) and not head:
-            apart = weight.packed_bytes > 0 and w.base is not Base.FP8  # an adapter's class of its own
-            out = _adapted(w, given, kept, out, features, split, packed=apart)
+            own_class = weight.packed_bytes > 0 and w.base is not Base.FP8  # of the adapter, in PEFT
+            out = _adapted(w, given, kept, out, features, split, packed=own_class)
     return out
 
 

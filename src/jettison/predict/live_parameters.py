@@ -48,7 +48,6 @@ from jettison.spec.run import Run
 
 Live = tuple[int, int]
 """Bytes that add to a region's forward, and to its backward."""
-_CALLS_NOTHING_AGAIN = (Mode.NONE, Mode.SELECTIVE, Mode.MODULES)
 
 
 class Parameter(NamedTuple):
@@ -78,7 +77,7 @@ def live_parameters(run: Run, parts: Sequence[StageRegion]) -> tuple[Live, ...]:
     if layout.zero == 1:
         return ((0, there),) * len(parts)
     hosted = layout.shards if run.states_on_host.moves_parameters else 1
-    again = run.recompute.mode not in _CALLS_NOTHING_AGAIN
+    again = run.recompute.mode not in (Mode.NONE, Mode.SELECTIVE, Mode.MODULES)  # do modules run once more?
     ends = tuple((part.name == EMBEDDING, part.region) for part in parts)
     found = _live(ends, layout.buckets, width, again, layout.zero == 3, hosted)
     return found if layout.zero == 3 else tuple((0, backward + there) for _, backward in found)
@@ -96,11 +95,10 @@ def _live(
             trace += [Call(own, at, backward=True) for own in calls[at]]
         trace += [Call(own, at, True, True, stays=ends[at][0]) for own in reversed(calls[at])]
     coordinator = Coordinator(parameters=parameters, trace=trace, buckets=buckets, hosted=hosted)
-    found = [[coordinator.always] * 2 for _ in calls]
+    found = [[0, 0] for _ in calls]
     for call, nbytes in zip(trace, coordinator.run(), strict=True):
-        here = found[call.region]
-        here[call.backward] = max(here[call.backward], coordinator.always + nbytes)
-    return tuple((forward, backward) for forward, backward in found)
+        found[call.region][call.backward] = max(found[call.region][call.backward], nbytes)
+    return tuple((coordinator.always + forward, coordinator.always + backward) for forward, backward in found)
 
 
 def _calls(region: Region, parameters: list[Parameter], width: int, gathers: bool) -> Iterator[tuple[int, ...]]:
@@ -158,7 +156,7 @@ class Coordinator:
         self.gathers: dict[int, _Coalesced] = {}
         self.fetched_for = [-1] * len(self.parameters)  # the last call that the queue has seen it in
         self.queue = deque((p, at) for at, call in enumerate(self.trace) for p in sorted(call.parameters))
-        sizes = [sum(self.parameters[p].numel for p in call.parameters) for call in self.trace]
+        sizes = (sum(self.parameters[p].numel for p in call.parameters) for call in self.trace)
         self.passed = [*accumulate(sizes, initial=0)]  # elements of the calls before each
         self.uses: list[list[int]] = [[] for _ in self.parameters]
         for at in reversed(range(len(self.trace))):
@@ -211,8 +209,7 @@ class Coordinator:
             gather.waiting.discard(p)
             if not gather.waiting and not gather.alone:
                 self.nbytes -= gather.nbytes  # the buffer
-        missed = sum(self.fetched_for[p] < at for p in own)
-        for _ in range(min(missed, len(self.queue))):
+        for _ in range(min(sum(self.fetched_for[p] < at for p in own), len(self.queue))):
             p, use = self.queue.popleft()
             self.fetched_for[p] = use
         self._prefetch()
@@ -232,8 +229,7 @@ class Coordinator:
     def release(self, at: int, own: tuple[int, ...]) -> None:
         """Release a call's parameters before call number ``at``, but for those that are used again soon."""
         for p in own:
-            uses = self.uses[p]
-            while uses and uses[-1] < at:
+            while (uses := self.uses[p]) and uses[-1] < at:
                 uses.pop()
             again = uses and self.passed[uses[-1]] - self.passed[at] < self.buckets.reuse
             if p in self.persistent or self.fetched_for[p] > at or again or p not in self.live:
