@@ -131,8 +131,8 @@ def test_plan_of_a_config_for_a_gpu_needs_no_torch(tmp_path: Path, capsys: pytes
         (("--gpu", "h100-80gb", "--no-offload", "--host-budget", "10GiB"), 2, "nothing goes to the host"),
         (("--budget", "60GiB", "--host-budget", "10GiB"), 2, "give --offload"),
         (("--gpu", "h100-80gb", "--host-budget", "10"), 2, "without a unit"),
-        (("--gpu", "h100-80gb", "--budget", "36GiB", "--host-budget", "1GiB"), 3, "which has 1.00 GiB for it"),
-        (("--gpu", "h100-80gb", "--budget", "2GiB"), 3, "or sends it to the host, which has 256.00 GiB for it"),
+        (("--gpu", "h100-80gb", "--budget", "36GiB", "--host-budget", "1GiB"), 3, "to CPU, within 1.00 GiB"),
+        (("--gpu", "h100-80gb", "--budget", "2GiB"), 3, "or offloads it to CPU, within 256.00 GiB"),
     ],
 )
 def test_plan_with_a_host_budget_that_cannot_be(

@@ -1,1 +1,1 @@
-"""What a whole run needs, from its spec alone: layers x layout x recompute x step. Nothing here needs torch."""
+"""Memory and time of a run from its specification: layers x layout x recompute x step, without torch."""

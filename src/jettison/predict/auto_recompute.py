@@ -1,6 +1,6 @@
-"""`--recompute auto`: for each pipeline stage, the fastest choice of what its layers keep, compute again or offload.
+"""`--recompute auto`: the fastest plan of kept, recomputed and offloaded tensors for each pipeline stage.
 
-What fits is decided stage by stage: NOTE [ A stage as a step problem ] in `predict.stage_choice`.
+Each stage is planned separately: NOTE [ A stage as a step problem ] in `predict.stage_choice`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from jettison.spec.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class AutoForecast:
-    """A run under the choice, and what the choice costs.
+    """A planned run, and the cost of its plan.
 
-    ``seconds``: of recompute and of waiting for copies (``stalled_seconds``) in one micro-batch on the stage where that
-    is most, the mean where some are kept whole; ``plain_seconds``: of a micro-batch's forward and backward there
-    without it; both as `hardware` has it.
-    ``host_bytes``: of the stage that has most on the host. ``gap``: the share of a step that a better choice could
-    still save, at most, of the stage where that is largest.
+    ``seconds``: recompute and stalls of copies (``stalled_seconds``) in one micro-batch on the stage with most, the
+    mean over micro-batches with and without checkpointing; ``plain_seconds``: a micro-batch's forward and backward
+    there without it; both on `hardware`.
+    ``host_bytes``: of the stage with most offloaded. ``gap``: the largest share of a step by which a stage's plan may
+    be slower than the optimum.
     """
 
     forecast: Forecast
@@ -54,19 +54,19 @@ class AutoForecast:
 
     @property
     def overhead_fraction(self) -> float:
-        """Recompute as a share of a step without it."""
+        """Recompute and stalls as a share of a step without them."""
         return self.seconds / self.plain_seconds if self.plain_seconds else 0.0
 
     @cached_property
     def step_seconds(self) -> float:
-        """A whole step, as `predict.time.estimate` models it."""
+        """Step time by `predict.time.estimate`."""
         kept = {part.name: part.chosen for part in self.forecast.parts}
         run = self.forecast.run
         return estimate(run, self.hardware, chosen=[kept[name] for name in run.model.layer_names]).step_seconds
 
     @property
     def segments(self) -> tuple[tuple[str, str], ...]:
-        """Runs of layers that hold the first one's input alone: the names of the first and the last, in model order."""
+        """Names of the first and last layer of each segment, which keeps only its input, in model order."""
         layers = [part for part in self.forecast.parts if part.is_layer]
         return tuple(
             (part.name, layers[at + part.segment - 1].name)
@@ -76,9 +76,9 @@ class AutoForecast:
 
 
 Stages = dict[tuple[object, ...], StageChoice]
-"""What stages can do, by `_key`: the same at every budget."""
+"""Planning problems of stages by `_key`, valid for every budget."""
 StageAnswer = tuple[int, StageOutcome | None]
-"""The fewest bytes that a stage is known to fit, and its answer."""
+"""Smallest budget that a stage is known to fit, and its plan."""
 
 
 def choose(
@@ -90,19 +90,19 @@ def choose(
     stages: Stages | None = None,
     solved: Mapping[int, StageAnswer] = MappingProxyType({}),
 ) -> AutoForecast:
-    """The fastest choice of every stage that keeps each rank at or below ``budget_bytes``.
+    """Return the fastest plan of every stage whose peak is at most ``budget_bytes``.
 
-    Where ``run.recompute.offload`` says so, layers may also send what they save to the host and fetch it back.
+    With ``run.recompute.offload``, layers may also offload saved tensors to CPU.
 
     Args:
-        hardware: whose prices decide.
-        host_budget_bytes: of one rank, for what is offloaded; left out, what the hardware's file says.
-        stages: where the same run was asked for at other budgets, on the same hardware: what was found out for them.
-        solved: what `solve_stage` said of stages, by their number.
+        hardware: device of the cost model.
+        host_budget_bytes: of one rank, for offloaded tensors; None: the hardware file's.
+        stages: cache of problems of the same run on the same hardware, for several budgets.
+        solved: results of `solve_stage`, by stage.
 
     Raises:
-        Infeasible: some stage fits no choice; the error carries a budget that all stages fit.
-        UsageError: the run itself makes no sense, or the hardware's file lacks a figure.
+        Infeasible: some stage has no plan; the error carries a budget that all stages fit.
+        UsageError: an invalid run, or a figure missing in the hardware's file.
     """
     plain, offload = _undecided(run), run.recompute.offload
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
@@ -124,10 +124,10 @@ def choose(
             names = [part.name for chunk in stage.parts for part in chunk]
             chosen.update(zip(names, answer.staying, strict=True))
     if len(answers) < len(plain.stages):
-        how = "Every layer computes all that it can again, alone or in a segment with others."
+        how = "Every layer recomputes all that it can, alone or in a segment with others."
         if offload:
-            room = "" if host is None else f", which has {format_bytes(host)} for it"
-            how = f"Every layer computes all that it can again, alone or with others, or sends it to the host{room}."
+            room = "" if host is None else f", within {format_bytes(host)}"
+            how = f"Every layer recomputes all that it can, alone or in a segment, or offloads it to CPU{room}."
         raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=how)
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     by_layer = [chosen.get(name) for name in run.model.layer_names]
@@ -147,14 +147,14 @@ def choose(
 
 
 def smallest_budget(run: Run, hardware: Hardware) -> int:
-    """The fewest bytes of allocations on each rank for which `choose` has an answer."""
+    """Return the smallest budget for which `choose` finds a plan."""
     stages = (_undecided(run).stages[index] for index in distinct_stages(run))
     each = (_choice(run, stage, hardware, hardware.host_memory_bytes) for stage in stages)
     return max(one.smallest_budget_bytes for one in each)
 
 
 def distinct_stages(run: Run) -> list[int]:
-    """Stages that have to be solved: no earlier one is alike."""
+    """Stages that have to be solved: the first of equal ones."""
     first: dict[tuple[object, ...], int] = {}
     for stage in _undecided(run).stages:
         first.setdefault(_key(stage), stage.index)
@@ -164,7 +164,7 @@ def distinct_stages(run: Run) -> list[int]:
 def solve_stage(
     run: Run, index: int, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None
 ) -> StageAnswer:
-    """One stage of `choose`, which several processes can so share."""
+    """Solve one stage of `choose`, so that several processes can share the work."""
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
     return _choice(run, _undecided(run).stages[index], hardware, host).solve(budget_bytes)
 
@@ -180,7 +180,7 @@ def _undecided(run: Run) -> Forecast:
 
 
 def _plain_seconds(timing: Timing, stage: Stage) -> float:
-    """A forward and a backward that computes nothing again."""
+    """Seconds of a forward and a backward without recomputation."""
     total = 0.0
     for group in (group for chunk in stage.groups for group in chunk):
         took = timing.prices(group.part.layer).seconds(group.part.region)
@@ -189,16 +189,16 @@ def _plain_seconds(timing: Timing, stage: Stage) -> float:
 
 
 def _key(stage: Stage) -> tuple[object, ...]:
-    """Stages with equal keys have equal answers."""
+    """Key of a stage; equal keys have equal plans."""
     groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
     load = stage.load
-    beside = load.fixed, load.sent, load.received, load.receives, load.lifetimes, load.transfers
+    buffers = load.fixed, load.sent, load.received, load.receives, load.lifetimes, load.transfers
     states = tuple((o.forward, o.weight, o.learned, o.reduced, o.step.work, o.step.chunk) for o in load.occupancies)
-    return groups, states, beside
+    return groups, states, buffers
 
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
-    """(layer, none, selective, full, offload or mixed): what the choice amounts to."""
+    """Yield (layer, none, selective, full, offload or mixed) for each layer of a plan."""
     for part in answer.forecast.parts:
         if part.is_layer:
             moved = frozenset() if part.chosen is None else part.chosen.moved
@@ -211,14 +211,13 @@ def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
             yield part.name, str(word)
 
 
-# beside micro-batches that are kept whole -----------------------------------------------------------------------------
+# with micro-batches without checkpointing -----------------------------------------------------------------------------
 #
-# With more of them whole there is less room for the others, which recompute more. Neither the bytes nor the seconds of
-# that are a convex function of the number, so some numbers are tried, and then those between the best one and its
-# neighbours, until none is left.
+# The more of them, the less memory is left for the others, which recompute more. Neither bytes nor seconds are convex
+# in their number, so several numbers are tried, then those between the best one and its neighbours, until none is left.
 
 TRIED: Final = 6
-"""Numbers at first, from none to all of the first stage's window."""
+"""Numbers to try first, from 0 to the first stage's window."""
 
 
 def choose_within(run: Run, limit: Limit, hardware: Hardware, *, host_budget_bytes: int | None = None) -> AutoForecast:
@@ -248,7 +247,7 @@ def choose_with_whole(
     host_budget_bytes: int | None = None,
     stages: Stages | None = None,
 ) -> AutoForecast:
-    """`choose`; where `MOST` are asked for, with the number of micro-batches kept whole that makes the fastest step.
+    """`choose`; for `MOST`, with the number of micro-batches without checkpointing of the fastest step.
 
     Raises:
         Infeasible, UsageError: see `choose`.
@@ -269,11 +268,11 @@ def choose_with_whole(
     while True:
         best = min(tried, key=seconds)
         at = tried.index(best)
-        beside = [(best + tried[i]) // 2 for i in (at - 1, at + 1) if 0 <= i < len(tried)]
-        fresh = [whole for whole in beside if whole not in tried]
+        between = [(best + tried[i]) // 2 for i in (at - 1, at + 1) if 0 <= i < len(tried)]
+        fresh = [whole for whole in between if whole not in tried]
         if not fresh:
             found = known[best][1]
-            assert found is not None, "without any whole it fits"
+            assert found is not None, "it fits with all of them checkpointed"
             return found
         tried = sorted({*tried, *fresh})
 

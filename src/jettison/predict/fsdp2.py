@@ -1,67 +1,66 @@
-"""FSDP: unsharded weights and gradients beside each unit of a chunk, where ZeRO shards them.
+"""FSDP: unsharded weights and gradients that live during each unit of a chunk.
 
 NOTE [ What FSDP2 holds ]
-``torch/distributed/fsdp/_fully_shard``, of 2.13: ``_fsdp_param_group.py``; of buffers, ``_fsdp_collectives.py``.
-A group is what one ``fully_shard`` was called on: here the embedding, each layer, and the final norm with the head. Its
-streams run ahead of each other, but what is allocated follows the host, which goes from group to group.
+``torch/distributed/fsdp/_fully_shard``, of 2.13: ``_fsdp_param_group.py``; for buffers, ``_fsdp_collectives.py``.
+A group is one call of ``fully_shard``: here the embedding, each layer, and the final norm with the head. Its streams
+overlap, but allocations follow the host, which goes from group to group.
 
-Forward. ``wait_for_unshard`` copies a group's weights out of the all-gather's output, which stays until the next group
-has copied out its own (``AllGatherState``): twice the group's weights beside all of its forward, and before it those of
-the group before as well. ``reshard`` frees the weights behind it.
+Forward. ``wait_for_unshard`` copies a group's weights out of the all-gather's output, which lives until the next group
+has copied out its own (``AllGatherState``): twice the group's weights during all of its forward, and before it those of
+the previous group as well. ``reshard`` frees the weights after it.
 
-Backward. ``pre_backward`` copies out, frees what was all-gathered, and all-gathers the group before
-(``_backward_prefetch``). Gradients come unsharded, in the weights' dtype; ``post_backward`` frees the weights, drops
-the buffer that the group behind was reduced from, and copies its own gradients into one (``reduce_scatter_input``, in
-the dtype that is reduced in), which stays until the next group has come so far. The gradients are freed then, but for
-the last one, which a loop of ``foreach_reduce`` has as a variable: small of a layer, and the table or the head of an
-end. Of a second micro-batch gradients come unsharded again, and what is reduced of them is added to the shards.
+Backward. ``pre_backward`` copies out, frees the all-gather's output, and all-gathers the previous group
+(``_backward_prefetch``). Gradients are unsharded, in the weights' dtype; ``post_backward`` frees the weights and the
+next group's reduce-scatter input, and copies its own gradients into a new one (``reduce_scatter_input``, in the reduce
+dtype), which lives until the previous group's ``post_backward``. Then the gradients are freed, except the last one,
+which a loop variable of ``foreach_reduce`` references: small in a layer, the embedding or the head at a model's ends.
+Each further micro-batch has unsharded gradients again, whose reduced shards are accumulated.
 
-A segment of several groups all-gathers each again when it is recomputed, and ``post_forward`` shards none of them then
-(``is_bw``): each is unsharded from there to its own backward. Its last was gathered by the group behind. What the other
-gathers returned is gone once it is copied: each group is the outermost of a forward of its own (``iter_forward_root``).
-Each group is reduced when its own backward is over, beside what the layers before it keep.
+A segment of several groups all-gathers each again when it is recomputed, and ``post_forward`` does not reshard then
+(``is_bw``): each is unsharded from there to its own backward. Its last was prefetched by the next group. Outputs of the
+other all-gathers are freed once copied: each group is the root of a forward of its own (``iter_forward_root``). Each
+group is reduced after its own backward, while earlier layers' saved tensors live.
 
-Weights that stay unsharded after a forward (``reshard_after_forward=False``) are freed by ``post_backward`` all the
-same. Over fewer ranks (an ``int``) a larger shard is there from ``reshard`` until the weights have been copied out for
-backward. A pipeline's stage has weights that stay unsharded while any micro-batch is in flight. The loss is behind the
-model: where norm and head are sharded again, none of their weights is there while it is made and differentiated. Of
-transformers' code it is within: the outermost group's weights are there, and in its backward those of the last layer.
+Weights that stay unsharded after a forward (``reshard_after_forward=False``) are freed by ``post_backward`` too. With
+fewer ranks (an ``int``) a larger shard lives from ``reshard`` until the weights have been copied out for backward.
+Weights of a pipeline stage that are not resharded live while any micro-batch is in flight. A loss outside the model
+runs after norm and head are resharded, in forward and backward. transformers' loss is inside: the root group's weights
+are live, and in its backward those of the last layer.
 
 In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a chunk's
-last backward (``stage.py``, ``backward_maybe_with_nosync``): gradients stay unsharded, in the dtype that is reduced in
-(``to_accumulated_grad_if_needed``, one parameter after the other). Then group after group frees its weights, and its
-gradients once they are copied. Of stages that reshard after a forward (`Layout.regathers`) weights are unsharded from a
+last backward (``stage.py``, ``backward_maybe_with_nosync``): gradients stay unsharded, in the reduce dtype
+(``to_accumulated_grad_if_needed``, one parameter after the other). Then each group in turn frees its weights, and its
+gradients once they are copied. In stages that reshard after a forward (`Layout.regathers`) weights are unsharded from a
 chunk's backward to its next forward. Decision 0074.
 
-Where the ends of a model have no groups of their own (`has_outer_ends`) they belong to the model's: unsharded from
-before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
-gathered for the head, and for the embedding nothing ahead. Of a tied table the engine adds the gradients of both uses
-up before any hook has them, into a third tensor: the head's is a view, which it never adds to in place.
+If a model's ends have no groups of their own (`has_outer_ends`) they belong to the root group: unsharded from before
+the first layer, and in backward until the engine's final callback, as are the gradients of both. There is no all-gather
+for the head, and no prefetch for the embedding. The engine sums both gradients of a tied embedding before any hook,
+into a third tensor: the head's is a view, in which it does not accumulate.
 
 NOTE [ Flat parameters ]
 FSDP1, ``torch/distributed/fsdp`` of 2.4 and 2.13: ``_runtime_utils.py``, ``_flat_param.py``. A unit is all-gathered
-into the storage that its views have (``_all_gather_flat_param``): once its weights, not twice. The outermost unit,
-which has what no layer has, stays unsharded from its forward to the end of the backward (``_post_forward_reshard``:
-``not state._is_root``). In backward the unit before is gathered beside it (``_pre_backward_hook``,
-``BACKWARD_PRE``); not so where checkpoints are reentrant, whose recomputation comes to it by itself.
+into the storage of its views (``_all_gather_flat_param``): its weights once, not twice. The root unit, with all that no
+layer has, stays unsharded from its forward to the end of the backward (``_post_forward_reshard``:
+``not state._is_root``). In backward the previous unit is prefetched (``_pre_backward_hook``, ``BACKWARD_PRE``), except
+with reentrant checkpoints, whose recomputation all-gathers it.
 
-PEFT wraps each adapter's matrix by itself (``peft/utils/other.py``, ``fsdp_auto_wrap_policy``). Their units come
-between a layer and the one before, which is gathered when little is left of the backward behind it; and a layer's own
-parameter is frozen. It is resharded when gradients of its inputs are there
-(``_register_post_backward_reshard_only_hook``: ``register_multi_grad_hook``), and the hook's handle is kept to the end
-of the backward (``_post_backward_final_callback``). A reentrant checkpoint recomputes with leaves for inputs: the hook
-holds the leaf, which is the checkpoint's input, and with it the leaf's gradient. Neither is freed with its layer: at
-the end of a backward there are all inputs of all layers, and as many gradients. Counted on models of transformers
-4.45, 4.48 and 5.23 with PEFT.
+PEFT wraps each adapter matrix separately (``peft/utils/other.py``, ``fsdp_auto_wrap_policy``). Their units come between
+a layer and the previous one, which is prefetched late in the layer's backward; and a layer's own parameter is frozen.
+It is resharded once gradients of its inputs are computed (``_register_post_backward_reshard_only_hook``:
+``register_multi_grad_hook``), and the hook's handle lives to the end of the backward
+(``_post_backward_final_callback``). A reentrant checkpoint recomputes with leaves as inputs: the hook references the
+leaf, the checkpoint's input, and so the leaf's gradient. Neither is freed with its layer: at the end of a backward all
+inputs of all layers live, and as many gradients. Counted on models of transformers 4.45, 4.48 and 5.23 with PEFT.
 
 NOTE [ Experts within a layer ]
-Experts that are spread over ranks are sharded over fewer ranks than the rest of their layer, and a group has one mesh:
-so they are a group within the layer's (torchtitan, ``apply_fsdp``: ``fully_shard`` of ``transformer_block.moe.experts``
-over the mesh "efsdp"). In backward the layer's own weights come first, with what was gathered for its experts; when
-gradients reach the experts, the group before is gathered, without its experts. Behind the experts' backward their
-weights are freed, and the buffer of the layer behind, which has no experts' gradients. Their gradients are copied and
-reduced beside what the layer before its experts still holds, and their buffer stays until the layer's own is filled. Of
-one rank nothing travels: no buffer is gathered, and the mean is another tensor (``reduce_scatter_input /
+Under expert parallelism experts are sharded over fewer ranks than the rest of their layer, and a group has one mesh: so
+they are a group within the layer's (torchtitan, ``apply_fsdp``: ``fully_shard`` of ``transformer_block.moe.experts``
+over the mesh "efsdp"). In backward the layer's own weights come first, with its experts' all-gather output; when
+gradients reach the experts, the previous group is prefetched, without its experts. After the experts' backward their
+weights are freed, and the next layer's buffer, which has no gradients of experts. Their gradients are copied and
+reduced while saved tensors of the layer's part before its experts live, and their buffer lives until the layer's own is
+filled. One rank has no all-gather buffer, and the mean is another tensor (``reduce_scatter_input /
 gradient_divide_factor`` of ``foreach_reduce``), as gloo's copy is among several.
 """
 
@@ -93,18 +92,17 @@ NOTHING = Static()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpGroups:
-    """The regions of a chunk, each with what its own group gathers and reduces.
+    """Regions of a chunk with their FSDP groups.
 
     Args:
-        kept: those whose weights stay unsharded after a forward.
-        ranks: over so many others are sharded again until their backward; 0: over all.
-        in_flight: weights are there with micro-batches anyway, see `whole_in_flight`.
-        outer: weights of the ends, which the outermost group has; 0: they have groups of their own.
-        late: unsharded gradients of the head, where they are there until the embedding's are; as shards,
-            ``late_shards``.
-        last: elements of the outermost group's last gradient.
-        tied: gradients of a tied table's two uses while they are added up, beside the head's, which is ``late``.
-        live: bytes beside each region where parameters are gathered module by module: NOTE [ Live parameters ] in
+        kept: regions whose weights stay unsharded after a forward.
+        ranks: ranks over which the others are resharded until their backward; 0: all.
+        in_flight: weights live with micro-batches in flight, see `whole_in_flight`.
+        outer: weights of the model's ends in the root group; 0: the ends have groups of their own.
+        late: unsharded gradients of the head that live until the embedding's; as shards, ``late_shards``.
+        last: elements of the root group's last gradient.
+        tied: gradients of a tied embedding while they are summed, without the head's, which is ``late``.
+        live: bytes during each region if parameters are all-gathered by module: NOTE [ Live parameters ] in
             `live_parameters`.
     """
 
@@ -121,7 +119,7 @@ class FsdpGroups:
 
     @classmethod
     def of(cls, run: Run, parts: Sequence[StageRegion]) -> FsdpGroups:
-        """Return the groups that the layout makes."""
+        """Return the groups of a layout."""
         layout = run.layout
         if layout.by_module:
             return cls(parts=tuple(parts), kept=(), live=live_parameters(run, parts))
@@ -137,7 +135,7 @@ class FsdpGroups:
         first, end = replace(first, static=both), replace(last, static=replace(last.static, gathered=0, reduced=0))
         tied = sum(w.numel for w in last.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[run.precision.compute]
         if late:
-            layers[-1] = replace(layers[-1])  # not the others that are alike
+            layers[-1] = replace(layers[-1])  # a new object, unlike its equals
         return cls(
             parts=(first, *layers, end),
             kept=(first, *(layers if not layout.resharded else layers[-1:] if late else ())),
@@ -149,7 +147,7 @@ class FsdpGroups:
         )
 
     def named(self, run: Run, part: StageRegion) -> int:
-        """Return the elements of the gradient that a loop's variable has while a group's are reduced."""
+        """Return the elements of the gradient that a loop variable references while a group's are reduced."""
         return self.last if self.outer and not part.is_layer else _last_gradient(run, part)
 
     def whole(self, part: StageRegion | None) -> int:
@@ -157,11 +155,11 @@ class FsdpGroups:
         return part.static.gathered if self.kept and part in self.kept and part is not None else 0
 
     def left(self, part: StageRegion) -> int:
-        """Return what stays of a region's weights after its forward: all, or a larger shard than the one for good."""
+        """Return the weights of a region that live after its forward: unsharded, or sharded over fewer ranks."""
         return part.static.gathered // self.ranks if self.ranks else self.whole(part)
 
     def again(self, part: StageRegion | None) -> int:
-        """Return the weights of a region that are gathered a second time, for its backward."""
+        """Return the weights of a region that are all-gathered again for its backward."""
         if part is None or not self.kept:
             return 0 if part is None else part.static.gathered
         return part.static.gathered - self.whole(part)
@@ -179,35 +177,35 @@ class GroupPlace:
 
     @property
     def shards(self) -> tuple[object, ...]:
-        """What of it decides what is there beside."""
+        """Key of all that decides live weights and gradients during the unit."""
         whole, parts = self.chunk.whole, (self.before, *self.own, self.behind)
         alone = (None if part is None else (part.static.gathered, part.static.reduced, whole(part)) for part in parts)
         return (*alone, None if self.before is None else self.before.region.output.nbytes, self.live)
 
     @classmethod
     def of(cls, chunk: FsdpGroups, first: int, stop: int) -> GroupPlace:
-        """Return the place of parts ``first .. stop - 1`` of a chunk."""
+        """Return the position of parts ``first .. stop - 1`` of a chunk."""
         parts = (None, *chunk.parts, None)
         own, live = chunk.parts[first:stop], chunk.live[first:stop]
         return cls(own=own, before=parts[first], behind=parts[stop + 1], chunk=chunk, live=live)
 
 
 def has_outer_ends(run: Run) -> bool:
-    """Has one group embedding, norm and head? A tied table is one parameter, which only one group can have."""
+    """Whether one group has embedding, norm and head: a tied embedding is one parameter, of one group."""
     layout = run.layout
     outer = layout.fsdp_wrap_layers_only or layout.flat_parameters or run.model.tied_embeddings
     return layout.pp == 1 and outer and run.gathers_parameters and not layout.by_module
 
 
 def _last_gradient(run: Run, part: StageRegion) -> int:
-    """Elements of the last gradient of an end's own group; 0 of a layer's, which is small."""
-    twice = run.layout.pp > 1  # a stage has a tied table a second time
+    """Elements of the last gradient of an end's own group; 0 for a layer's, which is small."""
+    twice = run.layout.pp > 1  # a stage has a second copy of a tied embedding
     own = [] if part.is_layer else [w.numel for w in part.region.weights if not w.frozen and (twice or not w.tied)]
     return own[-1] if own else 0
 
 
 def _unsharded(run: Run, part: StageRegion, apart: int = 0) -> int:
-    """A region's unsharded gradients, as its backward makes them, without those that are reduced ``apart``."""
+    """Bytes of a region's unsharded gradients in its backward, without those that are reduced ``apart``."""
     precision = run.precision
     return (part.static.reduced - apart) // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
 
@@ -216,7 +214,7 @@ def _unsharded(run: Run, part: StageRegion, apart: int = 0) -> int:
 
 
 def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
-    """Return a chunk's units with what is gathered and reduced beside them; the first and last of alike ones apart."""
+    """Add all-gathered weights and reduced gradients to a chunk's units; the first and last of equal ones are apart."""
     layout = run.layout
     alone = layout.shards == 1 and layout.expert_shards == 1 and not run.gathers_parameters
     if alone or (layout.zero < 2 and not layout.by_module):
@@ -230,7 +228,7 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
         count, size = len(unit.names), unit.regions
         begin = 0
         before: tuple[object, ...] = ()
-        # the first and the last have other neighbours than those between
+        # the first and the last have different neighbours
         for end in range(1, count + 1) if chunk.live else (1, count - 1, count):
             if end <= begin:
                 continue
@@ -250,10 +248,10 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
 
 
 def beside(run: Run, unit: Unit, place: GroupPlace, treated: StageRegion | None = None) -> Unit:
-    """Return a unit with what is there beside it. See NOTE [ What FSDP2 holds ].
+    """Add all-gathered weights and reduced gradients to a unit. See NOTE [ What FSDP2 holds ].
 
     Args:
-        treated: its region as it is treated, where that is otherwise than in its place.
+        treated: its region with another policy than in its position.
     """
     if place.live:
         return unit.plus(forward=max(f for f, _ in place.live), backward=max(b for _, b in place.live))
@@ -263,7 +261,7 @@ def beside(run: Run, unit: Unit, place: GroupPlace, treated: StageRegion | None 
 
 
 def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
-    """Return what there is beside the backward of the last region of a group, at least."""
+    """Return the least bytes of weights and gradients during the backward of a group's last region."""
     chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
     stop = sum(len(group.names) for group in groups[: at + 1])
     place = GroupPlace.of(chunk, stop - 1, stop)
@@ -272,7 +270,7 @@ def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     part, behind = place.own[0], 0 if place.behind is None else place.behind.static.reduced
     shard = chunk.left(part) if chunk.ranks else 0
     there, ahead = chunk.again(part), chunk.again(place.before)
-    if run.layout.flat_parameters:  # and nothing more where checkpoints are reentrant
+    if run.layout.flat_parameters:  # a lower bound: reentrant checkpoints prefetch nothing
         return there
     own = own_experts(run, part)
     if own.gathered:
@@ -290,9 +288,9 @@ def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
 
 
 def reducing(run: Run, chunk: Sequence[RegionGroup]) -> int:
-    """Return how far a chunk's reduction, behind its last backward, rises above its unsharded gradients and weights.
+    """Return the peak of a chunk's reduction, after its last backward, above its unsharded gradients and weights.
 
-    Group after group: a buffer, which gloo copies, and shards of those before.
+    Groups are reduced in turn: a buffer, which gloo copies, and shards of earlier ones.
     """
     there = highest = 0
     for part in (group.part for group in chunk for _ in group.names):
@@ -305,7 +303,7 @@ def reducing(run: Run, chunk: Sequence[RegionGroup]) -> int:
 
 
 def freed(run: Run, chunk: Sequence[RegionGroup]) -> int:
-    """Return what of a chunk is gone once it is reduced: unsharded weights, and of its gradients all but the shards."""
+    """Return the bytes of a chunk that its reduction frees: unsharded weights, and gradients less their shards."""
     total = together((group.part.static, len(group.names)) for group in chunk)
     return whole_in_flight(run, chunk) + total.reduced - total.gradients
 
@@ -348,27 +346,27 @@ class _Sharded:
         return self._whole_gradients(found) if layout.stage_buffers and layout.keeps_whole_gradients else found
 
     def _with_inputs_of_hooks(self, unit: Unit) -> Unit:
-        """With what hooks on a frozen layer's input hold: NOTE [ Flat parameters ]."""
+        """Add inputs and gradients that hooks of frozen layers reference: NOTE [ Flat parameters ]."""
         run, (part, *more), before, behind = self.run, self.place.own, self.place.before, self.place.behind
         frozen = run.layout.flat_parameters and run.tuning is not None and part.is_layer and not more
         if not frozen or before is None or not (run.recompute.reentrant and part.policy == FULL):
             return unit
         given = before.region.output.nbytes
-        # the gradient that it is given is already there, held by the hook behind it
+        # the gradient of its output is counted: the next layer's hook references it
         held = part.region.output.nbytes if behind is not None and behind.is_layer else 0
         return replace(unit, lingering=2 * given, backward_peak=unit.backward_peak - held)
 
     def _reduced_again(self) -> int:
-        """What replicas of shards have added up of another micro-batch, which each group holds to the backward's end.
+        """Bytes of another micro-batch's all-reduced shards under HSDP, which each group keeps to the backward's end.
 
-        ``_fsdp_param_group.py``, ``_all_reduce_state``. Of the first one it is the shards themselves, and so it is of a
-        pipeline, which reduces once; the outermost group's comes last.
+        ``_fsdp_param_group.py``, ``_all_reduce_state``. For the first micro-batch they are the shards themselves, as in
+        a pipeline, which reduces once; the root group's come last.
         """
         layout, last = self.run.layout, bool(self.place.chunk.outer) and self.place.own[0].name == HEAD
         return 0 if layout.zero_replicas == 1 or layout.keeps_whole_gradients or last else self.unit.gradient
 
     def _whole_gradients(self, unit: Unit) -> Unit:
-        """With unsharded gradients: nothing is reduced beside them, and the first become as wide as they stay."""
+        """Replace sharded gradients by unsharded ones, which the first backward casts to the reduce dtype."""
         run, own = self.run, self.place.own
         before = unit if run.layout.regathers else self.unit
         rise, wide = before.backward_peak, sum(part.static.reduced for part in own)
@@ -385,15 +383,15 @@ class _Sharded:
         before, behind = self.place.before, self.place.behind
         head, layout = part.name == HEAD, run.layout
         passes = passes_of(self.treated, run.gradient_rule)
-        # up to the last step that reads weights, and behind it; but for the head weights are there until it returns
+        # up to the last step that reads weights, and after it; weights of layers live until their forward returns
         (forward, loss), (backward, differentiated) = (passes.forward_peak, 0), (passes.backward_peak, 0)
         if head:
             (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
         gathered = 0 if chunk.in_flight else part.static.gathered
         after = 0 if chunk.in_flight else chunk.whole(part)
         shard = chunk.left(part) if chunk.ranks else 0
-        there = gathered - after  # what stays is among residents in backward
-        outer = chunk.outer if head else 0  # weights of the ends that the outermost group has
+        there = gathered - after  # the rest counts as resident in backward
+        outer = chunk.outer if head else 0  # weights of the ends in the root group
         flat = layout.flat_parameters
         lingering = before.static.gathered if outer and before is not None and not flat else 0
         within = flat or (run.kernels.model_code and run.kernels.loss is not Loss.OUTSIDE)  # the model's own loss
@@ -402,7 +400,7 @@ class _Sharded:
         ahead, experts, twice = chunk.again(before), NOTHING, gathered if flat else 2 * gathered
         if flat:
             waiting = 0
-            soon = head or run.tuning is None  # else adapters' units come between
+            soon = head or run.tuning is None  # otherwise adapters' units come between
             ahead = ahead if soon and not run.recompute.reentrant else 0
         if layout.ep > 1:
             waiting -= own_experts(run, behind).reduced
@@ -412,7 +410,7 @@ class _Sharded:
         if part.static.host_parameters:
             entering = max(entering, gathered + _on_its_way(run, part))
             fetched = passes.opening + there + ahead + _on_its_way(run, before) if ahead else 0
-        if before is not None:  # what it returned, and what was gathered for it
+        if before is not None:  # the previous group's output and all-gather
             entering += before.region.output.nbytes + (0 if chunk.in_flight or flat else before.static.gathered)
         late, at_end = 0 if head else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
         rise = max(
@@ -427,7 +425,7 @@ class _Sharded:
             phases = phases_of(self.treated, run.gradient_rule)
             rise = _rise_of_experts(run, experts, phases, there=there, ahead=ahead, waiting=waiting)
             twice = gathered + max(gathered - experts.gathered, experts.gathered if layout.expert_shards > 1 else 0)
-        closing = 0  # where nothing is reduced
+        closing = 0  # without a reduction
         if not layout.keeps_whole_gradients:
             staying = after + shard if layout.pp == 1 else 0
             closing = self._closing(part, before) + ahead - unit.resident - staying
@@ -438,7 +436,7 @@ class _Sharded:
         )
 
     def _closing(self, part: StageRegion, before: StageRegion | None) -> int:
-        """What there is while a group's gradients are copied and reduced, and the gradient of its input."""
+        """Live bytes while a group's gradients are copied and reduced, with the gradient of its input."""
         run = self.run
         apart = own_experts(run, part) if run.layout.ep > 1 else NOTHING
         named = self.place.chunk.named(run, part) * DTYPE_BYTES[run.precision.compute]
@@ -461,10 +459,10 @@ class _Sharded:
         return forward, backward + chunk.late, again + chunk.late
 
     def _segment_backward(self, *, stays: int) -> int:
-        """Forwards again, each with its own weights and those before it, and backwards, each group reduced behind its.
+        """Peak of recomputed forwards, with weights all-gathered so far, and backwards, with a reduction after each.
 
         Args:
-            stays: 1: what they were reduced to.
+            stays: 1: reduced shards are kept.
         """
         run, place, chunk, own = self.run, self.place, self.place.chunk, self.place.own
         plain = [named_passes(part.region, NONE, run.gradient_rule, False) for part in own]
@@ -495,21 +493,21 @@ class _Sharded:
 
 
 def _on_its_way(run: Run, part: StageRegion | None) -> int:
-    """Copies of a group's shards that come from the host, until the buffer that is gathered has them.
+    """Bytes of a group's shards that are fetched from the host, until they are in the all-gather's buffer.
 
-    Of segments of several groups they are not counted.
+    They are not counted in segments of several groups.
     """
     if part is None:
         return 0
-    narrow = 0
-    if run.precision.parameter != run.precision.compute:  # what is frozen is held as products read it
+    cast = 0
+    if run.precision.parameter != run.precision.compute:  # frozen weights are in the compute dtype already
         learned = sum(w.numel for w in part.region.weights if not w.frozen)
-        narrow = learned * DTYPE_BYTES[run.precision.compute] // run.layout.shards
-    return part.static.host_parameters + narrow
+        cast = learned * DTYPE_BYTES[run.precision.compute] // run.layout.shards
+    return part.static.host_parameters + cast
 
 
 def _cloned(run: Run, part: StageRegion) -> int:
-    """gloo reduces a copy (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``)."""
+    """Bytes of the copy that gloo reduces: ``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``, ``clone``."""
     return part.static.reduced if run.kernels.device is Device.CPU else 0
 
 
@@ -517,7 +515,7 @@ def _cloned(run: Run, part: StageRegion) -> int:
 
 
 class Phases(NamedTuple):
-    """Peaks of a layer's backward: until gradients reach its experts, within them, behind them; and how high it is when
+    """Peaks of a layer's backward: until gradients reach its experts, within them, and after them; and live bytes when
     they are done, with their gradients.
     """
 
@@ -528,7 +526,7 @@ class Phases(NamedTuple):
 
 
 def own_experts(run: Run, part: StageRegion | None) -> Static:
-    """Return what the group of a layer's experts has; nothing where there is none."""
+    """Return the totals of the group of a layer's experts; `NOTHING` without one."""
     layout = run.layout
     if part is None or layout.ep == 1 or layout.shards == 1 or layout.zero < 3 or layout.keeps_whole_gradients:
         return NOTHING
@@ -537,7 +535,7 @@ def own_experts(run: Run, part: StageRegion | None) -> Static:
 
 
 def phases_of(part: StageRegion, rule: GradientRule) -> Phases:
-    """Return the phases of a layer as it is treated."""
+    """Return the phases of a layer under its policy."""
     frames = () if part.held or part.chosen is not None else tuple(named_frames(part.region, part.policy))
     return _phases(part.region, part.kept, rule, frames, part.held)
 
@@ -569,21 +567,21 @@ class _Phased(Backward):
 
 
 def behind_experts(run: Run, own: Static) -> int:
-    """Return what a reduction of experts' gradients leaves of them: its input, and shards in their place."""
+    """Return the change by a reduction of experts' gradients: its input and shards, less the gradients."""
     precision = run.precision
     gradients = own.reduced // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
     return own.reduced + own.gradients - gradients
 
 
 def _rise_of_experts(run: Run, own: Static, phases: Phases, *, there: int, ahead: int, waiting: int) -> int:
-    """How high a layer's backward rises, its own group's reduction aside.
+    """Peak of a layer's backward, without the reduction of its own group.
 
     Args:
-        own: of its experts.
-        there: unsharded weights of the layer that are not among residents.
-        ahead: of the group before; ``waiting``: the buffer of the layer behind.
+        own: totals of its experts.
+        there: unsharded weights of the layer that are not resident.
+        ahead: weights of the previous group; ``waiting``: reduce-scatter input of the next layer.
     """
-    # shards, as many as all where one rank has them
+    # shards are as large as all on one rank
     copied = own.reduced if run.kernels.device is Device.CPU or run.layout.expert_shards == 1 else 0
     done, behind = phases.done + there - own.gathered + ahead, behind_experts(run, own)
     return max(

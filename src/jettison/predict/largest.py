@@ -1,13 +1,12 @@
-"""The largest run of its kind that fits a budget, and where exactly it stops fitting.
+"""Largest micro-batch, sequence and smallest sharding with which a run fits a budget, each with both sides of its edge.
 
-What is compared: `forecast(run).peak_bytes`, the allocated bytes of the worst rank from the second step on, with a
-budget for allocations. On a GPU budgets are those of `ranges.fit_budgets`.
+`forecast(run).peak_bytes`, the allocated bytes of the worst rank from the second step on, is compared with a budget for
+allocations. On a GPU budgets are those of `ranges.fit_budgets`.
 
-Where a planner decides what is computed again, a run fits what its smallest plan fits.
+With a planner (--recompute auto), a run fits if its smallest plan does.
 
-One size is changed at a time, all else stays as in the run; which settings would make it fit is `fitting_changes`' to
-say. More of a batch or of a sequence is taken to need more bytes; the edge that the search ends on is checked on both
-sides.
+Each size changes alone, with the rest of the run fixed; `fitting_changes` finds settings with which a run fits. Peaks
+are assumed to grow with batch and sequence; the edge is checked on both sides.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from jettison.predict.ranges import FitBudget, FitRule
 from jettison.spec.run import Run
 
 SEQUENCE_STEP: Final = 128
-"""Tokens on one rank: what fused attention kernels and tensor cores work in."""
+"""Tokens on one rank: tile size of fused attention kernels and tensor cores."""
 _MOST: Final = 1 << 40
-"""No size is searched beyond."""
+"""Upper end of the search."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edge:
-    """The last value that fits and the next one that does not, each with its peak.
+    """Last value that fits and first that does not, each with its peak.
 
     Args:
-        value: None where nothing fits; ``beyond`` is then the closest.
-        beyond: None where every value that there is fits.
-        rule: what both were held to.
-        may: the last value that may fit, for a rule that is surer than that.
+        value: None: none fits, and ``beyond`` is the closest.
+        beyond: None: all values fit.
+        rule: rule of the budget of both.
+        may: last value that may fit, for a stricter rule.
     """
 
     value: int | None = None
@@ -52,16 +51,16 @@ class Edge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitAnswer:
-    """What fits a budget.
+    """Largest sizes that fit a budget.
 
     Args:
-        peak_bytes: of the run as it is; where a planner decides, of its smallest plan.
+        peak_bytes: of the run; with a planner, of its smallest plan.
         micro_batch: the largest, at the run's sequence.
-        seq: the longest, at the run's micro-batch, in multiples of ``seq_step``; learned positions end it, and those
-            of a recorded model.
-        tp: the smallest tensor-parallel size, on more or fewer devices: the other axes stay.
+        seq: the longest, at the run's micro-batch, in multiples of ``seq_step``, up to the learned or recorded
+            positions.
+        tp: the smallest tensor-parallel size, with the other axes fixed, on another number of devices.
         zero: the smallest ZeRO stage.
-        changes: with which it fits, one or two together, the cheapest in time first; where it does not as it is.
+        changes: of a run that does not fit: one or two settings with which it does, the fastest first.
     """
 
     budget_bytes: int
@@ -75,23 +74,23 @@ class FitAnswer:
 
     @property
     def fits(self) -> bool:
-        """Does the run fit as it is?"""
+        """Whether the run fits."""
         return self.peak_bytes <= self.budget_bytes
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """JSON document."""
         return {"fits": self.fits, **asdict(self)}
 
 
 def fit(
     run: Run, *, budget_bytes: int, surer: Sequence[FitBudget] = (), peak: Callable[[Run], int] | None = None
 ) -> FitAnswer:
-    """What of a run fits ``budget_bytes`` of allocations on each rank.
+    """Return the largest sizes of a run that fit ``budget_bytes`` of allocations on each rank.
 
     Args:
-        surer: smaller budgets, as `fit_budgets` has them. Each edge is of the first with a value.
-        peak: bytes that a run needs; left out, those of its forecast. `predict.auto_recompute.smallest_budget` has it
-            for runs that a planner decides.
+        surer: smaller budgets of `fit_budgets`. Each edge is of the first with a value.
+        peak: function of the peak of a run; None: of its forecast; with a planner,
+            `predict.auto_recompute.smallest_budget`.
 
     Raises:
         UsageError: see `predict.forecast.forecast`.
@@ -99,9 +98,9 @@ def fit(
     peak = cache(_peak if peak is None else peak)
     budgets = (*surer, FitBudget(rule=FitRule.MAY if surer else FitRule.BUDGET, nbytes=budget_bytes))
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
-    ends = run.model.learned_positions or run.model.recorder is not None  # nothing longer can be recorded
+    ends = run.model.learned_positions or run.model.recorder is not None  # recorded at most this long
     positions = run.model.max_positions if ends else _MOST
-    if run.model.patches is not None:  # an image is as long as it is
+    if run.model.patches is not None:  # images have one length
         step = positions = run.seq
 
     def with_batch(count: int) -> int:
@@ -122,7 +121,7 @@ def fit(
 
 
 def _surest(budgets: Sequence[FitBudget], edge: Callable[[int], Edge]) -> Edge:
-    """The edge of the first budget with a value; otherwise of the last."""
+    """Edge of the first budget with a value, or of the last."""
     *surer, last = budgets
     most = replace(edge(last.nbytes), rule=last.rule)
     for budget in surer if most.value is not None else ():
@@ -133,7 +132,7 @@ def _surest(budgets: Sequence[FitBudget], edge: Callable[[int], Edge]) -> Edge:
 
 
 def _sharding(run: Run) -> Iterator[tuple[int, Run]]:
-    """Stages of ZeRO; of some optimizers and recipes not all are described."""
+    """The run at each ZeRO stage that its optimizer and recipe support."""
     for zero in range(4):
         try:
             yield zero, replace(run, layout=run.layout.at_zero(zero))
@@ -146,7 +145,7 @@ def _peak(run: Run) -> int:
 
 
 def _largest(peak: Callable[[int], int], budget: int, *, most: int) -> Edge:
-    """Of 1 to ``most``: doubling until it no longer fits, then bisection between what does and what does not."""
+    """Edge of 1 to ``most``: doubling until it no longer fits, then bisection."""
     if most < 1:
         return Edge()
     fits, fits_bytes = 0, 0
@@ -170,7 +169,7 @@ def _largest(peak: Callable[[int], int], budget: int, *, most: int) -> Edge:
 
 
 def _in_steps(edge: Edge, step: int) -> Edge:
-    """The edge of a number of steps as one of tokens."""
+    """Convert an edge in steps to tokens."""
     return replace(
         edge,
         value=None if edge.value is None else edge.value * step,
@@ -180,7 +179,7 @@ def _in_steps(edge: Edge, step: int) -> Edge:
 
 
 def _tensor_parallel(run: Run) -> Iterable[tuple[int, Run]]:
-    """The run with each tensor-parallel size that divides it, ascending."""
+    """The run at each tensor-parallel size that divides it, ascending."""
     heads = gcd(*(layer.heads for layer in run.model.kinds))
     for size in (t for t in range(1, heads + 1) if heads % t == 0):
         try:
@@ -190,7 +189,7 @@ def _tensor_parallel(run: Run) -> Iterable[tuple[int, Run]]:
 
 
 def _smallest(peak: Callable[[Run], int], runs: Iterable[tuple[int, Run]], budget: int) -> Edge:
-    """The first of ascending choices that fits, and the one before; where none fits, the one that needs least."""
+    """First of ascending choices that fits, and the previous one; if none fits, the one with the lowest peak."""
     failed: list[tuple[int, int]] = []  # peak, choice
     for choice, run in runs:
         nbytes = peak(run)

@@ -1,4 +1,4 @@
-"""A region's two passes under what is decided of it: replays that many forecasts share."""
+"""Cached replays of a region's forward and backward under its policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jettison.spec.run import Run
 
 
 def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = False) -> Passes:
-    """A region's replay under its policy."""
+    """Return a region's replay under its policy."""
     if part.held:
         return replay(part.region, part.kept, rule, accumulates=accumulates, held=part.held)
     if part.chosen is None:
@@ -32,7 +32,7 @@ def named_passes(region: Region, policy: str, rule: GradientRule, accumulates: b
 
 
 def named_frames(region: Region, policy: str) -> Sequence[frozenset[int]]:
-    """Ops of each checkpoint."""
+    """Ops of each checkpoint of a named policy."""
     if policy == PARTS:
         return ops_of_parts(region.program)
     return (frozenset(range(len(region.program.ops))),) if policy == FULL or policy in CONTEXTS else ()
@@ -45,10 +45,10 @@ def chosen_passes(region: Region, kept: frozenset[int], rule: GradientRule, accu
 
 @lru_cache(maxsize=65536)
 def cached_bytes(region: Region, kept: frozenset[int]) -> int:
-    """Copies of weights that do not stay of a region and that autocast's cache has until its context is left.
+    """Bytes of cast weights that a region does not keep, in autocast's cache until its context exits.
 
     ``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``: of leaves that require gradients; ``clear_cache`` is called
-    when the outermost context is left (``torch/amp/autocast_mode.py``, ``__exit__``), which is behind the loss.
+    when the outermost context exits (``torch/amp/autocast_mode.py``, ``__exit__``), after the loss.
     """
     found = {
         region.buffers[step.outputs[0].storage]
@@ -59,17 +59,17 @@ def cached_bytes(region: Region, kept: frozenset[int]) -> int:
 
 
 def caches_copies(run: Run) -> bool:
-    """Has autocast's cache copies of weights? What `parallel.parameters.local_part` hands to a product is no leaf."""
+    """Whether autocast caches cast weights; it does not for `parallel.parameters.local_part`, which is no leaf."""
     return run.autocast and (run.layout.tp == 1 or run.layout.gathered_inputs)
 
 
 def sums_apart(run: Run) -> bool:
-    """Are the gradients of a tied table's two uses added up in a third tensor?
+    """Whether the two gradients of a tied embedding are summed into a third tensor.
 
-    The engine adds to what came first if nobody else has its storage (``torch/csrc/autograd/input_buffer.cpp``,
-    ``can_accumulate_inplace``). The head's product returns a view of its gradient, whose base has it; under autocast
-    that is cast, which makes a tensor; of several heads, or chunks of one, the sum is the engine's own; and a fused
-    loss returns a tensor.
+    The engine accumulates in place if no other tensor shares the first one's storage
+    (``torch/csrc/autograd/input_buffer.cpp``, ``can_accumulate_inplace``). The head's matmul returns a view of its
+    gradient, whose base shares it; under autocast the cast makes a new tensor; for several heads, or chunks of one, the
+    sum is the engine's own; and a fused loss returns a new tensor.
     """
     once = (
         run.kernels.loss not in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.TILED, Loss.DPO) and not run.model.further
@@ -78,7 +78,7 @@ def sums_apart(run: Run) -> bool:
 
 
 def tied_table(region: Region, each: int) -> tuple[int, int]:
-    """Bytes of the gradient of an embedding's tied table, and of all its others, which are there before it."""
+    """Bytes of the gradient of a tied embedding, and of its region's other gradients, which come first."""
     learned = [w for w in region.weights if not w.frozen]
     tables = [w for w in learned if w.name == TOKENS] or learned
     table = max((w.numel for w in tables), default=0)
@@ -86,6 +86,6 @@ def tied_table(region: Region, each: int) -> tuple[int, int]:
 
 
 def held_over(embedding: Region) -> int:
-    """Return the bytes that an embedding makes for all layers, such as rotary tables."""
+    """Return the bytes that an embedding allocates for all layers, such as rotary tables."""
     steps = (step for step in embedding.tape.steps if step.name == "hold")
     return sum(embedding.tape.sizes[storage] for storage in {s.value.storage for step in steps for s in step.saved})

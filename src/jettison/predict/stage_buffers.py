@@ -1,22 +1,21 @@
-"""Buffers of a pipeline stage: what libraries, frameworks and schedules allocate beside the tensors of the model.
+"""Buffers of a pipeline stage: allocations of libraries, frameworks and schedules in addition to the model's tensors.
 
-Most are data, ``frameworks/NAME/buffers.toml``. A row is there where its ``when`` holds, which begins with an option,
-from one `memory.step.Event` to another, or forever. Its expressions are Python's, of the letters of docs/symbols.md, of
-a run's options by the names of their flags, and of these: ``stage``; ``first``, ``last``: it has an end of the model;
-``stream``: bytes that one stage sends another for one micro-batch; ``transfers``: what its chunks are sent for a
-micro-batch, outputs and gradients; ``inputs``: chunks that are sent an input from another device; ``compute``: bytes of
-an element.
+Most are data, ``frameworks/NAME/buffers.toml``. A row is allocated if its ``when`` holds, which begins with an option,
+from one `memory.step.Event` to another, or forever. Its expressions are Python's, of the letters of docs/symbols.md, a
+run's options by their flags, and these: ``stage``; ``first``, ``last``: it has the model's embedding or head;
+``stream``: bytes of a stage's output for one micro-batch; ``transfers``: outputs and gradients that its chunks receive
+for a micro-batch; ``inputs``: chunks that receive an input from another device; ``compute``: bytes of an element.
 
 NOTE [ Buffers of torch.distributed.pipelining ]
-``torch/distributed/pipelining/stage.py``, of 2.13. An input in flight is a receive buffer, and so is the gradient with
-which a backward starts. A chunk's output is in ``fwd_cache`` from its forward to the end of its backward
-(``backward_one_chunk``), on the last stage as well, where it is the logits. The gradient of the input that
-``get_bwd_send_ops`` sends is held by the ops until the next is sent (``Schedule1F1B``); ``_PipelineScheduleRuntime``,
-which runs interleaved schedules, and ``ScheduleGPipe`` hold the works of all that was sent until the step ends, and
-with them the tensors (gloo; NCCL of 2.7 and later keeps what a work sends on a shelf until somebody waits for it).
-Between two chunks of one device nothing is sent: an output takes the place of the other's buffer
-(``set_local_fwd_input``), and so does the gradient that comes back (``set_local_bwd_input``), until the same
-micro-batch's of the next step.
+``torch/distributed/pipelining/stage.py``, of 2.13. An input in flight is a receive buffer, and so is the gradient that
+a backward starts from. A chunk's output is in ``fwd_cache`` from its forward to the end of its backward
+(``backward_one_chunk``), on the last stage as well, where it is the logits. The input's gradient that
+``get_bwd_send_ops`` sends is referenced by the ops until the next is sent (``Schedule1F1B``);
+``_PipelineScheduleRuntime``, which runs interleaved schedules, and ``ScheduleGPipe`` reference the works of all sends
+until the step ends, and with them the tensors (gloo; NCCL of 2.7 and later keeps them until a wait for the work).
+Between two chunks of one device nothing is sent: an output replaces the other's receive buffer
+(``set_local_fwd_input``), as does the gradient on its way back (``set_local_bwd_input``), until the same micro-batch of
+the next step.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from jettison.spec.run import Run
 
 
 class FrameworkBuffer(NamedTuple):
-    """A row of a framework's table; ``until`` is None of a buffer that stays forever."""
+    """A row of a framework's table; ``until`` is None for a permanent buffer."""
 
     name: str
     when: CodeType
@@ -74,7 +73,7 @@ def framework_buffers() -> tuple[FrameworkBuffer, ...]:
 
 
 def buffers_of(run: Run, index: int) -> list[tuple[FrameworkBuffer, int]]:
-    """Return the buffers of a stage, with their bytes."""
+    """Return the buffers of a stage with their bytes."""
     layout, model = run.layout, run.model
     letters: dict[str, Any] = {
         "dataloader_attention_mask": run.dataloader_attention_mask,
@@ -119,14 +118,14 @@ def buffers_of(run: Run, index: int) -> list[tuple[FrameworkBuffer, int]]:
 
 
 def _transfers(run: Run, index: int) -> tuple[int, ...]:
-    """Of each chunk, what it is sent for a micro-batch, which is as much as it sends: an output and a gradient."""
+    """Number of tensors that each chunk receives, and sends, for a micro-batch: outputs and gradients."""
     layout = run.layout
     last = layout.pp * layout.virtual_stages - 1
     return tuple((place > 0) + (place < last) for place in layout.places(index))
 
 
 def sending(run: Run, index: int) -> tuple[int, ...]:
-    """Return the transfers of each chunk for a micro-batch, where what is sent stays until the step ends."""
+    """Return the transfers of each chunk for a micro-batch whose tensors are kept until the step ends."""
     layout = run.layout
     waits = layout.schedule is Schedule.ONE_F_ONE_B and layout.virtual_stages == 1
     if not layout.stage_buffers or layout.pp == 1 or waits:
@@ -160,14 +159,13 @@ def workspace_bytes(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
 
 
 def _shared_buffer(run: Run, parts: Sequence[StageRegion], experts: bool) -> int:
-    """Megatron's buffer of the name "mpu" (``GlobalMemoryBuffer.get_tensor``), for good: the largest of what is in it.
+    """Bytes of Megatron's permanent buffer "mpu" (``GlobalMemoryBuffer.get_tensor``), of its largest use.
 
-    Inputs gathered over ranks: the head's under sequence parallelism, and those of layers whose matmuls are Megatron's
-    own, in ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of
-    all ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``,
-    ``MoEAllGatherTokenDispatcher``, with ``use_global_buffer=True``. Rows are taken from it and kept; it is not.
-    And what the scores' product of Megatron's own attention is given to add to, times 0, in
-    ``megatron/core/transformer/dot_product_attention.py``. Counted where workspaces are.
+    All-gathered inputs: of the head under sequence parallelism, and of layers whose matmuls are Megatron's own, in
+    ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of all
+    expert-parallel ranks, in ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher``,
+    with ``use_global_buffer=True``, of which only selected rows are saved. And the input of the scores' ``baddbmm``,
+    with beta 0, in ``megatron/core/transformer/dot_product_attention.py``. Counted with workspaces.
     """
     layout, own, each = run.layout, not run.workspaces.library_bytes, run.micro_batch * run.seq // run.layout.cp
     tokens = 0
@@ -180,7 +178,7 @@ def _shared_buffer(run: Run, parts: Sequence[StageRegion], experts: bool) -> int
 
 
 def _scores(run: Run, layer: object) -> int:
-    """Of one layer's eager attention on one rank: b x a/t x s x s; of two stacks, the longer's."""
+    """Elements of eager attention scores of one layer on one rank: b x a/t x s x s; of two stacks, the longer's."""
     if not isinstance(layer, Layer) or run.kernels.attention is not AttentionKernel.EAGER:
         return 0
     if layer.attention is None or isinstance(layer.attention, Scan):
@@ -190,11 +188,11 @@ def _scores(run: Run, layer: object) -> int:
 
 
 def _dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:
-    """One tensor for each shape of a layer's matrices, in the dtype of parameters.
+    """Bytes of dummy gradients, one for each shape of a layer's matrices, in the dtype of parameters.
 
-    ``transformer_engine/pytorch/module/base.py``, ``get_dummy_wgrad`` (from version 2.3 on, of grouped products from
-    2.10): where the product has added to ``main_grad``, autograd is still given a tensor of the weight's shape, one for
-    each shape and dtype, which is kept for the next. The head's product, Megatron's own, takes it from there as well.
+    ``transformer_engine/pytorch/module/base.py``, ``get_dummy_wgrad`` (since version 2.3, for grouped GEMMs since
+    2.10): if the GEMM accumulates into ``main_grad``, autograd still gets a tensor of the weight's shape, cached by
+    shape and dtype. The head's GEMM, Megatron's own, uses the same cache.
     """
     weights = (w for part in parts for w in part.region.weights if w.product and not w.frozen)
     shapes = {local_shape(run, weight)[weight.expert :] for weight in weights}  # of experts one
@@ -204,13 +202,13 @@ def _dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:
 # packed documents -----------------------------------------------------------------------------------------------------
 
 BLOCK: Final = 128
-"""Of FlexAttention's masks: torch, ``flex_attention.py``, ``_DEFAULT_SPARSE_BLOCK_SIZE``."""
+"""Block size of FlexAttention's masks: torch, ``flex_attention.py``, ``_DEFAULT_SPARSE_BLOCK_SIZE``."""
 
 
 def packed_batch(run: Run, chunks: Sequence[Chunk]) -> int:
-    """Return what comes with packed documents while a micro-batch is at work: positions, and where documents end.
+    """Return the bytes of positions and document boundaries of packed documents, live during a micro-batch.
 
-    FlexAttention's ``BlockMask`` has two int32 for each pair of blocks and each row of them, for whole and for partial
+    FlexAttention's ``BlockMask`` has two int32 for each pair of blocks and each row of blocks, for full and for partial
     blocks, by queries and by keys.
     """
     if not run.packed:
@@ -229,10 +227,10 @@ def packed_batch(run: Run, chunks: Sequence[Chunk]) -> int:
 
 
 def document_mask(run: Run) -> int:
-    """Return the mask of packed documents where there is one, b × 1 × s × s, one for all layers.
+    """Return the bytes of the mask of packed documents, b × 1 × s × s, one for all layers; 0: there is none.
 
-    ``transformers/masking_utils.py``: booleans, and numbers for eager attention. The forward lets go of it, unless
-    layers that are recomputed hold it.
+    ``transformers/masking_utils.py``: booleans, and floats for eager attention. It is freed after the forward, unless
+    recomputed layers keep it.
     """
     if not run.packed or run.kernels.documents is not Documents.MASK:
         return 0
@@ -241,7 +239,7 @@ def document_mask(run: Run) -> int:
 
 
 def reads_mask(program: Program, kept: frozenset[int]) -> bool:
-    """Does what is recomputed read the mask that all layers are given?"""
+    """Whether recomputed ops read the mask that all layers share."""
     given = {buffer.index for buffer in program.buffers if buffer.free and buffer.name == MASK}
     return any(not given.isdisjoint(program.ops[op].inputs) for op in program.recompute_set(kept))
 

@@ -1,4 +1,4 @@
-"""What runs where: the regions of every stage of a run, walked through once for bytes and for seconds."""
+"""Regions of each pipeline stage of a run, with their policies, for bytes and for seconds."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from jettison.spec.states_on_host import StatesOnHost
 
 NONE, FULL, PARTS, MIXED = "none", "full", "parts", "mixed"
 FURTHER = "modules:mtp"
-"""A checkpoint of a layer for further tokens."""
+"""Policy of a full checkpoint of a multi-token prediction (MTP) layer."""
 CONTEXTS = frozenset({str(Mode.SELECTIVE_OP), str(Mode.SELECTIVE_OP_ALTERNATE)})
-"""Policies of torch's selective contexts, where no compiler sees them."""
+"""Policies of torch's selective checkpoint contexts in eager mode."""
 _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
-"""Modes under which layers of one kind are treated differently."""
+"""Modes under which equal layers have different policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """Buffers of a layer that a planner lets stay between its passes; those that are ``moved`` are on the host.
+    """Buffers of a layer that a planner keeps between its passes; those in ``moved`` are offloaded.
 
-    In a segment of several ``layers`` only those of the first one, at ``place`` 0, stay: NOTE [ Segments ] in
+    In a segment of several ``layers`` only those of the first one, at ``place`` 0, are kept: NOTE [ Segments ] in
     `units`.
     """
 
@@ -45,18 +45,18 @@ class Staying:
 
 
 Chosen = Sequence[Staying | None]
-"""By layer, what a planner lets stay; None where the run's recompute mode decides."""
+"""A planner's kept buffers of each layer; None: the run's recompute mode decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageRegion:
-    """A region of a stage and how backward gets what it needs of it. One stands for all that are alike.
+    """A region of a stage and its policy; equal regions share one object.
 
     Args:
         layer: of the model; None: the embedding or the head.
-        policy: the policy's word.
-        chosen: what a planner lets stay instead, for the policy "mixed".
-        held: buffers that whoever called the model has names for until its backward is over.
+        policy: name of the policy.
+        chosen: a planner's kept buffers, for the policy "mixed".
+        held: buffers that the model's caller references until its backward ends.
     """
 
     name: str
@@ -69,49 +69,49 @@ class StageRegion:
 
     @property
     def is_layer(self) -> bool:
-        """Neither the embedding nor the head."""
+        """Whether it is a layer, not the embedding or the head."""
         return self.layer is not None
 
     @property
     def kept(self) -> frozenset[int]:
-        """Buffers that stay of it between forward and backward."""
+        """Buffers that are kept between forward and backward."""
         kept = kept_by(self.region, self.policy) if self.chosen is None else self.chosen.buffers
         return kept | self.held if self.held else kept
 
     @property
     def segment(self) -> int:
-        """Layers of the segment that a planner has put it into; 1: it is alone."""
+        """Number of layers in its planned segment; 1: no segment."""
         return 1 if self.chosen is None else self.chosen.layers
 
     @property
     def first(self) -> bool:
-        """Is it alone, or the one whose input its segment holds?"""
+        """Whether it is the first of its segment, whose input is kept, or in none."""
         return self.chosen is None or self.chosen.place == 0
 
     @property
     def inner(self) -> bool:
-        """Does its backward need its output, for the next layer of its segment?"""
+        """Whether its segment recomputes its output for a next layer."""
         return self.chosen is not None and self.chosen.place < self.chosen.layers - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionGroup:
-    """Neighbouring regions that are alike but for their names; ``part`` is any of that kind, by whatever name."""
+    """Consecutive regions that are equal except for their names; ``part`` is one of them, by any name."""
 
     part: StageRegion
     names: tuple[str, ...]
 
     def parts(self) -> Iterator[StageRegion]:
-        """All of them."""
+        """Yield each region under its name."""
         return (replace(self.part, name=name) for name in self.names)
 
 
 Chunk = tuple[RegionGroup, ...]
-"""What a micro-batch passes on one visit to a stage, in the order of the forward."""
+"""Regions of one virtual stage on one rank, in the order of the forward."""
 
 
 def compiled_word(recipe: Fp8Recipe | None) -> str:
-    """Which rule of a compiler goes with a recipe."""
+    """Policy of compiled layers under a recipe."""
     return COMPILED if recipe is None or recipe.wide_weight_gradient else COMPILED_QUANTIZED
 
 
@@ -138,24 +138,24 @@ def _selective(policy: str) -> SelectiveOp:
 
 @lru_cache(maxsize=4096)
 def again_by(region: Region, policy: str) -> Recomputed | None:
-    """What a list of modules computes again; None: the policy is none."""
+    """Recomputed ops of a policy that is a list of modules; None: another policy."""
     word, _, names = policy.partition(":")
     return recomputed(region.program, tuple(names.split("+"))) if word == Mode.MODULES else None
 
 
 @lru_cache(maxsize=4096)
 def sent_by(region: Region, policy: str, modules: tuple[str, ...]) -> frozenset[int]:
-    """Of what a policy keeps, the buffers that wait on the host by a list of modules."""
+    """Kept buffers of a policy that a list of modules offloads to CPU."""
     return sent(region.program, kept_by(region, policy), modules)
 
 
 def names_of(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Modules as `solve.modules` calls them in a run, by who has its products: NOTE [ Norms of their own ] there."""
+    """Names of modules in `solve.modules`, by the library of the run's GEMMs: NOTE [ Norms of their own ] there."""
     return tuple(OWN.get(name, name) for name in modules) if run.workspaces.library_bytes else modules
 
 
 def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...]:
-    """Return by stage and by virtual stage the regions that a rank runs.
+    """Return a rank's regions, by stage and virtual stage.
 
     Raises:
         UsageError: layers do not divide over the stages.
@@ -168,7 +168,7 @@ def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...
 
 
 def _named(run: Run, chunk: Chunk, at: int) -> Chunk:
-    """A chunk whose first layer is number ``at`` of the model."""
+    """Rename a chunk whose first layer is number ``at`` of the model."""
     for group in chunk[:2]:  # of the embedding and a layer, or of layers
         if group.part.layer is not None and group.names[0] == run.model.layer_names[at]:
             return chunk
@@ -182,10 +182,10 @@ def _named(run: Run, chunk: Chunk, at: int) -> Chunk:
 
 
 def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) -> tuple[tuple[Chunk, ...], ...]:
-    """Return the same for who needs no names: chunks that are alike are one object, named after the first.
+    """Return `walk` with one object for equal chunks, under the first one's names.
 
     Args:
-        only: of one stage.
+        only: index of the only stage to return.
 
     Raises:
         UsageError: layers do not divide over the stages.
@@ -236,7 +236,7 @@ def _stretches(model: ModelSpec, start: int, stop: int) -> tuple[Stretch, ...]:
 def _same_places(
     model: ModelSpec, sizes: tuple[int, ...], stages: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[tuple[int, tuple[Stretch, ...]], ...], tuple[tuple[int, ...], ...]]:
-    """Where all layers of a kind are treated alike: of places that are alike the first, and by stage which of these.
+    """Distinct positions of chunks, each the first of equal ones, and their indices by stage, for uniform policies.
 
     Args:
         sizes: layers of each place.
@@ -254,14 +254,14 @@ def _same_places(
 
 
 Kind = tuple[int, str, Staying | None]
-"""Of a layer: its kind's number in the model, the policy, what a planner lets stay."""
+"""Key of a layer: index in `ModelSpec.kinds`, policy, and a planner's kept buffers."""
 
 
 def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dict[Kind, StageRegion]) -> Chunk:
-    """The regions of one place.
+    """Regions of one chunk.
 
     Args:
-        parts: what other places had; finding it again costs a hash of the run.
+        parts: cache over chunks, cheaper than a hash of the run.
     """
     groups = [RegionGroup(part=_end(run, EMBEDDING), names=(EMBEDDING,))] if place == 0 else []
     for kind, members in kinds:
@@ -274,14 +274,14 @@ def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dic
 
 
 def schedule_sizes(run: Run) -> dict[str, int]:
-    """Return what `memory.schedule` asks of a run's pipeline, but for the stage."""
+    """Return arguments of `memory.schedule` for a run's pipeline, without the stage."""
     layout = run.layout
     sizes = {"stages": layout.pp, "micro_batches": run.micro_batches, "virtual_stages": layout.virtual_stages}
     return sizes | {"group": layout.micro_batch_group}
 
 
 def segment_length(run: Run) -> int:
-    """Return the layers of each segment, where the recompute mode makes segments; else 1."""
+    """Return the number of layers in each segment of the recompute mode; 1: no segments."""
     return run.recompute.number if run.recompute.mode is Mode.EVERY else 1
 
 
@@ -294,9 +294,9 @@ def local_shape(run: Run, weight: Weight) -> tuple[int, ...]:
 
 
 def _policy(run: Run, position: int) -> str:
-    """The policy of the layer at ``position`` of its stage; segments are full."""
+    """Policy of the layer at ``position`` of its stage; segments are full."""
     mode, number = run.recompute.mode, run.recompute.number
-    whole = compiled_word(run.precision.recipe) if run.compiled else NONE  # of a layer that nobody checkpoints
+    whole = compiled_word(run.precision.recipe) if run.compiled else NONE  # of a layer without checkpoint
     match mode:
         case Mode.EVERY:
             return FULL
@@ -317,10 +317,10 @@ def _policy(run: Run, position: int) -> str:
 
 
 def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None) -> Iterator[tuple[Kind, range]]:
-    """Runs of neighbours among layers ``start .. stop - 1`` that are treated alike.
+    """Yield consecutive layers of ``start .. stop - 1`` with equal keys.
 
     Args:
-        position: of the first of them in its stage.
+        position: position of the first of them in its stage.
     """
     numbers = run.model.kind_numbers
 
@@ -335,7 +335,7 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
 
 def _layer(run: Run, kind: Kind) -> StageRegion:
     number, policy, picked = kind
-    table = run.layout.pp > 1 and not run.model.tied_embeddings  # or the stage's embedding, or its head, has it
+    table = run.layout.pp > 1 and not run.model.tied_embeddings  # otherwise the stage has one already
     named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding, table, run.states_on_host)
     return named if picked is None else replace(named, chosen=picked)
 
@@ -350,7 +350,7 @@ def _named_layer(
     table: bool,
     on_host: StatesOnHost,
 ) -> StageRegion:
-    """Args: table: a layer for further tokens has a copy of the embedding's."""
+    """Cached region of a layer without a plan; ``table``: an MTP layer has its own copy of the embedding."""
     layer = scene.model.kinds[number]
     region = layer_region(scene, layer)
     return StageRegion(
@@ -363,12 +363,12 @@ def _named_layer(
 
 
 def _repeats(layer: AnyLayer) -> bool:
-    """Does it run weights that the layer before it, on the same stage, has?"""
+    """Whether it shares the weights of the previous layer, on the same stage."""
     return isinstance(layer, Layer) and layer.repeats
 
 
 def _end(run: Run, name: str) -> StageRegion:
-    """The embedding; or final norm, head and loss, which hold a tied weight a second time on a stage of their own."""
+    """The embedding; or final norm, head and loss, with a second copy of a tied weight under pipelines."""
     twice = name == EMBEDDING or run.layout.pp > 1
     found = _named_end(run.scene, name, run.optimizer, run.layout.sharding, twice, run.states_on_host)
     return replace(found, held=found.region.returned) if run.keep_logits and name == HEAD else found

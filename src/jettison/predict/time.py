@@ -1,16 +1,15 @@
-"""What a step costs: seconds of each pipeline stage, how the schedule plays them, and where the time goes.
+"""Step time of a run: seconds of each pipeline stage, the replay of the schedule, and a breakdown.
 
 NOTE [ A step ]
-Regions are priced by `cost.layer`; a chunk of a stage is the sum of its regions, of which equal ones are priced once.
-On top of a micro-batch come ZeRO 3's gathering of each region before it runs and the reduction of its gradients after,
-beside the work of its neighbours; offloading, beside the next region's; and sending to the next stage. `cost.pipeline`
-plays the schedule. What is left of the reduction of gradients when backwards are over is waited for, then the optimizer
-steps. Ranks of a stage are alike, and nothing else uses the network.
+`cost.layer` has the seconds of regions; a chunk of a stage is the sum of its regions, of which equal ones are computed
+once. A micro-batch also has ZeRO 3's all-gather before each region and the reduction of its gradients after it, which
+overlap with neighbouring regions; offloading, which overlaps with the next region; and sending to the next stage.
+`cost.pipeline` replays the schedule. The rest of the reduction of gradients after the last backward is exposed, then
+the optimizer steps. Ranks of a stage are equal, and nothing else uses the network.
 
-The breakdown is the busiest stage's. Its parts are seconds that add up to the step: `compute`, the kernels of forwards
-and backwards; `communication` that is waited for, or that slows what it hides behind; `bubble`, waiting for other
-stages; `recompute`, all that backward does again; `other`, the optimizer, and kernels too short for the host to keep
-up with.
+The breakdown is of the busiest stage. Its parts sum to the step: `compute`, the kernels of forwards and backwards;
+`communication` that is exposed, or slows compute that it overlaps with; `bubble`, waiting for other stages;
+`recompute`, all recomputed ops; `other`, the optimizer, and launch-bound kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from jettison.spec.run import Run, anchored, expect_run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Breakdown:
-    """Seconds of a step by what they go into."""
+    """Seconds of a step by part: NOTE [ A step ]."""
 
     compute: float
     communication: float
@@ -47,16 +46,16 @@ class Breakdown:
 
     @property
     def seconds(self) -> float:
-        """Altogether: the step."""
+        """Sum of all parts: the step time."""
         return self.compute + self.communication + self.bubble + self.recompute + self.other
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step takes on given hardware.
+    """Step time of a run on given hardware.
 
     Args:
-        lagged: of the replay's makespan, what transfers between stages cost although stages go on meanwhile.
+        lagged: the part of the replay's makespan that is due to overlapped transfers between stages.
         recomputed_flops: of a step, on all ranks.
     """
 
@@ -76,12 +75,12 @@ class Estimate:
 
     @property
     def busiest(self) -> int:
-        """The stage that works longest; the first of equals."""
+        """Index of the stage with the longest work; the first of equals."""
         return max(range(len(self.stages)), key=lambda index: self.replay.busy[index])
 
     @cached_property
     def breakdown(self) -> Breakdown:
-        """Where the busiest stage's time goes."""
+        """Breakdown of the busiest stage's time."""
         stage, times = self.stages[self.busiest], self.run.micro_batches
         total = stage.total
         parts = (total.forward, total.inputs, total.weights)
@@ -90,7 +89,7 @@ class Estimate:
         ended = self.step_seconds - optimizer - self.replay.makespan
         return Breakdown(
             compute=times * sum(part.compute for part in parts),
-            communication=max(0.0, times * moved + self.lagged + ended),  # a difference of sums: nothing is not -1e-16
+            communication=max(0.0, times * moved + self.lagged + ended),  # a difference of sums: no -1e-16
             bubble=max(0.0, self.replay.makespan - self.replay.busy[self.busiest] - self.lagged),
             recompute=times * sum(part.seconds for part in stage.again),
             other=times * sum(part.dispatch for part in parts) + optimizer,
@@ -103,30 +102,30 @@ class Estimate:
 
     @property
     def peak_flops_per_second(self) -> int:
-        """Of one device, for the dtype of activations."""
+        """Peak of one device for the dtype of activations."""
         return rate(self.hardware, self.run.precision.compute)
 
     def model_flops(self, counting: Counting = Counting.LEDGER) -> float:
-        """Of a step on all ranks."""
+        """Model FLOPs of a step on all ranks."""
         return model_flops(self.run, counting)
 
     @property
     def hardware_flops(self) -> float:
-        """What runs: model FLOPs and what is computed again."""
+        """Hardware FLOPs of a step: model FLOPs and recomputation."""
         return self.model_flops() + self.recomputed_flops
 
     def mfu_by(self, counting: Counting) -> float:
-        """MFU as somebody counts it."""
+        """MFU under another convention of model FLOPs."""
         return self._utilised(self.model_flops(counting))
 
     @property
     def mfu(self) -> float:
-        """By the ledger's count, attention in full: arXiv 2205.05198 Appendix A."""
+        """MFU with the ledger's model FLOPs, attention in full: arXiv 2205.05198 Appendix A."""
         return self.mfu_by(Counting.LEDGER)
 
     @property
     def hfu(self) -> float:
-        """With what is computed again."""
+        """HFU: utilization with recomputation."""
         return self._utilised(self.hardware_flops)
 
     def _utilised(self, flops: float) -> float:
@@ -146,15 +145,15 @@ def estimate(
     chosen: Chosen | None = None,
     outlined: Sequence[tuple[Chunk, ...]] | None = None,
 ) -> Estimate:
-    """What a step of a run takes.
+    """Estimate the step time of a run.
 
     Args:
-        execution: how the code runs it; left out, what goes with the run's kernels, compiled where its layers are.
-        chosen: by layer, buffers that a planner keeps; None where the run's recompute mode decides.
-        outlined: the run's `outline`, where it is known.
+        execution: execution model; default: that of the run's kernels, compiled if its layers are.
+        chosen: a planner's kept buffers of each layer; None: the run's recompute mode decides.
+        outlined: the run's `outline`, if known.
 
     Raises:
-        UsageError: no run or no hardware; it lacks a figure that is needed, or the layout does not suit the run.
+        UsageError: not a run or hardware; a figure missing in the hardware's file, or a layout that does not divide.
     """
     expect_run(run)
     if not isinstance(hardware, Hardware):
@@ -193,7 +192,7 @@ def estimate(
 
 
 def recomputing(run: Run, stage: int) -> float:
-    """The share of a stage's micro-batches that compute again."""
+    """Share of a stage's micro-batches that recompute."""
     whole = run.recompute.whole
     if not whole:
         return 1.0
@@ -215,14 +214,14 @@ def _stages(
 
 
 def in_halves(run: Run) -> bool:
-    """Is each backward two passes?"""
+    """Whether each backward is split into two passes."""
     return run.layout.schedule.splits and run.layout.pp > 1
 
 
 def works(
     run: Run, stages: Sequence[StageSeconds]
 ) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
-    """By stage and chunk: seconds of forwards, of backwards and, where a schedule splits these, of second halves."""
+    """Seconds of forwards, of backwards and, in a split backward, of gradients of weights, by stage and chunk."""
     forward = [stage.forward for stage in stages]
     if not in_halves(run):
         return forward, [stage.backward for stage in stages], None
@@ -230,7 +229,7 @@ def works(
 
 
 def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Replay, float]:
-    """The schedule; and of its makespan, what transfers cost although stages go on meanwhile."""
+    """Replay of the schedule, and the part of its makespan due to overlapped transfers between stages."""
     layout = run.layout
     if layout.pp == 1:
         seconds = run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward))

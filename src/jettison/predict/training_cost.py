@@ -1,4 +1,4 @@
-"""What a whole training costs: days, GPU hours and money for so many tokens, from the time of a step and its range."""
+"""Cost of a training run: days, GPU hours and money for a number of tokens, from the step time and its range."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What is asked for.
+    """Tokens of a training run and the price of a GPU hour.
 
     Raises:
-        UsageError: no number of tokens above nothing, or a price without one.
+        UsageError: a number that is not above 0, or a price without tokens.
     """
 
     tokens: float | None = None
@@ -26,7 +26,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if self.price_per_gpu_hour is not None and self.tokens is None:
-            raise UsageError("got --price-per-gpu-hour without --tokens; say how many tokens, such as --tokens 1e12")
+            raise UsageError("got --price-per-gpu-hour without --tokens; give the tokens, such as --tokens 1e12")
         for name, value in (("tokens", self.tokens), ("price-per-gpu-hour", self.price_per_gpu_hour)):
             if value is not None and not (isfinite(value) and value > 0):
                 raise UsageError(
@@ -39,10 +39,10 @@ NOTHING_WANTED: Final = Wanted()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingCost:
-    """Of one layout on so many devices; the price is in whatever money the price of an hour is.
+    """Cost of a training run under one layout; prices are in the currency of the price of an hour.
 
     Args:
-        steps: whole steps that see at least so many tokens.
+        steps: number of steps, rounded up.
         seconds: of all of them, as predicted.
         low_seconds, high_seconds: the range.
     """
@@ -56,22 +56,22 @@ class TrainingCost:
     price_per_gpu_hour: float | None
 
     def gpu_hours(self, seconds: float) -> float:
-        """Of all devices in so many seconds."""
+        """GPU hours of all devices for a duration."""
         return self.gpus * seconds / HOUR_SECONDS
 
     def price(self, seconds: float) -> float | None:
-        """What these cost."""
+        """Price of these; None without a price of an hour."""
         return None if self.price_per_gpu_hour is None else self.gpu_hours(seconds) * self.price_per_gpu_hour
 
     @property
     def duration(self) -> str:
-        """Days, in words."""
+        """Days, for tables."""
         low, high = self.low_seconds / DAY_SECONDS, self.high_seconds / DAY_SECONDS
         return f"{self.seconds / DAY_SECONDS:,.1f} days ({low:,.1f} to {high:,.1f}) on {self.gpus} GPUs"
 
     @property
     def expense(self) -> str:
-        """GPU hours, and money where an hour has a price, in words."""
+        """GPU hours, and their price if an hour has one, for tables."""
         hours = f"{self.gpu_hours(self.seconds):,.0f} GPU hours"
         if self.price_per_gpu_hour is None:
             return hours
@@ -83,11 +83,11 @@ class TrainingCost:
 
     @property
     def amount(self) -> str:
-        """Tokens and steps, in words."""
+        """Tokens and steps, for tables."""
         return f"{self.tokens:.4g} tokens".replace("e+", "e") + f" in {self.steps:,} steps"
 
     def document(self) -> dict[str, Any]:
-        """For programs; ranges have the low and the high end."""
+        """JSON document; ranges have the low and the high end."""
         ends = (self.low_seconds, self.high_seconds)
         return {
             "tokens": self.tokens,
@@ -106,7 +106,7 @@ class TrainingCost:
 def training_cost(
     wanted: Wanted, *, step_seconds: float, step_tokens: int, gpus: int, sure: Residual
 ) -> TrainingCost | None:
-    """Of a training with such steps; None where no tokens are asked for."""
+    """Return the cost of a training run; None without a number of tokens."""
     if wanted.tokens is None:
         return None
     steps = ceil(wanted.tokens / step_tokens)

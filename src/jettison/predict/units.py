@@ -1,24 +1,24 @@
-"""Units of a pipeline stage's chunk: what each region holds, and how high its passes rise.
+"""Units of a pipeline stage's chunk: saved bytes of each region, and peaks of its forward and backward.
 
 NOTE [ Segments ]
-`every:K` holds the input of the first of K layers, and so may a planner's choice for any run of layers of a chunk.
-Backward recomputes the K forwards, keeping everything, and then runs their backwards. So within a segment the replay of
-no recompute holds, on top of one input.
+`every:K` saves the input of the first of K layers, as may a plan for consecutive layers of a chunk. Backward recomputes
+the K forwards without checkpointing, then runs their backwards. So within a segment the replay without recompute holds,
+plus one input.
 
 NOTE [ What a model's forward names ]
-A local variable of transformers' own forward is referenced until it returns, read or not. Of GPT-2 that is the rows of
-both of its tables and their positions, beside every layer's forward (``modeling_gpt2.py``, ``GPT2Model.forward``:
-``inputs_embeds``, ``position_embeds``, ``position_ids``). Of an encoder beside a decoder it is the encoder's output, to
-the end of the loss (``modeling_t5.py``, ``T5ForConditionalGeneration.forward``: ``hidden_states``;
-``modeling_whisper.py``, ``WhisperModel.forward``: ``encoder_outputs``): without autocast the decoder's matmuls keep it
-anyway. A loop that works its loss out of what the model returned comes when these are gone. Of what was returned the
-encoder's output is a part (``Seq2SeqLMOutput``, ``encoder_last_hidden_state``), as long as the loop holds that; and
-each checkpoint of the decoder was given it.
-In backward, gradients of what a whole stack reads are added up from its last layer to its first: of the encoder's
-output, of biases by distance, and of the zeros in their place.
-What ``enable_input_require_grads`` asks a gradient of, the rows of the table, becomes a leaf (``modeling_utils.py``,
-``make_inputs_require_grads``), and the graph has it at the node that adds up its gradient
-(``torch/csrc/autograd/functions/accumulate_grad.h``, ``variable``) until its backward is there.
+Local variables of transformers' forward keep tensors alive until it returns. In GPT-2 these are both embeddings and
+the position ids, during every layer's forward (``modeling_gpt2.py``, ``GPT2Model.forward``: ``inputs_embeds``,
+``position_embeds``, ``position_ids``). In an encoder-decoder it is the encoder's output, to the end of the loss
+(``modeling_t5.py``, ``T5ForConditionalGeneration.forward``: ``hidden_states``; ``modeling_whisper.py``,
+``WhisperModel.forward``: ``encoder_outputs``): without autocast the decoder's matmuls save it anyway. A loss in the
+training loop runs after these are freed. The model's return value has the encoder's output as well
+(``Seq2SeqLMOutput``, ``encoder_last_hidden_state``), while the loop references it; and each checkpoint of the decoder
+saves it as an input.
+In backward, gradients of inputs that all layers of a stack share accumulate from its last layer to its first: of the
+encoder's output, of relative position biases, and of zeros that replace them.
+``enable_input_require_grads`` makes the embedding's output a leaf (``modeling_utils.py``,
+``make_inputs_require_grads``), which the node that accumulates its gradient references
+(``torch/csrc/autograd/functions/accumulate_grad.h``, ``variable``) until its backward.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ ROWS = "aten.embedding.default"
 LOGITS = "logits"
 GATHERED, JOINED = f"c10d.{GATHER}", "aten.cat.default"
 CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.AUTO}
-"""Modes under which ``torch.utils.checkpoint`` is given a layer's inputs."""
+"""Modes under which ``torch.utils.checkpoint`` saves a layer's inputs."""
 
 
 def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool] = (False, False)) -> tuple[Unit, ...]:
     """Return the units of one chunk, in order; none of a stage without layers.
 
     Args:
-        neighbours: are the chunks before it and behind it on the same device?
+        neighbours: whether the previous and the next chunk are on the same device.
     """
     if not groups:
         return ()
@@ -75,7 +75,7 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
         made = _with_ends(run, groups, made, handed_on=behind)
     else:
         made = _with_names(run, groups, _without_masks(run, made))
-    if run.keep_logits:  # logits, beside every backward behind the head's
+    if run.keep_logits:  # logits live through all backwards but the head's
         held = groups[-1].part.region.program.kept_bytes(groups[-1].part.held)
         made = [unit.plus(backward=0 if unit.is_loss else held) for unit in made]
     made = with_shards(run, groups, made)
@@ -84,13 +84,13 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
             unit.plus(resident=-moved, forward=ahead, backward=moved + ahead)
             for unit, moved, ahead in _sending(run, groups, made)
         ]
-    if splits(run) and groups[0].part.name != EMBEDDING:  # the model's first chunk has no first half
+    if splits(run) and groups[0].part.name != EMBEDDING:  # the model's first chunk has no gradients of inputs
         made = list(_with_halves(run, groups, made, handed_back=before))
     return tuple(map(_with_frozen, made) if run.frozen else made)
 
 
 def unit_within(run: Run, groups: Sequence[RegionGroup], place: GroupPlace) -> Unit:
-    """Return what some neighbours of a chunk are together, with the transients that they have there, nothing sent."""
+    """Return the unit of consecutive regions, with transients by their position in the chunk, without offloading."""
     (unit,) = _made(run, groups)
     return _with_frozen(beside(run, unit, place, groups[0].part))
 
@@ -100,7 +100,7 @@ def _regions(groups: Sequence[RegionGroup]) -> list[StageRegion]:
 
 
 def _apart(made: Sequence[Unit], places: Collection[int]) -> list[Unit]:
-    """Units cut before these regions of their chunk, where no segment is in the way."""
+    """Split units before these regions of their chunk, except within segments."""
     found, at = [], 0
     for unit in made:
         size, count = unit.regions, len(unit.names)
@@ -116,8 +116,8 @@ def _apart(made: Sequence[Unit], places: Collection[int]) -> list[Unit]:
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_pile_up`, `Run.gradient_rule`;
-    whether a table is tied and no group of its own; `Run.autocast`.
+    """Properties of a run that `_unit` needs, computed once: `Run.frees_gradients`, `Run.gradients_pile_up`,
+    `Run.gradient_rule`; whether embeddings are tied without an FSDP group of their own; `Run.autocast`.
     """
 
     frees: bool
@@ -136,7 +136,7 @@ def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
     size, how = segment_length(run), _How.of(run)
     if size > 1 or any(group.part.chosen is not None and group.part.chosen.layers > 1 for group in groups):
         return list(_segments(run, groups, size, how))
-    # layers of two kinds may take turns: a group each, of the same two regions
+    # alternating layers of two kinds have a group each, of the same two regions
     known = {part: _unit(run, group, how) for part, group in {group.part: group for group in groups}.items()}
     return [u if (u := known[group.part]).names is group.names else u.named(group.names) for group in groups]
 
@@ -147,19 +147,19 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
     adding = passes if how.whole else passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
     added = adding.backward_peak
-    if how.frees:  # it goes as one that is added to others does
+    if how.frees:  # it is freed like one that was accumulated
         gradient, backward = _left(run, [part]), adding.backward_peak
     if how.tied:
         if part.name == HEAD:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
             gradient += pending
-        if part.name == EMBEDDING:  # the head's backward made it already
+        if part.name == EMBEDDING:  # the head's backward allocated it
             table, others = tied_table(part.region, DTYPE_BYTES[dtype])
             gradient -= table
             summed = table // DTYPE_BYTES[dtype] * DTYPE_BYTES[rule.added]
-            both = 2 * summed if sums_apart(run) else summed  # the engine's sum beside what it adds to the head's
+            both = 2 * summed if sums_apart(run) else summed  # the engine's sum and its new term
             backward, added = max(adding.backward_peak, others + both), max(adding.backward_peak, both)
-            if run.model.source is not None:  # the decoder's rows came before: `_with_gradients`
+            if run.model.source is not None:  # the decoder's embedding came first: `_with_gradients`
                 again = 0 if run.model.source.sound else others + summed
                 backward, added = max(passes.backward_peak - table, again), adding.backward_peak
     mask = mask_bytes(run) if part.name == EMBEDDING else 0
@@ -183,7 +183,7 @@ def _left(run: Run, parts: Sequence[StageRegion]) -> int:
 
 
 def _with_frozen(unit: Unit) -> Unit:
-    """With its peaks no lower than the forward of a frozen model that stands beside it."""
+    """Raise a unit's peaks to that of a frozen model's forward which runs with it."""
     if not unit.frozen:
         return unit
     if not unit.is_loss:
@@ -193,12 +193,12 @@ def _with_frozen(unit: Unit) -> Unit:
 
 
 def _segments(run: Run, groups: Sequence[RegionGroup], size: int, how: _How) -> Iterator[Unit]:
-    """One unit for each run of equal segments. See NOTE [ Segments ].
+    """Yield one unit for consecutive equal segments. See NOTE [ Segments ].
 
     Args:
-        size: of every segment; 1: as a planner has cut them, and layers that it has left alone are units of their own.
+        size: of every segment; 1: planned segments, with units of their own for other layers.
     """
-    # layers for further tokens are checkpoints of their own
+    # layers for multi-token prediction (MTP) are checkpoints of their own
     own = groupby(groups, lambda group: group.part.layer is not None and not group.part.layer.ahead)
     for is_own, run_of_groups in own:
         if not is_own:
@@ -249,8 +249,8 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
 
 
 def _forwards_again(first: Region, plain: Sequence[Passes]) -> tuple[int, int]:
-    """Peak of a segment's forwards that are recomputed, above its input, and what is there behind them."""
-    level = -first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))  # of the input, what stays anyway
+    """Peak of a segment's recomputed forwards above its input, and live bytes after them."""
+    level = -first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))  # the saved part of the input
     peak = 0
     for p in plain:
         peak = max(peak, plain[-1].output + level + p.forward_peak)
@@ -270,15 +270,15 @@ def _segment_backward(first: Region, plain: Sequence[Passes], gradients: Sequenc
 
 
 def stream_bytes(run: Run) -> int:
-    """Return what one stage sends another for one micro-batch."""
+    """Return the bytes of a stage's output for one micro-batch."""
     return embedding_region(run.scene).output.nbytes
 
 
 def _with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, handed_on: bool) -> list[Unit]:
-    """Units of a chunk with what it holds of its ends; the first and the last are alone then.
+    """Add a chunk's input and output buffers to its units; then the first and the last are separate.
 
     Args:
-        handed_on: the chunk behind it is on the same device, and what this one returns becomes that one's buffer.
+        handed_on: the next chunk is on the same device, and this one's output becomes its buffer.
     """
     first, last = groups[0].part, groups[-1].part
     head = last.name == HEAD
@@ -299,10 +299,10 @@ def _with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *,
 
 @lru_cache(maxsize=1024)
 def tables_bytes(scene: RegionSignature) -> int:
-    """Return the rotary tables that each stage makes in its forward; the embedding's region has those of the first.
+    """Return the bytes of rotary tables that a stage computes in its forward; the first stage's are the embedding's.
 
     ``transformers/models/llama/modeling_llama.py``, ``LlamaModel.forward``: ``self.rotary_emb(hidden_states, ...)``.
-    Other code has one table for good.
+    Other code has one permanent table.
     """
     if not scene.kernels.forward_names:
         return 0
@@ -310,24 +310,24 @@ def tables_bytes(scene: RegionSignature) -> int:
 
 
 def input_kept(part: StageRegion) -> int:
-    """Return what stays until its backward of what a region is given."""
+    """Return the bytes of a region's input that are saved for backward."""
     return part.region.program.kept_bytes(_hidden(part.region) & part.kept)
 
 
 def _hidden(region: Region) -> frozenset[int]:
-    """The residual stream's buffer: the first that a region is given."""
+    """Buffer of the residual stream: a region's first input."""
     return frozenset({region.buffers[next(iter(region.tape.sources))]})
 
 
 def logits_returned(part: StageRegion) -> int:
-    """Return the logits that the loss does not keep anyway: what the stage returns."""
+    """Return the bytes of the logits that a stage returns, unless the loss saves them."""
     region = part.region
     made = [v for step in region.tape.steps if step.path.startswith(LOGITS) for v in step.outputs]
     if not made:
         return 0
     following = GATHERED
     while found := [s.outputs[0] for s in region.tape.steps if made[-1] in s.inputs and s.name == following]:
-        made, following = found, JOINED  # of a sharded vocabulary, and put in order
+        made, following = found, JOINED  # all-gathered over a sharded vocabulary, and concatenated
     storage = made[-1].storage
     return 0 if region.buffers[storage] in part.kept else region.tape.sizes[storage]
 
@@ -336,24 +336,24 @@ def logits_returned(part: StageRegion) -> int:
 
 
 def mask_bytes(run: Run) -> int:
-    """Return what layers are given of who sees whom, where they are checkpoints; of each kind of layer its own.
+    """Return the bytes of attention masks that checkpoints save as inputs, one for each kind of layer.
 
-    ``transformers/masking_utils.py``: made once for all layers, for eager attention what it adds to scores, b × 1 × s ×
-    s (``eager_mask``), for a fused kernel booleans, 1 × 1 × s × s without padding (``sdpa_mask``), and none where
-    causality says it all (``_ignore_causal_mask_sdpa``). Autograd has no use for it, but each checkpoint holds what it
-    was given. Packed documents' stands elsewhere. A plan's blocks are not asked: a described one leaves it out.
+    ``transformers/masking_utils.py``: one for all layers, a term of scores for eager attention, b × 1 × s × s
+    (``eager_mask``), booleans for a fused kernel, 1 × 1 × s × s without padding (``sdpa_mask``), and none if attention
+    is causal only (``_ignore_causal_mask_sdpa``). Autograd does not save it, but each checkpoint keeps its inputs. The
+    mask of packed documents is `stage_buffers.document_mask`. Plans of described models do not count it.
     """
     return sum(_masks(run).values()) if run.kernels.forward_names else 0
 
 
 def _masks(run: Run) -> dict[bool, int]:
-    """In transformers' code by kind, with a window (False) or without (True), the bytes of its mask, if it has one."""
+    """Bytes of transformers' masks by kind: with a sliding window (False) or full (True)."""
     model, kernels = run.model, run.kernels
     if run.packed or run.recompute.mode not in CHECKPOINTS:
         return {}
     eager = kernels.attention is AttentionKernel.EAGER
     if kernels.filled_masks or (kernels.made_masks and not eager) or model.pair or model.audio:
-        return {}  # encoders mask padding alone
+        return {}  # encoders mask padding only
     each = run.seq * run.seq // run.layout.cp
     if eager:
         return dict.fromkeys(_masked(model), run.micro_batch * each * DTYPE_BYTES[run.scene.precision.compute])
@@ -367,7 +367,7 @@ def _masks(run: Run) -> dict[bool, int]:
 
 @lru_cache(maxsize=1024)
 def _masked(model: ModelSpec) -> Mapping[bool, int]:
-    """By kind of mask, without a window or with one, the first layer that is given it."""
+    """First layer of each kind of mask: full (True) or with a window (False)."""
     found: dict[bool, int] = {}
     for number, layer in enumerate(model.kinds):
         if isinstance(layer, Layer) and (attention := _causal(layer.attention)):
@@ -381,9 +381,9 @@ def _causal(attention: object) -> Attention | None:
 
 
 def _without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
-    """Masks and rotary tables go with the first layer that has them, and are not there behind it.
+    """Free masks and rotary tables with the backward of the first layer that reads them.
 
-    The model's own dicts of them (``causal_mask_mapping``, ``position_embeddings``) went when its forward returned.
+    The model's own dicts of them (``causal_mask_mapping``, ``position_embeddings``) are freed when its forward returns.
     """
     if not run.kernels.forward_names or len(firsts := _masked(run.model)) < 2:
         return made
@@ -398,13 +398,13 @@ def _without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
 
 
 def _with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Sequence[Unit]:
-    """With what is referenced beside them: NOTE [ What a model's forward names ]."""
+    """Add tensors that local variables keep alive: NOTE [ What a model's forward names ]."""
     if not run.kernels.forward_names or run.model.recorder is not None:
         return made
     embedding, read = groups[0].part, 0
     if run.model.source is not None:
         made = list(_with_gradients(run, groups, made))
-        if run.scene.precision.casts:  # the encoder's output, of which the decoder reads copies: else it is kept anyway
+        if run.scene.precision.casts:  # the decoder saves casts of the encoder's output, otherwise the output itself
             each = DTYPE_BYTES[run.scene.precision.compute]
             read = run.micro_batch * run.source_seq * run.model.hidden * each
             made = list(_with_read(run, groups, made, read))
@@ -421,7 +421,7 @@ def _with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
 
 
 def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Iterator[Unit]:
-    """With the encoder's output beside each forward of the decoder, and its loss; and in what the model returned."""
+    """Add the encoder's output to each forward of the decoder and the loss, and to the model's return value."""
     parts, at = _regions(groups), 0
     for unit in made:
         at += unit.regions * len(unit.names)
@@ -433,7 +433,7 @@ def _with_read(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
 
 
 def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
-    """With what layers behind have left of gradients of what each layer of a stack is given."""
+    """Add gradients of shared inputs that later layers of a stack have accumulated."""
     parts = _regions(groups)
     layers = [(at, part.layer) for at, part in enumerate(parts) if isinstance(part.layer, Layer)]
     encoder, decoder = ([at for at, layer in layers if layer.source is own] for own in (True, False))
@@ -442,7 +442,7 @@ def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit
     at = 0
     for unit in _apart(made, [decoder[0] + 1]) if rows else made:
         first, at = at, at + unit.regions * len(unit.names)
-        if rows and (first, at) == (decoder[0], decoder[0] + 1):  # behind its backward come the decoder's rows
+        if rows and (first, at) == (decoder[0], decoder[0] + 1):  # after its backward: the decoder's embedding
             passed = unit.gradient - unit.resident, -unit.resident
             highest = max(unit.backward_peak, rows + passed[0]), max(unit.adding_peak, rows + passed[1])
             unit = replace(unit, backward_peak=highest[0], adding_peak=highest[1])
@@ -456,9 +456,9 @@ def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit
 
 
 def _rows_gradient(run: Run, groups: Sequence[RegionGroup]) -> int:
-    """Of a tied table's, with the gradient of its rows, where the decoder looks them up: before the encoder's backward.
+    """Bytes of the decoder's gradients of a tied embedding and its output, before the encoder's backward.
 
-    Beside it there may be its sum with the head's: `predict.passes.sums_apart`.
+    With its sum with the head's, if that is a new tensor: `predict.passes.sums_apart`.
     """
     if not run.model.tied_embeddings:
         return 0
@@ -467,7 +467,7 @@ def _rows_gradient(run: Run, groups: Sequence[RegionGroup]) -> int:
 
 
 def _given_bytes(run: Run, layer: Layer) -> int:
-    """Of gradients of the encoder's output and of biases that a layer is given, or hands on."""
+    """Bytes of gradients of the encoder's output and of relative position biases that a layer reads or passes on."""
     each, rows = DTYPE_BYTES[run.scene.precision.compute], run.source_seq if layer.source else run.seq
     total = 0 if layer.source else run.micro_batch * run.source_seq * run.model.hidden * each
     for asked, columns in ((layer.attention, rows), (layer.cross, run.source_seq)):
@@ -478,7 +478,7 @@ def _given_bytes(run: Run, layer: Layer) -> int:
 
 
 def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
-    """With what the head was given gone when its norm has read it, or the model returned."""
+    """Free the head's input after the final norm, or after the model returned."""
     outside = run.kernels.loss is Loss.OUTSIDE
     if not outside and run.model.final_norm is None:
         return made
@@ -491,7 +491,7 @@ def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
 
 
 def _leaf(run: Run, region: Region) -> frozenset[int]:
-    """The buffer of what a frozen table's module returns, its scale included, where a gradient of it is asked for."""
+    """Buffer of a frozen embedding's scaled output, if it requires a gradient."""
     if run.tuning is None or not run.tuning.inputs_need_gradients:
         return frozenset()
     at = next((at for at, step in enumerate(region.tape.steps) if step.name == ROWS), None)
@@ -501,7 +501,7 @@ def _leaf(run: Run, region: Region) -> frozenset[int]:
 
 
 def _named(region: Region, leaf: frozenset[int]) -> int:
-    """Rows of tables, and ids of positions, that the region keeps none of and does not hand on."""
+    """Bytes of embeddings and position ids that the region neither saves nor returns."""
     program = region.program
     rows = {region.buffers[v.storage] for step in region.tape.steps if step.name == ROWS for v in step.outputs}
     ids = {region.buffers[at] for at, (_, name, free) in region.tape.sources.items() if name == POSITIONS and not free}
@@ -513,17 +513,18 @@ def _named(region: Region, leaf: frozenset[int]) -> int:
 
 
 def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
-    """Return the bytes that units of a chunk send to the host in a forward, by name; of those that send any."""
+    """Return the bytes that units of a chunk offload in a forward, by name; without units that offload nothing."""
     if not (groups and run.recompute.to_host):
         return {}
     return {name: n for unit, n, _ in _sending(run, groups, _made(run, groups)) for name in unit.names if n}
 
 
 def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:
-    """Units, the bytes that each sends, and those of the one before; only layers send, and of a chunk not the last.
+    """Yield units, their offloaded bytes, and those of the previous one; only layers offload, but not a chunk's last.
 
-    Under lists of modules the last layer of other chunks than the model's last sends as well: Megatron keeps what the
-    backward that comes next would fetch at once (``fine_grained_activation_offload.py``, ``should_bulk_offload``).
+    With lists of modules the last layer of a chunk offloads as well, except in the model's last chunk: Megatron keeps
+    tensors that the next backward would fetch at once (``fine_grained_activation_offload.py``,
+    ``should_bulk_offload``).
     """
     parts, at = _regions(groups), 0
     each: list[tuple[Unit, str, int]] = []
@@ -547,7 +548,7 @@ def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> I
 
 
 def moved_bytes(run: Run, part: StageRegion) -> int:
-    """Return what a region sends to the host, of what stays of it."""
+    """Return the bytes of a region's kept tensors that are offloaded."""
     if not (run.recompute.to_host and part.is_layer and part.first):
         return 0
     if run.recompute.sent:
@@ -556,27 +557,27 @@ def moved_bytes(run: Run, part: StageRegion) -> int:
     return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)
 
 
-# a backward in two halves ---------------------------------------------------------------------------------------------
-# NOTE [ Two halves ] in `formula.split_backward`. The gradient of a chunk's input, which is sent, is also the input
-# buffer's own (``inp.grad``), until the next step begins (``stage.py``, ``clear_runtime_states``).
+# split backward -------------------------------------------------------------------------------------------------------
+# NOTE [ Two halves ] in `formula.split_backward`. The gradient of a chunk's input, which is sent, is also the ``.grad``
+# of the input buffer until the next step begins (``stage.py``, ``clear_runtime_states``).
 
 
 def splits(run: Run) -> bool:
-    """Is backward torch's, in two halves?"""
+    """Whether backward is torch's split one."""
     layout = run.layout
     return layout.stage_buffers and layout.pp > 1 and layout.schedule.splits
 
 
 def by_torch(run: Run, part: StageRegion) -> bool:
-    """Does torch's checkpoint, of a layer or of several, recompute a region between two halves of a backward?"""
+    """Whether torch's checkpoint, of one or several layers, recomputes a region in a split backward."""
     return part.chosen is None and part.policy == FULL and splits(run)
 
 
 def _with_halves(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, handed_back: bool) -> Iterator[Unit]:
-    """Units of a chunk, whose first and last are alone.
+    """Add a split backward to the units of a chunk, whose first and last are separate.
 
     Args:
-        handed_back: the chunk before it is on the same device, and has the gradient of this one's input for a buffer.
+        handed_back: the previous chunk is on the same device, and this one's input gradient becomes its buffer.
     """
     parts, at = _regions(groups), 0
     for number, unit in enumerate(made):
@@ -589,11 +590,11 @@ def _with_halves(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], 
 
 
 def _halves(run: Run, own: Sequence[StageRegion], *, first: bool, last: bool) -> Halves:
-    """Halves of one unit.
+    """Split backward of one unit.
 
     Args:
-        first, last: of its chunk. The first one's input is a buffer, and its gradient stays; the gradient of the last
-            one's output is a buffer.
+        first, last: of its chunk. The first one's input is a receive buffer, whose gradient is kept; the gradient of
+            the last one's output is a receive buffer.
     """
     torchs = all(by_torch(run, part) for part in own)
     regions, kept, rule = tuple(part.region for part in own), own[0].kept, run.gradient_rule
@@ -611,7 +612,7 @@ def _halves(run: Run, own: Sequence[StageRegion], *, first: bool, last: bool) ->
 
 @lru_cache(maxsize=4096)
 def _alone(region: Region, kept: frozenset[int], rule: GradientRule, torchs: bool) -> InputHalf:
-    """A region under its policy; what is recomputed and stays is among ``gradients``."""
+    """Gradients of inputs of a region under its policy; recomputed tensors that stay count as ``gradients``."""
     stays = frozenset[int]() if torchs else read_by_groups(region) - kept
     half = input_half(region, kept, rule, stays=stays)
     return replace(half, gradients=half.gradients + region.program.kept_bytes(stays))
@@ -619,7 +620,7 @@ def _alone(region: Region, kept: frozenset[int], rule: GradientRule, torchs: boo
 
 @lru_cache(maxsize=4096)
 def _segment_half(regions: tuple[Region, ...], rule: GradientRule, torchs: bool) -> InputHalf:
-    """Several regions behind one input: all are recomputed, and differentiated from the last to the first."""
+    """Gradients of inputs of a segment: all regions are recomputed, then differentiated from the last to the first."""
     plain = [named_passes(region, NONE, rule, False) for region in regions]
     peak, level = _forwards_again(regions[0], plain)
     there = 0

@@ -1,9 +1,9 @@
-"""Micro-batches beyond those that have to compute again, kept whole: arXiv 2205.05198 Appendix C.
+"""Micro-batches without checkpointing in a pipeline: arXiv 2205.05198 Appendix C.
 
-A pipeline stage has fewer micro-batches in flight the later it comes, and a plan that the first one needs leaves room
-on the others. So many of each window of micro-batches keep everything, the same number on every stage, as Megatron has
-it; later windows are shorter, and of them these are a larger share. Bytes and seconds are counted micro-batch by
-micro-batch: `memory.actions.device_order` and `memory.schedule.recomputing_share`.
+Later pipeline stages have fewer micro-batches in flight, so a plan for the first stage leaves memory free on others. A
+number of micro-batches in each window is not checkpointed, the same on every stage, as in Megatron; windows of later
+stages are shorter, and the share is larger there. Bytes and seconds are counted for each micro-batch:
+`memory.actions.device_order` and `memory.schedule.recomputing_share`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jettison.spec.run import Run
 
 
 def largest_window(run: Run) -> int:
-    """Of the first stage, which has most in flight."""
+    """Window of the first stage, which has most micro-batches in flight."""
     return window(run.layout.schedule, stage=0, **schedule_sizes(run))
 
 
 def most_whole(run: Run, limit_bytes: int) -> Run:
-    """The run with as many micro-batches of each window kept whole as fit, by bisection: each of them saves seconds.
+    """Return the run with as many micro-batches without checkpointing as fit, by bisection: each saves time.
 
-    A run that does not fit as it is, has no pipeline, or keeps everything anyway keeps none of them whole.
+    There are none in a run that does not fit without them, has no pipeline, or does not checkpoint.
     """
     if run.layout.pp == 1 or run.recompute.mode is Mode.NONE or run.recompute.to_host:
         return with_whole(run, 0)
@@ -41,10 +41,10 @@ def most_whole(run: Run, limit_bytes: int) -> Run:
 
 
 def settled(run: Run, budgets: Sequence[FitBudget]) -> Run:
-    """The same where a number is given; as many as fit the first budget that the run fits where `MOST` are asked for.
+    """Return the run with `MOST` replaced by the number that fits the first budget that the run fits.
 
     Raises:
-        UsageError: nobody says what they are to fit.
+        UsageError: no limit to fit.
     """
     if run.recompute.whole != MOST:
         return run
@@ -55,5 +55,5 @@ def settled(run: Run, budgets: Sequence[FitBudget]) -> Run:
 
 
 def with_whole(run: Run, whole: int) -> Run:
-    """The same with another number of them."""
+    """Return the run with another number of micro-batches without checkpointing."""
     return replace(run, recompute=replace(run.recompute, whole=whole))
