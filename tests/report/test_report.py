@@ -129,6 +129,11 @@ def test_a_described_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (grid,) = subject.grids
     again = {kind.name for kind, fates in zip(grid.tensors, grid.fates, strict=True) if fates[0] is Fate.AGAIN}
     assert again == set(document["reasons"][0]["again"])
+    assert sum(role.nbytes for role in subject.peak_roles) == document["predicted"]["peak_bytes"]
+    assert {"parameters", "gradients", "optimizer state", "saved for backward"} <= {r.what for r in subject.peak_roles}
+    assert run(["export", str(target), "--to", "torch"]) == 0
+    row = next(line for line in capsys.readouterr().err.splitlines() if line.strip().startswith("a step"))
+    assert dict(subject.facts)["step"].partition(" (")[0] in row  # one number for the same step
 
 
 def test_a_run_and_the_plan_that_it_followed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from jettison.cli.main import run
 from jettison.cli.report import report
 from jettison.report import headless
 from jettison.report.page import page
@@ -113,6 +114,23 @@ def test_a_run_has_its_curves(tmp_path: Path, open_page: Open) -> None:
     assert figures(opened) == ["budget", "phases", "timeline", "layers", "tensors", "loss", "seconds", "peaks"]
     assert numbers(opened, "loss")[:2] == [["1", "4.000000"], ["2", "2.000000"]]
     assert len(numbers(opened, "peaks")) == 2
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_described_plan_says_what_its_peak_is_made_of(tmp_path: Path, open_page: Open, dark: bool) -> None:
+    flags = ["llama3-8b", "--gpu", "h100-80gb", "--dp", "8", "--zero", "3", "--seq", "8192", "--budget", "40GiB"]
+    assert run(["plan", *flags, "--what-if", "--out", str(tmp_path / "plan.json")]) == 0
+    document = json.loads((tmp_path / "plan.json").read_text())
+    target = tmp_path / "r.html"
+    target.write_text(report([tmp_path / "plan.json"]).html(), encoding="utf-8")
+    opened = open_page(target, dark=dark)
+    assert figures(opened) == ["budget", "roles", "layers", "tensors"]  # one stage is no figure of its own
+    assert [row[0] for row in numbers(opened, "roles")] == list(document["peak_roles"])
+    assert opened.page.locator("#does-0 tbody tr").count() < len(document["layers"])
+    assert opened.page.locator("#next-0 tbody tr").count() == len(document["what_if"])
+    assert axe_violations(opened) == []
+    for width in (390, 1440):
+        assert no_sideways_scroll(opened, width), too_wide(opened)
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

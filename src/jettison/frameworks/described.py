@@ -11,6 +11,7 @@ from jettison.frameworks.policy import Cost, Decision, LayerAction, LayerPolicy,
 from jettison.ledger.program import Op
 from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.ranges import figures
 from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
 from jettison.spec.recompute import Mode, Recompute
@@ -132,6 +133,8 @@ def subject_of(choice: AutoForecast, document: dict[str, object], model: str) ->
     """Make the subject of an export from a described plan."""
     made_by = document.get("made_by")
     predicted = document.get("predicted")
+    run, peak_bytes = choice.forecast.run, choice.forecast.peak_bytes
+    expected = figures(run, peak_bytes, hardware=choice.hardware.name, step_seconds=choice.step_seconds).step_seconds
     return Subject(
         model=model,
         plan_hash=str(document["hash"]),
@@ -143,4 +146,5 @@ def subject_of(choice: AutoForecast, document: dict[str, object], model: str) ->
         described=choice,
         predicted=predicted if isinstance(predicted, dict) else {},
         asked=made_by if isinstance(made_by, dict) else {},
+        expected_ratio=1.0 if expected is None else expected.expected / choice.step_seconds,
     )

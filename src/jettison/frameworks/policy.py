@@ -120,6 +120,7 @@ class Subject:
         described: the choice for a described run; None for a live model's plan.
         predicted: predictions of the plan's document, by key.
         asked: flags of the plan's document.
+        expected_ratio: step time that is expected ÷ modelled, from published runs.
     """
 
     model: str
@@ -133,6 +134,7 @@ class Subject:
     described: AutoForecast | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
     asked: Mapping[str, object] = field(default_factory=dict)
+    expected_ratio: float = 1.0
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from jettison.predict.ranges import FitBudget, FitRule, fit_budgets
 from jettison.predict.stage_choice import StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Staying, kept_by
-from jettison.predict.time import estimate, recomputing
+from jettison.predict.time import Estimate, estimate, recomputing
 from jettison.predict.whole_micro_batches import largest_window, with_whole
 from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
@@ -57,12 +57,17 @@ class AutoForecast:
         """Recompute and stalls as a share of a step without them."""
         return self.seconds / self.plain_seconds if self.plain_seconds else 0.0
 
-    @cached_property
+    @property
     def step_seconds(self) -> float:
         """Step time by `predict.time.estimate`."""
+        return self.estimate.step_seconds
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Times of a step under the choice."""
         kept = {part.name: part.chosen for part in self.forecast.parts}
         run = self.forecast.run
-        return estimate(run, self.hardware, chosen=[kept[name] for name in run.model.layer_names]).step_seconds
+        return estimate(run, self.hardware, chosen=[kept[name] for name in run.model.layer_names])
 
     @property
     def segments(self) -> tuple[tuple[str, str], ...]:

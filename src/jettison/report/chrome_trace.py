@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from jettison.core.errors import UsageError
 from jettison.memory.schedule import PASSES, ScheduledPass, Work
 from jettison.memory.step import StageAction, actions
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
@@ -257,6 +258,26 @@ def stage_memory(
     for number in range(STEPS):
         player.step(passes, number, number * step_ns, (number + 1) * step_ns)
     return player.writer.timeline()
+
+
+def peak_by_role(memory: Forecast, found: Estimate, index: int) -> dict[str, int]:
+    """Return the bytes of a stage's highest moment from the second step on, by role; the largest first.
+
+    Empty where it has too many micro-batches to be played.
+    """
+    try:
+        passes, step_ns = step_slices(memory, found), nanoseconds(found.step_seconds)
+    except UsageError:
+        return {}
+    played = stage_memory(memory, index, passes[index], step_ns=step_ns)
+    second = next(mark.event for mark in played.marks if mark.text == "step 1")
+    at = second + int(played.live_bytes[second:].argmax())
+    if played.live_bytes[at] != memory.stages[index].peak.nbytes:
+        return {}
+    roles: Counter[str] = Counter()
+    for share in played.shares(at):
+        roles[share.label.role] += share.nbytes
+    return dict(roles.most_common())
 
 
 class _Player:

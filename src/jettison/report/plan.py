@@ -84,7 +84,7 @@ def export_table(found: Exported) -> RenderableType:
         "on the host": lambda cost: format_bytes(cost.host_bytes) if cost.host_bytes else "",
         "computed again": lambda cost: format_flops(cost.recompute_flops),
         f"at prices of {subject.hardware.name}": lambda cost: format_seconds(cost.recompute_seconds),
-        "a step": lambda cost: "" if cost.step_seconds is None else format_seconds(cost.step_seconds),
+        "a step": lambda c: "" if c.step_seconds is None else format_seconds(subject.expected_ratio * c.step_seconds),
     }
     cells = [(name, *map(say, costs)) for name, say in kinds.items()]
     whose = ("plan", found.target, *(one.words for one in found.alternatives))
@@ -176,6 +176,8 @@ class ForecastPlan:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1``. The hash covers the layers' choices and segments."""
+        from jettison.report.chrome_trace import peak_by_role  # the schedule's clock, which reading plans does without
+
         choice, found = self.choice, self.choice.forecast
         layers = [asdict(layer) for layer in self.layers]
         segments = [list(each) for each in choice.segments]
@@ -197,6 +199,7 @@ class ForecastPlan:
                 "host_bytes": choice.host_bytes,
                 "composed": None,
             },
+            peak_roles=peak_by_role(found, choice.estimate, found.worst.index),
             figures=self.figures.document(),
             verdict=self.verdict and str(self.verdict),
             solver={"gap": choice.gap, "seconds": self.solver_seconds},

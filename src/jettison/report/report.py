@@ -110,8 +110,17 @@ def _phases(subjects: Sequence[ReportSubject]) -> FittedTable:
 
 
 def _of_one(subject: ReportSubject, mark: str) -> Iterable[RenderableType]:
+    if subject.peak_roles:
+        rows = [(one.what, exact(one.nbytes)) for one in subject.peak_roles]
+        yield grid(f"{mark}What the peak is made of", ("role",), ("bytes",), rows)
+        yield Text("")
     if subject.layers:
         yield _layers(subject.layers, mark)
+        yield Text("")
+    if subject.next_gib:
+        found = [(format_bytes(r.budget_bytes), r.changes, format_seconds(r.saved_seconds)) for r in subject.next_gib]
+        columns = ("budget", "tensors that change their place")
+        yield grid(f"{mark}What each next GiB would change", columns, ("a step saves",), found)
         yield Text("")
     for each in subject.grids:
         yield _fates(each, mark)

@@ -22,6 +22,7 @@ from jettison.report.alternatives import Reason
 from jettison.report.plan import DESCRIBED, ROOT_NAME, LayerChoice
 from jettison.report.proof import SCHEMA as PROOF_SCHEMA
 from jettison.report.proof import LayerProof, Proof
+from jettison.report.tables import span
 from jettison.report.untrusted import all_printable, parse_json, read_text
 from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor
@@ -128,6 +129,15 @@ class TrainStep:
     measured: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NextGiBRow:
+    """What a larger budget would change, and seconds of a step that it would save."""
+
+    budget_bytes: int
+    changes: str
+    saved_seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportSubject:
     """One document.
@@ -139,6 +149,8 @@ class ReportSubject:
         facts: what else there is to say, as names and values.
         levels: bytes over the step: predicted, measured, plain.
         command: what makes such a document.
+        peak_roles: bytes of the peak by role; together they are the peak.
+        next_gib: what each next GiB would change; None where nobody asked.
     """
 
     kind: SubjectKind
@@ -155,6 +167,8 @@ class ReportSubject:
     steps: tuple[TrainStep, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     command: str = ""
+    peak_roles: tuple[Amount, ...] = ()
+    next_gib: tuple[NextGiBRow, ...] | None = None
 
 
 # What is known of any of them: amounts, phases, grids -----------------------------------------------------------------
@@ -511,6 +525,33 @@ class _DescribedStage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Flip:
+    tensor: str
+    before: str
+    after: str
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NextGiB:
+    budget_bytes: int
+    saved_seconds: float
+    flips: tuple[_Flip, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Expected:
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figures:
+    step_seconds: _Expected | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class _DescribedPlan:
     model: str
     budget_bytes: int
@@ -522,6 +563,9 @@ class _DescribedPlan:
     hash: str = ""
     reasons: tuple[Reason, ...] = ()
     warnings: tuple[str, ...] = ()
+    peak_roles: dict[str, int] = field(default_factory=dict)
+    figures: _Figures = _Figures()
+    what_if: tuple[_NextGiB, ...] | None = None
 
 
 def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
@@ -544,7 +588,7 @@ def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
         *(("left out", text) for text in plan.warnings),
         ("hardware", plan.hardware),
         ("recompute", f"{format_percent(plan.predicted.overhead_fraction)} of a step's time, predicted"),
-        ("step", format_seconds(plan.predicted.step_seconds)),
+        ("step", _expected_step(plan)),
         ("layers", f"{format_count(len(plan.layers))} on {len(plan.stages)} pipeline stages"),
         ("hash", plan.hash),
     ]
@@ -562,7 +606,23 @@ def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
         layers=tuple(_planned(one, stage=one.stage, why=str(reasons.get(one.layer, ""))) for one in plan.layers),
         grids=(grid,) if tensors else (),
         command=f"jettison plan {plan.model} --budget {plan.budget_bytes}B --format json",
+        peak_roles=tuple(Amount(what=role, nbytes=nbytes) for role, nbytes in plan.peak_roles.items()),
+        next_gib=None if plan.what_if is None else tuple(map(_next_row, plan.what_if)),
     )
+
+
+def _expected_step(plan: _DescribedPlan) -> str:
+    """The step time that `plan` and `export` say: expected from published runs; as modelled in older documents."""
+    found = plan.figures.step_seconds
+    if found is None:
+        return format_seconds(plan.predicted.step_seconds)
+    return f"{format_seconds(found.expected)} ({format_seconds(found.low)} to {format_seconds(found.high)})"
+
+
+def _next_row(row: _NextGiB) -> NextGiBRow:
+    changes = [f"{flip.tensor}: {flip.before} -> {flip.after} in {span(flip.layers, brief=True)}" for flip in row.flips]
+    text = "; ".join(changes) or "nothing"
+    return NextGiBRow(budget_bytes=row.budget_bytes, changes=text, saved_seconds=row.saved_seconds)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
 KEYS = (
     "schema", "made_from", "feasible", "model", "budget_bytes", "minimum_budget_bytes", "reason", "predicted",
-    "figures", "verdict", "fit_rule", "solver", "layers", "root", "segments", "torch_version", "gradients_held",
-    "chunked_loss", "offload", "host_budget_bytes", "whole_micro_batches", "hardware", "stages", "reasons", "warnings",
-    "what_if", "tensors", "levels", "made_by", "request", "environment", "hash", "from",
+    "figures", "verdict", "fit_rule", "peak_roles", "solver", "layers", "root", "segments", "torch_version",
+    "gradients_held", "chunked_loss", "offload", "host_budget_bytes", "whole_micro_batches", "hardware", "stages",
+    "reasons", "warnings", "what_if", "tensors", "levels", "made_by", "request", "environment", "hash", "from",
 )  # fmt: skip
 """Keys of the document, for plans of live models and of described runs (`report.plan`); each has its own nulls."""
 ROOT_LAYER = ""

@@ -75,11 +75,35 @@
     });
   }
 
+  // the peak by role ------------------------------------------------------------------------------------------------
+  const roles = subjects.flatMap((s, i) => s.peak_roles.map((r) => ({ ...r, subject: i, name: several ? "AB"[i] : "peak" })));
+  if (roles.length) {
+    const names = [...new Set(roles.map((r) => r.what))], of = (r) => names.indexOf(r.what), whole = (i) => d3.sum(subjects[i].peak_roles, (r) => r.nbytes);
+    const share = (r) => `${((100 * r.nbytes) / whole(r.subject)).toFixed(1)} %`;
+    J.figure({
+      id: "roles",
+      title: "What the peak is made of",
+      caption: "Bytes allocated at the highest moment of a step after the first one, on the fullest pipeline stage; together they are the predicted peak.",
+      draw: (_, { width }) => stacked(
+        J.legend(names.map((label, n) => ({ label: `${label}: ${roles.filter((r) => r.what === label).map((r) => `${several ? `${r.name} ` : ""}${F.bytes(r.nbytes)}`).join(", ")}`, color: J.color(n), hatch: n }))),
+        J.plot({
+          height: 56 + 44 * subjects.length, marginLeft: 44, marginTop: 4,
+          x: J.byteAxis("bytes allocated at the peak", d3.max(subjects, (_, i) => whole(i)), width < 560 ? 3 : 6),
+          y: { label: null, domain: [...new Set(roles.map((r) => r.name))], tickSize: 0 },
+          marks: [Plot.barX(roles, { x: "nbytes", y: "name", fill: (r) => J.marks.hatch(of(r), J.color(of(r))), stroke: (r) => J.color(of(r)) }), Plot.ruleX([0])],
+          color: { type: "identity" },
+        }),
+      ),
+      table: () => ({ columns: [...(several ? [""] : []), "role", { label: "bytes", format: F.exact }, "share"], rows: roles.map((r) => [...(several ? [r.name] : []), r.what, r.nbytes, share(r)]) }),
+      command: () => command,
+    });
+  }
+
   // phases ----------------------------------------------------------------------------------------------------------
   const inPhases = subjects.flatMap((s, i) => s.phases.flatMap((row) => ["plain", "predicted", "measured"]
     .filter((which) => row[`${which}_bytes`] !== null)
     .map((which) => ({ phase: row.phase, which, name: SERIES[which].label + letter(i), nbytes: row[`${which}_bytes`], subject: i }))));
-  if (inPhases.length) {
+  if (inPhases.length && (!roles.length || inPhases.some((row) => row.phase !== inPhases[0].phase))) { // one stage is the bar above
     const names = [...new Set(inPhases.map((row) => row.name))], phases = [...new Set(inPhases.map((row) => row.phase))];
     const style = (row) => SERIES[row.which];
     J.figure({
@@ -218,6 +242,25 @@
       command: () => command,
     });
   }
+
+  // layers and the next GiB in words --------------------------------------------------------------------------------
+  const inWords = (id, title, about, columns, rows) => document.querySelector("main").append(J.el(
+    "section", { class: "figure in-words", id, "aria-labelledby": `${id}-title` }, J.el("h2", { id: `${id}-title` }, title), about ? J.el("p", { class: "caption" }, about) : null,
+    rows.length ? J.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title}, as a table` }, J.table({ columns, rows })) : null,
+  ));
+  subjects.forEach((s, i) => {
+    if (s.next_gib === undefined || !s.peak_roles.length) return; // a plan of a described run
+    const runs = [], same = (a, b) => ["policy", "why", "predicted_bytes", "host_bytes", "recompute_flops"].every((key) => a[key] === b[key]);
+    for (const row of s.layers) {
+      if (runs.length && same(runs.at(-1)[0], row)) runs.at(-1).push(row);
+      else runs.push([row]);
+    }
+    const named = (run) => (run.length === 1 ? run[0].layer : `${run[0].layer} to ${number(run.at(-1).layer) ?? run.at(-1).layer} (${run.length})`);
+    inWords(`does-${i}`, `What each layer does with one micro-batch${letter(i)}`, "", ["layer", "policy", { label: "kept", format: F.bytes }, { label: "on the host", format: (n) => (n ? F.bytes(n) : "") }, { label: "recomputed", format: (n) => (n ? F.flops(n) : "") }, "why"],
+      runs.map((run) => [named(run), run[0].policy, run[0].predicted_bytes, run[0].host_bytes, run[0].recompute_flops, run[0].why]));
+    inWords(`next-${i}`, `What each next GiB would change${letter(i)}`, s.next_gib === null ? "The plan was made without --what-if, which answers this." : s.next_gib.length ? "" : "Nothing is recomputed, and nothing moves: more bytes change nothing.",
+      ["budget", { label: "a step saves", format: F.seconds }, "tensors that change their place"], (s.next_gib ?? []).map((row) => [F.bytes(row.budget_bytes), row.saved_seconds, row.changes]));
+  });
 
   // every tensor ----------------------------------------------------------------------------------------------------
   const pairs = subjects.flatMap((s, i) => s.grids.map((grid, n) => ({ grid, subject: i, label: `${several ? `${"AB"[i]}: ` : ""}${grid.title}`, key: `${i}-${n}` })));
