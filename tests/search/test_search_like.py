@@ -103,6 +103,28 @@ def test_gradients_that_a_preset_has_for_a_stage_of_zero_are_a_searchs() -> None
         assert upfront is (layout.zero == 3)
 
 
+def test_a_sharded_base_is_not_upcast_in_a_search() -> None:
+    """TRL's fp32 norms make the residual stream of each replica fp32, but not of tensor-parallel ranks."""
+    adapters: dict[str, Any] = {"like": "huggingface-4.57", "lora": "16", "base": "nf4-double"}
+    asked = SearchRequest(**adapters, tp="1,2", pp="1", cp="1", sp=False, micro_batch="2")
+    whole = asked.space(LLAMA, A100, gpus=4, global_batch=8)
+    assert {(setup.layout.tp, setup.layout.zero) for setup in whole.setups} >= {(1, 0), (1, 3), (2, 0), (2, 3)}
+    for setup in whole.setups:
+        typed = resolve(LLAMA, as_typed(setup, **adapters)).run
+        assert forecast(setup_run(setup, whole.template)).peak_bytes == forecast(typed).peak_bytes
+    with pytest.raises(UsageError, match="got --tp 1,2 with --kbit-upcast norms"):
+        replace(asked, kbit_upcast="norms").space(LLAMA, A100, gpus=4, global_batch=8)
+    with pytest.raises(UsageError, match="got --zero 3; --kbit-upcast norms"):
+        replace(asked, kbit_upcast="norms", tp="1", zero="3").space(LLAMA, A100, gpus=4, global_batch=8)
+
+
+def test_gathers_module_by_module_have_no_groups_of_fsdp() -> None:
+    asked = SearchRequest(like="huggingface", zero_buckets="default", zero="2,3", tp="1", pp="1", cp="1")
+    setups = asked.space(LLAMA, A100, gpus=2, global_batch=2).setups
+    assert {setup.layout.zero for setup in setups} == {2, 3}
+    assert all(setup.layout.by_module for setup in setups)
+
+
 def test_what_another_framework_cannot_run_is_refused() -> None:
     lists = SearchRequest(like="megatron-0.19", recompute_modules="mlp", runs_on="torchtitan")
     with pytest.raises(UsageError, match="which torchtitan cannot run; give --recompute"):

@@ -23,7 +23,7 @@ from jettison.spec.precision import MUONS, Gradients
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored
 from jettison.spec.states_on_host import NOT_MOVED, states_on_host
-from jettison.spec.tuning import Base
+from jettison.spec.tuning import Base, Upcast
 
 MARGIN: Final = 0.25
 """Default of ``--margin``: memory kept free, as a share of the way from the expected to the largest allowance. As many
@@ -121,6 +121,11 @@ class SearchRequest(CommonRequest):
         if template.tuning is not None and template.tuning.base is Base.INT8 and self.recompute != "none":
             raise UsageError("got --base int8, which cannot be recomputed; give --recompute none")
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
+        if self.kbit_upcast not in (None, Upcast.NONE):  # of an unsharded base
+            kept, by = tuple(z for z in kept if z < 3), by or "kbit_upcast"
+            numbers["tp"] = numbers["tp"] or (1,)
+            if numbers["tp"] != (1,):
+                raise UsageError(f"got --tp {self.tp} with --kbit-upcast {self.kbit_upcast}, which takes --tp 1")
         able = runnable(self.runs_on)
         for name in (name for name in _LISTS if able is not None and name not in ("zero", "micro_batch", *able.axes)):
             numbers[name] = numbers[name] or (1,)
@@ -228,7 +233,9 @@ class SearchRequest(CommonRequest):
 
     def _over_shards(self) -> dict[str, bool]:
         """Fields that the preset sets for layouts that shard parameters, unless a flag sets them."""
-        if self.like is None or self.fsdp_wrap_layers_only is not None or self.fsdp_version is not None:
+        if self.like is None or any(
+            given is not None for given in (self.fsdp_wrap_layers_only, self.fsdp_version, self.zero_buckets)
+        ):
             return {}
         said = rule(self.like, tp=1, zero=3)
         fields_of = {"fsdp_wrap_layers_only": "fsdp_wrap_layers_only" in said}

@@ -22,6 +22,7 @@ from jettison.spec.layout import Layout, Schedule, exchange_misfit, uneven_cuts
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import Run, recipe_misfit
+from jettison.spec.tuning import Upcast
 
 MOST_DEVICES: Final = 1 << 24
 """Most devices, and most sequences in a step: more than any machine has."""
@@ -155,11 +156,18 @@ class SearchCandidate:
 
 
 def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -> Run:
-    """Return a setup's run, with the template's other fields; without a mode, nothing is recomputed."""
+    """Return a setup's run, with the template's other fields; without a mode, nothing is recomputed.
+
+    A sharded base is not upcast: NOTE [ What is not packed ] in `spec.tuning`.
+    """
+    layout, tuning = setup.layout, template.tuning
+    if tuning is not None and (layout.tp > 1 or layout.zero == 3):
+        tuning = replace(tuning, upcast=Upcast.NONE)
     return replace(
         template,
+        tuning=tuning,
         kernels=template.kernels if setup.loss is None else _with_loss(template.kernels, setup.loss),
-        layout=setup.layout,
+        layout=layout,
         gradients=setup.gradients or template.gradients,
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
