@@ -148,7 +148,7 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 
 def test_what_a_recipe_may_not_ask_for(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="context parallelism and pipelines do not go together"):
+    with pytest.raises(UsageError, match="context parallelism and pipelines exclude each other"):
         LayoutSection(cp=2, pp=2)
     with pytest.raises(UsageError, match="expected a multiple of 2 x cp = 6"):
         recipe(tmp_path, TWO["llama"], layout={"cp": 3})

@@ -69,7 +69,7 @@ def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "odd.bin").write_bytes(b"abc")
     monkeypatch.setitem(sys.modules, "datasets", None)
     cases = [
-        (DataSection(kind="bytes", files=(str(tmp_path / "*.txt"),)), r"nothing is at .*\*\.txt"),
+        (DataSection(kind="bytes", files=(str(tmp_path / "*.txt"),)), r"no file matches .*\*\.txt"),
         (DataSection(kind="tokens", files=(str(tmp_path / "odd.bin"),)), r"has 3 bytes; expected uint16 numbers of 2"),
         (DataSection(kind="bytes", files=(str(tmp_path / "odd.bin"),)), r"got 3 tokens; expected more than one"),
         (DataSection(kind="huggingface", name="x"), r"pip install datasets"),

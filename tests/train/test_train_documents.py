@@ -132,7 +132,9 @@ def test_what_cannot_be_kept_apart_is_refused(tmp_path: Path) -> None:
     more = {"vocab_size": 256, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "mistral", "sliding_window": 32, **sizes, **more}))
-    with pytest.raises(UsageError, match=r"kept apart in a MistralForCausalLM: its attention has a sliding window"):
+    with pytest.raises(
+        UsageError, match=r"masked to documents in a MistralForCausalLM: its attention has a sliding window"
+    ):
         train(recipe(tmp_path, ModelSection(config=str(file))))
     with pytest.raises(UsageError, match=r"Tiny: its forward does not take position_ids"):
         train(recipe(tmp_path, ModelSection(factory="support.train_models:tiny")))
@@ -155,7 +157,7 @@ def test_a_model_that_listens_across_is_found(monkeypatch: pytest.MonkeyPatch) -
     position = "transformers.masking_utils.find_packed_sequence_indices"
     monkeypatch.setattr(position, lambda _: None)  # else it sees from positions what it is not told
     monkeypatch.setattr(type(built.model), "forward", deaf)
-    with pytest.raises(UsageError, match=r"what it says of one document changes with the one before"):
+    with pytest.raises(UsageError, match=r"its output for a document depends on the one before"):
         keep_apart(built, END, bf16=False)
 
 

@@ -117,7 +117,7 @@ def test_a_layout_fills_the_ranks() -> None:
     assert LayoutSection(zero=3, shards=2).spread(8) == (4, 2)
     with pytest.raises(UsageError, match=r"layout.shards: got 3, which does not divide the 8 data-parallel ranks"):
         LayoutSection(zero=3, shards=3).spread(8)
-    with pytest.raises(UsageError, match=r"got shards 2 with zero 0, which spreads nothing; expected zero 2 or 3"):
+    with pytest.raises(UsageError, match=r"got shards 2 with zero 0, which shards nothing; expected zero 2 or 3"):
         LayoutSection(shards=2)
     for section, ranks in ((LayoutSection(tp=2), 3), (LayoutSection(dp=2), 1), (LayoutSection(tp=4), 2)):
         with pytest.raises(UsageError, match=rf"but there (are|is) {ranks} ranks?"):
@@ -208,9 +208,9 @@ def test_reading_a_recipe_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"offload": True}, "plan.offload: what moves to the host is chosen under a budget"),
-        ({"budget": "1GiB", "host_budget": "1MiB"}, "plan.host_budget: got '1MiB', and nothing goes to the host"),
-        ({"budget": "1GiB", "gpu": "h100-80gb"}, "plan.gpu: got 'h100-80gb', which is for plan.offload = true"),
+        ({"offload": True}, "plan.offload: offloaded tensors are chosen under a budget"),
+        ({"budget": "1GiB", "host_budget": "1MiB"}, "plan.host_budget: got '1MiB', and nothing is offloaded"),
+        ({"budget": "1GiB", "gpu": "h100-80gb"}, "plan.gpu: got 'h100-80gb' without plan.offload = true"),
         ({"budget": "1GiB", "offload": True, "host_budget": "many"}, "got 'many'"),
     ],
 )

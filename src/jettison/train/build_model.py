@@ -1,4 +1,4 @@
-"""The model of a recipe, what it is called with, and its weights."""
+"""The model of a recipe, its inputs, and its weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pretrained:
     """Weights in files.
 
     Args:
-        names: what the folder calls each tensor, by its name in the model.
+        names: the folder's name of each tensor, by its name in the model.
     """
 
     folder: WeightsFolder
@@ -65,11 +65,11 @@ class Built:
     """A model in training mode.
 
     Args:
-        call: what the model is called with for token rows [b, s + 1]: positional arguments, or keywords.
-        spec: None where only the code knows what it is.
-        weights: parameters are on ``meta``, and are made by this; None: they are there.
-        whole_since: why they are there, where they should not be.
-        pretrained: what they are read from, instead.
+        call: makes the model's arguments, positional or keywords, from token rows [b, s + 1].
+        spec: None if only the code defines the model.
+        weights: initializes parameters that are on ``meta``; None: they are initialized.
+        whole_since: reason why they are initialized although they should not be.
+        pretrained: files to read them from, instead.
     """
 
     model: nn.Module
@@ -82,10 +82,10 @@ class Built:
 
 
 def build(section: ModelSection, *, seq: int, device: torch.device) -> Built:
-    """The model, its weights drawn from torch's default generators on the device: now, or once it is cut.
+    """Build the model, with weights from torch's default generators on the device: now, or after sharding.
 
     Raises:
-        UsageError: the section says what there is not, or its weights are not those of its model.
+        UsageError: the section is invalid, or its weights are of another model.
     """
     if section.pretrained is None:
         return _built(section, seq, device)
@@ -107,7 +107,7 @@ def _built(section: ModelSection, seq: int, device: torch.device) -> Built:
 
     try:
         weights = deferred(make)
-    except Exception as error:  # a constructor does what it wants; built whole, it says what is wrong with it, if it is
+    except Exception as error:  # a constructor may raise anything; a full build reports its own error, if any
         why = str(error) if isinstance(error, NotDeferrable) else f"{type(error).__name__}: {error}"
         if section.build is not None and not isinstance(error, UsageError):
             raise UsageError(
@@ -131,17 +131,17 @@ def _whole(section: ModelSection, seq: int, device: torch.device) -> Built:
 
 
 def shifted_within(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """For models that shift labels themselves, as those of transformers do."""
+    """Make inputs of models that shift labels themselves, such as transformers'."""
     return {"input_ids": rows[:, :-1], "labels": rows[:, :-1]}
 
 
 def shifted_before(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For models that are given, at every position, the token that follows it, as the reference models are."""
+    """Make inputs and shifted labels, as the reference models take them."""
     return rows[:, :-1], rows[:, 1:]
 
 
 def _from_factory(target: str, device: torch.device) -> Built:
-    """Model of a factory, without the batch that it may return for other verbs."""
+    """Build a factory's model, without the batch that it may return for other commands."""
     if ":" not in target:
         raise UsageError(f"model.factory: got {target!r}; expected module:function")
     model, _, loss_fn = made_by(target)
@@ -157,7 +157,7 @@ def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
         with device:
             return Built(model=Llama(record).train(), call=shifted_before, spec=read_config(path))
     if section.architecture is None:
-        raise UsageError('model.code: "reference" goes with an architecture and its sizes')
+        raise UsageError('model.code: "reference" needs an architecture and its sizes')
     sizes, values = _sizes(section, seq)
     form = ARCHITECTURES[section.architecture]
     ffn = {"ffn": _ffn(section)} if form["code_ffn"] else {}
@@ -182,7 +182,7 @@ def _described(section: ModelSection, seq: int) -> tuple[Any, ModelSpec]:
 
 
 def _sizes(section: ModelSection, seq: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sizes of an architecture by our names, and as a config.json has them."""
+    """Sizes of an architecture, by our names and in the form of a config.json."""
     form = ARCHITECTURES[str(section.architecture)]
     for name, why in form["refused"].items():
         if getattr(section, name) not in (None, 0, section.heads):
@@ -227,17 +227,17 @@ def _embedding(model: nn.Module) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-# weights, once ranks have their shares --------------------------------------------------------------------------------
+# weights of sharded models --------------------------------------------------------------------------------------------
 
 
 def fill(
     parts: Sequence[nn.Module], named: Mapping[str, nn.Parameter], built: Built, world: World, say: Progress
 ) -> None:
-    """Allocate what this rank holds of a model that was cut and sharded without weights, and draw or read it, a tensor
-    at a time. Every rank calls it.
+    """Allocate this rank's shards of a model that was split and sharded on meta, and initialize or read them, one
+    tensor at a time. Every rank calls it.
 
     Args:
-        named: the parameters of all parts, by their names in the whole model.
+        named: the parameters of all parts, by their names in the full model.
 
     Raises:
         UsageError: files of weights are damaged.
@@ -261,7 +261,7 @@ def _allocate(parts: Sequence[nn.Module], device: torch.device) -> None:
 def _read(
     pretrained: Pretrained, parts: Sequence[nn.Module], named: Mapping[str, nn.Parameter], world: World, say: Progress
 ) -> None:
-    """Each rank reads its part of each of its tensors; other dtypes are converted."""
+    """Read this rank's part of each of its tensors; other dtypes are converted."""
     folder, names = pretrained.folder, pretrained.names
     dtypes = {str(folder.tensors[name].dtype).removeprefix("torch.") for name in names.values()}
     say(f"reading the weights of {folder.path}, which are {' and '.join(sorted(dtypes))}")
@@ -291,7 +291,7 @@ class _Listed(FileSystem):
 
 @contextmanager
 def _keeping_parameters() -> Iterator[None]:
-    """Those that move stay the same objects: tied ones tied, and FSDP2 knows them."""
+    """Keep parameters the same objects when a module moves: tied ones stay tied, and FSDP2's references valid."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -300,26 +300,24 @@ def _keeping_parameters() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-# documents kept apart, and a part of every sequence -------------------------------------------------------------------
+# document masks, and context parallelism ------------------------------------------------------------------------------
 #
-# A token that the recipe names may end a document: attention stays within documents, and positions count from their
-# beginnings. What comes first in a document is still predicted from the end of the one before, so that the loss is the
-# same mean on every layout.
+# A token of the recipe may end a document: attention is masked to documents, and positions restart. A document's first
+# token is still predicted from the end of the previous document, so that the loss is the same mean on every layout.
 #
-# With context parallelism labels are shifted before they are cut. Every rank's loss is the mean over its tokens, as
-# many as any other's, so that the mean over ranks, which data parallelism takes of gradients, is that over all
-# tokens.
+# With context parallelism labels are shifted before sequences are sharded. Every rank's loss is the mean over equally
+# many tokens, so that data parallelism's mean over ranks is that over all tokens.
 
 
 _NEEDED: Final = ("input_ids", "labels", "position_ids", "attention_mask")
-_AT_A_TIME: Final = 1 << 22  # tokens that are looked at
+_AT_A_TIME: Final = 1 << 22  # tokens scanned at once
 
 
 def check_occurs(corpus: Corpus, end: int) -> None:
-    """Is there such a token?
+    """Check that the token occurs in the text.
 
     Raises:
-        UsageError: nowhere, so that all of the text would be one document.
+        UsageError: it does not, so that all of the text would be one document.
     """
     for start in range(0, len(corpus.tokens), _AT_A_TIME):
         if np.any(corpus.tokens[start : start + _AT_A_TIME] == end):
@@ -328,14 +326,14 @@ def check_occurs(corpus: Corpus, end: int) -> None:
 
 
 def keep_apart(built: Built, end: int, *, bf16: bool) -> Built:
-    """The same model, called with what keeps documents apart.
+    """Return the model with inputs that mask attention to documents.
 
     Args:
         end: the token that ends a document.
-        bf16: attention is computed in bf16, whatever parameters are.
+        bf16: attention is computed in bf16, whatever the dtype of parameters.
 
     Raises:
-        UsageError: it is not known how to tell this model.
+        UsageError: this model takes no such inputs.
     """
     model = built.model
     if isinstance(model, Gpt | Llama):
@@ -352,7 +350,7 @@ def keep_apart(built: Built, end: int, *, bf16: bool) -> Built:
 
 
 def _check(model: nn.Module) -> None:
-    """Does it take positions and a mask, and is there nothing in it but attention that goes by the mask?"""
+    """Check that the model takes positions and a mask, and that only masked attention mixes tokens."""
     config: Any = getattr(model, "config", None)
     takes = inspect.signature(model.forward).parameters
     name = type(model).__name__
@@ -366,13 +364,11 @@ def _check(model: nn.Module) -> None:
     if has_window(config):
         raise _refused(name, "its attention has a sliding window")
     if _hears_across(_with_weights(model)):
-        raise _refused(name, "what it says of one document changes with the one before")
+        raise _refused(name, "its output for a document depends on the one before")
 
 
 def _with_weights(model: nn.Module) -> nn.Module:
-    """The model; where its weights are made later, one of the same configuration that is as small as that can be had:
-    one layer, a few words.
-    """
+    """Return the model; without weights, a small one of the same configuration: one layer, a small vocabulary."""
     if next(model.parameters()).device.type != "meta":
         return model
     config: Any = copy.deepcopy(getattr(model, "config", None))
@@ -385,8 +381,8 @@ def _with_weights(model: nn.Module) -> nn.Module:
         with torch.random.fork_rng(), torch.device("cpu"):
             made: nn.Module = kind(config)
             return made
-    except Exception as error:  # of anybody's constructor
-        what = f"it cannot be tried in small before it has weights ({type(error).__name__}); say model.build = 'whole'"
+    except Exception as error:  # of any constructor
+        what = f"a small copy cannot be built to test it ({type(error).__name__}); set model.build = 'whole'"
         raise _refused(type(model).__name__, what) from error
 
 
@@ -409,25 +405,25 @@ def _hears_across(model: nn.Module) -> bool:
 
 def _refused(name: str, what: str) -> UsageError:
     return UsageError(
-        f"data.document_end: documents cannot be kept apart in a {name}: {what}. Use another model, or leave "
-        "document_end out, and let attention see the documents before"
+        f"data.document_end: attention cannot be masked to documents in a {name}: {what}. Use another model, or omit "
+        "document_end, and let attention see earlier documents"
     )
 
 
 def in_parts(built: Built, context: Context, *, end: int | None, bf16: bool) -> Built:
-    """The same model, after `apply_context_parallel`, called with this rank's tokens.
+    """Return the model, after `apply_context_parallel`, with inputs of this rank's tokens.
 
     Args:
-        end: the token that ends a document, where documents are kept apart.
-        bf16: attention is computed in bf16, whatever parameters are.
+        end: the token that ends a document, if attention is masked to documents.
+        bf16: attention is computed in bf16, whatever the dtype of parameters.
 
     Raises:
-        UsageError: a factory's loss, of which it is not known over how many tokens it is a mean.
+        UsageError: a factory's loss function averages over an unknown number of tokens.
     """
     if built.loss_fn is not None:
         raise UsageError(
-            "layout.cp: the factory has a loss function of its own, which would have to know over how many tokens of "
-            "all ranks it is a mean; expected a model that is given labels and returns its loss"
+            "layout.cp: the factory has its own loss function, which cannot average over the tokens of all ranks; "
+            "expected a model that takes labels and returns its loss"
         )
     if isinstance(built.model, Gpt | Llama):
         return replace(built, call=lambda rows: _for_record(rows, context, end))
@@ -447,8 +443,8 @@ def _for_record(rows: Tensor, context: Context, end: int | None) -> dict[str, An
 
 
 def _for_hub(rows: Tensor, context: Context, end: int | None, masked: torch.dtype | None) -> dict[str, Any]:
-    """transformers' models take labels that are shifted already by name, and the number of tokens to divide by: the
-    last token of a sequence has no label, and its rank one less to count.
+    """Make inputs of transformers' models: shifted labels, and the number of tokens to divide by. The last token of a
+    sequence has no label, so its rank counts one less.
     """
     ids_bs, seq = rows[:, :-1], rows.shape[1] - 1
     positions_n = context.positions(seq, rows.device)

@@ -1,15 +1,15 @@
-"""Checkpoints on disk: complete or not there, whatever happens while they are written.
+"""Checkpoints on disk, written atomically.
 
-    folder/step-00000100/      tensors, as torch.distributed.checkpoint writes them, and run.json
-    folder/latest              the name of the newest complete one
-    folder/*.partial           what is being written or removed, or what a killed run left; gone at the next start
+    folder/step-00000100/      tensors in torch.distributed.checkpoint's format, and run.json
+    folder/latest              name of the newest complete one
+    folder/*.partial           being written or removed, or left by a killed run; removed at the next start
 
-A checkpoint is renamed into place when every rank has written its part. It holds tensors only: what else a run needs
-follows from its recipe and the step (NOTE [ Positions ] in train/data.py).
+A checkpoint is renamed into place when every rank has written its part. It holds tensors only: the rest of a run's
+state follows from its recipe and the step (NOTE [ Positions ] in train/data.py).
 
 NOTE [ The last finite one ]
-Weights with an infinity or a NaN are not written. Finite ones may be spoilt, which the next step shows: one whose loss
-and gradient are finite *proves* the weights that it began with. The newest proven checkpoint is never removed.
+Weights with an infinity or a NaN are not written. Finite weights may still be bad, which the next step shows: a step
+with finite loss and gradient *proves* the weights that it began with. The newest proven checkpoint is never removed.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ RUN: Final = "run.json"
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 _NOT_COMPARED: Final = frozenset({"config", "pretrained", "attention", "build"})
-"""Of [model]: paths, whose contents are compared; which kernels compute the same function; where weights are made."""
+"""Keys of [model] that are not compared: paths (their contents are), equivalent kernels, place of initialization."""
 _NOT_IN_A_CONFIG: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 _LATEST: Final = "latest"
 
 
 class SaveFailed(JettisonError, RuntimeError):
-    """A checkpoint could not be written: the last one, or any if the recipe says that training stops then."""
+    """A checkpoint could not be written: the last one, or any if the recipe stops then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """``step`` is the number of steps done, of ``steps`` altogether.
+    """State of a run: ``step`` of ``steps`` are done.
 
     Args:
         data: digest of the text.
-        model: settings by name: those of the section, and of the configuration of the model that was built.
-        optimizer: those that give the saved state its meaning; of another optimizer it would be another thing.
-        schedule: those that may change from one part of a run to the next.
+        model: settings by name, from the section and from the built model's configuration.
+        optimizer: settings that the saved optimizer state depends on.
+        schedule: settings that may change when a run is resumed.
     """
 
     step: int
@@ -81,10 +81,10 @@ class RunState:
     schedule: Mapping[str, Any]
 
     def require_same_run(self, other: RunState, where: Path) -> None:
-        """Would resuming from ``other`` continue with what would have come next?
+        """Check that resuming from ``other`` continues the same run.
 
         Raises:
-            UsageError: no.
+            UsageError: it does not.
         """
         for name in ("seed", "global_batch", "seq", "data"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -105,20 +105,20 @@ class RunState:
             raise UsageError(f"checkpoint {where} is of step {other.step}; the recipe has {self.steps} steps")
 
     def changes(self, other: RunState) -> list[str]:
-        """Settings of the recipe that were others in the run that ``other`` is of."""
+        """List the recipe's schedule settings that differ in the run of ``other``."""
         return _differences(self.schedule, other.schedule)
 
     def text(self, **more: str) -> str:
-        """As `RUN` has it; the last line is a digest of those before."""
+        """Text of `RUN`; the last line is a digest of the lines before."""
         values = {"schema": SCHEMA, **asdict(self), **more}
         return json.dumps({**values, "digest": _digest(values)}, indent=1) + "\n"
 
 
 def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
-    """What a checkpoint's `RUN` says, and all that stands there.
+    """Read a checkpoint's `RUN`: the state, and all of its values.
 
     Raises:
-        UsageError: it cannot be read, or is not what was written.
+        UsageError: it cannot be read, or was changed.
     """
     try:
         values = json.loads((path / RUN).read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
         if schema == SCHEMA:
             digest = values.pop("digest")
             if _digest(values) != digest:
-                raise ValueError("it is not what was written; the file was changed, or is damaged")
+                raise ValueError("its digest does not match; the file was changed, or is damaged")
             return RunState(**{name: values[name] for name in RunState.__dataclass_fields__}), values
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(f"checkpoint {path}: {RUN} cannot be read: {error}") from error
@@ -134,7 +134,7 @@ def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
 
 
 def described_model(section: ModelSection, model: Any) -> dict[str, Any]:
-    """Settings of a model by name: what the recipe says, and the configuration that the model has, if it has one."""
+    """Settings of a model by name: the recipe's, and those of the model's configuration, if it has one."""
     out = {name: value for name, value in asdict(section).items() if name not in _NOT_COMPARED}
     config: Any = getattr(model, "config", None)
     if is_dataclass(config) and not isinstance(config, type):
@@ -169,7 +169,7 @@ def schedule(recipe: TrainRecipe) -> dict[str, Any]:
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     names = sorted(mine.keys() | theirs.keys())
     if mine.get("name") != theirs.get("name"):
-        names = ["name"]  # what else differs follows from that
+        names = ["name"]  # other differences follow from it
     return [
         f"{name} {_word(theirs, name)}, the recipe has {_word(mine, name)}"
         for name in names
@@ -200,7 +200,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method is called by all ranks together, in a folder that is claimed."""
+    """Checkpoints of one run. All ranks call every method together, in a claimed folder."""
 
     def __init__(self, section: CheckpointSection, world: World, warn: Progress) -> None:
         assert section.folder is not None
@@ -210,25 +210,25 @@ class Checkpoints:
         self.warn = warn
         self.failed = False
         self.unsaved: str | None = None
-        """Why the last save came to nothing, as far as this rank knows."""
-        self._tried: int | None = None  # the last step that was loaded or begun to be saved: the same on all ranks
+        """Reason why the last save failed, as far as this rank knows."""
+        self._tried: int | None = None  # the last step that was loaded or whose save began: the same on all ranks
         self._proven: int | None = None
-        self._pending: tuple[RunState, Future[Any]] | None = None  # what is being written
-        # torch's checkpoints send through a group on the host, and threads of async saves through one of their own, or
-        # their words would mix with the training's
+        self._pending: tuple[RunState, Future[Any]] | None = None  # being written
+        # torch's checkpoints need a CPU group, and threads of async saves a separate one, or their messages would mix
+        # with the training's
         with sockets_when_used():
             self._group = dist.new_group(backend="gloo")
 
     def find(self) -> Path | None:
-        """The newest complete checkpoint. What an interrupted save has left is removed.
+        """Find the newest complete checkpoint, and remove remains of interrupted saves.
 
         Raises:
-            UsageError: it is damaged, or gone, or the folder cannot be used.
+            UsageError: it is damaged or missing, or the folder cannot be used.
         """
         return self.world.from_leader(self._find)
 
     def check(self, path: Path) -> None:
-        """Compare every byte of a checkpoint with what was written, before anything long is done for it.
+        """Verify the digest of every byte of a checkpoint, before any long work.
 
         Raises:
             UsageError: it is damaged.
@@ -244,15 +244,15 @@ class Checkpoints:
         self.world.together(compare)
 
     def require_same_run(self, path: Path, run: RunState) -> None:
-        """Raise where a checkpoint is of another run than this.
+        """Check that a checkpoint is of this run.
 
         Raises:
-            UsageError: it is.
+            UsageError: it is of another run.
         """
         self.world.together(lambda: _state_for(run, path))
 
     def load(self, path: Path, tensors: Mapping[str, Tensor], run: RunState) -> RunState:
-        """Read into these tensors, whatever layout they were saved from.
+        """Read into these tensors, from any saved layout.
 
         Raises:
             UsageError: the checkpoint is of another run than this, does not fit, or is damaged.
@@ -270,7 +270,7 @@ class Checkpoints:
         return state
 
     def save(self, tensors: Mapping[str, Tensor], state: RunState) -> None:
-        """Write a checkpoint, or begin to. One that is still being written is waited for."""
+        """Write a checkpoint, or begin to; first waits for one that is still being written."""
         self.wait()
         if self._tried == state.step:
             return
@@ -292,19 +292,19 @@ class Checkpoints:
             self._commit(state)
 
     def proves(self, step: int) -> None:
-        """The weights after so many steps gave a finite loss and gradient: see NOTE [ The last finite one ]."""
+        """Record that a step from these weights was finite: NOTE [ The last finite one ]."""
         if step == self._tried and step != self._proven and self.unsaved is None:
             self._proven = step
             if self._pending is None:
                 self._thin_out()
 
     def poll(self) -> None:
-        """Put a save into place that has been written meanwhile."""
+        """Rename a finished asynchronous save into place."""
         if self._pending is not None and self._pending[1].done():
             self.wait()
 
     def wait(self) -> None:
-        """Until the save under way, if any, is in its place."""
+        """Wait until a pending save is in place."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -317,7 +317,7 @@ class Checkpoints:
             self._commit(state)
 
     def newest(self) -> str:
-        """The newest complete checkpoint, in words."""
+        """Describe the newest complete checkpoint in a message."""
         complete = self._complete()
         return f"the last good checkpoint is {complete[-1]}" if complete else "no checkpoint has been written yet"
 
@@ -372,7 +372,7 @@ class Checkpoints:
             self.warn(f"{text}; {self.newest()}")
 
     def _refuse(self, step: int, name: str) -> None:
-        """All ranks do: it is no fault of the disk, and `on_error` is not asked."""
+        """Skip a save on all ranks; the disk did not fail, so `on_error` does not apply."""
         self.unsaved = f"{name} is not finite"
         self.warn(f"checkpoint of step {step} is not written: {self.unsaved}; {self.newest()}")
 
@@ -395,7 +395,7 @@ class Checkpoints:
         return found
 
     def _marked(self) -> Path | None:
-        """The checkpoint that `latest` names; if that was removed, the newest complete one."""
+        """Return the checkpoint that `latest` names; if it was removed, the newest complete one."""
         complete = self._complete()
         newest = complete[-1] if complete else None
         try:
@@ -434,7 +434,7 @@ def _state_for(run: RunState, path: Path) -> tuple[RunState, dict[str, Any]]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Without a copy of it: the largest absolute value is NaN if any is."""
+    """Test without a copy: the largest absolute value is NaN if any value is."""
     local = local_of(tensor)
     if not (local.is_floating_point() or local.is_complex()) or not local.numel():
         return True

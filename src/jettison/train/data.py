@@ -1,9 +1,9 @@
-"""Tokens by position: text as bytes, files of token numbers, or a data set of the Hugging Face hub.
+"""Tokens by position: text as bytes, files of token numbers, or a data set of the Hugging Face Hub.
 
 NOTE [ Who reads what ]
-A small text is read whole by every rank, so that any difference is found. Of a larger one every rank looks at the
-length, both ends and places between, which are compared; and reads whole blocks of its own share, which together are
-all. So a text that is changed anywhere is another text when a run is resumed, and reading costs a rank its share only.
+Every rank reads all of a small text, so that any difference is found. Of a larger one every rank compares the length,
+both ends and places between, and reads its share of blocks; together ranks read every block. So any change of the text
+is noticed when a run is resumed, and each rank reads only its share.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jettison.core.errors import UsageError
 from jettison.train.ranks import World, agreed
 from jettison.train.recipe import DataSection
 
-_BLOCK: Final = 1 << 22  # tokens that are looked at in one go
-_PLACES: Final = 1024  # between both ends, that are looked at when a text is not read whole
+_BLOCK: Final = 1 << 22  # tokens read at once
+_PLACES: Final = 1024  # compared between both ends, if a rank does not read all of the text
 _SMALL: Final = 16  # blocks: see NOTE [ Who reads what ]
 _STDLIB_BYTES: Final = 4_000_000
 _BETWEEN: Final = b"\n\n"  # documents of a data set without a tokenizer
@@ -35,8 +35,8 @@ _BETWEEN: Final = b"\n\n"  # documents of a data set without a tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """One long row of tokens, perhaps on disk, cut into windows of ``seq``, each of which is read with the token that
-    follows it. What is left at the end is not used.
+    """One long row of tokens, possibly on disk, split into windows of ``seq``, each read with the token after it. The
+    remainder is not used.
 
     Raises:
         UsageError: there is less than one window.
@@ -55,24 +55,24 @@ class Corpus:
         return (len(self.tokens) - 1) // self.seq
 
     def rows(self, windows: Iterable[int]) -> Tensor:
-        """These windows, [b, s + 1] of int64."""
+        """Return these windows, [b, s + 1] of int64."""
         rows = [self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     @property
     def blocks(self) -> int:
-        """In how many pieces it is looked at."""
+        """Number of blocks."""
         return -(-len(self.tokens) // _BLOCK)
 
     def block(self, number: int) -> TextBlock:
-        """A look at one of them."""
+        """Read one block."""
         part = self.tokens[number * _BLOCK : (number + 1) * _BLOCK]
         highest = int(part.max())
         return TextBlock(digest=_digest(part, highest), highest=highest)
 
     @cached_property
     def sample(self) -> str:
-        """Tells one text from another at once: its length, its ends, and places between, not all of it."""
+        """Quick digest of the text: length, ends, and places between."""
         width = max(1, _BLOCK // _PLACES // 16)
         starts = np.linspace(0, max(0, len(self.tokens) - width), _PLACES).astype(np.int64)
         parts = [self.tokens[start : start + width] for start in starts]
@@ -82,7 +82,7 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class TextBlock:
-    """Digest of a stretch of tokens, and the highest of them."""
+    """Digest of a block of tokens, and the highest of them."""
 
     digest: str
     highest: int
@@ -90,10 +90,10 @@ class TextBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Findings of reading a whole text once.
+    """Result of reading all of a text once.
 
     Args:
-        digest: tells it from any other, however its tokens are stored.
+        digest: of the tokens, independent of their storage.
     """
 
     digest: str
@@ -101,15 +101,15 @@ class Survey:
 
     @classmethod
     def of(cls, blocks: Sequence[TextBlock]) -> Survey:
-        """All blocks of a text, in order."""
+        """Combine all blocks of a text, in order."""
         digest = hashlib.blake2b("".join(block.digest for block in blocks).encode(), digest_size=8).hexdigest()
         return cls(digest=digest, highest=max(block.highest for block in blocks))
 
     def check_vocabulary(self, vocab: int | None) -> None:
-        """Can a model with this many words read it?
+        """Check that the tokens are below a vocabulary's size.
 
         Raises:
-            UsageError: no.
+            UsageError: a token is not.
         """
         if vocab is not None and self.highest >= vocab:
             raise UsageError(
@@ -119,10 +119,10 @@ class Survey:
 
 
 def surveyed(corpus: Corpus, world: World) -> Survey:
-    """See NOTE [ Who reads what ]. All ranks call it.
+    """Read and compare the text: NOTE [ Who reads what ]. All ranks call it.
 
     Raises:
-        UsageError: on every rank, about the first that has another text than rank 0.
+        UsageError: on every rank, about the first rank with another text than rank 0.
     """
     is_small, length = corpus.blocks <= _SMALL, len(corpus.tokens)
     own = range(corpus.blocks) if is_small else range(world.rank, corpus.blocks, world.size)
@@ -152,7 +152,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Micro-batches of a run by position, see NOTE [ Positions ]."""
+    """Micro-batches of a run by position: NOTE [ Positions ]."""
 
     corpus: Corpus
     order: ShuffledOrder | InOrder
@@ -160,12 +160,12 @@ class Batches:
     micro_batch: int
 
     def rows(self, step: int, micro: int) -> Tensor:
-        """Micro-batch ``micro`` of the global batch of ``step``, both counted from 0: [b, s + 1] of int64."""
+        """Return micro-batch ``micro`` of the global batch of ``step``, both counted from 0: [b, s + 1] of int64."""
         first = step * self.global_batch + micro * self.micro_batch
         return self.corpus.rows(self.order.window(n) for n in range(first, first + self.micro_batch))
 
     def share(self, step: int, micros: Iterable[int], device: torch.device, *seeds: int | str) -> list[MicroBatch]:
-        """These micro-batches of a step; each has its position next to ``seeds``."""
+        """Return these micro-batches of a step, seeded by ``seeds`` and their positions."""
         return [
             MicroBatch(
                 rows=self.rows(step, micro).to(device, non_blocking=True), seed=derived_seed(*seeds, step, micro)
@@ -175,10 +175,10 @@ class Batches:
 
 
 def open_corpus(section: DataSection, seq: int) -> Corpus:
-    """The tokens that a recipe asks for.
+    """Open a recipe's tokens.
 
     Raises:
-        UsageError: files that are not there, or a package that is not installed.
+        UsageError: files are missing, or a package is not installed.
     """
     match section.kind:
         case "bytes":
@@ -194,10 +194,10 @@ def open_corpus(section: DataSection, seq: int) -> Corpus:
 
 
 def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
-    """Source files of the standard library's top level, in order, up to a limit.
+    """Return source files of the standard library's top level, in order, up to a limit.
 
     Raises:
-        UsageError: this Python came without them.
+        UsageError: this Python has no sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
@@ -211,7 +211,7 @@ def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
 
 
 def _digest(tokens: Any, highest: int) -> str:
-    """Digest of tokens in the smallest integers that hold them, however they are stored."""
+    """Digest of tokens as the smallest sufficient integers, independent of their storage."""
     dtype = "<u1" if highest < 1 << 8 else "<u2" if highest < 1 << 16 else "<u4"
     return hashlib.blake2b(np.ascontiguousarray(tokens, dtype=dtype).data, digest_size=8).hexdigest()
 
@@ -221,7 +221,7 @@ def _files(section: DataSection) -> list[Path]:
     for pattern in section.files:
         matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
         if not matches:
-            raise UsageError(f"data.files: nothing is at {pattern!r}")
+            raise UsageError(f"data.files: no file matches {pattern!r}")
         found += matches
     return found
 
@@ -235,7 +235,7 @@ def _token_map(file: Path, dtype: str) -> Any:
 
 
 def _hub_tokens(section: DataSection) -> Any:
-    """All documents of a data set in one row, each ended by the tokenizer's end of text, or by an empty line."""
+    """Concatenate all documents of a data set, each ended by the tokenizer's end of text, or by an empty line."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -254,50 +254,50 @@ def _hub_tokens(section: DataSection) -> Any:
     return np.concatenate([np.asarray(row, dtype=np.uint32) for row in rows])
 
 
-# the order of the data, and every seed --------------------------------------------------------------------------------
+# order of the data, and seeds -----------------------------------------------------------------------------------------
 #
 # NOTE [ Positions ]
-# Nothing about data order or random numbers is carried from step to step. Sequence n of a run (n = step x
-# global_batch + its place in the batch) is a window that `ShuffledOrder` finds from n alone, and random streams are
-# seeded for each micro-batch from (seed, step, its number in the global batch). So a run that is resumed on whatever
-# layout continues with the same sequences, and with the same dropout wherever micro-batches are the same.
+# Data order and random numbers have no state between steps. Sequence n of a run (n = step x global_batch + its place in
+# the batch) is a window that `ShuffledOrder` computes from n alone, and random generators are seeded for each
+# micro-batch from (seed, step, its number in the global batch). So a run resumed on any layout continues with the same
+# sequences, and with the same dropout if micro-batches are the same.
 
 
 _ROUNDS = 4
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A seed below 2^63 for this position: unlike ones for unlike positions, on every machine the same."""
+    """Seed below 2^63 from a position: different for different positions, equal on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """The order in which windows are visited: every one once in each pass over the text, shuffled each time."""
+    """Order of windows: every one once in each epoch, shuffled anew for each."""
 
     windows: int
     seed: int
 
     def window(self, n: int) -> int:
-        """The window that sequence ``n`` of the run is."""
+        """Return the window of sequence ``n`` of the run."""
         turn, place = divmod(n, self.windows)
         return _Shuffle(self.windows, derived_seed(self.seed, "order", turn)).at(place)
 
 
 class InOrder:
-    """Every window in its place, from the first."""
+    """Windows in the order of the text."""
 
     def window(self, n: int) -> int:
-        """The window that sequence ``n`` is."""
+        """Return the window of sequence ``n``."""
         return n
 
 
 @dataclass(frozen=True)
 class _Shuffle:
-    """A permutation of range(n) that is worked out point by point: a Feistel network, walked until it is within range.
+    """Permutation of range(n), computed point by point: a Feistel network, iterated until the value is within range.
 
-    It needs no memory, where shuffling a list of all windows of a large corpus would.
+    It needs no memory, unlike a shuffled list of all windows of a large corpus.
     """
 
     n: int

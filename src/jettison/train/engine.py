@@ -1,4 +1,4 @@
-"""Forward and backward of a step's micro-batches, over one layout. The loop knows no more of a layout than this."""
+"""Forward and backward of a step's micro-batches on one layout: the loop's only interface to layouts."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class Engine(ABC):
-    """One layout's way through a step.
+    """Forward and backward on one layout.
 
     Args:
-        parts: this rank's share of the model, whose parameters are trained and saved.
+        parts: this rank's part of the model, whose parameters are trained and saved.
     """
 
     def __init__(self, parts: Sequence[nn.Module], places: Places, device: torch.device, *, autocast: bool) -> None:
@@ -44,16 +44,16 @@ class Engine(ABC):
 
     @property
     def tied(self) -> Collection[nn.Parameter]:
-        """This rank's copies of parameters that another stage has too."""
+        """This rank's copies of parameters that another stage has, too."""
         return ()
 
     def names(self, name: str) -> str:
-        """A parameter's name in the whole model, from its name in a part."""
+        """Return a parameter's name in the full model, from its name in a part."""
         return name
 
     @abstractmethod
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
-        """Each part, called with token rows like these, in a step of so many micro-batches."""
+        """Yield each part with its inputs for token rows like these, in a step of this many micro-batches."""
 
     def context(self) -> AbstractContextManager[object]:
         """Context of a forward: autocast to bf16, if requested."""
@@ -61,19 +61,19 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, micro_batches: int) -> None:
-        """Get ready for steps of so many micro-batches; parts are planned and sharded by now.
+        """Prepare for steps of this many micro-batches, once parts are planned and sharded.
 
         Raises:
-            UsageError: there can be none.
+            UsageError: the layout cannot run such steps.
         """
 
     @abstractmethod
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Engine:
-        """The same over fake copies of the parts on fake tensors, where nothing is sent."""
+        """Return an engine for fake copies of the parts, without communication."""
 
     @abstractmethod
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
-        """How many micro-batches show the peak of a step of so many. Two numbers: the peak grows evenly from there."""
+        """Numbers of micro-batches to dry-run for a step's peak. With two numbers the peak is linear from there."""
 
     def micro_batch_bytes(self) -> int:
         """Bytes that each further micro-batch adds to the peak in addition to its rows, if one number is enough."""
@@ -81,25 +81,25 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
-        """Leave the gradient of the mean loss over all ranks at the parameters; return this rank's mean, detached, if
-        this rank knows it.
+        """Set the parameters' gradients to those of the mean loss over all ranks; return this rank's mean, detached, or
+        None if it does not compute the loss.
         """
 
     @abstractmethod
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:
-        """The loss of each, if this rank knows it; modules are as for inference, and nothing wants a gradient."""
+        """Return the loss of each micro-batch, in inference mode; None if this rank does not compute it."""
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has used the gradients."""
+        """Clear the gradients after the optimizer step."""
         optimizer.zero_grad(set_to_none=True)
 
 
 class WholeModel(Engine):
     """Every rank runs the model from end to end; gradients are averaged over data-parallel ranks.
 
-    Micro-batches are added up on each rank and averaged once, after the last. Only with parameters that are gathered
-    twice (zero 3) each one is averaged for itself: whole gradients, held until the last, would undo what that saves.
-    Shards of replicas are averaged once in any case.
+    Gradients of micro-batches are accumulated on each rank and averaged once, after the last. Only with zero 3 each
+    micro-batch is reduced: unsharded gradients, kept until the last one, would undo its savings. HSDP all-reduces
+    shards once in any case.
     """
 
     def __init__(self, built: Built, places: Places, device: torch.device, *, autocast: bool) -> None:
@@ -108,7 +108,7 @@ class WholeModel(Engine):
         self._run: nn.Module = built.model
 
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
-        """One part."""
+        """Yield the model, the only part."""
         yield RankModule(
             model=self._built.model,
             batch=self._built.call(rows),
@@ -117,7 +117,7 @@ class WholeModel(Engine):
         )
 
     def start(self, micro_batches: int) -> None:
-        """Have DistributedDataParallel average, where it is to."""
+        """Wrap the model in DistributedDataParallel, if it averages gradients."""
         if self._places.averaging == "ddp":
             ids = [self._device.index] if self._device.type == "cuda" else None
             self._run = run = DistributedDataParallel(
@@ -130,7 +130,7 @@ class WholeModel(Engine):
         return WholeModel(replace(self._built, model=fake_model), places, self._device, autocast=self._autocast)
 
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
-        """In the second one gradients are there already, and it may be the last, after which they are averaged."""
+        """Two: the second micro-batch finds gradients, and may be the last, after which they are averaged."""
         return (min(micro_batches, 2),)
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor:
@@ -148,7 +148,7 @@ class WholeModel(Engine):
         return torch.stack(losses).sum()
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """See `Engine`. Past DistributedDataParallel, which has nothing to average."""
+        """See `Engine`. Calls the module inside DistributedDataParallel, since there are no gradients."""
         losses = []
         try:
             for batch in batches:
@@ -161,11 +161,11 @@ class WholeModel(Engine):
         return found if context is None else context.mean(found)
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients stay where they are places in a bucket: others would be allocated outside of it, and copied."""
+        """Zero gradients in place if they are views of buckets: new ones would be allocated outside, and copied."""
         optimizer.zero_grad(set_to_none=not isinstance(self._run, DistributedDataParallel))
 
     def _loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """The scalar to minimise."""
+        """Return the scalar loss."""
         output = call_model(model, self._built.call(batch.rows))
         try:
             return loss_of(output, self._built.loss_fn)
@@ -183,9 +183,9 @@ class WholeModel(Engine):
 
 
 def _fill_buckets(run: DistributedDataParallel) -> None:
-    """Make gradients places in buckets, as they otherwise become in the second step, and lay out the buckets for good.
+    """Make gradients views of buckets, which DDP otherwise does in the second step, and rebuild the buckets.
 
-    What the first round shows of their order decides about the layout; the second one is over the buckets that stay.
+    The first round records the order of gradients, from which DDP rebuilds its buckets; the second uses the final ones.
     """
     parameters = [p for p in run.module.parameters() if p.requires_grad]
     for _ in range(2):
@@ -195,7 +195,7 @@ def _fill_buckets(run: DistributedDataParallel) -> None:
 
 
 def named_parameters(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of this rank once, by its name in the whole model."""
+    """Yield every parameter of this rank once, with its name in the full model."""
     for part in engine.parts:
         for name, parameter in part.named_parameters():
             yield engine.names(name), parameter
@@ -203,7 +203,7 @@ def named_parameters(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def undisturbed(engine: Engine) -> Iterator[None]:
-    """Modules as for inference, without gradients; as they were afterwards, with their buffers and random streams."""
+    """Run in inference mode without gradients, and restore modes, buffers and random generators afterwards."""
     modes = [(module, module.training) for part in engine.parts for module in part.modules()]
     buffers = [(buffer, buffer.clone()) for part in engine.parts for buffer in part.buffers()]
     streams = Streams.now()
@@ -221,13 +221,12 @@ def undisturbed(engine: Engine) -> Iterator[None]:
         streams.restore()
 
 
-# a dry step, for a planner --------------------------------------------------------------------------------------------
+# dry run of a step, for a planner -------------------------------------------------------------------------------------
 #
 # NOTE [ Imagined ranks ]
-# Fake copies of this rank's modules are cut and sharded as their originals are, on a mesh whose groups send nothing,
-# and torch's own FSDP2 and pipeline schedules run on them. So whatever those allocate is counted: unsharded
-# parameters and gradients, copies for a collective, micro-batches in flight, receive buffers. One rank dry-runs
-# alone.
+# Fake copies of this rank's modules are split and sharded like their originals, on a mesh whose groups send nothing,
+# and torch's own FSDP2 and pipeline schedules run on them. So all their allocations are counted: unsharded parameters
+# and gradients, copies for a collective, micro-batches in flight, receive buffers. Each rank's dry run needs no other.
 
 
 class LoopStep:
@@ -243,11 +242,11 @@ class LoopStep:
         *,
         evaluates: bool,
     ) -> None:
-        """Of an engine whose parts are not sharded yet. All ranks call it.
+        """Make the step of an engine whose parts are not sharded yet. All ranks call it.
 
         Args:
             rows: of one micro-batch, as the engine gets them.
-            evaluates: between steps; that has to fit as well, and counts as a part of the forward.
+            evaluates: the run evaluates between steps; that must fit, too, and counts as part of the forward.
         """
         self._evaluates = evaluates
         self.mode: FakeTensorMode = fake_mode(allow_non_fake_inputs=True)
@@ -269,7 +268,7 @@ class LoopStep:
         return trace.context()
 
     def alive(self) -> Iterable[Tensor]:
-        """Buckets of DistributedDataParallel are gradients that are there from the start."""
+        """Tensors before the step; buckets of DistributedDataParallel are gradients allocated from the start."""
         if self._buckets:
             for parameter in (p for module in self.modules for p in module.parameters() if p.requires_grad):
                 parameter.grad = torch.empty_like(parameter)
@@ -279,7 +278,7 @@ class LoopStep:
         self.passes(counter)
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, None]:
-        """See `DryStep`. Where passes alternate, both peaks are that of them all."""
+        """See `DryStep`. If forwards and backwards alternate, both peaks are those of all passes."""
         counts = self._engine.dry_run_counts(self._micro_batches)
         left = self._micro_batches - counts[-1]
         evaluated = self._evaluated(counter, left)
@@ -296,9 +295,9 @@ class LoopStep:
         return max(forward + more[0], evaluated), backward + more[1], None
 
     def _evaluated(self, counter: AllocationCounter, left: int) -> int:
-        """The peak of an evaluation, which has one micro-batch at a time, beside what steps receive into.
+        """Peak of an evaluation, one micro-batch at a time, with the receive buffers of steps allocated.
 
-        It comes before the passes, whose gradients the optimizer wants; but for the first ones, which nobody measures.
+        It runs before the measured passes, whose gradients the optimizer needs, but after the first, unmeasured ones.
         """
         if not self._evaluates or not self._engines:
             return 0
@@ -317,13 +316,13 @@ class LoopStep:
             counter.reset_peak()
             counter.phase(name, first=not peaks)
             yield
-            torch.clear_autocast_cache()  # leaving autocast does it, but for the one that the recording was made under
+            torch.clear_autocast_cache()  # leaving autocast clears it, except for the recording's own context
             peaks[name] = max(counter.peak_bytes, peaks.get(name, 0))
 
         if micro_batches not in self._engines:
             self._engines[micro_batches] = made = self._engine.imagined(self.modules, self._imagined)
             made.start(micro_batches)
-        others = counter.live_bytes - start  # what another number of micro-batches was received into
+        others = counter.live_bytes - start  # receive buffers of another number of micro-batches
         batches = [MicroBatch(rows=self._rows.clone(), seed=0) for _ in range(micro_batches)]
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             self._engines[micro_batches].forward_backward(batches, phase)
@@ -332,9 +331,9 @@ class LoopStep:
 
 
 def alive(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Tensors that are alive before a step: parameters, buffers, gradients, the optimizer's state."""
+    """Tensors that are alive before a step: parameters, buffers, gradients, optimizer state."""
     parameters = [p for module in modules for p in module.parameters()]
-    # a forward without a backward, as an evaluation is, leaves FSDP's root with whole ones: the parts live beside them
+    # a forward without a backward, as in evaluation, leaves FSDP's root unsharded: its shards are alive, too
     parameters += [p for module in modules for p in sharded_parameters(module)]
     buffers = [b for module in modules for b in module.buffers()]
     state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]

@@ -1,7 +1,7 @@
-"""The loss on a text that is not trained on: the same on every layout, and of no effect on training.
+"""Evaluation loss: the same on every layout, without effect on training.
 
-Sequences are read in their order. The losses of micro-batches are added up in that order too, wherever they were
-computed, so that another layout adds nothing of its own to what its kernels round.
+Losses of micro-batches are added in the order of their sequences, on whichever rank they were computed, so that layouts
+differ only by the rounding of their kernels.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class EvaluationSet:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """The mean loss of a token; how long it took."""
+    """Mean loss per token, and seconds of the evaluation."""
 
     loss: float
     seconds: float
 
     @property
     def perplexity(self) -> float:
-        """e to the loss; infinite where no number is as large."""
+        """Exponential of the loss; infinite on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 def evaluation_set(recipe: TrainRecipe, vocab: int | None, world: World) -> EvaluationSet | None:
-    """What a recipe asks for. All ranks call it.
+    """Open a recipe's evaluation text; None without one. All ranks call it.
 
     Raises:
         UsageError: the text is too short, or the model cannot read it.
@@ -75,7 +75,7 @@ def evaluation_set(recipe: TrainRecipe, vocab: int | None, world: World) -> Eval
 def evaluate(
     found: EvaluationSet, engine: Engine, world: World, *, data_rank: int, accumulation: int
 ) -> EvaluationResult:
-    """The loss of the model as it is. All ranks call it.
+    """Evaluate the current model. All ranks call it.
 
     Args:
         accumulation: micro-batches of a global batch on one data-parallel rank.
@@ -90,6 +90,6 @@ def evaluate(
             own = engine.evaluate(found.batches.share(number, micros, world.device, "eval"))
             if own is not None:
                 losses |= {number * of_a_batch + micro: loss for micro, loss in zip(micros, own.tolist(), strict=True)}
-    together = world.merged(losses, lambda earlier, later: later | earlier)  # of a micro-batch the first one's word
+    together = world.merged(losses, lambda earlier, later: later | earlier)  # the first rank's loss counts
     total = math.fsum(together[number] for number in sorted(together))
     return EvaluationResult(loss=total / len(together), seconds=time.perf_counter() - started)

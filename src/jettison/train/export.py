@@ -1,7 +1,7 @@
-"""The weights of a run as a folder that transformers' `from_pretrained` loads.
+"""Export of a run's weights as a folder for transformers' `from_pretrained`.
 
-Written next to its place and renamed into it, so that what stands there is whole. torch's writer has every rank write
-what it holds, and the leading one put that together, a tensor at a time.
+The folder is written next to its place and renamed, so that it is always complete. With torch's writer every rank
+writes its shards, and the leading rank consolidates them, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jettison.train.setup import Session, prepare
 
 _SCHEMA: Final = "jettison.weights/1"
 _PATIENCE_SECONDS: Final = 24 * 3600.0
-"""One rank puts files together while the others wait."""
+"""Timeout of the other ranks while one consolidates files."""
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,7 +46,7 @@ def export(section: ExportSection, form: HubForm, engine: Engine, world: World) 
     """Write the weights. Every rank calls it.
 
     Raises:
-        ExportFailed: it did not work; what was there before is there.
+        ExportFailed: it failed; an earlier folder is unchanged.
     """
     assert section.folder is not None
     folder = Path(section.folder)
@@ -78,7 +78,7 @@ def _tensors(engine: Engine, form: HubForm, dtype: torch.dtype | None) -> dict[s
         tensor = tensor.detach()
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
-        if tensor.shape != form.sizes[name]:  # tensor parallelism gave it a dim more
+        if tensor.shape != form.sizes[name]:  # tensor parallelism added a dim
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             tensor = whole.reshape(form.sizes[name])
         out[form.rename(name)] = tensor
@@ -86,7 +86,7 @@ def _tensors(engine: Engine, form: HubForm, dtype: torch.dtype | None) -> dict[s
 
 
 def _in_files(whole: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most_bytes: int) -> dict[str, int]:
-    """Numbers of files, from 1: as few as hold all in order. A tensor that is larger has one to itself."""
+    """Number the files, from 1: as few as possible, in order. A tensor above the limit gets a file of its own."""
     out: dict[str, int] = {}
     number, used = 1, 0
     for name, (size, dtype) in whole.items():
@@ -99,7 +99,7 @@ def _in_files(whole: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most_byt
 
 
 def _complete(partial: Path, folder: Path, form: HubForm, whole: Mapping[str, Any]) -> None:
-    """What goes with the tensors; then all of it into its place. The leading rank's."""
+    """Write configuration and tokenizer, and rename the folder into place. Only the leading rank calls it."""
     shutil.rmtree(partial / "sharded")
     for file in form.files_beside():
         shutil.copyfile(file, partial / file.name)
@@ -116,7 +116,7 @@ def _complete(partial: Path, folder: Path, form: HubForm, whole: Mapping[str, An
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """The weights after so many steps, and where they are."""
+    """Exported weights: step and folder."""
 
     step: int
     export: str
@@ -126,18 +126,18 @@ class ExportResult:
         return {"schema": _SCHEMA, **asdict(self), "request": None}
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Report as text."""
         yield f"the weights of step {self.step}: {self.export}"
 
 
 def export_run(make: Callable[[], TrainRecipe], *, say: Progress = silent, warn: Progress = silent) -> ExportResult:
-    """Read the checkpoint that a recipe's run would go on from, and write its weights.
+    """Read the checkpoint from which a recipe's run would resume, and export its weights.
 
     Args:
         make: reads the recipe, which has an ``export.folder``.
 
     Raises:
-        UsageError: there is no checkpoint, or the model has no form that transformers knows.
+        UsageError: there is no checkpoint, or transformers has no such model.
         ExportFailed: the weights could not be written.
     """
     with joined() as world, ExitStack() as held:
@@ -152,7 +152,7 @@ def export_run(make: Callable[[], TrainRecipe], *, say: Progress = silent, warn:
 
 
 def export_session(session: Session, say: Progress) -> str | None:
-    """What the recipe says of weights at the end of a run: the folder, if it names one. Every rank calls it.
+    """Export the weights at the end of a run if the recipe names a folder, and return it. Every rank calls it.
 
     Raises:
         ExportFailed: the weights could not be written.

@@ -1,4 +1,4 @@
-"""The training loop: one function, whatever the layout."""
+"""The training loop: one function for all layouts."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ from jettison.train.setup import Session, prepare
 from jettison.verify.timing import environment
 
 _SKIPPED_IN_A_ROW: Final = 10
-"""After so many it is not the batch: the weights are spoilt, and skipping changes nothing."""
+"""Most skipped steps in a row; after more the weights are bad, not the batch, and skipping does not help."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS: Final = 2.0
-"""torchrun hands on the SIGINT that a terminal has already sent to its ranks: so close together, they are one."""
+"""Signals this close count as one: torchrun forwards the SIGINT that a terminal has already sent to its ranks."""
 _TIMED_OUT: Final = ("timed out", "timeout")
 _NAMED: Final = 8  # ranks, of those whose loss is not finite
 
 
 class NotFinite(JettisonError, RuntimeError):
-    """A loss or gradient is not finite, and the recipe says to stop then, or skipping did not help."""
+    """A loss or gradient is not finite, and the recipe stops then, or skipping did not help."""
 
 
 def train(
     make: Callable[[], TrainRecipe], *, must_resume: bool = False, say: Progress = silent, warn: Progress = silent
 ) -> TrainResult:
-    """Run a recipe to its end, to a signal, or from where its checkpoint folder says.
+    """Run a recipe to its end or to a signal, resuming from a checkpoint if there is one.
 
     Args:
-        make: reads the recipe, once the ranks can say together what is wrong with it.
-        must_resume: there has to be a checkpoint; otherwise one is taken where there is one.
-        say: progress, of the leading rank.
-        warn: what went wrong and did not end the run, of the leading rank.
+        make: reads the recipe, once the ranks can agree on errors.
+        must_resume: raise if there is no checkpoint.
+        say: called with progress, on the leading rank.
+        warn: called with problems that do not end the run, on the leading rank.
 
     Raises:
-        UsageError: what was asked makes no sense on this machine or with these files.
+        UsageError: the recipe does not fit this machine or these files.
         Infeasible: no plan fits the budget.
-        SaveFailed: a checkpoint could not be written, and the recipe says to stop then.
+        SaveFailed: a checkpoint could not be written, and the recipe stops then.
         ExportFailed: the weights could not be written at the end.
         RankLost: another rank has gone, or hangs.
-        NotFinite: a loss or gradient is not, and the recipe says to stop then.
+        NotFinite: a loss or gradient is not finite, and the recipe stops then.
     """
     with joined() as world, ExitStack() as held:
         if not world.leads:
@@ -112,7 +112,7 @@ def _lost(error: RuntimeError, session: Session, watch: HangWatch) -> RankLost:
 
 
 def _out_of_range(error: IndexError, session: Session) -> UsageError:
-    """An embedding was asked for what it does not have; most are found before, see `survey.vocabulary`."""
+    """Return the error for an index outside of an embedding; most are found before, see `survey.vocabulary`."""
     return UsageError(
         f"model: it cannot look up what it was given in step {session.step + 1}: {error}; the text has tokens up to "
         f"{session.text.highest}, and batch.seq is {session.recipe.batch.seq}. Expected a vocabulary and positions "
@@ -130,7 +130,7 @@ class _Interval:
 @dataclass(kw_only=True)
 class _RunFacts:
     losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of steps that nothing slowed down
+    seconds: list[float] = field(default_factory=list)  # of steps without memory measurement
     peaks: dict[int, PhasePeaks] = field(default_factory=dict)  # of the first two steps of this process, and the last
     skipped: int = 0
     evaluated: EvaluationResult | None = None
@@ -187,7 +187,7 @@ class _StepLoop:
     # a step ----------------------------------------------------------------------------------------------------------
 
     def _step(self) -> tuple[StepTotals, PhasePeaks | None, str | None]:
-        """Forward, backward, update. Last, which signal asks to stop: see NOTE [ One sum a step ]."""
+        """Run forward, backward and update; the last result is the signal to stop: NOTE [ One sum a step ]."""
         session, section = self.session, self.session.recipe.optimizer
         rate = section.rate(session.step, session.recipe.steps)
         set_rate(session.optimizer, rate)
@@ -217,10 +217,10 @@ class _StepLoop:
         with self.session.meter.phase(name):
             yield
 
-    # what hangs on it ------------------------------------------------------------------------------------------------
+    # after a step ----------------------------------------------------------------------------------------------------
 
     def _agreed(self, totals: StepTotals, loss: Tensor | None) -> bool:
-        """Are weights to be changed? All ranks come to the same."""
+        """Shall the optimizer step? All ranks decide alike."""
         checkpoints, recipe = self.session.checkpoints, self.session.recipe
         if totals.failed and recipe.checkpoint.on_error == "stop":
             raise agreed(SaveFailed('stopping: a checkpoint could not be written and checkpoint.on_error is "stop"'))
@@ -232,10 +232,10 @@ class _StepLoop:
         return self._spoilt(totals, None if loss is None else loss.item())
 
     def _spoilt(self, totals: StepTotals, loss: float | None) -> bool:
-        """What `on_nan` says; are weights to be changed all the same?
+        """Apply `on_nan`; return whether the optimizer steps nevertheless.
 
         Raises:
-            NotFinite: the run is to stop.
+            NotFinite: the run stops.
         """
         recipe, step = self.session.recipe, self.session.step + 1
         own = [] if loss is None or isfinite(loss) else [f"{loss} on rank {self.world.rank}"]
@@ -296,7 +296,7 @@ class _StepLoop:
         self._write("checkpoint", step=self.session.step)
 
     def _finish(self) -> None:
-        """The last checkpoint, on the disk."""
+        """Write the last checkpoint, and wait for it."""
         checkpoints = self.session.checkpoints
         if checkpoints is None:
             return
@@ -343,7 +343,7 @@ class _StepLoop:
         self.say(_line(session.step, session.recipe, values))
 
     def _keep(self, peaks: PhasePeaks | None) -> None:
-        """The first step makes the optimizer's state, the second one has it from the start: they are kept apart."""
+        """Keep peaks of the first step, which allocates the optimizer's state, of the second, and of the last."""
         if peaks is not None:
             number = min(self.session.step - self.first_step, 3)
             self.seen.peaks[number] = peaks
@@ -428,7 +428,7 @@ def _line(step: int, recipe: TrainRecipe, values: Mapping[str, float | None]) ->
 
 
 class StopRequest:
-    """SIGTERM and SIGINT ask a run to stop after its step; asked again, while this is entered, they end it at once."""
+    """Context in which SIGTERM and SIGINT stop a run after its step; a second signal ends it at once."""
 
     def __init__(self) -> None:
         self.name: str | None = None

@@ -1,9 +1,9 @@
-"""The optimizer: its groups, its state by name, and what all ranks know of a step before it takes one.
+"""The optimizer: groups, state by name, and the totals of a step that all ranks share before the update.
 
 NOTE [ One sum a step ]
-The norm of the gradient is summed over all ranks before weights may change. The loss, whether some rank was asked to
-stop, and whether one could not save, are numbers beside it in the same message. So ranks stop after the same step,
-though a signal reaches them at different moments, or only one of them; a signal that comes later is in the next sum.
+The square of the gradient's norm is all-reduced before weights change. The same message carries the loss, whether a
+rank got a signal to stop, and whether one failed to save. So all ranks stop after the same step, although a signal
+reaches them at different moments, or only one of them; a later signal is in the next sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jettison.train.recipe import OptimizerSection
 
 
 def make_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Weights with two dimensions or more decay, norms and biases do not."""
+    """Make the optimizer, with weight decay for weights with two dims or more, not for norms and biases."""
     trainable = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": section.weight_decay},
@@ -34,13 +34,13 @@ def make_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The learning rate of the next step."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that a first step would make, and change nothing else."""
+    """Allocate the state that a first step would allocate, without changing parameters."""
     rates = [group["lr"] for group in optimizer.param_groups]
     set_rate(optimizer, 0.0)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -57,7 +57,7 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 def saved_tensors(
     named: Iterable[tuple[str, nn.Parameter]], parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name: parameters, buffers that belong to the state, the optimizer's state."""
+    """Return all tensors of a checkpoint by name: parameters, persistent buffers, optimizer state."""
     out: dict[str, Tensor] = {}
     for name, parameter in named:
         out[f"model.{name}"] = parameter.detach()
@@ -73,9 +73,9 @@ def saved_tensors(
 def squared_norm(
     parameters: Iterable[nn.Parameter], *, stages: int = 1, copies: Collection[nn.Parameter] = ()
 ) -> Tensor:
-    """This rank's share of the square of the full gradient's 2-norm, of float64: a sum over all ranks makes it whole.
+    """This rank's share of the square of the full gradient's 2-norm, in float64, to be summed over all ranks.
 
-    A rank's share are the squares of what it holds, divided by how many ranks hold the same.
+    The share is the sum of squares of its local gradients, each divided by the number of ranks with the same values.
 
     Args:
         stages: of a pipeline; ranks of different stages have different parameters.
@@ -93,14 +93,14 @@ def squared_norm(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTotals:
-    """The same on every rank.
+    """Totals of a step, equal on every rank.
 
     Args:
-        norm: of the full gradient, a number on the device.
-        size: the same, read.
-        loss: the mean of those that ranks know.
-        asked: ranks that were asked to stop.
-        failed: ranks that could not write a checkpoint.
+        norm: of the full gradient, a tensor on the device.
+        size: the norm as a float.
+        loss: mean over the ranks that compute it.
+        asked: number of ranks with a signal to stop.
+        failed: number of ranks that could not write a checkpoint.
     """
 
     norm: Tensor
@@ -111,16 +111,16 @@ class StepTotals:
 
     @property
     def finite(self) -> bool:
-        """The gradient and every loss; one that is not makes the mean so."""
+        """Are the gradient and every loss finite? A single one makes the mean infinite or NaN."""
         return isfinite(self.size) and isfinite(self.loss)
 
 
 def step_totals(squares: Tensor, loss: Tensor | None, *, asked: bool, failed: bool) -> StepTotals:
-    """See NOTE [ One sum a step ]. All ranks call it once a step.
+    """Sum the totals over ranks: NOTE [ One sum a step ]. All ranks call it once a step.
 
     Args:
-        squares: this rank's share of the square of the gradient's norm, of float64.
-        loss: this rank's, if it knows one.
+        squares: this rank's share of the square of the gradient's norm, in float64.
+        loss: this rank's, if it computes one.
     """
     known = torch.zeros_like(squares) if loss is None else loss.to(squares)
     flags = torch.tensor([loss is not None, asked, failed], dtype=squares.dtype).to(squares.device, non_blocking=True)
@@ -146,14 +146,14 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> No
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shards(tensor: Tensor) -> int:
-    """Over how many ranks a tensor is spread."""
+    """Number of ranks over which a tensor is sharded."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    # a dimension that FSDP2 shards after tensor parallelism has a placement that is_shard() does not know
+    # a dim that FSDP2 shards after tensor parallelism has a placement for which is_shard() is false
     return prod(size for placement, size in sizes if not placement.is_replicate())

@@ -1,9 +1,9 @@
 """Peak bytes of each phase of a step: from the allocator on a GPU, from the profiler or a counter on a CPU.
 
-On a CPU either of them slows a step down and only the first steps are measured. The profiler's allocations are replayed
-in time order, from the bytes of what was alive before the step. Where ranks talk over gloo, its threads let go of
-tensors too, which the profiler does not see. There `AllocationCounter` follows every storage to its death, and what
-kernels take and give back inside one call is not in the figures.
+On a CPU both slow a step down, so only the first steps are measured. The profiler's allocations are replayed in time
+order, from the bytes alive before the step. Gloo's threads free tensors, too, which the profiler does not see. With
+gloo, `AllocationCounter` follows every storage until it is freed, and temporary memory inside one kernel call is not
+counted.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _COLLECTIVES: Final = ("c10d", "_c10d_functional")
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePeaks:
-    """Peak of allocated bytes in each phase of one step, on one rank, what lives all along included."""
+    """Peak of allocated bytes in each phase of one step, on one rank, parameters and the like included."""
 
     phases: dict[str, int]
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the whole step."""
+        """Peak of the step."""
         return max(self.phases.values(), default=0)
 
 
 class MemoryMeter:
-    """Measures steps: `step` around each, `phase` around the parts of it."""
+    """Measures steps: `step` around each, `phase` around its parts."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class MemoryMeter:
         storages: bool = False,
         workspace: Workspace | None = None,
     ) -> None:
-        """``alive``: what exists before a step. ``storages``: follow these on a CPU, and not the allocator.
-        ``workspace``: what a kernel takes meanwhile, where storages are followed; left out, it is not in the figures.
+        """Args: alive: tensors before a step. storages: follow storages on a CPU, instead of the allocator. workspace:
+        temporary bytes of a kernel, if storages are followed; None: not counted.
         """
         self._device = device
         self._left = steps_on_cpu
@@ -67,7 +67,7 @@ class MemoryMeter:
 
     @property
     def levels(self) -> StepLevels | None:
-        """Bytes over the last step that was measured; of a GPU the peaks of its phases alone."""
+        """Bytes over the last measured step; on a GPU only the peaks of its phases."""
         return StepLevels.of(self._stretches)
 
     @property
@@ -77,7 +77,7 @@ class MemoryMeter:
 
     @contextmanager
     def step(self) -> Iterator[Callable[[], PhasePeaks | None]]:
-        """One step; the function that it gives has the peaks once the step is over, None where it was not measured."""
+        """Measure one step; the yielded function returns the peaks after the step, None if it was not measured."""
         found: dict[str, int] | None = {} if self.measuring else None
         self._phases = found
         if found is not None:
@@ -87,7 +87,7 @@ class MemoryMeter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step. A name may come back: the highest of its peaks counts."""
+        """Measure a part of the step. A name may repeat: the highest of its peaks counts."""
         if self._phases is None:
             yield
         elif self._device.type == "cuda":
@@ -138,13 +138,13 @@ class MemoryMeter:
 
 
 class _Counter(AllocationCounter):
-    """Counts what wrappers are made of, and not the wrappers. A new peak counts once gloo's threads have let go."""
+    """Counts tensors inside wrappers, not the wrappers. A new peak counts once gloo's threads have freed theirs."""
 
     _sending = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # it comes again, with the tensors inside
+            return NotImplemented  # called once more, with the tensors inside
         self._sending |= func.namespace in _COLLECTIVES
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""A rank's place in the layout: its mesh axes, its share of the batch, and its random streams."""
+"""Place of a rank in the layout: mesh axes, share of the batch, and random generators."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from jettison.train.data import derived_seed
 from jettison.train.ranks import World, sockets_when_used
 
 _AXES = ("pp", "replica", "shard", "tp")
-"""From the slowest link to the fastest. The two in the middle are data parallelism: ranks that have equal parameters,
-and ranks among which parameters are spread. Context parallelism has no axis here: to parameters and gradients its ranks
-are data-parallel ones, cp neighbours of which share their sequences.
+"""Mesh axes, from the slowest link to the fastest. The two in the middle are data parallelism: ranks with equal
+parameters, and ranks over which parameters are sharded. Context parallelism has no axis here: for parameters and
+gradients its ranks are data-parallel ones, cp neighbours of which share their sequences.
 """
 _SHARING = ("pp", "dp", "cp", "tp")
-"""The same ranks once more, for that."""
+"""Mesh axes of the same ranks with context parallelism."""
 
 Averaging = Literal["nothing", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """A rank's place on each axis.
+    """Place of a rank on each axis.
 
     Args:
-        mesh: sizes along ``_AXES``. Where neither of the two data-parallel ones is 1, it is HSDP.
-        sharing: sizes along ``_SHARING``, where there is context parallelism.
-        mixed: parameters are read as bf16 copies, which is FSDP2's to do.
+        mesh: sizes along ``_AXES``. HSDP if neither of the two data-parallel ones is 1.
+        sharing: sizes along ``_SHARING``, if there is context parallelism.
+        mixed: FSDP2's mixed precision reads parameters as bf16 copies.
     """
 
     layout: Layout
@@ -48,7 +48,7 @@ class Places:
 
     @classmethod
     def of(cls, layout: Layout, world: World, *, spread: tuple[int, int], mixed: bool) -> Places:
-        """Lay the ranks out; ``spread``: replicas, and ranks over which each is spread."""
+        """Build the meshes; ``spread``: number of replicas, and of ranks over which each is sharded."""
         sizes, kind = (layout.pp, *spread, layout.tp), world.device.type
         with sockets_when_used():
             mesh = init_device_mesh(kind, sizes, mesh_dim_names=_AXES)
@@ -60,12 +60,12 @@ class Places:
 
     @property
     def context(self) -> Context | None:
-        """This rank's part of every sequence; None where it has all of them."""
+        """This rank's part of every sequence; None without context parallelism."""
         return None if self.sharing is None else Context.of(self.sharing["cp"])
 
     @property
     def averaging(self) -> Averaging:
-        """Who averages gradients. DistributedDataParallel takes plain parameters of one module only."""
+        """Averaging of gradients. DistributedDataParallel takes only plain parameters of one module."""
         if self.layout.zero or self.mixed:
             return "fsdp"
         if self.layout.dp * self.layout.cp == 1:
@@ -74,18 +74,18 @@ class Places:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the global batch is this rank's."""
+        """Index of this rank's share of the global batch."""
         own = self.mesh["replica"].get_local_rank() * self.mesh["shard"].size() + self.mesh["shard"].get_local_rank()
         return own // self.layout.cp
 
     @property
     def agreeing(self) -> DeviceMesh | None:
-        """Ranks that have to compute the same things again, where parameters do not tell."""
+        """Ranks that must recompute the same ops, if that does not follow from parameters."""
         return self.mesh["replica"] if self.sharing is not None and self.averaging == "ddp" else None
 
     @property
     def plans(self) -> bool:
-        """Does this rank plan for all that run the same stage of a pipeline?"""
+        """Does this rank plan for all ranks of the same pipeline stage?"""
         return dist.get_rank() == self.planner
 
     @property
@@ -99,7 +99,7 @@ class Places:
         return self.mesh["pp"].get_local_rank()
 
     def imagined(self) -> ImaginedPlaces:
-        """The same places for a dry run on fake tensors. All ranks call it."""
+        """Return the same places for a dry run on fake tensors. All ranks call it."""
         importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
         device, sizes = self.mesh.device_type, tuple(self.mesh.shape)
         nothing = dict.fromkeys(_AXES, "fake")
@@ -107,15 +107,15 @@ class Places:
         return ImaginedPlaces(layout=self.layout, mesh=mesh, mixed=self.mixed, sharing=self.sharing)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks along an axis."""
+        """Process group along an axis."""
         return self.mesh[axis].get_group()
 
     def split_layers(self, model: nn.Module) -> None:
-        """Context, tensor and sequence parallelism, in place; before anything is planned.
+        """Apply context, tensor and sequence parallelism in place, before planning.
 
         Raises:
-            UnsupportedModule: no plan is known for this model.
-            UsageError: it does not divide this way.
+            UnsupportedModule: no parallelization is known for this model.
+            UsageError: its sizes do not divide.
         """
         if self.sharing is not None:
             apply_context_parallel(model, self.sharing["cp"])
@@ -123,7 +123,7 @@ class Places:
             apply_tensor_parallel(model, self.mesh["tp"], sequence_parallel=self.layout.sp)
 
     def shard(self, model: nn.Module) -> None:
-        """FSDP2, in place, where the layout or the precision asks for it; parameters are other objects afterwards."""
+        """Apply FSDP2 in place, if the layout or the precision needs it; it replaces the parameters."""
         if self.averaging != "fsdp":
             return
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -133,7 +133,7 @@ class Places:
         shard_blocks(model, mesh, reshard_after_forward=self.layout.zero == 3, **options)
 
     def seed(self, seed: int) -> None:
-        """Seed what is drawn on a micro-batch: as one process would, or each rank that has a part of it for its own."""
+        """Seed the random generators for a micro-batch: as one process would, or per rank if ranks share it."""
         if self.context is not None:
             seed = derived_seed(seed, "context", self.context.axis.rank)
         if self.layout.tp > 1:
@@ -142,17 +142,17 @@ class Places:
             torch.manual_seed(seed)
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make gradients whole that every tensor-parallel rank has a part of."""
+        """Sum gradients of which every tensor-parallel rank has a part."""
         if self.layout.tp > 1 and self.averaging != "fsdp":
             reduce_partial_gradients(parameters)
 
 
 class ImaginedPlaces(Places):
-    """Places where nothing is sent, and nothing drawn that anybody reads. What collectives allocate they allocate."""
+    """Places for dry runs, without communication; collectives allocate as real ones do."""
 
     @property
     def averaging(self) -> Averaging:
-        """DistributedDataParallel's reducer wants real tensors: its buckets have to be counted by other means."""
+        """Averaging without DistributedDataParallel, whose reducer needs real tensors; buckets are counted apart."""
         found = super().averaging
         return "nothing" if found == "ddp" else found
 

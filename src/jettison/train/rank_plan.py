@@ -36,15 +36,15 @@ from jettison.train.run_folder import plan_name
 
 @dataclass(frozen=True, kw_only=True)
 class RankModule:
-    """Input of planning: one module of a rank, and a micro-batch as it is called.
+    """Input of planning: one module of a rank, with the inputs of a micro-batch.
 
     Args:
-        regions: names of its blocks; those that repeat where left out.
-        mode: of the module's fake copy in a dry step.
-        in_flight: the most micro-batches that it has between forward and backward.
-        number: of the stages of a pipeline, which it is; None where it is the whole model.
-        compile: "blocks" where its blocks run compiled.
-        agreeing: ranks that have to compute the same things again, where its parameters do not tell.
+        regions: names of its blocks; by default the repeated ones.
+        mode: of the module's fake copy in a dry run.
+        in_flight: most micro-batches between their forward and backward.
+        number: of the pipeline stage; None for the full model.
+        compile: "blocks" if its blocks run compiled.
+        agreeing: ranks that must recompute the same ops, if that does not follow from its parameters.
     """
 
     model: nn.Module
@@ -60,10 +60,10 @@ class RankModule:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDecision:
-    """Decision for a rank: a plan for each part, or a policy word.
+    """Decision for a rank: a plan for each part, or a policy.
 
     Args:
-        likenesses: what a rank's parts have to be like for the plans.
+        likenesses: digests that a rank's parts must match for the plans.
     """
 
     plans: tuple[Plan, ...] = ()
@@ -82,9 +82,9 @@ class RankPlans:
 
     Args:
         recomputed_flops: of one micro-batch, on this rank.
-        plans: on rank 0 of every part of the model, in its order, elsewhere of this rank's parts; none where a policy
-            was applied.
-        predicted_peak_bytes: of the rank where it is highest; None where nothing is predicted.
+        plans: on rank 0 those of every part of the model, in order, elsewhere those of this rank's parts; none for a
+            policy.
+        predicted_peak_bytes: highest of all ranks; None without a prediction.
     """
 
     recomputed_flops: int
@@ -99,15 +99,15 @@ def decide(
     progress: Progress,
     keeping: Keeping | None = None,
 ) -> RankDecision:
-    """Decide for this rank alone. Changes nothing.
+    """Decide for this rank, without changing its modules.
 
     Args:
-        dry_step: the step, over fake copies of the parts; where there is a budget.
+        dry_step: the step over fake copies of the parts, if there is a budget.
         keeping: where plans under a budget are kept, if anywhere.
 
     Raises:
         Infeasible: no plan fits the budget.
-        UsageError, PlanMismatch: plan files that cannot be read, or are of something else.
+        UsageError, PlanMismatch: plan files cannot be read, or are of another model, batch or layout.
     """
     if section.file is not None:
         return _from_files(Path(section.file), parts)
@@ -117,7 +117,7 @@ def decide(
     with holding(True) as losses:
         made, traces = _made(parts, section, dry_step, losses, progress, keeping)
     assert losses is not None
-    losses.let_go()  # `carry_out` knows by the plans whether it is to hold them
+    losses.let_go()  # the plans tell `carry_out` whether to keep references
     return RankDecision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
 
 
@@ -154,10 +154,10 @@ def _made(
 
 
 def carry_out(parts: Sequence[RankModule], decision: RankDecision, host_budget: str | None) -> int:
-    """Apply the decision to this rank's modules; return FLOPs that backwards of a micro-batch then recompute.
+    """Apply the decision to this rank's modules; return the FLOPs of recomputation per micro-batch.
 
     Args:
-        host_budget: what they may pin together.
+        host_budget: pinned memory of all modules together.
 
     Raises:
         HostBudgetExceeded: they need more, or the host has less.
@@ -215,7 +215,7 @@ def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
 
 
 def _apply(part: RankModule, plan: Plan, like: str, room: int | None) -> Applied:
-    """The planning rank's plan on this rank's programs."""
+    """Apply the planning rank's plan to this rank's programs."""
     with Agreement(groups_for(part.model, part.agreeing)) as agreement:
         applied = apply_from_another_rank(part.model, _trace(part), plan, like, host_budget_bytes=room)
         return agreed(applied, agreement)

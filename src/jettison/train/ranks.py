@@ -1,10 +1,9 @@
-"""The ranks of a run: under torchrun as many as it started, else this process alone.
+"""Ranks of a run: those that torchrun started, else this process alone.
 
 NOTE [ What ranks say ]
-Tensors of the steps go through process groups. What is said a few times in a run (what went wrong where, whose plan it
-is, who reads which text) goes through the ranks' store, in a tree (NOTE [ A tree of ranks ]): a gloo group for it would
-be a socket from each rank to each other one. What is known anew in every step travels with the sum of the gradient's
-squares (NOTE [ One sum a step ]).
+Tensors of steps go through process groups. Rare messages (errors, the plan, digests of the text) go through the ranks'
+store, in a tree (NOTE [ A tree of ranks ]): a gloo group for them would need a socket between every two ranks. Values
+of every step travel with the sum of the gradient's squares (NOTE [ One sum a step ]).
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ from jettison.parallel.ranks import Ranks, Store, ranks_in_words
 _T = TypeVar("_T")
 _AGREED: Final = "raised_by_every_rank"
 _SETUP_SECONDS: Final = 1800.0
-"""Seconds that ranks wait for each other before the first step: one plans, or reads, while the others wait."""
+"""Timeout before the first step, in which one rank may plan or read while the others wait."""
 _LOST: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "gloo")
 _LONGEST_SECONDS = 2.0
-_READING_SECONDS = 30.0  # all beats, by the one that reads them
+_READING_SECONDS = 30.0  # for all beats, on the rank that reads them
 _AT_ONCE = 512  # beats
 _runs = itertools.count()
 
 
 class RankLost(JettisonError, RuntimeError):
-    """Another rank has gone, or hangs: what was computed since the last checkpoint is lost, the checkpoint is not."""
+    """Another rank has gone, or hangs: progress since the last checkpoint is lost."""
 
 
 class World(Ranks):
-    """This process among the others. All ranks call the same methods in the same order.
+    """This rank's connection to the others. All ranks call the same methods in the same order.
 
-    Each of them raises `RankLost` where a rank fails instead, or does not come in time.
+    Each method raises `RankLost` if another rank fails, or misses the timeout.
 
     Args:
         key: see `Ranks`.
@@ -67,7 +66,7 @@ class World(Ranks):
 
     @functools.cached_property
     def host(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks. Made when it is first asked for, which all of them do at the same place."""
+        """Gloo group of all ranks, created at first use, which must be the same call on all ranks."""
         with sockets_when_used():
             made: dist.ProcessGroup = dist.new_group(backend="gloo")
         return made
@@ -94,7 +93,7 @@ class World(Ranks):
         return self.merged(value, lambda one, other: other if one is None else one)
 
     def from_leader(self, make: Callable[[], _T]) -> _T:
-        """Result of ``make`` on rank 0, on every rank; an error of it there is raised on every rank."""
+        """Return rank 0's result of ``make`` on every rank, or raise its error on every rank."""
         topic = str(next(self.turns))
         if self.leads:
             found = _tried(make)
@@ -107,7 +106,7 @@ class World(Ranks):
         return value  # type: ignore[return-value]
 
     def together(self, make: Callable[[], _T]) -> _T:
-        """``make`` on every rank. Where it fails on one, every rank raises that error, and none waits for ever."""
+        """Call ``make`` on every rank; if it fails on one, every rank raises that error, and none hangs."""
         value, error = _tried(make)
         failed = self.first(_portable(error))
         if failed is not None:
@@ -123,20 +122,20 @@ def _tried(make: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def said_by_leader(error: BaseException) -> bool:
-    """Did every rank raise this error, so that one of them may speak for all?"""
+    """Did every rank raise this error, so that one of them may report it?"""
     return getattr(error, _AGREED, False)
 
 
 def agreed(error: Exception) -> Exception:
-    """Note that every rank raises it."""
+    """Mark an error as raised by every rank."""
     setattr(error, _AGREED, True)
     return error
 
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """Join the other ranks, or a group of one; a process group that is there already is used and left standing, and
-    groups that were made beside it meanwhile are not. If this rank fails alone, those that wait for it learn why.
+    """Join the other ranks, or a group of one. An existing process group is used and kept; groups created meanwhile are
+    destroyed. If this rank fails alone, the waiting ranks get the reason.
     """
     cuda = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -154,7 +153,7 @@ def joined() -> Iterator[World]:
         yield world
     except BaseException as error:
         if not said_by_leader(error) and not isinstance(error, RankLost):
-            with suppress(RuntimeError):  # the store may be what is gone
+            with suppress(RuntimeError):  # the store itself may be gone
                 world.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
         raise
     finally:
@@ -168,9 +167,9 @@ def joined() -> Iterator[World]:
 
 @contextmanager
 def sockets_when_used() -> Iterator[None]:
-    """Gloo groups made in here open a socket to another rank once they send to it, instead of one to each at once.
+    """Create gloo groups lazily: they open a socket to a rank at the first send, instead of to all ranks at once.
 
-    Rings and trees then have a few each. It is torch's own switch, which it reads whenever a group is made.
+    Rings and trees then need few sockets. torch reads this environment variable whenever a group is created.
     """
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
@@ -184,7 +183,7 @@ def sockets_when_used() -> Iterator[None]:
 
 @contextmanager
 def waiting_for(world: World, seconds: float) -> Iterator[None]:
-    """For so long at most, in collectives of all groups that there are, and for words; afterwards as long as before."""
+    """Set the timeout of collectives of all existing groups and of messages, and restore it afterwards."""
     backends = [backend for group in c10d._world.pg_map for backend in _backends(group)]
     before = [backend.options._timeout for backend in backends]
     patience = world.seconds
@@ -200,7 +199,7 @@ def waiting_for(world: World, seconds: float) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers results with their mesh, and hands the next run's equal mesh the groups that are gone now."""
+    """Clear DTensor's caches, which would give the next run's equal mesh groups that no longer exist."""
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
@@ -213,7 +212,7 @@ def _initialize(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store, rank, size = next(rendezvous("env://", timeout=timeout))
-    turn = store.add(f"jettison/joined/{rank}", 1)  # addresses of a job's last run still stand in its store
+    turn = store.add(f"jettison/joined/{rank}", 1)  # a job's store still has addresses of its last run
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"jettison/{turn}", store),
@@ -225,7 +224,7 @@ def _initialize(device: torch.device) -> None:
 
 
 def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
-    """Those that wait. A group of a dry run has none."""
+    """Yield the group's backends; a group of a dry run has none."""
     kinds = [getattr(c10d, name) for name in ("ProcessGroupGloo", "ProcessGroupNCCL") if hasattr(c10d, name)]
     for device in group._device_types:
         backend = group._get_backend(device)
@@ -242,11 +241,12 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def same_everywhere(recipe: Any, world: World) -> None:
-    """Ranks that do different things wait for each other until a timeout. Digests are compared; what is in the recipe
-    goes round only where they differ.
+    """Check that all ranks have the same recipe, since others would deadlock until a timeout.
+
+    Digests are compared; the recipe itself is sent only if they differ.
 
     Raises:
-        UsageError: on every rank, about the first that was given something else than rank 0.
+        UsageError: on every rank, about the first rank that differs from rank 0.
     """
     own = dict(_flat(asdict(recipe), ""))
     digest = hashlib.sha256(repr(own).encode()).digest()
@@ -261,7 +261,7 @@ def same_everywhere(recipe: Any, world: World) -> None:
         ),
         None,
     )
-    if (found := world.first(text)) is not None:  # what is equal may be written in two ways
+    if (found := world.first(text)) is not None:  # equal values may have different digests
         raise agreed(UsageError(f"{found}; expected one recipe, with the same flags, on every rank"))
 
 
@@ -274,26 +274,25 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def is_loss_of_a_rank(error: RuntimeError) -> bool:
-    """Was this a collective that others did not come to?"""
+    """Did a collective fail because another rank was missing?"""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in _LOST)
 
 
-# which rank is it that the others wait for? ---------------------------------------------------------------------------
+# finding the rank that hangs ------------------------------------------------------------------------------------------
 #
 # NOTE [ Who hangs ]
-# A rank that waits in a collective learns after the recipe's timeout that somebody did not come, not who. So a thread
-# of each rank leaves a *beat* in the ranks' store every now and then: where its main thread is, and how many
-# collectives it has begun in each of its groups. In a group, ranks with fewer than others are behind. Who waits for
-# one group may be behind in another; the rank that hangs is behind somewhere and ahead nowhere. A process that is
-# stopped leaves no more beats. Between stages of a pipeline nothing is counted: there it is whoever has not given up
-# waiting.
+# A collective that times out does not tell which rank is missing. So a thread of each rank regularly writes a *beat* to
+# the ranks' store: the place of its main thread, and the number of collectives begun in each of its groups. In a group,
+# ranks with fewer collectives are behind. A rank that waits in one group may be behind in another; the rank that hangs
+# is behind somewhere and ahead nowhere. A stopped process writes no more beats. Sends between pipeline stages are not
+# counted: there the rank that hangs is the one that has not timed out.
 #
-# The first rank that has waited long enough reads the beats of all, twice; the others ask for what it found.
-# Otherwise n ranks would read n beats each.
+# The first rank that times out reads the beats of all, twice; the others read its result. Otherwise n ranks would read
+# n beats each.
 
 
 def leave(hangs: str) -> None:
-    """Collectives of a device do not return once they wait: end the process, before the device's own timeout does."""
+    """End the process, since a hanging collective on a device does not return; before the device's own timeout."""
     text = f"jettison: {hangs} has not moved for the recipe's timeout; start again to resume"
     print(text, file=sys.stderr, flush=True)
     os._exit(RankLost.exit_code)
@@ -301,13 +300,13 @@ def leave(hangs: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """One rank at one moment.
+    """State of one rank at one moment.
 
     Args:
         number: of the beat.
         place: of the main thread.
-        begun: collectives, by the name of the group.
-        gave_up: it has stopped waiting.
+        begun: number of collectives, by name of the group.
+        gave_up: it has timed out.
     """
 
     number: int = -1
@@ -317,7 +316,7 @@ class Beat:
 
 
 def hanging(before: list[Beat], now: list[Beat]) -> list[int]:
-    """Ranks that the others wait for; see NOTE [ Who hangs ]. None where that cannot be told."""
+    """Return the ranks that the others wait for: NOTE [ Who hangs ]; empty if unknown."""
     begun: defaultdict[str, list[int]] = defaultdict(list)
     for group, count in (one for beat in now for one in beat.begun.items()):
         begun[group].append(count)
@@ -337,12 +336,12 @@ def hanging(before: list[Beat], now: list[Beat]) -> list[int]:
 
 
 class HangWatch:
-    """A rank's beats, while it is entered.
+    """Context that writes a rank's beats.
 
     Args:
-        seconds: what the recipe calls a timeout.
-        stuck: called by the thread when the main thread has not moved for so long and another rank is why; for
-            devices whose collectives cannot be left.
+        seconds: timeout of the recipe.
+        stuck: called by the thread when the main thread has not moved for this long because of another rank; for
+            devices whose collectives cannot be interrupted.
     """
 
     def __init__(self, world: World, seconds: float, stuck: Callable[[str], None] | None = None) -> None:
@@ -368,11 +367,11 @@ class HangWatch:
             self._thread.join(timeout=10)
 
     def at(self, place: str) -> None:
-        """The main thread has come here."""
+        """Record the place of the main thread."""
         self._place, self._moved = place, time.monotonic()
 
     def who(self) -> str | None:
-        """Ranks that hang, and where, in words; None where that cannot be told. Called by a rank that waited."""
+        """Describe the ranks that hang, and where; None if unknown. Called by a rank that timed out."""
         self._gave_up = True
         if self._world.size == 1:
             return None
@@ -392,7 +391,7 @@ class HangWatch:
             while not self._store.check([key]):
                 if time.monotonic() > end:
                     return []
-                time.sleep(self._every / 4)  # without the store, or this rank's beats would stop
+                time.sleep(self._every / 4)  # not a blocking read of the store, or this rank's beats would stop
             return [(rank, where) for rank, where in json.loads(self._store.get(key))]
         before = self._beats()
         time.sleep(2.5 * self._every)
@@ -405,7 +404,7 @@ class HangWatch:
         while not self._over.wait(self._every):
             try:
                 self._beat()
-            except RuntimeError:  # the store is gone, and with it whoever would read
+            except RuntimeError:  # the store is gone, so nobody could read
                 return
             if self._stuck is not None and time.monotonic() - self._moved > self._seconds:
                 if (found := self.who()) is not None:
@@ -441,7 +440,7 @@ def _where(before: Beat, now: Beat) -> str:
 
 
 def _counts(group: dist.ProcessGroup) -> bool:
-    """Groups of dry runs count nothing."""
+    """Does the group count collectives? Those of dry runs do not."""
     try:
         group._get_sequence_number_for_group()
     except RuntimeError:

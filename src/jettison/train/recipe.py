@@ -1,8 +1,8 @@
-"""A training run as it is asked for: a TOML file, or ``module:name`` in Python, becomes frozen sections. No torch.
+"""Recipe of a training run: a TOML file, or ``module:name`` in Python, becomes frozen sections. No torch.
 
-What a run does is a function of its recipe: the order of the data and every random number follow from ``seed`` and the
-step (NOTE [ Positions ] in train/data.py), so a recipe and a step are all that a checkpoint says beside tensors.
-A field declares its smallest value; what hangs on several fields is checked by their section.
+A run is a function of its recipe: the order of the data and every random number follow from ``seed`` and the step
+(NOTE [ Positions ] in train/data.py), so a checkpoint holds a recipe, a step and tensors. A field declares its smallest
+value; sections check combinations of fields.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _EXPECTED: Final = "expected a TOML file, or module:name of a TrainRecipe or of 
 
 
 def at_least(smallest: int, default: Any = MISSING, expected: str = "") -> Any:
-    """A field of a section whose value, where one is given, is no smaller, and finite.
+    """Field of a section with a smallest value; the value must be finite.
 
     Args:
-        expected: in words; so much or more where left out.
+        expected: for the error message; by default "``smallest`` or more".
     """
     metadata = {"smallest": smallest, "expected": expected or f"{smallest} or more"}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
 class RecipeSection:
-    """A part of a recipe; a key that it does not have is an error."""
+    """Section of a recipe; unknown keys are errors."""
 
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -53,34 +53,35 @@ class RecipeSection:
         self.check()
 
     def check(self) -> None:
-        """Do values go together?
+        """Check combinations of values.
 
         Raises:
-            UsageError: no.
+            UsageError: values exclude each other.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSection(RecipeSection):
-    """What is trained: one of ``architecture`` (with its sizes), ``preset``, ``config``, ``pretrained``, ``factory``.
+    """Model: one of ``architecture`` (with its sizes), ``preset``, ``config``, ``pretrained``, ``factory``.
 
     Args:
         architecture: a GPT (learned positions, GELU) or a Llama of the sizes given here.
         preset: a published model by name, with random weights.
         config: a Hugging Face config.json, or its folder; random weights.
-        pretrained: a folder with a Hugging Face config.json and weights as safetensors, from which training goes on.
+        pretrained: a folder with a Hugging Face config.json and safetensors to continue training from.
         factory: ``module:function`` that returns a model, (model, batch) or (model, batch, loss_fn).
-        kv_heads: of a Llama: as many as heads.
-        ffn: width of the feed-forward block: 4 x hidden for a GPT, 8/3 of it, rounded up to 64, for a Llama.
-        tied: one weight for the token embedding and the head: a GPT has one, a Llama two.
-        positions: the longest sequence: that of the batch.
-        code: "reference" (``models/reference.py``) or "huggingface" (transformers): whose code runs. Left out, the
-            first for an architecture, the second for all others; the first also knows weights of Llamas.
-        attention: eager or sdpa; as the model's code has it where left out.
-        build: "sharded": without weights, which each rank makes once the model is cut, its own ones only, a tensor at a
-            time; "whole": every rank makes all of them, and lets go of what it does not keep. The weights are the same,
-            to the bit. Left out: sharded where that is possible; a factory's model whole.
-        compile: "blocks": each block runs compiled by Inductor, which keeps for backward what the plan says. In one
+        kv_heads: of a Llama; by default as many as heads.
+        ffn: width of the feed-forward block; by default 4 x hidden for a GPT, 8/3 x hidden, rounded up to 64, for a
+            Llama.
+        tied: one weight for the token embedding and the head; by default true for a GPT, false for a Llama.
+        positions: the longest sequence; by default that of the batch.
+        code: "reference" (``models/reference.py``) or "huggingface" (transformers). By default reference for an
+            architecture, huggingface for all others; reference also loads weights of Llamas.
+        attention: eager or sdpa; by default that of the model's code.
+        build: "sharded": build on meta, then each rank initializes only its own shards, one tensor at a time; "whole":
+            every rank initializes the full model, and frees the rest. The weights are bitwise identical. By default
+            sharded if possible; a factory's model whole.
+        compile: "blocks": compile each block with Inductor, which saves for backward what the plan keeps. In one
             process, or with data parallelism (FSDP2 too); not with tp or pp.
     """
 
@@ -116,8 +117,8 @@ class ModelSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSection(RecipeSection):
-    """``global_batch`` sequences of ``seq`` tokens a step, ``micro_batch`` of them at a time on one data-parallel rank:
-    global_batch = micro_batch x accumulation x dp.
+    """Batch: ``global_batch`` sequences of ``seq`` tokens per step, ``micro_batch`` per forward of one data-parallel
+    rank: global_batch = micro_batch x accumulation x dp.
     """
 
     global_batch: int = at_least(1)
@@ -128,7 +129,7 @@ class BatchSection(RecipeSection):
         """Micro-batches in a step on one data-parallel rank.
 
         Raises:
-            UsageError: the global batch is no multiple of what all ranks take at a time.
+            UsageError: the global batch is no multiple of micro_batch x dp.
         """
         at_a_time = self.micro_batch * dp
         if self.global_batch % at_a_time:
@@ -141,18 +142,18 @@ class BatchSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutSection(RecipeSection):
-    """How the model is spread; the product of dp, cp, tp and pp is the number of ranks.
+    """Parallel layout; the product of dp, cp, tp and pp is the number of ranks.
 
     Args:
-        dp: data-parallel ranks: what cp, tp and pp leave.
-        zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps them gathered between forward and
-            backward; 3: FSDP2 that gathers them again.
-        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp x cp. Fewer make HSDP: dp x cp /
-            shards replicas, each spread over so many ranks, such as those of one node.
-        sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
-        cp: context parallelism: ranks among which every sequence is spread, attention included. Not with pp.
+        dp: data-parallel ranks; by default the remaining ones.
+        zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps parameters unsharded between forward
+            and backward; 3: FSDP2 that reshards them after forward.
+        shards: with zero 2 or 3, ranks over which parameters are sharded; by default all dp x cp. Fewer make HSDP:
+            dp x cp / shards replicas, each sharded over this many ranks, such as those of one node.
+        sp: sequence parallelism with tensor parallelism; by default on if tp is above 1.
+        cp: context parallelism: ranks over which every sequence is sharded, attention included. Not with pp.
         schedule: gpipe, 1f1b or zero-bubble; the latter two interleave with virtual stages.
-        stage_layers: layers of each stage of each device, in the order of the model; left out, evenly.
+        stage_layers: layers of each stage of each device, in the order of the model; by default even.
     """
 
     dp: int | None = at_least(1, None)
@@ -169,16 +170,16 @@ class LayoutSection(RecipeSection):
     def check(self) -> None:
         if self.cp > 1 and self.pp > 1:
             raise UsageError(
-                f"got cp {self.cp} with pp {self.pp}; context parallelism and pipelines do not go together"
+                f"got cp {self.cp} with pp {self.pp}; context parallelism and pipelines exclude each other"
             )
         if self.shards is not None and self.zero == 0:
-            raise UsageError(f"got shards {self.shards} with zero 0, which spreads nothing; expected zero 2 or 3")
+            raise UsageError(f"got shards {self.shards} with zero 0, which shards nothing; expected zero 2 or 3")
 
     def over(self, ranks: int) -> Layout:
-        """The layout on this many ranks.
+        """Return the layout on this many ranks.
 
         Raises:
-            UsageError: they are not dp x cp x tp x pp, or the choices contradict each other.
+            UsageError: they are not dp x cp x tp x pp, or options contradict each other.
         """
         inner = self.cp * self.tp * self.pp
         dp = max(1, ranks // inner) if self.dp is None else self.dp
@@ -200,8 +201,7 @@ class LayoutSection(RecipeSection):
         )
 
     def spread(self, dp: int) -> tuple[int, int]:
-        """Over so many data-parallel ranks, each of which are cp ranks: how many replicas there are, and over how many
-        ranks each is spread.
+        """Return the number of replicas, and of ranks over which each is sharded, for dp x cp ranks.
 
         Raises:
             UsageError: the shards do not divide them.
@@ -223,13 +223,13 @@ class LayoutSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSection(RecipeSection):
-    """At most one of: a ``budget`` for one rank's peak ("2GiB"), a plan ``file``, a ``policy`` word.
+    """Plan: at most one of a ``budget`` for one rank's peak ("2GiB"), a plan ``file``, and a ``policy``.
 
     Args:
-        file: may be the log folder of a run that was planned; where there is a pipeline it has to be.
-        offload: under a budget, tensors may also wait on the host.
-        host_budget: what pinned memory of one rank may take there; left out, its part of what the host has.
-        gpu: with ``offload``, a name or file that states the link to the host; on CUDA it is measured otherwise.
+        file: a plan, or the log folder of a planned run; a pipeline needs the folder.
+        offload: under a budget, tensors may also be offloaded to CPU.
+        host_budget: pinned CPU memory of one rank; by default its share of the host's memory.
+        gpu: with ``offload``, a name or file that states the link to the host; by default it is measured on CUDA.
     """
 
     budget: str | None = None
@@ -246,31 +246,31 @@ class PlanSection(RecipeSection):
             if quantity is not None:
                 parse_bytes(quantity)
         if self.offload and self.budget is None:
-            raise UsageError("plan.offload: what moves to the host is chosen under a budget; give plan.budget as well")
+            raise UsageError("plan.offload: offloaded tensors are chosen under a budget; give plan.budget as well")
         if self.gpu is not None and not self.offload:
-            raise UsageError(f"plan.gpu: got {self.gpu!r}, which is for plan.offload = true; leave it away")
+            raise UsageError(f"plan.gpu: got {self.gpu!r} without plan.offload = true; set that, or omit plan.gpu")
         if self.host_budget is not None and not (self.offload or self.file or self.policy):
-            raise UsageError(f"plan.host_budget: got {self.host_budget!r}, and nothing goes to the host")
+            raise UsageError(f"plan.host_budget: got {self.host_budget!r}, and nothing is offloaded; omit it")
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of what is."""
+        """Names of the given ones."""
         return tuple(name for name in ("budget", "file", "policy") if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSection(RecipeSection):
-    """Where tokens come from.
+    """Source of tokens.
 
     Args:
-        kind: "bytes": text files, one token a byte; "tokens": files of unsigned integers, memory-mapped; "stdlib": the
-            source text of Python's standard library, one token a byte; "huggingface": a data set of the hub.
+        kind: "bytes": text files, one token per byte; "tokens": files of unsigned integers, memory-mapped; "stdlib":
+            source text of Python's standard library, one token per byte; "huggingface": a data set of the Hub.
         files: paths or globs, read in the order of their names.
         dtype: of a token file's integers, in this machine's byte order.
-        name, subset, split, column: of the data set, and where its text is.
-        tokenizer: of the hub; without one, a token is a byte.
-        document_end: the token that ends a document: attention then stays within documents, and positions start again
-            after it (train/build_model.py). Left out, a sequence is one text.
+        name, subset, split, column: of the data set; the column has the text.
+        tokenizer: of the Hub; without one, a token is a byte.
+        document_end: token that ends a document: attention is masked to documents, and positions restart after it
+            (train/build_model.py). By default a sequence is one document.
     """
 
     kind: Literal["bytes", "tokens", "stdlib", "huggingface"] = "stdlib"
@@ -294,15 +294,15 @@ class DataSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSection(RecipeSection):
-    """AdamW or SGD, with a linear warm-up and a cosine down to ``min_lr``.
+    """Optimizer: AdamW or SGD, with linear warm-up and cosine decay to ``min_lr``.
 
     Args:
         betas, eps: AdamW's.
         momentum: SGD's.
-        weight_decay: of weights with two dimensions or more; norms and biases have none.
-        warmup_steps: steps over which the rate rises to ``lr``.
-        decay_steps: the step at which it has come down to ``min_lr``: the last one.
-        clip: the largest norm of the whole gradient; 0: any.
+        weight_decay: of weights with two dims or more; norms and biases have none.
+        warmup_steps: steps of the rise to ``lr``.
+        decay_steps: the step that reaches ``min_lr``; by default the last one.
+        clip: largest norm of the full gradient; 0: no clipping.
     """
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -323,10 +323,10 @@ class OptimizerSection(RecipeSection):
             raise UsageError(f"got min_lr {self.min_lr}; expected at most lr, {self.lr}")
 
     def rate(self, step: int, steps: int) -> float:
-        """The rate of a step, counted from 0: a linear rise over the warm-up, then a cosine down to ``min_lr``.
+        """Learning rate of a step, counted from 0: linear warm-up, then cosine decay to ``min_lr``.
 
-        Step 0 of a warm-up of w has lr / (w + 1), so that no step is lost on a rate of 0; the last step has nearly
-        ``min_lr``, which later ones have exactly.
+        Step 0 of a warm-up of w has lr / (w + 1), so that no step has a rate of 0; the last step has nearly ``min_lr``,
+        later ones exactly.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
@@ -339,14 +339,14 @@ class OptimizerSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSection(RecipeSection):
-    """Where and how often the run is saved; without a ``folder`` it is not.
+    """Saved checkpoints; none without a ``folder``.
 
     Args:
         every: steps between two saves; 0: only at the end.
-        keep: how many of the last ones stay; and the newest one whose weights gave a finite loss, if it is older.
-        asynchronous: write while training goes on.
-        on_error: what a failed save does: "continue" training with a warning, or "stop" (exit code 1). The last good
-            checkpoint stays in either case. If the last save fails, the run ends with an error.
+        keep: number of last checkpoints to keep; the newest one whose weights gave a finite loss is kept, too.
+        asynchronous: write while training continues.
+        on_error: after a failed save "continue" training with a warning, or "stop" (exit code 1). The last good
+            checkpoint is kept in either case. If the last save fails, the run ends with an error.
     """
 
     folder: str | None = None
@@ -358,13 +358,13 @@ class CheckpointSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportSection(RecipeSection):
-    """Where the weights go at the end of a run, as a folder that transformers' ``from_pretrained`` loads.
+    """Export of the weights at the end of a run, as a folder for transformers' ``from_pretrained``.
 
     Args:
-        folder: without one, nowhere.
-        max_file: files hold at most so many bytes ("5GB"), or one tensor that has more.
-        dtype: "fp32", "bf16" or "fp16"; as they are trained where left out.
-        overwrite: replace what is there, once the new one is whole.
+        folder: without one, nothing is exported.
+        max_file: most bytes of a file ("5GB"), unless one tensor has more.
+        dtype: "fp32", "bf16" or "fp16"; by default that of training.
+        overwrite: replace an existing folder, once the new one is complete.
     """
 
     folder: str | None = None
@@ -379,12 +379,12 @@ class ExportSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSection(RecipeSection):
-    """The loss on another text, at the end of a run and in between.
+    """Evaluation of the loss on another text.
 
     Args:
-        data: that text, as ``[data]`` says it; without one nothing is evaluated.
+        data: the text, with the keys of ``[data]``; without it nothing is evaluated.
         every: steps between two evaluations; 0: only at the end.
-        batches: global batches of the text, from its start; all that it has where left out.
+        batches: global batches from the start of the text; by default all.
     """
 
     data: DataSection | None = None
@@ -398,16 +398,16 @@ class EvalSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSection(RecipeSection):
-    """What is written down.
+    """Log of a run.
 
     Args:
         folder: of log.jsonl, and of TensorBoard's files.
         every: steps between two lines.
-        tensorboard: write its files too, where the package is installed.
-        gpu: an accelerator by name or TOML file: its peak FLOP/s make FLOPs into MFU and HFU.
-        peak_tflops: that peak for one device, in 10^12 FLOP/s, where no file has it.
+        tensorboard: write TensorBoard's files, too, if the package is installed.
+        gpu: accelerator by name or TOML file, whose peak FLOP/s give MFU and HFU.
+        peak_tflops: peak of one device, in 10^12 FLOP/s, instead of a file's.
         memory_steps: steps whose memory is measured on a CPU, where that is slow; on a GPU all are.
-        report: leave a page about the run beside the log, report.html.
+        report: write a page about the run, report.html, next to the log.
     """
 
     folder: str = "out/train"
@@ -427,16 +427,16 @@ class LogSection(RecipeSection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRecipe(RecipeSection):
-    """A whole run.
+    """Recipe of a training run.
 
     Args:
-        steps: optimizer steps altogether, those before a resume counted.
+        steps: optimizer steps in total, those before a resume included.
         seed: of the weights, the order of the data, and dropout.
-        precision: "fp32": weights as they are built; "bf16-autocast": fp32 weights, products and activations in bf16;
-            "bf16": fp32 weights that forward and backward read as bf16 copies (FSDP2's mixed precision).
-        on_nan: what a loss or gradient that is not finite does: "stop" the run before its weights are changed, "skip"
-            the step, on all ranks, or "continue" as if nothing had happened. Checkpoints stay finite in each case.
-        timeout: how long ranks wait for one that does not move, from the first step on ("120s", "10min").
+        precision: "fp32": weights as built; "bf16-autocast": fp32 weights, matmuls and activations in bf16; "bf16":
+            fp32 weights that forward and backward read as bf16 copies (FSDP2's mixed precision).
+        on_nan: after a loss or gradient that is not finite "stop" the run before its weights change, "skip" the step on
+            all ranks, or "continue". Checkpoints stay finite in each case.
+        timeout: how long ranks wait for one that hangs, from the first step on ("120s", "10min").
     """
 
     model: ModelSection
@@ -461,7 +461,7 @@ class TrainRecipe(RecipeSection):
         if self.model.compile is not None and max(self.layout.tp, self.layout.cp, self.layout.pp) > 1:
             raise UsageError(
                 f'model.compile: got "{self.model.compile}" with tp {self.layout.tp}, cp {self.layout.cp} and pp '
-                f"{self.layout.pp}; compiled blocks are measured on one rank alone: expected 1 of each, or no compile"
+                f"{self.layout.pp}; compiled blocks are measured on a single rank: expected 1 of each, or no compile"
             )
         if self.layout.cp > 1 and self.batch.seq % (2 * self.layout.cp):
             raise UsageError(
@@ -477,14 +477,14 @@ def _counted(ranks: int) -> str:
     return "there is 1 rank" if ranks == 1 else f"there are {ranks} ranks"
 
 
-# reading one --------------------------------------------------------------------------------------------------------
+# reading a recipe ---------------------------------------------------------------------------------------------------
 
 
 def read_recipe(target: str) -> TrainRecipe:
-    """A recipe by path or by name.
+    """Read a recipe by path or by name.
 
     Raises:
-        UsageError: there is none, or the first wrong key by its section.
+        UsageError: there is none; or the first invalid key, by its section.
     """
     path = Path(target)
     if path.suffix == ".toml" or path.exists():
@@ -496,10 +496,10 @@ def read_recipe(target: str) -> TrainRecipe:
 
 
 def parse_recipe(text: str, *, name: str = "recipe") -> TrainRecipe:
-    """A recipe out of TOML text.
+    """Parse a recipe from TOML text.
 
     Raises:
-        UsageError: as `read_recipe`.
+        UsageError: see `read_recipe`.
     """
     try:
         table = tomllib.loads(text)
@@ -543,7 +543,7 @@ def _from_python(target: str, module: str, name: str) -> TrainRecipe:
 
 
 def _first(error: ValidationError) -> str:
-    """One line about the first wrong key."""
+    """Describe the first invalid key in one line."""
     found = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in found["loc"])
     got = f"got {json.dumps(found['input'])}; "

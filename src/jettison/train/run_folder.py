@@ -1,8 +1,8 @@
-"""A run's folder: its log, what the run came to, and how one run alone writes there so that it lasts.
+"""Folder of a run: log, result, and exclusive, durable writes.
 
-log.jsonl has the objects {"event": "start" | "step" | "checkpoint" | "end", ...}; those that start a run name the
-schema. A run that is resumed at a step drops the lines of later steps, which it does again: each step stands there
-once. Beside it, plan.json is the plan that the run follows, if any.
+log.jsonl has the objects {"event": "start" | "step" | "checkpoint" | "end", ...}; start events name the schema. A run
+resumed at a step drops the lines of later steps, which it repeats: each step is logged once. plan.json, next to it, is
+the plan that the run follows, if any.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def plan_name(stage: int | None) -> str:
 
 
 class RunLog:
-    """The log of one run; only the leading rank has one that writes."""
+    """Log of one run; only the leading rank writes."""
 
     def __init__(self, folder: Path, *, tensorboard: bool, resumed_step: int, warn: Callable[[str], None]) -> None:
-        """Open it, and drop steps that will be repeated.
+        """Open the log, and drop steps that will be repeated.
 
         Raises:
             UsageError: the folder cannot be written to.
@@ -61,7 +61,7 @@ class RunLog:
         self._board = _board(folder, resumed_step, warn) if tensorboard else None
 
     def keep_plans(self, plans: Sequence[Plan]) -> None:
-        """Write them next to the log, for the next run and for whoever wants to know: one, or one for each stage."""
+        """Write the plans next to the log, one, or one per stage."""
         for number, plan in enumerate(plans):
             name = plan_name(None if len(plans) == 1 else number)
             self._attempt(partial((self.path.parent / name).write_text, plan.to_json(), encoding="utf-8"))
@@ -77,7 +77,7 @@ class RunLog:
         self._attempt(append)
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Curves for TensorBoard."""
+        """Write scalars for TensorBoard."""
         if self._board is not None:
             for name, value in values.items():
                 if value is not None:
@@ -88,19 +88,21 @@ class RunLog:
             write()
         except OSError as error:
             if not self._failed:
-                self._warn(f"{self.path} cannot be written to: {error.strerror or error}; training goes on without it")
+                self._warn(
+                    f"{self.path} cannot be written to: {error.strerror or error}; training continues without it"
+                )
             self._failed = True
 
     def close(self) -> None:
-        """Everything is on its way to the disk."""
-        with contextlib.suppress(OSError):  # said when it was written
+        """Close the files."""
+        with contextlib.suppress(OSError):  # a failed write was warned of
             self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity and no NaN: they are null."""
+    """Replace infinities and NaN, which JSON does not have, by null."""
     return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in values.items()}
 
 
@@ -131,20 +133,20 @@ def _board(folder: Path, step: int, warn: Callable[[str], None]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """Peaks are of the rank where they are highest; None where nothing was measured.
+    """Result of a run. Peaks are the highest of all ranks; None if not measured.
 
     Args:
-        steps: done altogether.
+        steps: done in total.
         resumed_step: done before this process began.
         stopped: the signal that ended the run early.
-        skipped_steps: whose loss or gradient was not finite, in this process.
-        step_seconds: the median over steps whose memory was not measured by a profiler.
-        first_step_peaks: of this process's first step, in which the optimizer's state is made (or was just read).
-        later_peaks: of its last step, where that was measured.
+        skipped_steps: steps of this process whose loss or gradient was not finite.
+        step_seconds: median over steps whose memory was not measured by a profiler.
+        first_step_peaks: of this process's first step, which allocates the optimizer's state (or has just read it).
+        later_peaks: of its last step, if measured.
         export: the folder of the weights, if they were written.
         eval_loss, eval_perplexity: of the last evaluation in this process.
         eval_peak_bytes: of its first one.
-        levels: bytes over the leading rank's second step, or its first where there was no other.
+        levels: bytes over the leading rank's second step, or its first without a second.
         report: the page about the run, if one was written.
     """
 
@@ -173,7 +175,7 @@ class TrainResult:
     report: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """Schema ``jettison.run/1``."""
+        """JSON document of schema ``jettison.run/1``."""
         out = asdict(self)
         for name in ("first_step_peaks", "second_step_peaks", "later_peaks"):
             found = out.pop(name)
@@ -181,7 +183,7 @@ class TrainResult:
         return {"schema": RUN_SCHEMA, "step": self.steps, **out, "request": None}
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Report as text."""
         after = f", resumed at {self.resumed_step}" if self.resumed_step else ""
         how = f"stopped by {self.stopped} after" if self.stopped else "done:"
         if self.steps == self.resumed_step and self.stopped is None:
@@ -225,8 +227,8 @@ class TrainResult:
 # the folder -----------------------------------------------------------------------------------------------------------
 #
 # NOTE [ One run in a folder ]
-# The leading rank holds an flock on ``run.lock`` for as long as the run goes. The kernel lets go of it when the process
-# ends, however it ends, so a lock that is left over is never in the way; the file says whose it was.
+# The leading rank holds an flock on ``run.lock`` during the run. The kernel releases it when the process ends, in any
+# way, so a stale lock never blocks a run; the file names its owner.
 
 
 LOCK: Final = "run.lock"
@@ -236,10 +238,10 @@ _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 @contextmanager
 def claimed(folders: dict[str, Path], *, leads: bool, rank: int, warn: Progress) -> Iterator[None]:
-    """Folders by the key that names them, for this run alone; every rank can write to them. Empty ones go again.
+    """Claim folders, by the recipe's keys, for this run; every rank can write to them. Empty ones are removed again.
 
     Raises:
-        UsageError: one cannot be written to, or another run is in it.
+        UsageError: a folder cannot be written to, or another run is in it.
     """
     with ExitStack() as held:
         seen: set[Path] = set()
@@ -258,7 +260,7 @@ def claimed(folders: dict[str, Path], *, leads: bool, rank: int, warn: Progress)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """On the disk when this returns."""
+    """Write a text and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -275,7 +277,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Rename a folder that is written, and whose files are on the disk, to what it is called."""
+    """Rename a complete folder, whose files are flushed to disk, to its final name."""
     sync_folder(partial)
     if final.exists():
         remove(final)
@@ -284,7 +286,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder; a folder is incomplete from the first moment on."""
+    """Remove a file or a folder; a folder is first renamed to an incomplete one."""
     if path.suffix != PARTIAL:
         path = path.rename(path.with_name(f"{path.name}.old{PARTIAL}"))
     if path.is_dir() and not path.is_symlink():
@@ -312,7 +314,7 @@ def _try(folder: Path, rank: int) -> None:
     try:
         try:
             write_durably(probe, "can this be written?\n")
-        except FileNotFoundError:  # the rank that made the folder cannot write to it, and took it away again
+        except FileNotFoundError:  # the rank that made the folder cannot write to it, and removed it
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(probe, "can this be written?\n")
     finally:
@@ -326,12 +328,12 @@ def _locked(key: str, folder: Path, warn: Progress) -> Iterator[None]:
     try:
         before = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
         if before:
-            warn(f"{key}: {folder} was left by a run that did not end in order ({_whose(before)}); its lock is taken")
+            warn(f"{key}: {folder} was left by a run that crashed ({_whose(before)}); its lock is taken over")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n").encode(), 0)
         yield
     finally:
-        with contextlib.suppress(OSError):  # before it is let go of: whoever waits makes a new one
+        with contextlib.suppress(OSError):  # before the lock is released: a waiting run creates a new file
             path.unlink()
         os.close(descriptor)
 
@@ -354,7 +356,7 @@ def _taken(key: str, path: Path, warn: Progress) -> int:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
                 raise
-            warn(f"{key}: {path.parent} is on a file system without locks: take care that one run at a time is in it")
+            warn(f"{key}: {path.parent} is on a file system without locks: run only one at a time in it")
             same = True
         if same:
             return descriptor
@@ -366,20 +368,20 @@ def _whose(text: str) -> str:
         values = json.loads(text)
         return f"process {values['pid']} on {values['host']}"
     except (ValueError, LookupError, TypeError):
-        return "it does not say whose"
+        return "unknown owner"
 
 
 def require_place(section: ExportSection) -> None:
-    """Can a folder be made there? Nothing is left of the attempt.
+    """Check that the folder can be created, without leaving it.
 
     Raises:
-        UsageError: something is there already, or it cannot be written to.
+        UsageError: it exists already, or cannot be written.
     """
     assert section.folder is not None
     folder = Path(section.folder)
     if folder.exists() and not section.overwrite and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
-            f"export.folder: {folder} is there already; name another, or set overwrite = true to have it replaced"
+            f"export.folder: {folder} is there already; name another, or set overwrite = true to replace it"
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
