@@ -525,7 +525,7 @@ class _DescribedStage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Flip:
+class _DescribedFlip:
     tensor: str
     before: str
     after: str
@@ -533,22 +533,22 @@ class _Flip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NextGiB:
+class _DescribedNext:
     budget_bytes: int
     saved_seconds: float
-    flips: tuple[_Flip, ...] = ()
+    flips: tuple[_DescribedFlip, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Expected:
+class _DescribedSeconds:
     expected: float
     low: float
     high: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Figures:
-    step_seconds: _Expected | None = None
+class _DescribedFigures:
+    step_seconds: _DescribedSeconds | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -564,8 +564,8 @@ class _DescribedPlan:
     reasons: tuple[Reason, ...] = ()
     warnings: tuple[str, ...] = ()
     peak_roles: dict[str, int] = field(default_factory=dict)
-    figures: _Figures = _Figures()
-    what_if: tuple[_NextGiB, ...] | None = None
+    figures: _DescribedFigures = _DescribedFigures()
+    what_if: tuple[_DescribedNext, ...] | None = None
 
 
 def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
@@ -619,7 +619,7 @@ def _expected_step(plan: _DescribedPlan) -> str:
     return f"{format_seconds(found.expected)} ({format_seconds(found.low)} to {format_seconds(found.high)})"
 
 
-def _next_row(row: _NextGiB) -> NextGiBRow:
+def _next_row(row: _DescribedNext) -> NextGiBRow:
     changes = [f"{flip.tensor}: {flip.before} -> {flip.after} in {span(flip.layers, brief=True)}" for flip in row.flips]
     text = "; ".join(changes) or "nothing"
     return NextGiBRow(budget_bytes=row.budget_bytes, changes=text, saved_seconds=row.saved_seconds)
