@@ -144,7 +144,7 @@ def test_a_trainer_of_that_time_prepares_what_it_does_not_shard() -> None:
 
 
 def test_what_is_prepared_is_in_four_bits_under_autocast() -> None:
-    with pytest.raises(UsageError, match="without a whole base of four bits under autocast"):
+    with pytest.raises(UsageError, match="without an unsharded 4-bit base under autocast"):
         resolve(preset("llama3-8b"), RunRequest(lora="16", base="nf4", kbit_upcast="all", precision="bf16-pure"))
     with pytest.raises(UsageError, match="got --kbit-upcast without adapters"):
         resolve(preset("llama3-8b"), RunRequest(kbit_upcast="all"))

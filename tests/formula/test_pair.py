@@ -132,7 +132,7 @@ def test_ranks_share_both_towers() -> None:
         (RunRequest(cp=7), "got --cp 7; clip is two towers"),
         (RunRequest(tp=2, sp=True), "got --sp; clip is two towers"),
         (RunRequest(lora="r=8"), "got --lora; clip is two towers"),
-        (RunRequest(loss="fused"), "got --loss fused; clip holds images against texts"),
+        (RunRequest(loss="fused"), "got --loss fused; clip has a contrastive loss"),
         (RunRequest(seq=78), "got --seq 78; clip has 77 positions"),
         (RunRequest(source_seq=49), "got --source-seq 49; an image of clip has 50 tokens"),
         (RunRequest(packed=7), "got --packed with clip"),

@@ -97,7 +97,7 @@ def test_the_longest_sound_is_found() -> None:
     [
         (RunRequest(tp=2, sp=True), "got --sp, which shards sequences of text; w2v reads audio"),
         (RunRequest(cp=2), "got --cp 2, which shards sequences of text; w2v reads audio"),
-        (RunRequest(loss="fused"), "got --loss fused; w2v aligns text with sound"),
+        (RunRequest(loss="fused"), "got --loss fused; w2v has CTC loss"),
         (RunRequest(lora="r=8"), "got --lora; w2v reads audio"),
         (RunRequest(packed=16), "got --packed with w2v"),
         (RunRequest(seq=50, source_seq=16_000), "w2v has 49 tokens for that many samples"),

@@ -227,7 +227,7 @@ def test_a_small_device_has_nothing_left_and_a_cpu_has_everything() -> None:
 
 def test_a_run_that_a_planner_decides_is_none_yet() -> None:
     """Its peak would be that of a run which keeps everything."""
-    with pytest.raises(UsageError, match="recompute='auto', which a planner decides"):
+    with pytest.raises(UsageError, match="recompute='auto', which needs a planner"):
         run_of("gpt2", RunRequest(recompute="auto"))
 
 

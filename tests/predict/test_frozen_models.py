@@ -210,7 +210,7 @@ def test_a_step_takes_its_forward_as_well() -> None:
     ("asked", "message"),
     [
         ({"reference": "same", "pp": 2}, "--reference with --pp 2"),
-        ({"reference": "base"}, "adapters switched off"),
+        ({"reference": "base"}, "adapters disabled"),
         ({"reference": "same,dtype=int8"}, "dtype=int8; expected one of bf16, fp16, fp32"),
         ({"reference": "same,size=3"}, "expected --reference same or a model"),
         ({"reference": "nowhere"}, "nowhere"),

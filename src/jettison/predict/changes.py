@@ -1,8 +1,8 @@
-"""Changes that make a run fit a budget: one at a time and two together, the cheapest in a step's time first.
+"""Changes of one or two settings that make a run fit a budget, the fastest first.
 
-A change is of one kind: what is recomputed or offloaded, the loss, the optimizer's state, the micro-batch (with as many
-sequences a step), the sharding. Two are of two kinds. The time of two is at first taken to be the sum of what each
-adds; peaks are worked out in that order until enough fit, and those are then timed together.
+A change has a kind: recompute mode, offload, loss, optimizer, micro-batch (with the same sequences a step), sharding. A
+pair has two kinds. Pairs are sorted by the sum of their added times; peaks are computed in that order until enough fit,
+and those are then timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jettison.spec.run import Run
 
 MOST_LISTED: Final = 5
 MOST_TRIED: Final = 80
-"""Pairs whose peaks are worked out."""
+"""Upper limit of pairs whose peaks are computed."""
 _RECOMPUTE: Final = ("selective", "selective-op", "full", "sqrt")
 _LOSSES: Final = (Loss.CHUNKED, Loss.FUSED)
 _OPTIMIZERS: Final = {
@@ -37,13 +37,13 @@ _OPTIMIZERS: Final = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittingChange:
-    """A change, or two, with which a run fits.
+    """One or two changes with which a run fits.
 
     Args:
-        flags: as typed.
-        step_seconds: of a step of as many sequences; None where the hardware's file lacks a figure.
-        added_fraction: what it adds to a step, as a share of the step without it; below 0 where that is faster.
-        rule: what it was held to.
+        flags: their flags.
+        step_seconds: of a step of as many sequences; None: a figure is missing in the hardware's file.
+        added_fraction: added time as a share of the step without it; negative: faster.
+        rule: rule of the budget that it fits.
     """
 
     flags: str
@@ -54,7 +54,7 @@ class FittingChange:
 
     @property
     def cost(self) -> str:
-        """What it costs of a step, to follow its bytes; empty where nobody knows."""
+        """Added step time, for messages; empty: unknown."""
         if self.step_seconds is None or self.added_fraction is None:
             return ""
         more = "more" if self.added_fraction >= 0 else "less"
@@ -63,7 +63,7 @@ class FittingChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Setting:
-    """One change, and the run with it, or a `UsageError`."""
+    """One change; ``of`` returns the run with it or raises a `UsageError`."""
 
     kind: str
     flags: str
@@ -75,7 +75,7 @@ def fitting_changes(
 ) -> tuple[FittingChange, ...]:
     """List changes that lower the peak and fit the last of these budgets, the fastest first.
 
-    None where a planner decides what is kept. The fastest of the first budget that has any is always among them.
+    Empty with a planner. The fastest change of the first budget that any fits is always included.
     """
     if run.recompute.mode is Mode.AUTO:
         return ()
@@ -152,18 +152,18 @@ def _with_zero(run: Run, *, zero: int) -> Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TriedSettings:
-    """``seconds``: of a step; 0 where nobody knows."""
+    """Tried changes; ``seconds``: of a step; 0: unknown."""
 
     changes: tuple[_Setting, ...]
     peak_bytes: int
     seconds: float
 
     def held_to(self, budgets: Sequence[FitBudget]) -> FitBudget:
-        """The first budget that it fits."""
+        """First budget that the peak fits."""
         return next(budget for budget in budgets if self.peak_bytes <= budget.nbytes)
 
     def fitting(self, budgets: Sequence[FitBudget], before: float) -> FittingChange:
-        """For users; ``before``: seconds of a step without it."""
+        """Result for users; ``before``: seconds of a step without the changes."""
         return FittingChange(
             flags=" ".join(change.flags for change in self.changes),
             peak_bytes=self.peak_bytes,
@@ -176,7 +176,7 @@ class _TriedSettings:
 def _tried(
     run: Run, asked: Iterable[tuple[_Setting, ...]], hardware: Hardware, most_bytes: int | None = None
 ) -> Iterator[_TriedSettings]:
-    """Peaks and times of those changes that are described and need at most so many bytes."""
+    """Yield peaks and times of valid changes with a peak of at most ``most_bytes``."""
     for changes in asked:
         other = run
         try:
@@ -192,5 +192,5 @@ def _tried(
 def _seconds(run: Run, hardware: Hardware) -> float:
     try:
         return estimate(run, hardware).step_seconds
-    except UsageError:  # the hardware's file lacks a figure
+    except UsageError:  # a figure missing in the hardware's file
         return 0.0

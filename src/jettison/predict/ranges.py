@@ -1,27 +1,26 @@
-"""The four figures of an answer, each as expected and as a range: allocated, reserved, device, and the step's time.
+"""Figures of a run with ranges: allocated, reserved and device bytes, and step time.
 
-- *allocated*: what tensors take at the peak, ``torch.cuda.max_memory_allocated``.
-- *reserved*: what the caching allocator has taken for them, ``torch.cuda.max_memory_reserved``.
-- *device*: what nvidia-smi shows for the process: reserved, the CUDA context, communicators and workspaces
+- *allocated*: peak of tensors, ``torch.cuda.max_memory_allocated``.
+- *reserved*: peak of the caching allocator, ``torch.cuda.max_memory_reserved``.
+- *device*: peak of the process in nvidia-smi: reserved, the CUDA context, communicators and workspaces
   (`predict.allowance`).
 
 NOTE [ Ranges of published runs ]
-A range is conformal: where measured over predicted of published runs was, in four cases of five, for runs that took no
-part. `ranges.toml` has it by class; ``python -m benchmarks.accuracy`` writes it from docs/accuracy.csv.
+A range is conformal: it holds 80 % of measured over predicted figures of published runs, for held-out runs.
+`ranges.toml` has it by class; ``python -m benchmarks.accuracy`` writes it from docs/accuracy.csv.
 
-- *time*: measured over modelled seconds. Its expected value is between 1 and the median, nearer to the median with
+- *time*: measured over modelled seconds. Its expected value is between 1 and the median, closer to the median with
   more sources.
-- *allocated*: measured over modelled bytes. Its expected value is 1: bytes are counted, and no factor mends a count.
-- *fragments*: what is reserved, or in use less the fixed parts, beyond the modelled allocated bytes. It grows more
-  slowly than they do: in published runs of 5 to 175 GiB about as their square root. So its unit is GiB for each square
-  root of a GiB. What allocated bytes are off is in it, so that reserved and device need no second range.
+- *allocated*: measured over modelled bytes. Its expected value is 1: bytes are counted, not scaled.
+- *fragments*: reserved bytes, or device bytes less the fixed parts, minus the modelled allocated bytes. They grow more
+  slowly than these: in published runs of 5 to 175 GiB about as their square root. So the unit is GiB per square root of
+  GiB. Errors of allocated bytes are included, so that reserved and device need no second range.
 
-Classes are a tree: stack x kind x hardware (of times), below stack x kind, below stack (but of fragments), below kind,
-below all. The stack is the framework whose kernels run, or the software that ``--stack`` names, which is for who runs a
-vendor's tuned recipes. A class with fewer than five independent sources borrows what it lacks from the class above it.
+Classes form a tree: stack x kind x hardware (of times), below stack x kind, below stack (except of fragments), below
+kind, below all. The stack is the framework of the kernels, or the software stack of ``--stack``, for a vendor's tuned
+recipes. A class with fewer than five independent sources borrows the missing ones from its parent.
 
-What a device has in use has in its range what context and communicators may take more or less than expected, too. On
-the CPU nothing is reserved beyond tensors.
+The range of device bytes includes that of context and communicators. On CPU nothing is reserved beyond tensors.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ if TYPE_CHECKING:
 DATA: Final = Path(__file__).with_name("ranges.toml")
 ALL: Final = "all"
 OTHERS: Final = "others"
-"""Folder of software that is no framework's alone."""
+"""Folder of software stacks that several frameworks share."""
 ANCHORED: Final = "anchored"
-"""The class of runs of which one of the same source, stack, kind and hardware was measured."""
+"""Class of runs with an anchor of the same source, stack, kind and hardware."""
 AGREES: Final = 0.02
-"""Share of the allocated bytes by which a ledger of a stack that was read may be off."""
+"""Tolerance of allocated bytes for stacks whose code was read."""
 NAMES: Final = {
     "allocated": ", of tensors",
     "reserved": ", by the caching allocator",
@@ -74,7 +73,7 @@ class Measure(StrEnum):
 
 
 class FitVerdict(StrEnum):
-    """Whether a run fits, from the range of what it needs."""
+    """Whether a run fits, from the range of its bytes."""
 
     FITS = "fits"
     CLOSE = "too close to call"
@@ -82,21 +81,21 @@ class FitVerdict(StrEnum):
 
     @property
     def said(self) -> str:
-        """For people, in capitals where it is no plain yes."""
+        """Text for tables, in capitals unless it fits."""
         return str(self) if self is FitVerdict.FITS else self.upper()
 
 
 class FitRule(StrEnum):
-    """Which end of a device's range a choice was held to."""
+    """End of the range of device bytes that has to fit."""
 
     SURELY = "surely"
     EXPECTED = "expected"
     MAY = "may"
-    BUDGET = "budget"  # a budget for tensors was given
+    BUDGET = "budget"  # a budget for tensors, without a range
 
     @property
     def words(self) -> str:
-        """For a sentence about what fits."""
+        """Verb phrase for messages."""
         return _RULE_WORDS[self]
 
 
@@ -110,7 +109,7 @@ _RULE_WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitBudget:
-    """Allocated bytes that a choice is held to, and by which rule."""
+    """Budget of allocated bytes, and its rule."""
 
     rule: FitRule
     nbytes: int
@@ -122,8 +121,8 @@ class Residual:
 
     Args:
         kind: the class.
-        runs, sources: that the class has of its own.
-        of_this_kind: the class is the run's own, with its stack; otherwise one above it.
+        runs, sources: of the class itself, without those it borrows.
+        of_this_kind: the class is the run's own, with its stack; otherwise a parent.
     """
 
     kind: str
@@ -135,50 +134,50 @@ class Residual:
     of_this_kind: bool = True
 
     def seconds(self, modelled: float) -> tuple[float, float]:
-        """The range around a modelled time."""
+        """Range of a modelled time."""
         return modelled * self.low, modelled * self.high
 
     @property
     def words(self) -> str:
-        """Text for people: the share, the runs and the class."""
+        """Share, runs and class of the range, for tables."""
         among = "" if self.of_this_kind else "no run of this class was compared; "
         runs = f"{self.runs} published run{'s' * (self.runs != 1)} of {self.sources} source{'s' * (self.sources != 1)}"
         return f"{among}80 % range by {runs} ({self.kind})"
 
     def document(self) -> dict[str, Any]:
-        """For programs."""
+        """JSON document."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """A figure as expected, and between which ends it is in four cases of five."""
+    """Expected value and 80 % range of a figure."""
 
     expected: float
     low: float
     high: float
 
     def within(self, limit: float) -> FitVerdict:
-        """Whether what needs this fits into so much."""
+        """Verdict against a limit."""
         if self.high <= limit:
             return FitVerdict.FITS
         return FitVerdict.CLOSE if self.low <= limit else FitVerdict.DOES_NOT_FIT
 
     def words(self, form: Callable[[float], str]) -> str:
-        """For people, as ``form`` writes one value."""
+        """Text of the range; ``form`` formats one value."""
         return f"{form(self.expected)} ({form(self.low)} to {form(self.high)})"
 
     def whole(self) -> dict[str, int]:
-        """Bytes for programs."""
+        """Rounded bytes, for JSON."""
         return {name: round(value) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFigures:
-    """The figures of one answer. Bytes are of the worst rank; ``step_seconds`` is None where no time was asked for.
+    """Figures of a run. Bytes are of the worst rank; ``step_seconds`` is None without a step time.
 
-    ``least``: bytes of the device without which it cannot run, at the low end: an allocator that runs short gives back
-    what it has cached, so that little of what is reserved where there is room has to be there.
+    ``least``: device bytes at the low end that the run cannot do without: an allocator that runs out frees cached
+    blocks, so that most of the fragments are not required.
     """
 
     allocated: Range
@@ -188,7 +187,7 @@ class RunFigures:
     step_seconds: Range | None = None
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """For people: a name and what is expected, with its range; of a host allocated bytes alone."""
+        """Yield name and text of each figure for tables; on CPU only allocated bytes."""
         on_host = self.device is self.allocated
         for name, found in (("allocated", self.allocated), ("reserved", self.reserved), ("device", self.device)):
             if name == "allocated" or not on_host:
@@ -198,11 +197,11 @@ class RunFigures:
 
     @property
     def needs(self) -> str:
-        """For people: what it needs of its device."""
+        """Text of the device bytes, for messages."""
         return self.device.words(_bytes) + (ON_HOST if self.device is self.allocated else NAMES["device"])
 
     def document(self) -> dict[str, Any]:
-        """For programs; on a host all three are the same."""
+        """JSON document; on CPU all three ranges are equal."""
         return {
             "allocated_bytes": self.allocated.whole(),
             "reserved_bytes": self.reserved.whole(),
@@ -211,7 +210,7 @@ class RunFigures:
         }
 
     def verdict(self, *, usable_bytes: int | None = None, budget_bytes: int | None = None) -> FitVerdict:
-        """The worse of two: what is in use against what a device has, allocated bytes against a budget for them."""
+        """Worse verdict of device bytes against usable memory, and allocated bytes against a budget."""
         found = [FitVerdict.FITS]
         if usable_bytes is not None:
             found.append(replace(self.device, low=self.least).within(usable_bytes))
@@ -227,11 +226,11 @@ def figures(
     hardware: str = "",
     step_seconds: float | None = None,
 ) -> RunFigures:
-    """The figures of a run.
+    """Return the figures of a run.
 
     Args:
-        allocated_bytes, step_seconds: as modelled.
-        layout: in place of the run's.
+        allocated_bytes, step_seconds: modelled figures.
+        layout: replaces the run's.
         hardware: its name.
     """
     anchor = run.anchor
@@ -245,7 +244,7 @@ def figures(
         first, *above = lineage(Measure.FRAGMENTS, run)
         beyond, scale = residual(Measure.FRAGMENTS, (first, *above)), sqrt(allocated_bytes * GIB)
         centre = 0.0
-        if anchor is not None and first == ANCHORED:  # halfway: one run alone says little about another's
+        if anchor is not None and first == ANCHORED:  # halfway, since one run is little evidence
             centre = ((anchor.fragments or 0.0) + residual(Measure.FRAGMENTS, tuple(above)).expected) / 2
         reserved = Range(
             expected=allocated_bytes + (centre + beyond.expected) * scale,
@@ -267,12 +266,12 @@ def figures(
 
 
 def fit_budgets(run: Run, limit: Limit, *, layout: Layout | None = None) -> tuple[FitBudget, ...]:
-    """Return the budgets that every choice is held to, in this order: the first with an answer decides.
+    """Return the budgets to try in order; the first with a solution counts.
 
     On a device: bytes that surely fit, then those that are expected to, then those that may.
 
     Args:
-        layout: in place of the run's.
+        layout: replaces the run's.
     """
     if limit.budget_bytes is not None or limit.device_bytes is None:
         return (FitBudget(rule=FitRule.BUDGET, nbytes=limit.nbytes),)
@@ -291,8 +290,8 @@ def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool, layout: Layout |
     """Return the largest allocated peak whose device bytes are within ``usable_bytes``; 0 if none are.
 
     Args:
-        surely: the upper end of their range, not only what is expected.
-        layout: in place of the run's.
+        surely: the upper end of their range has to fit, not only the expected value.
+        layout: replaces the run's.
     """
     low, high = 0, usable_bytes
     while low < high:
@@ -304,7 +303,7 @@ def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool, layout: Layout |
 
 
 def most_bytes(run: Run, layout: Layout, *, usable_bytes: int, budget_bytes: int | None = None) -> int:
-    """The most modelled bytes of a run that may fit, at the low end of their range: see `RunFigures.verdict`."""
+    """Largest modelled bytes of a run that may fit, at the low end of their range: see `RunFigures.verdict`."""
     low = _allocated(run, GIB).low / GIB
     fixed = fixed_allowance(layout, run.kernels.device).low
     fragments = 1.0 if run.kernels.device is Device.CPU else float(1 + FRAGMENTS[0])
@@ -314,9 +313,9 @@ def most_bytes(run: Run, layout: Layout, *, usable_bytes: int, budget_bytes: int
 
 
 def _allocated(run: Run, nbytes: int) -> Range:
-    """The range of allocated bytes: of an anchored run, what both its own class and anchored runs allow.
+    """Range of allocated bytes; of an anchored run, the intersection of its class's and that of anchored runs.
 
-    An anchor that agrees never makes them less sure.
+    So an anchor that agrees never widens it.
     """
     classes = lineage(Measure.ALLOCATED, run)
     near, own = (scaled(residual(Measure.ALLOCATED, found), nbytes) for found in (classes, _own(classes)))
@@ -324,7 +323,7 @@ def _allocated(run: Run, nbytes: int) -> Range:
 
 
 def _own(classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Without what an anchor adds."""
+    """Classes without `ANCHORED`."""
     return classes[classes[0] == ANCHORED :]
 
 
@@ -333,15 +332,15 @@ def _bytes(nbytes: float) -> str:
 
 
 def scaled(found: Residual, modelled: float) -> Range:
-    """The range of a modelled time, or of modelled bytes."""
+    """Range of a modelled time, or of modelled bytes."""
     return Range(expected=modelled * found.expected, low=modelled * found.low, high=modelled * found.high)
 
 
 def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
-    """Return the residual of the first of these classes that has one: the only place where a stack's correction enters.
+    """Return the residual of the first of these classes that has one: the only correction by stack.
 
     Args:
-        classes: as `lineage` has them.
+        classes: of `lineage`.
     """
     table = _table()[measure]
     kind = next(kind for kind in classes if kind in table)
@@ -351,10 +350,10 @@ def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
 
 
 def lineage(measure: Measure, run: Run, hardware: str = "") -> tuple[str, ...]:
-    """The classes of a run for a measure, its own first.
+    """Classes of a run for a measure, its own first.
 
-    A run that is anchored on a measured one of its stack, kind and hardware is first of all one of those
-    (`predict.anchor`); one that is not alike is corrected all the same, and is no surer.
+    The first class of a run with an anchor of its stack, kind and hardware is `ANCHORED` (`predict.anchor`); other
+    anchors correct the figures but leave the ranges as they are.
     """
     stack, kind = stack_of(run), kind_of(run)
     own, anchor = classes_of(measure, stack, kind, hardware), run.anchor
@@ -381,7 +380,7 @@ def unlike_anchor(run: Run, hardware: str) -> tuple[str, ...]:
 
 
 def _anchors(anchor: RunAnchor, measure: Measure) -> bool:
-    """Whether the anchor's run says anything about this; of a ledger that it contradicts, it does not."""
+    """Whether the anchor's run measured this, and agrees with the ledger."""
     measured = anchor.measured
     if measure is Measure.TIME:
         return measured.step is not None
@@ -391,15 +390,15 @@ def _anchors(anchor: RunAnchor, measure: Measure) -> bool:
 
 
 def classes_of(measure: Measure, stack: str, kind: str, hardware: str) -> tuple[str, ...]:
-    """Classes by name. Bytes do not depend on the hardware; fragments are the allocator's, not a stack's."""
+    """Names of classes. Bytes do not depend on the hardware, and fragments not on the stack but on the allocator."""
     near = (f"{stack}, {kind}, {hardware}",) if measure is Measure.TIME else ()
     code = () if measure is Measure.FRAGMENTS else (stack,)
     return *near, f"{stack}, {kind}", *code, kind, ALL
 
 
 def stack_of(run: Run) -> str:
-    """The software that ``--stack`` names, without its release; without one or beside another framework's kernels, the
-    framework whose these are.
+    """Software stack of ``--stack`` without its release; without one, or with another framework's kernels, the
+    framework of the kernels.
     """
     own = str(named("kernels")[run.kernels.name]["folder"])
     if run.stack is None or named("stacks").get(run.stack, {}).get("folder", OTHERS) not in (own, OTHERS):
@@ -416,8 +415,8 @@ def kind_of(run: Run) -> str:
 
 
 def _shape(model: ModelSpec, kernels: str) -> str:
-    """Kind of a model that is not one of the compared decoders; empty where it is one of them. Of layers
-    that carry a state, those of one stack alone were.
+    """Kind of a model other than the compared decoders; empty for these. State-space and linear-attention layers were
+    compared in one stack only.
     """
     if model.two_stacks:
         return "two stacks, "

@@ -1,10 +1,10 @@
-"""From what was typed to a `Run`: loose text becomes typed here, and what was not given gets its default.
+"""Resolve a request to a `Run`: validate its text, and fill in defaults.
 
 NOTE [ Defaults ]
-What is not given is as the model's published code trains it. The GPTs of arXiv 2205.05198 are Megatron's: sequences of
-2048, eager attention, a loss over a sharded vocabulary, gradients in buffers from the start. Everything else runs on
-PyTorch's own operators, with gradients that appear one by one. Sequence parallelism goes with tensor parallelism, and
-a pipeline gets as many micro-batches as it has stages, the fewest that fill it.
+Defaults are those of the model's published code. The GPTs of arXiv 2205.05198 are Megatron's: sequences of 2048, eager
+attention, a loss over a sharded vocabulary, gradients in permanent buffers. All other models run on PyTorch's own
+operators, with gradients allocated one by one. Sequence parallelism is on with tensor parallelism, and a pipeline has
+as many micro-batches as stages, the fewest that fill it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from jettison.spec.states_on_host import StatesOnHost, states_on_host
 from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenWords, Role, Tuning, Upcast, When
 
 PAPER: Final = "paper"
-"""The family of arXiv 2205.05198's GPTs."""
+"""Family of arXiv 2205.05198's GPTs."""
 PAPER_SEQUENCE: Final = 2048
 LONGEST_DEFAULT: Final = 4096
-"""Tokens of a sequence where nothing says how many, and the model could take more."""
+"""Default sequence length, of models with at least as many positions."""
 
 
 TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})
-"""What can be asked of a model that is built and traced."""
+"""Fields of a request that apply to a traced model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """A run, and which of its fields nobody asked for.
+    """A run, and the names of its fields that have defaults.
 
-    ``like``: of these, what a framework's rule said: its name, and flags as they would be typed.
+    ``like``: framework preset and its defaults as flags.
     """
 
     run: Run
@@ -65,7 +65,7 @@ _Word = TypeVar("_Word", bound=StrEnum)
 
 
 def given_or(value: _T | None, default: _T) -> _T:
-    """Return what was given, or else the default."""
+    """Return a value, or its default for None."""
     return default if value is None else value
 
 
@@ -78,7 +78,7 @@ def _word(kind: type[_Word], text: str | None, name: str, default: _Word) -> _Wo
 
 
 def is_live(model: str) -> bool:
-    """Is this ``module:factory``, which only Python can look into?"""
+    """Whether a model is given as ``module:factory``."""
     if model in PRESETS or Path(model).exists():
         return False
     module, colon, factory = model.partition(":")
@@ -86,17 +86,17 @@ def is_live(model: str) -> bool:
 
 
 def refuse_for_trace(model: str, request: RunRequest, *, asked: bool, also: tuple[str, ...] = ()) -> None:
-    """Can a trace answer this? It sees the module as it is built: one rank, its own kernels and dropout.
+    """Reject requests that a trace cannot answer: it sees the module as built, with one rank, its kernels and dropout.
 
     Args:
-        asked: a trace was asked for by its flag, and not by the kind of model.
-        also: other flags that were given and need the closed form.
+        asked: the trace was requested by its flag, not by the kind of model.
+        also: other given flags that need the closed form.
 
     Raises:
-        UsageError: no.
+        UsageError: a flag that does not apply to traces.
     """
     if asked and model in PRESETS:
-        raise UsageError(f"--trace builds a model from its config.json, and {model} is a preset: leave --trace away")
+        raise UsageError(f"--trace builds a model from its config.json, and {model} is a preset: drop --trace")
     extra = [flag_of(name) for name in request.given() if name not in TRACED] + list(also)
     if extra:
         why = "--trace" if asked and not is_live(model) else f"the live model {model}"
@@ -107,18 +107,18 @@ def refuse_for_trace(model: str, request: RunRequest, *, asked: bool, also: tupl
 
 
 def flag_of(field: str) -> str:
-    """A field as it is typed."""
+    """Name of a field's flag."""
     return f"--{field.replace('_', '-')}"
 
 
 def model_spec(model: str, *, live: bool = False) -> ModelSpec:
-    """The model that a preset's name, a config.json, its folder or a Hugging Face id stands for.
+    """Return the model of a preset's name, a config.json, its folder or a Hugging Face id.
 
     Args:
-        live: whoever asks would also have taken ``module:factory``.
+        live: the caller also accepts ``module:factory``, for the error message.
 
     Raises:
-        UsageError: it is none of them, or it cannot be read.
+        UsageError: none of these, or an unreadable file.
     """
     if model not in PRESETS:
         path = Path(model)
@@ -132,10 +132,10 @@ def model_spec(model: str, *, live: bool = False) -> ModelSpec:
 
 
 def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
-    """Fill in the defaults, and before them what a framework's rule says.
+    """Fill in defaults of the framework preset, then general ones.
 
     Raises:
-        UsageError: a word that is not known, or a run that is none.
+        UsageError: an unknown value, or an invalid run.
     """
     refuse_as_built(model, request.given())
     if request.like is not None:
@@ -198,20 +198,19 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
 
 
 def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
-    """The run of a described model: what `forecast` and `estimate` work on.
+    """Return the run of a described model, for `forecast` and `estimate`.
 
     Args:
-        model: a preset's name, a ``config.json`` or its folder, a Hugging Face id, or what `preset` or `read_config`
-            gave.
-        request: how it is to be trained, as on the command line; what is left out gets its default.
+        model: a preset's name, a ``config.json`` or its folder, a Hugging Face id, or the result of `preset` or
+            `read_config`.
+        request: settings of the run, as on the command line; None: defaults.
 
     Raises:
-        UsageError: no such model, a word that is not known, a run that is none, or one whose recompute a planner would
-            have to decide.
+        UsageError: an unknown model or value, an invalid run, or recompute "auto", which needs a planner.
     """
     if request is not None and request.recompute == Mode.AUTO:
         raise UsageError(
-            "got recompute='auto', which a planner decides for a budget: give another word, or ask `jettison ledger "
+            "got recompute='auto', which needs a planner and a budget: give another mode, or use `jettison ledger "
             "--recompute auto --budget`, `jettison plan` or jettison.search"
         )
     spec = model_spec(model) if isinstance(model, str) else model
@@ -224,12 +223,12 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     fields_of = rule(name, **sizes, lora=tuned, packed=0 if base is Base.GPTQ else tuned * base.bits)
     said = {field: value for field, value in fields_of.items() if getattr(request, field) is None}
     if given_or(request.zero, said.get("zero", 0)) != 3:
-        said.pop("reshard_after_forward", None)  # nothing is gathered
+        said.pop("reshard_after_forward", None)  # no all-gathers
     if given_or(request.pp, 1) * given_or(request.ep, 1) > 1 or (request.reshard_after_forward or "").isdecimal():
         for field in ("fsdp_wrap_layers_only", "fsdp_version"):
-            said.pop(field, None)  # groups of a pipeline's stages, and of experts, are others
+            said.pop(field, None)  # pipelines and expert parallelism have other groups
     if request.reshard_after_forward not in (None, Reshard.ALWAYS):
-        said.pop("fsdp_version", None)  # a word of FSDP2's
+        said.pop("fsdp_version", None)  # an option of FSDP2
     groups, modules = (
         ("fsdp_wrap_layers_only", "fsdp_version", "reshard_after_forward"),
         ("zero_buckets",),
@@ -237,18 +236,18 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     for field in groups if _given(request, modules) else modules if _given(request, groups) else ():
         said.pop(field, None)
     if request.precision not in (None, said.get("precision", rule(name, **sizes).get("precision"))):
-        said.pop("kbit_upcast", None)  # which is for its own
+        said.pop("kbit_upcast", None)  # only with the preset's precision
     if request.offload_optimizer is not None and request.gradients is None:
-        said["gradients"] = "one-by-one"  # DeepSpeed's buffer of shards is there, too
+        said["gradients"] = "one-by-one"  # in addition to DeepSpeed's buffer of shards
     if model.head.pooling is not Pooling.NONE or model.audio is not None or model.pair is not None:
-        said.pop("loss", None)  # such a head has one loss
+        said.pop("loss", None)  # such a head has its own loss
     found = resolve(model, replace(request, like=None, **said))
     shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
     return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
 
 
 def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
-    """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
+    """Source length of an encoder-decoder: the decoder's, unless the encoder has a fixed one."""
     if model.audio is not None:
         return given_or(request.source_seq, SECOND if request.seq is None else 0)
     if model.pair is not None:
@@ -298,7 +297,7 @@ _OF_A_LAYOUT: Final = (
 
 
 def _given(request: RunRequest, names: Sequence[str]) -> dict[str, Any]:
-    """What was given of fields that are called alike where they go."""
+    """Given fields by name, for targets with equal names."""
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 
@@ -323,20 +322,20 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     if request.loss is None:
         return kernels
     if model.audio is not None or model.pair is not None:
-        does = "aligns text with sound" if model.audio else "holds images against texts"
-        raise UsageError(f"got --loss {request.loss}; {model.name} {does}: leave it away")
+        own = "CTC loss" if model.audio else "a contrastive loss"
+        raise UsageError(f"got --loss {request.loss}; {model.name} has {own}: drop --loss")
     if model.head.pooling is not Pooling.NONE:
-        raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")
+        raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: drop --loss")
     return replace(kernels, loss=_word(Loss, request.loss, "loss", kernels.loss))
 
 
 def _recompute(request: RunRequest, layers: int) -> Recompute:
-    """A mode, or Megatron's lists of modules, for which its granularity is "selective"."""
+    """Recompute mode, or Megatron's lists of modules, whose granularity is "selective"."""
     flag, mode = "--recompute-modules", request.recompute
     again = () if request.recompute_modules is None else listed(request.recompute_modules, flag)
     sent = () if request.offload_modules is None else listed(request.offload_modules, "--offload-modules")
     if again and mode not in (None, "selective"):
-        raise UsageError(f"got --recompute {mode} and {flag}, which is a mode of its own; leave one of them away")
+        raise UsageError(f"got --recompute {mode} and {flag}, which is a mode of its own; drop one of them")
     found = Recompute.parse(
         f"{Mode.MODULES}:{'+'.join(again)}" if again else given_or(mode, "none"),
         layers=layers,
@@ -374,7 +373,7 @@ def _gradients(text: str | None, kernels: Kernels) -> Gradients:
     return GRADIENTS[text]
 
 
-# adapters, frozen models, states on the host --------------------------------------------------------------------------
+# adapters, frozen models, optimizer offload ---------------------------------------------------------------------------
 
 
 def _tuning(request: RunRequest) -> Tuning | None:
@@ -397,7 +396,7 @@ def _tuning(request: RunRequest) -> Tuning | None:
 
 
 def _starting(layers: Sequence[AnyLayer], *, narrow: bool, detached: bool) -> Iterator[AnyLayer]:
-    """Layers with changes to the first of each stack, an encoder's and its decoder's."""
+    """Yield layers, with changes to the first of each stack."""
     before: bool | None = None
     for layer in layers:
         assert isinstance(layer, Layer)
@@ -412,7 +411,7 @@ def _check_upcast(run: Run) -> None:
         return
     if tuning.base not in (Base.NF4, Base.NF4_DOUBLE) or not run.autocast or run.layout.tp > 1:
         raise UsageError(
-            f"got --kbit-upcast {tuning.upcast} without a whole base of four bits under autocast; give --base "
+            f"got --kbit-upcast {tuning.upcast} without an unsharded 4-bit base under autocast; give --base "
             "nf4-double and --precision bf16-autocast, without --tp and --zero 3, or --kbit-upcast none"
         )
 
@@ -425,7 +424,7 @@ def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:
         words = FrozenWords.parse(text, f"--{role}")
         if words.model == BASE and (request.lora is None or role is Role.REWARD or words.dtype or words.sharded):
             raise UsageError(
-                f"got --{role} {text}; base is the policy with its adapters switched off: --reference base, with --lora"
+                f"got --{role} {text}; base is the policy with its adapters disabled: --reference base, with --lora"
             )
         model = policy if words.model == SAME else None if words.model == BASE else model_spec(words.model)
         if model is not None and model.recorder is not None:
@@ -440,17 +439,17 @@ def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:
 
 
 def _states_on_host(request: RunRequest) -> StatesOnHost:
-    """Whose way of keeping states on the host; refused where the framework does not do it under this layout."""
+    """Rule for optimizer offload; a `UsageError` for layouts that its framework does not support."""
     rule = states_on_host(given_or(request.offload_optimizer, "none"))
     zero, why = given_or(request.zero, 0), ""
     if rule.keeps_buffer and zero < 2:
-        why = f"--zero {zero}; ZeRO-Offload is described for --zero 2 and 3"
+        why = f"--zero {zero}; ZeRO-Offload is modelled for --zero 2 and 3"
     elif rule.moves_parameters and zero < 3:
-        why = f"--zero {zero}; shards of parameters are there under --zero 3"
+        why = f"--zero {zero}; offloaded parameters need --zero 3"
     elif rule.steps_there and zero in (1, 2) and not rule.keeps_buffer:
         why = f"--zero {zero}; give --zero 3, or one device"
     elif rule.frees_gradients and given_or(request.pp, 1) > 1:
-        why = f"--pp {request.pp}; no rule says when a stage's gradients go"
+        why = f"--pp {request.pp}; offloaded gradients are not modelled in pipelines"
     if why:
         raise UsageError(f"got --offload-optimizer {rule} with {why}")
     return rule
@@ -469,8 +468,8 @@ def _precision(request: RunRequest, kernels: Kernels, gradients: Gradients, *, t
         return found
     if found.accumulator is None:
         raise UsageError(
-            f"got --gradients added with --precision {found.name}, which has no second buffer that gradients are added "
-            "to: give --precision bf16-grad32"
+            f"got --gradients added with --precision {found.name}, which has no second buffer to accumulate gradients "
+            "in: give --precision bf16-grad32"
         )
     return replace(found, apart=True)
 
