@@ -220,6 +220,20 @@ def test_what_is_printed_can_be_given_to_estimate(capsys) -> None:
         assert stated["peak_bytes"] == candidate["peak_bytes"]
 
 
+def test_compiled_layers_are_priced_as_estimate_prices_them(capsys) -> None:
+    space = ("--recompute", "none,full", "--kernels", "pytorch", "--compile")
+    *_, out, _ = call(capsys, "gpt2", *FLAGS, *space, "--format", "json")
+    found = json.loads(out)
+    assert found["request"]["compile"] is True
+    best = found["candidates"][0]
+    words = ["estimate", "gpt2", "--gpu", "a100-80gb", "--seq", "512", "--kernels", "pytorch", *best["flags"].split()]
+    assert cli([*words, "--compile", "--format", "json"]) == 0
+    stated = json.loads(capsys.readouterr().out)
+    assert (stated["step_seconds"], stated["peak_bytes"]) == (best["step_seconds"], best["peak_bytes"])
+    code, _, err = call(capsys, "gpt2", *FLAGS, "--recompute", "none,selective", "--compile")
+    assert code == 2 and "got --compile with --recompute selective; expected some of none, full" in err
+
+
 def test_for_people(capsys) -> None:
     code, out, _ = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB")
     assert code == 0
@@ -331,11 +345,13 @@ def test_a_trainers_file_is_searched_for_what_its_trainer_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 2048\nlocal_batch_size = 1\n')
+    lines = ["[model]", 'name = "llama3"', 'flavor = "8B"', "[training]", "seq_len = 2048", "local_batch_size = 1"]
+    file.write_text("\n".join([*lines, "[compile]", "enable = true"]), encoding="utf-8")
     space = ["search", "--from", str(file), "--gpus", "8", "--global-batch", "8", "--gpu", "h100-80gb", "--jobs", "1"]
     fixed = ["--pp", "1", "--cp", "1", "--recompute", "full"]
     assert cli([*space, *fixed, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["request"]["runs_on"], found["from"]["framework"]) == ("torchtitan", "torchtitan")
+    assert found["request"]["compile"] is True
     assert cli([*space, "--recompute", "every:2"]) == 2
     assert "torchtitan cannot run" in capsys.readouterr().err

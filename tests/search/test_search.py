@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from jettison.cli.search import search as search_report
@@ -30,7 +30,7 @@ from jettison.search.evaluate import Bench, SearchQuestion
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.request import SearchRequest
 from jettison.search.search import ALIKE, NothingFits, search
-from jettison.search.space import Setup, Space, _divisors, setup_run
+from jettison.search.space import Setup, Space, _divisors, compiled, setup_run
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Recompute
@@ -206,6 +206,27 @@ def test_nothing_that_fits_is_faster_or_smaller(
     found = fastest(whole, budget=budget, top=7, reach=REACH)
     assert [f.seconds.step for f in found.ranked[:7]] == best_of_each(rows)[:7]
     assert [(f.seconds.step, f.needed_bytes) for f in found.front] == front_of(rows)
+
+
+@settings(max_examples=3)
+@example(name="small-llama", share=0.1, schedule="1f1b,interleaved,zero-bubble")
+@given(
+    name=st.sampled_from(["small-llama", "wide-llama"]),
+    share=st.floats(0, 1) | st.floats(0, 0.2),
+    schedule=st.sampled_from([None, "1f1b,interleaved"]),
+)
+def test_nothing_compiled_that_fits_is_faster_or_smaller(name: str, share: float, schedule: str | None) -> None:
+    eager = space(MODELS[name], 4, 8, recompute="none,selective-op,full,every,interval:2", schedule=schedule)
+    whole = compiled(eager, given=True)
+    most, least = largest_and_least(whole)
+    budget = int(least + share * (most - least))
+    rows = brute_force(whole, budget)
+    assume(rows)
+    found = fastest(whole, budget=budget, top=7, reach=REACH)
+    assert [f.seconds.step for f in found.ranked[:7]] == best_of_each(rows)[:7]
+    assert [(f.seconds.step, f.needed_bytes) for f in found.front] == front_of(rows)
+    first = setup_run(found.ranked[0].candidate.setup, eager.template, found.ranked[0].candidate.recompute)
+    assert found.ranked[0].seconds.step < estimate(first, A100).step_seconds, "fused kernels"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_type_hints
 
@@ -139,6 +139,19 @@ def option(group: str, text: str, **more: Any) -> Parameter:
 ON: Final[Mapping[str, Any]] = {"negative": "", "show_default": False}
 """Settings of a flag that is given or not."""
 Switch = Annotated[bool, Parameter(**ON)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileFlags:
+    """Flag of verbs that price compiled layers.
+
+    Model:
+        compile: torch.compile of each layer.
+    """
+
+    compile: Switch = False
+
+
 Form = Literal["human", "json"]
 Budget = Annotated[str | None, option("Memory and GPU", "Limit of a step's peak allocated bytes: 20GiB, 500MB.")]
 Model = Annotated[str | None, option("Model", "Preset (llama3-8b), config.json, Hugging Face id, or module:factory.")]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from jettison.cli.app import (
     LOCAL,
+    CompileFlags,
     Described,
     Flattened,
     Force,
@@ -44,14 +45,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateFlags:
+class EstimateFlags(CompileFlags):
     """Flags of `estimate` alone.
 
     Memory and GPU:
         gpu: GPU of the run, such as h100-80gb (`jettison list gpus`), or a hardware file.
-
-    Model:
-        compile: torch.compile of each layer.
 
     Output:
         explain: Break the time down, and compare recompute modes.
@@ -60,7 +58,6 @@ class EstimateFlags:
     """
 
     gpu: str
-    compile: Switch = False
     explain: Switch = False
     tokens: RunTokens = None
     price_per_gpu_hour: Price = None

@@ -133,9 +133,12 @@ def _settled(found: RunFile, request: Any, verb: str) -> RunFile:
     from jettison.frameworks.run_file import COMPILES
 
     why = f"jettison {verb} does not take compiled layers"
+    asked = request
+    if not isinstance(request, RunRequest):  # a search has modes of its own
+        asked = RunRequest(**{one.name: getattr(request, one.name) for one in fields(CommonRequest)})
     if verb in COMPILES:
         try:
-            forecast(replace(resolve(found.spec(), request).run, compiled=True))
+            forecast(replace(resolve(found.spec(), asked).run, compiled=True))
         except UsageError as error:
             why = str(error)
         else:

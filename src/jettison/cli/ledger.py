@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from jettison.cli.app import (
     LOCAL,
     Budget,
+    CompileFlags,
     Flattened,
     Force,
     Model,
@@ -51,15 +52,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LedgerFlags:
+class LedgerFlags(CompileFlags):
     """Flags of `ledger` alone.
 
     Memory and GPU:
         gpu: GPU to fit, such as h100-80gb (`jettison list gpus`), or a hardware file.
         fit: Find the largest batch and sequence, and the smallest layout, that fit.
-
-    Model:
-        compile: torch.compile of each layer.
 
     Output:
         explain: Break the peak down, and state what each change would save.
@@ -73,7 +71,6 @@ class LedgerFlags:
     budget: Budget = None
     fit: Switch = False
     explain: Switch = False
-    compile: Switch = False
     trace: Switch = field(default=False, metadata=LOCAL)
     compare: Path | None = field(default=None, metadata=LOCAL)
 

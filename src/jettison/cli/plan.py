@@ -14,6 +14,7 @@ from jettison.cli.app import (
     ON,
     Answered,
     Budget,
+    CompileFlags,
     Flattened,
     Force,
     Format,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags:
+class PlanFlags(CompileFlags):
     """Flags of `plan` alone.
 
     Memory and GPU:
@@ -58,9 +59,6 @@ class PlanFlags:
 
     Recompute and offload:
         host_budget: Limit of CPU memory a rank: 128GiB [default: the machine's].
-
-    Model:
-        compile: torch.compile of each layer.
 
     Output:
         what_if: State what each additional GiB would change.
@@ -72,7 +70,6 @@ class PlanFlags:
     gpu: str | None = None
     host_budget: str | None = None
     what_if: Switch = False
-    compile: Switch = False
     timeline: Path | None = field(default=None, metadata=LOCAL)
     snapshot: Path | None = field(default=None, metadata=LOCAL)
 

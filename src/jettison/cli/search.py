@@ -11,6 +11,7 @@ from typing import Annotated, SupportsIndex
 from jettison.cli.app import (
     LOCAL,
     Answered,
+    CompileFlags,
     Described,
     Flattened,
     Force,
@@ -18,6 +19,7 @@ from jettison.cli.app import (
     Out,
     Price,
     RunTokens,
+    Switch,  # noqa: F401 - annotations of the base class are resolved in this module
     asked,
     deliver,
     refuse_to_overwrite,
@@ -38,6 +40,7 @@ from jettison.search.evaluate import Journal
 from jettison.search.request import MARGIN, SearchRequest, on_own_framework
 from jettison.search.search import NothingFits
 from jettison.search.search import search as find
+from jettison.search.space import compiled
 from jettison.spec.anchor import read_anchor
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import hardware
@@ -46,7 +49,7 @@ NOTHING_FIXED = SearchRequest()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchFlags:
+class SearchFlags(CompileFlags):
     """Flags of `search` alone.
 
     Memory and GPU:
@@ -88,7 +91,7 @@ def command(
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """Find the fastest layout, batch and recompute plan, why it wins, and what more memory or devices would buy.
+    """Find the fastest layout, batch and recompute plan, why it wins, and what more memory would buy.
 
     Every axis that no flag fixes is searched, exhaustively. Plans that are too close to call are listed where none
     fits. Exit code 3: none may fit.
@@ -100,6 +103,7 @@ def command(
             request = replace(request, runs_on=found.framework)
         flags = replace(
             flags,
+            compile=flags.compile or found.compile,
             gpus=found.gpus if flags.gpus is None else flags.gpus,
             global_batch=found.global_batch if flags.global_batch is None else flags.global_batch,
         )
@@ -155,6 +159,7 @@ def search(
     margin: float = MARGIN,
     tokens: float | None = None,
     price_per_gpu_hour: float | None = None,
+    compile: bool = False,
     top: int = 10,
     jobs: int = 1,
     state: Path | None = None,
@@ -164,6 +169,7 @@ def search(
 
     Args:
         margin: what stays free beside the expected allowance, as a share of the way to its upper bound.
+        compile: price compiled layers.
         tokens: to train on: says how long, and with a price what it costs.
         state: a file to go on from and to write to.
 
@@ -182,6 +188,8 @@ def search(
     spec = spec_of(model, RunRequest(**given))
     request = on_own_framework(request, spec, device, gpus=gpus, global_batch=global_batch)
     space = request.space(spec, device, gpus=gpus, global_batch=global_batch)
+    if compile:
+        space = compiled(space, given=request.recompute is not None)
     begin = time.perf_counter()
     with nullcontext() if state is None else Journal(state) as journal:
         answer = find(
@@ -196,7 +204,7 @@ def search(
         )
     said = budget if budget is None or isinstance(budget, str) else f"{budget_bytes}B"
     asked = {"model": model, "gpus": gpus, "gpu": gpu, "global_batch": global_batch, "budget": said, "top": top}
-    asked["margin"] = margin
+    asked |= {"margin": margin, **({"compile": True} if compile else {})}
     return SearchReport(
         model=model,
         hardware=device,

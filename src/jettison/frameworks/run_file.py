@@ -50,7 +50,7 @@ from jettison.spec.run import Run
 _T = TypeVar("_T", int, float, str, bool)
 _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
-COMPILES: Final = ("ledger", "estimate", "plan")
+COMPILES: Final = ("ledger", "estimate", "plan", "search")
 """Commands with a flag --compile."""
 UNKNOWN: Final = "unknown key"
 LEFT_OPEN: Final = "the file does not set its value"

@@ -440,8 +440,9 @@ def _layers(inner: Run, mode: Mode) -> tuple[Run, Chunk, list[StageRegion]]:
 
 @lru_cache(maxsize=4096)
 def _plan_bound(inner: Run, mode: Mode, hardware: Hardware) -> PlanBound:
-    run, chunk, parts = _layers(inner, mode)
-    items = Timing(run=run, hardware=hardware, execution=execution_of(run)).items(chunk)
+    _, _, parts = _layers(inner, mode)
+    run, chunk, _ = _layers(replace(inner, compiled=False), mode)  # as `estimate` prices compiled layers
+    items = Timing(run=run, hardware=hardware, execution=execution_of(inner)).items(chunk)
     layers = [item for item in items if item.in_layer]
     passes = [(item.seconds.forward.seconds, item.seconds.backward_seconds) for item in items]
     return PlanBound(
@@ -477,8 +478,9 @@ def _least_rise(inner: Run, what: Mode | int, rule: GradientRule, adds: bool) ->
 
 def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     """Args: run: on one stage, without recomputation."""
+    execution, run = execution_of(run), replace(run, compiled=False)
     layout, (chunk,) = run.layout, outline(run)[0]
-    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    timing = Timing(run=run, hardware=hardware, execution=execution)
     items = timing.items(chunk)
     in_layer = [item.in_layer for item in items]
     layers = [item for item in items if item.in_layer]

@@ -482,7 +482,8 @@ def _work(question: SearchQuestion, asked: tuple[Task, Mapping[int, StageAnswer]
 
 def _timed(found: Forecast, hardware: Hardware) -> Estimate:
     """Estimate the time of a `forecast_sizes`."""
-    return estimate(found.run, hardware, outlined=[stage.groups for stage in found.stages])
+    outlined = None if found.run.compiled else [stage.groups for stage in found.stages]  # compiled ones keep others
+    return estimate(found.run, hardware, outlined=outlined)
 
 
 def _planned(run: Run, hardware: Hardware, budget_bytes: int, solved: Mapping[int, StageAnswer]) -> Figures:

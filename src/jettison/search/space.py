@@ -21,7 +21,7 @@ from jettison.spec.kernels import ContextExchange, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule, exchange_misfit, uneven_cuts
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import MOST, Mode, Recompute
-from jettison.spec.run import Run, recipe_misfit
+from jettison.spec.run import COMPILED_MODES, Run, recipe_misfit
 from jettison.spec.tuning import Upcast
 
 MOST_DEVICES: Final = 1 << 24
@@ -153,6 +153,24 @@ class SearchCandidate:
     def run(self, template: Run) -> Run:
         """Return its run."""
         return setup_run(self.setup, template, self.recompute)
+
+
+def compiled(space: Space, *, given: bool) -> Space:
+    """Return a space whose layers are compiled, without recompute modes that choose within a compiled layer.
+
+    Args:
+        given: the modes were asked for, and none may be dropped.
+
+    Raises:
+        UsageError: layers, or a mode that was asked for, are not modelled compiled.
+    """
+    axes, template = space.axes, replace(space.template, compiled=True)
+    dropped = [word for word in axes.plans if word.partition(":")[0] not in COMPILED_MODES]
+    if (given and dropped) or axes.lists:
+        got = f"--recompute {dropped[0]}" if dropped else "lists of modules"
+        raise UsageError(f"got --compile with {got}; expected some of {', '.join(COMPILED_MODES)}")
+    plans = tuple(word for word in axes.plans if word not in dropped)
+    return replace(space, template=template, axes=replace(axes, plans=plans))
 
 
 def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -> Run:
