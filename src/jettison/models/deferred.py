@@ -43,7 +43,7 @@ _REFUSED: Final = frozenset({"set_", "resize_", "resize_as_"})
 
 
 class NotDeferrable(JettisonError):
-    """A constructor does what cannot be done again later, in words."""
+    """A constructor has effects that cannot be repeated later; the message names them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -689,7 +689,7 @@ def weight_of(name: str, tensor: Tensor, *, tied: bool = False) -> Weight:
 
 
 def with_towers(model: ModelSpec, values: Mapping[str, Any]) -> ModelSpec | None:
-    """The same model with the weights of its towers; None where what is beside the text cannot be told from it.
+    """Return the model with the weights of its towers; None if they cannot be distinguished from the text model.
 
     Args:
         values: its decoded ``config.json``.

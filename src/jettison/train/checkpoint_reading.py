@@ -1,14 +1,14 @@
-"""Reading a checkpoint: none of its code is run, every byte is checked, and no tensor is left out.
+"""Safe reading of checkpoints: no code is executed, every byte is checked, no tensor is skipped.
 
 NOTE [ Nothing is executed ]
-torch.distributed.checkpoint describes its tensors in a pickle. Our reader takes the description with an unpickler that
-knows only the classes of such a description, and refuses values that are not tensors. torch reads the tensors
-themselves with ``torch.load(weights_only=True)``.
+torch.distributed.checkpoint stores its metadata in a pickle. Our reader loads it with an unpickler that allows only the
+classes of such metadata, and refuses values that are not tensors. torch reads the tensors themselves with
+``torch.load(weights_only=True)``.
 
 NOTE [ Every byte is checked ]
-`DigestWriter` puts a digest of each part, the bytes that hold one rank's piece of a tensor, into the description: a zip
-archive's own checksums say nothing about its directory. Each rank checks the parts that it is about to read. The
-description has its digest in run.json, and that file one of itself.
+`DigestWriter` adds to the metadata a digest of each part, the bytes of one rank's piece of a tensor: a zip archive's
+own checksums do not cover its directory. Each rank checks the parts that it is about to read. run.json has the digest
+of the metadata, and one of itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jettison.parallel.parameters import put_whole
 from jettison.train.ranks import World, agreed
 
 FILE_ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
-"""Errors of files. CheckpointException is no Exception: it has to be named."""
+"""Errors of files. CheckpointException does not derive from Exception, so it is listed."""
 DAMAGE: Final = (
     *FILE_ERRORS,
     EOFError,
@@ -45,7 +45,7 @@ DAMAGE: Final = (
     struct.error,
     NotImplementedError,
 )
-"""Errors that readers raise for bytes that differ from what was written."""
+"""Errors that readers raise for damaged files."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -87,10 +87,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CheckedReader(dcp.FileSystemReader):
-    """torch's reader, with the notes above.
+    """torch's reader with the checks of the notes above.
 
     Args:
-        description: digest of the description.
+        description: digest of the metadata.
     """
 
     def __init__(self, path: Path, description: str) -> None:
@@ -98,7 +98,7 @@ class CheckedReader(dcp.FileSystemReader):
         self._description = description
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The description."""
+        """Read and check the metadata."""
         data = (Path(self.path) / ".metadata").read_bytes()
         if digest_of(data) != self._description:
             raise ValueError(".metadata is not what was written; the file was changed, or is damaged")
@@ -112,17 +112,17 @@ class CheckedReader(dcp.FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Tensors, once all of their bytes have been checked."""
+        """Read tensors, after checking all of their bytes."""
         for index in dict.fromkeys(item.storage_index for item in plan.items):
             require_intact(Path(self.path), index, self.storage_data[index])
         return super().read_data(plan, planner)
 
 
 class DigestWriter(dcp.FileSystemWriter):
-    """torch's writer; the description also has a digest of each part, which torch's own reader ignores."""
+    """torch's writer; its metadata also has a digest of each part, which torch's own reader ignores."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write this rank's parts, and read them once more for their digests."""
+        """Write this rank's parts, and read them back for their digests."""
         written = super().write_data(plan, planner)
         for result in written.wait():
             result.storage_data.digest = _part_digest(Path(self.path), result.storage_data)
@@ -130,11 +130,11 @@ class DigestWriter(dcp.FileSystemWriter):
 
 
 def require_intact(folder: Path, index: MetadataIndex, where: Any) -> None:
-    """Are a part's bytes those that were written?
+    """Check the digest of a part.
 
     Raises:
-        ValueError: no.
-        OSError: its file cannot be read.
+        ValueError: it does not match.
+        OSError: the file cannot be read.
     """
     if _part_digest(folder, where) != where.digest:
         raise ValueError(
@@ -154,10 +154,10 @@ def _part_digest(folder: Path, where: Any) -> str:
 
 
 def check_parts(path: Path, description: str, world: World) -> None:
-    """Compare all bytes of a checkpoint with what was written; ranks share them. Every rank calls it.
+    """Check the digests of all parts of a checkpoint, divided among ranks. Every rank calls it.
 
     Raises:
-        one of `DAMAGE`: they are not the same.
+        one of `DAMAGE`: a digest does not match.
     """
     metadata = CheckedReader(path, description).read_metadata()
     parts = sorted(metadata.storage_data.items(), key=lambda part: (part[1].relative_path, part[1].offset))
@@ -171,11 +171,11 @@ def load_tensors(
     """Read all of a checkpoint's tensors into these. Every rank calls it, with the tensors that it has.
 
     Args:
-        group: of all ranks, on the host; torch says through it who reads what.
+        group: CPU group of all ranks, in which torch distributes the reads.
 
     Raises:
-        UsageError: some have no place here, or are not there, or are of another shape or dtype.
-        one of `DAMAGE`: the files are not what was written.
+        UsageError: tensors are missing, unexpected, or of another shape or dtype.
+        one of `DAMAGE`: the files are damaged.
     """
     metadata = world.together(lambda: CheckedReader(path, description).read_metadata())
     there = dict(metadata.state_dict_metadata)
@@ -190,10 +190,10 @@ def read_tensors(
     world: World,
     group: dist.ProcessGroup,
 ) -> None:
-    """Read each rank's part of these, once they are known to fit. Every rank calls it, with the tensors that it has.
+    """Read each rank's part of tensors that are known to fit. Every rank calls it, with the tensors that it has.
 
     Raises:
-        one of `DAMAGE`: the files are not what was written.
+        one of `DAMAGE`: the files are damaged.
     """
     plain = {name: tensor for name, tensor in tensors.items() if tensor.shape == there[name].size}
     dcp.load(plain, storage_reader=reader(), process_group=group)
@@ -203,13 +203,13 @@ def read_tensors(
 
 
 def regrouped(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Is one the other with its last dim cut in two?"""
+    """Is one shape the other with its last dim split in two?"""
     short, long = sorted((tuple(one), tuple(other)), key=len)
     return len(long) == len(short) + 1 and short[:-1] == long[:-2] and short[-1:] == (long[-2] * long[-1],)
 
 
 def reason(error: BaseException) -> str:
-    """One line about the first thing that went wrong, on whichever rank."""
+    """Describe the first error, on any rank, in one line."""
     if isinstance(error, dcp.CheckpointException):
         rank, (inner, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {reason(inner)}"
@@ -218,13 +218,13 @@ def reason(error: BaseException) -> str:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first, and how many more."""
+    """Name the first, and the number of others."""
     first, *more = names
     return f"{first} and {len(more)} more" if more else first
 
 
 def shape_text(sizes: Iterable[int]) -> str:
-    """For people."""
+    """Format a shape."""
     return "x".join(map(str, sizes)) or "a number"
 
 
@@ -234,7 +234,7 @@ def _read_grouped(
     reader: Callable[[], dcp.StorageReader],
     group: dist.ProcessGroup,
 ) -> None:
-    """Those that are cut into groups on one side only: read whole, and each rank's part taken."""
+    """Read tensors that are split into groups on one side only: all of each, of which a rank takes its part."""
     whole = {name: torch.empty(there[name].size, dtype=tensor.dtype) for name, tensor in tensors.items()}
     dcp.load(whole, storage_reader=reader(), process_group=group)
     for name, tensor in tensors.items():
@@ -242,10 +242,10 @@ def _read_grouped(
 
 
 def _require_all(tensors: Mapping[str, Tensor], there: Mapping[str, Any], path: Path, world: World) -> None:
-    """Does every tensor have its like on the other side?
+    """Check that the checkpoint has the same tensors as the model and optimizer.
 
     Raises:
-        UsageError: no.
+        UsageError: it does not.
     """
 
     def compare() -> None:
@@ -277,12 +277,12 @@ def _unlike(path: Path, how: str) -> UsageError:
 
 
 def digest_of(data: bytes) -> str:
-    """Tells what was written from anything else."""
+    """Digest of bytes."""
     digest = new_digest()
     digest.update(data)
     return digest.hexdigest()
 
 
 def new_digest() -> hashlib.blake2b:
-    """An empty digest, for bytes that come in pieces."""
+    """Empty digest, to be updated piece by piece."""
     return hashlib.blake2b(digest_size=16)

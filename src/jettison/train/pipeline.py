@@ -1,6 +1,6 @@
-"""A reference model cut into the stages of a pipeline, which `torch.distributed.pipelining`'s schedules run.
+"""Pipeline stages of a reference model, run by schedules of `torch.distributed.pipelining`.
 
-Parts keep the names that they have in the whole model, so that checkpoints know them in every layout.
+Parameters keep their names of the full model, so that checkpoints fit every layout.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from jettison.train.rank_plan import RankModule
 from jettison.train.recipe import BatchSection
 
 TIED = ("tokens.weight", "head.weight")
-"""Names of a weight that the first and the last stage of a GPT have in common; checkpoints know the first."""
+"""Names of a weight that the first and the last stage of a GPT share; checkpoints use the first."""
 
 
 class StageModule(nn.Module):
-    """A run of layers; the first one starts from ids [b, s], the last one ends in logits.
+    """Stage of consecutive layers; the first one takes ids [b, s], the last one returns logits.
 
     Args:
-        ends: whether it is the first, and the last: as its layers say, where it has some.
+        ends: is it the first, and the last? By default derived from its layers.
     """
 
     def __init__(self, whole: Gpt | Llama, layers: range, *, seq: int, ends: tuple[bool, bool] | None = None) -> None:
         super().__init__()
         self.config = whole.config
-        self.seq = seq  # the stream may hold a shard of it
+        self.seq = seq  # activations may be sharded along it
         self.is_first, self.is_last = ends or (layers.start == 0, layers.stop == len(whole.layers))
         self.is_gpt = isinstance(whole, Gpt)
         if self.is_first:
@@ -72,7 +72,7 @@ class StageModule(nn.Module):
             self.norm, self.head = whole.norm, whole.head
 
     def forward(self, x: Tensor, documents_bs: Tensor | None = None) -> Tensor:
-        """From ids, or the stream of the stage before, to the stream, or logits."""
+        """Run ids, or the previous stage's activations, to activations, or logits."""
         if self.is_first:
             x = self._embedded(x, documents_bs)
         config, seq = self.config, self.seq
@@ -86,11 +86,11 @@ class StageModule(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
     def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
-        """Loss of one micro-batch, on the last stage."""
+        """Return the loss of one micro-batch, on the last stage."""
         return mean_loss(logits, labels_bs.t() if self.is_gpt else labels_bs)
 
     def like(self, micro_batch: int, seq: int, width: int, dtype: torch.dtype) -> Tensor:
-        """A tensor without values, like the stream or the logits."""
+        """Return an empty tensor like the activations or the logits."""
         sizes = (seq, micro_batch, width) if self.is_gpt else (micro_batch, seq, width)
         return torch.empty(sizes, dtype=dtype, device="meta", requires_grad=True)
 
@@ -104,14 +104,14 @@ class StageModule(nn.Module):
 
 
 def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageModule]:
-    """The stages of one pipeline rank, in the order of the model: chunk c of it is on rank c mod pp.
+    """Split a model, and return the stages of one pipeline rank in the order of the model: chunk c is on rank c mod pp.
 
     Raises:
-        UsageError: the model is not one that can be cut, its layers do not divide, or a stage has nothing to do.
+        UsageError: the model cannot be split, its layers do not divide, or a stage has no layers.
     """
     if not isinstance(whole, Gpt | Llama):
         raise UsageError(
-            f"layout.pp: a {type(whole).__name__} cannot be cut into stages; expected a reference model: "
+            f"layout.pp: a {type(whole).__name__} cannot be split into stages; expected a reference model: "
             'model.architecture with code = "reference"'
         )
     counts = layout.layers_per_chunk(len(whole.layers))
@@ -127,7 +127,7 @@ def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageM
 
 
 class _RankStage(PipelineStage):
-    """A stage whose forwards run in a context. A schedule's step is both passes, and autocast is for the first."""
+    """Stage whose forwards run in a context, since a schedule's step runs both passes and autocast is for forward."""
 
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -137,7 +137,7 @@ class _RankStage(PipelineStage):
 
 
 class PipelineEngine(Engine):
-    """This rank's stages. Each draws from streams of its own, seeded by micro-batch and stage."""
+    """This rank's stages. Each has its own random generators, seeded by micro-batch and stage."""
 
     stage_class: type[_RankStage] = _RankStage
 
@@ -151,18 +151,18 @@ class PipelineEngine(Engine):
         autocast: bool,
         document_end: int | None,
     ) -> None:
-        """Over stages as they are cut, or fake copies of them. Plan and shard them next, then call `start`.
+        """Make an engine of stages, or of fake copies of them. Plan and shard them next, then call `start`.
 
         Args:
-            autocast: forwards run under it.
-            document_end: the token that ends a document, where documents are kept apart.
+            autocast: run forwards under autocast.
+            document_end: the token that ends a document, if attention is masked to documents.
         """
         super().__init__(stages, places, device, autocast=autocast)
         self._batch, self._document_end = batch, document_end
         self.stages = stages
         rank = places.mesh["pp"].get_local_rank()
         self._numbers = [rank + places.layout.pp * chunk for chunk in range(len(stages))]
-        self._ends: dist.ProcessGroup | None = None  # of the stages that have a weight in common
+        self._ends: dist.ProcessGroup | None = None  # of the stages that share a weight
         self._schedule: Any = None
         self._made: list[Any] = []
         self._seeds: list[int] = []
@@ -172,7 +172,7 @@ class PipelineEngine(Engine):
     def of(
         cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device, **options: Any
     ) -> PipelineEngine:
-        """Cut the model.
+        """Split the model.
 
         Raises:
             UsageError: see `cut`.
@@ -192,7 +192,7 @@ class PipelineEngine(Engine):
         return _ImaginedEngine(stages, places, batch, self._device, autocast=self._autocast, document_end=end)
 
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
-        """With GPipe the peak grows with every micro-batch, alike; other schedules repeat themselves after a while."""
+        """Two with GPipe, whose peak is linear in micro-batches; one with other schedules, whose peak is periodic."""
         layout = self._places.layout
         if layout.schedule is Schedule.GPIPE:
             return (3, 4) if micro_batches > 6 else (micro_batches,)
@@ -200,18 +200,18 @@ class PipelineEngine(Engine):
 
     @property
     def tied(self) -> list[nn.Parameter]:
-        """This rank's copies of a weight that another stage has too."""
+        """This rank's copies of a weight that another stage has, too."""
         if self._ends is None:
             return []
         found = [p for stage in self.stages for name, p in stage.named_parameters() if name in TIED]
         return list(dict.fromkeys(found))
 
     def names(self, name: str) -> str:
-        """A parameter's name in the whole model."""
+        """Return a parameter's name in the full model."""
         return TIED[0] if self._ends is not None and name == TIED[1] else name
 
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
-        """Each stage, and tensors like those that come to it; its loss for planning is a stand-in."""
+        """Yield each stage with inputs like those it receives, and a stand-in for its loss."""
         layout = self._places.layout
         work = order(
             layout.schedule,
@@ -236,10 +236,10 @@ class PipelineEngine(Engine):
             )
 
     def start(self, micro_batches: int) -> None:
-        """Lay out the schedule.
+        """Build the schedule.
 
         Raises:
-            UsageError: it cannot be run with so many micro-batches.
+            UsageError: it cannot run this number of micro-batches.
         """
         self._made, self._schedule = self._laid_out(micro_batches, self._places.layout.schedule)
 
@@ -272,7 +272,7 @@ class PipelineEngine(Engine):
             raise UsageError(f"layout.schedule: {error}") from error
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
-        """See `Engine`. Passes alternate, so they are one phase. Only the last stage knows the loss."""
+        """See `Engine`. Passes alternate, so they are one phase. Only the last stage computes the loss."""
         rows = torch.cat([batch.rows for batch in batches])
         self._seeds = [batch.seed for batch in batches]
         self._calls = [0] * len(self.stages)
@@ -286,7 +286,7 @@ class PipelineEngine(Engine):
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:
-        """See `Engine`. One after another: each stage holds one, as it does not in torch's schedules of several."""
+        """See `Engine`. Runs one micro-batch at a time, since torch's schedules would keep several on a stage."""
         _, schedule = self._laid_out(1, Schedule.GPIPE)
         losses: list[Tensor] = []
         try:
@@ -299,7 +299,7 @@ class PipelineEngine(Engine):
         return torch.stack(losses) if losses else None
 
     def _passes(self, run: Callable[..., object], rows: Tensor) -> list[Tensor]:
-        """Losses of micro-batches, on the last stage."""
+        """Return losses of micro-batches, on the last stage."""
         losses: list[Tensor] = []
         last = self.stages[-1].is_last
         run(
@@ -312,7 +312,7 @@ class PipelineEngine(Engine):
         return losses
 
     def micro_batch_bytes(self) -> int:
-        """Its rows once more."""
+        """Bytes of a second copy of the micro-batch's rows."""
         each = self._batch.seq + 1 + (0 if self._document_end is None else self._batch.seq)
         return self._batch.micro_batch * each * torch.int64.itemsize
 
@@ -336,9 +336,9 @@ class PipelineEngine(Engine):
         return torch.empty(self._batch.micro_batch, self._batch.seq, dtype=torch.int64, device="meta")
 
     def _handed(self, stage: StageModule, *, logits: bool = False) -> Tensor:
-        """A tensor without values, like what stages hand on, or like a stage's logits."""
+        """Return an empty tensor like the activations that stages send, or like a stage's logits."""
         layout, batch = self._places.layout, self._batch
-        # autocast leaves what is added up in the type of the parameters
+        # under autocast the residual stream keeps the dtype of the parameters
         dtype = torch.bfloat16 if self._places.mixed else next(stage.parameters()).dtype
         if logits:
             bf16 = torch.bfloat16 if self._autocast else dtype
@@ -352,7 +352,7 @@ class _ImaginedRankStage(ImaginedStage, _RankStage):
         try:
             return super().forward_maybe_with_nosync(*args, **more)
         finally:
-            torch.clear_autocast_cache()  # the recording's autocast is around this one, which else would do it
+            torch.clear_autocast_cache()  # inside the recording's autocast, leaving this one does not clear it
 
 
 class _ImaginedEngine(PipelineEngine):

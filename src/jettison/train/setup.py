@@ -1,4 +1,4 @@
-"""From a recipe to a run that is ready for its next step."""
+"""Setup of a run from its recipe, up to its next step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from jettison.train.run_folder import claimed, require_place
 
 @dataclass(kw_only=True)
 class Session:
-    """Everything that a step needs, and the number of steps done."""
+    """State of a run: the objects of a step, and the number of steps done."""
 
     recipe: TrainRecipe
     world: World
@@ -68,16 +68,16 @@ class Session:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The layout, as it is written down."""
+        """Sizes of the layout, for the log."""
         return _sizes(self.recipe, self.layout)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained on this rank."""
+        """Trained parameters of this rank."""
         return [p for _, p in named_parameters(self.engine) if p.requires_grad]
 
     def eval_meter(self) -> MemoryMeter:
-        """For evaluations: the first is measured on a CPU, if steps are."""
+        """Meter for evaluations; on a CPU it measures the first, if steps are measured."""
         steps = min(1, self.recipe.log.memory_steps)
         return _meter(self.world, steps, self.engine, self.optimizer, self.recipe.model.compile)
 
@@ -122,13 +122,13 @@ def _first_state(recipe: TrainRecipe, layout: Layout, text: Survey, model: Mappi
 def prepare(
     recipe: TrainRecipe, world: World, held: ExitStack, *, must_resume: bool, say: Progress, warn: Progress
 ) -> Session:
-    """Build, spread, plan and perhaps resume.
+    """Build, shard and plan the model, and resume from a checkpoint, if any.
 
     Args:
-        held: lets go of the run's folders when it is closed.
+        held: releases the run's folders when it is closed.
 
     Raises:
-        UsageError: what was asked makes no sense on this machine or with these files.
+        UsageError: the recipe does not fit this machine or these files.
         Infeasible: no plan fits the budget.
     """
     layout, accumulation = world.together(lambda: _layout(recipe, world.size))
@@ -145,7 +145,7 @@ def prepare(
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
     built = world.together(lambda: build(recipe.model, seq=recipe.batch.seq, device=world.device))
     if built.whole_since and world.size > 1:
-        warn(f"every rank builds the whole model before it keeps its share: {built.whole_since}")
+        warn(f"every rank builds the full model before it keeps its shard: {built.whole_since}")
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
     evaluation = evaluation_set(recipe, vocabulary(built), world)
     if recipe.data.document_end is not None:
@@ -209,7 +209,7 @@ def prepare(
 def _meter(
     world: World, steps_on_cpu: int, engine: Engine, optimizer: torch.optim.Optimizer, compiling: str | None
 ) -> MemoryMeter:
-    storages = world.size > 1 and compiling is None  # no dispatch mode sees what compiled code allocates
+    storages = world.size > 1 and compiling is None  # dispatch modes do not see allocations of compiled code
     return MemoryMeter(world.device, steps_on_cpu, lambda: alive(engine.parts, optimizer), storages=storages)
 
 
@@ -224,7 +224,7 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
     layout = recipe.layout.over(ranks)
     if layout.schedule is Schedule.ZERO_BUBBLE and layout.zero == 3:
         raise UsageError(
-            "layout: with zero 3, torch's split backward misses gradients of parameters that were gathered again; "
+            "layout: with zero 3, torch's split backward misses gradients of parameters that were all-gathered again; "
             "expected zero 2 with the schedule zero-bubble"
         )
     if layout.schedule is Schedule.ZERO_BUBBLE and layout.sp and not can_split_backward():
@@ -244,7 +244,7 @@ def _apart(recipe: TrainRecipe, built: Built, batches: Batches) -> Built:
 
 
 def _hub_form(recipe: TrainRecipe, built: Built, world: World) -> HubForm | None:
-    """Hub format in which the weights will be written; tried before they are trained."""
+    """Return the Hub format of the exported weights, tested before training."""
     if recipe.export.folder is None:
         return None
     if world.leads:
@@ -273,13 +273,13 @@ def _batches(recipe: TrainRecipe) -> Batches:
 
 
 KEPT_PLAN: Final = "kept-plan.json"
-"""In the checkpoints' folder."""
+"""File of the kept plan, in the checkpoints' folder."""
 
 
 def _plan(
     recipe: TrainRecipe, world: World, places: Places, parts: list[RankModule], dry_step: DryStep | None, say: Progress
 ) -> RankPlans | None:
-    """One rank decides for all that run the same stage: prices are timed, and two ranks would not time alike."""
+    """Plan on one rank for all ranks of the same stage, since two ranks would measure different times."""
     wanted = recipe.plan
     if not wanted.given or wanted.policy == "none":
         if recipe.model.compile is None:
@@ -292,7 +292,7 @@ def _plan(
             return own, BudgetVerdict.fits(())
         except Infeasible as error:
             if places.layout.pp > 1:
-                error.reason = f"That is what stage {places.stage} of the pipeline needs. {error.reason}"
+                error.reason = f"Stage {places.stage} of the pipeline needs this. {error.reason}"
             return None, BudgetVerdict.refuses(error)
 
     own, verdict = world.together(decided)
@@ -302,7 +302,7 @@ def _plan(
     highest = int(world.most(own.predicted_peak_bytes or 0 if own else 0))
     if own is not None:
         world.tell(f"plan of stage {places.stage}", own)
-    # rank 0, which is in stage 0, keeps the plans of all stages; the others follow that of their own
+    # rank 0, which is in stage 0, keeps the plans of all stages; other ranks apply that of their own
     stages = range(places.layout.pp) if world.leads else (places.stage,)
     made: list[RankDecision] = [world.told(f"plan of stage {stage}") for stage in stages]
     decision = made[0]
@@ -316,13 +316,13 @@ def _plan(
 
 
 def _keeping(recipe: TrainRecipe, places: Places) -> Keeping | None:
-    """Beside the checkpoints, for the run that resumes from them. What trains is the same there, or it is planned anew;
-    what only reads, writes or ends a run is no part of it.
+    """Keep plans next to the checkpoints, for a resumed run with the same settings; others plan anew. Settings that
+    only read, write or end a run do not count.
     """
     if recipe.checkpoint.folder is None or recipe.plan.budget is None:
         return None
     asked = AskedBudget(nbytes=parse_bytes(recipe.plan.budget))
-    left_out = {"lr", "min_lr", "warmup_steps", "decay_steps", "budget"}  # rates move in a run; no bytes hang on them
+    left_out = {"lr", "min_lr", "warmup_steps", "decay_steps", "budget"}  # no bytes depend on rates
     options = {"budget": str(asked.nbytes), "layout": repr(places.layout), "stage": str(places.stage)}
     for name in ("model", "batch", "optimizer", "layout", "plan"):
         section = asdict(getattr(recipe, name))
@@ -347,26 +347,24 @@ def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume:
     if found is None and must_resume:
         where = recipe.checkpoint.folder
         if where is None:
-            raise UsageError(
-                "--resume: the recipe has no checkpoint.folder, so there is nothing to go on from; add one"
-            )
+            raise UsageError("--resume: the recipe has no checkpoint.folder to resume from; add one")
         raise UsageError(f"--resume: there is no checkpoint in {where}")
     return found
 
 
-# work of a step -------------------------------------------------------------------------------------------------------
+# FLOPs of a step ------------------------------------------------------------------------------------------------------
 #
-# MFU counts one forward and two for its backward; HFU also counts recomputation. A multiply-add is 2, attention
-# counts in full whatever its mask hides, and only matmuls and attention count.
+# MFU counts one forward and two for its backward; HFU also counts recomputation. A multiply-add is 2, masked scores of
+# attention count, and only matmuls and attention count.
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """FLOPs of one step over all ranks, and the peak FLOP/s of one device; None: not known.
+    """FLOPs of one step over all ranks, and the peak FLOP/s of one device; None if unknown.
 
     Args:
-        model_flops: what the model needs.
-        recomputed_flops: FLOPs of recomputation.
+        model_flops: of forward and backward, without recomputation.
+        recomputed_flops: of recomputation.
     """
 
     model_flops: float | None
@@ -375,7 +373,7 @@ class StepWork:
     peak_flops_per_second: float | None = None
 
     def mfu(self, seconds: float) -> float | None:
-        """Model FLOPs utilisation of a step that took so long."""
+        """Model FLOPs utilisation of a step with this duration."""
         return self._share(self.model_flops, seconds)
 
     def hfu(self, seconds: float) -> float | None:
@@ -390,12 +388,12 @@ class StepWork:
 
 
 def spec_flops(spec: ModelSpec, *, sequences: int, seq: int) -> float:
-    """FLOPs of training on this many sequences, without recompute, by the closed form."""
+    """FLOPs of training on this many sequences, without recomputation, by the closed form."""
     return PASSES * sequences * forward_flops(Run(model=spec, seq=seq))
 
 
 def traced_flops(built: Built, batch: Any, *, micro_batches: int) -> float | None:
-    """The same from a trace of one micro-batch's forward; None where there can be none."""
+    """FLOPs from a trace of one micro-batch's forward; None if it cannot be traced."""
     mode = fake_mode(allow_non_fake_inputs=True)
     try:
         traced = trace_model(fake_copy(built.model, mode, "cpu"), batch, loss_fn=built.loss_fn, mode=mode)
@@ -406,7 +404,7 @@ def traced_flops(built: Built, batch: Any, *, micro_batches: int) -> float | Non
 
 
 def peak_flops_per_second(log: LogSection, precision: str) -> float | None:
-    """FLOP/s of one device, as the recipe or the accelerator's file has it for matmuls of this precision."""
+    """FLOP/s of one device for matmuls of this precision, from the recipe or the accelerator's file."""
     if log.peak_tflops is not None:
         return log.peak_tflops * 1e12
     if log.gpu is None:
