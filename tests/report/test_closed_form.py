@@ -14,7 +14,7 @@ from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
 from jettison.formula.sums import GuardBook, Sum, constant, positive, sum_of, symbol
 from jettison.report.explorer_closed_form import closed_form_document, form_of, sizes_of, table_of
-from jettison.report.explorer_fit import highest
+from jettison.report.explorer_fit import SizeGrid
 from jettison.spec.model import Moe
 from support.closed_form import MODELS, Reader, choices, walked
 
@@ -173,11 +173,15 @@ def test_what_is_above_zero_is_no_guard() -> None:
     assert positive(-3) == 0
 
 
-def test_the_highest_of_several_sums_at_any_sizes() -> None:
+def test_the_highest_of_several_sums_at_some_position() -> None:
     book = GuardBook()
     size, rows = book.size("s", 12), book.size("b", 30)
-    found = highest([size + rows, 2 * size, size, 3 * rows, 4 * rows, 0])
-    assert {one.text for one in found} == {"1*b + 1*s", "2*s", "4*b"}
+    levels = [size + rows, 2 * size, size, 3 * rows, positive(size - rows) - -(-size // 7), 0]
+    positions = SizeGrid([{"s": n, "b": 30} for n in (12, 90, 1)])
+    for level in levels[:-1]:
+        assert list(positions.value(sum_of(level))) == [sum_of(level).value({"s": n, "b": 30}) for n in (12, 90, 1)]
+    assert {one.text for one in positions.highest(levels)} == {"2*s", "3*b"}
+    assert positions.highest([]) == []
     assert not book.guards
 
 

@@ -6,7 +6,7 @@ PyTorch's kernels (decision 0114). What the page offers is what this module has:
 NOTE [ Passes as sums ]
 A region is walked through on sizes that remember their formulas (NOTE [ A formula is what the walk did ]), and its
 passes are replayed op by op on them. The bytes during each op are a sum, and a peak is the largest of these. Of the
-sums only those stay that no other one reaches or exceeds at all sizes.
+sums only those stay that are the largest at some position of the page's controls.
 
 {"schema": "jettison.passes/1", "factors": [...], "sums": [...],    as NOTE [ The document ] in `explorer_closed_form`
  "forms": [{"bf16 tp cp lora recompute": [TABLE, ...], ...}, ...],
@@ -21,10 +21,13 @@ first layer is another one over a frozen embedding.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.core.errors import UsageError
@@ -33,8 +36,8 @@ from jettison.formula.layer import layer as write_layer
 from jettison.formula.liveness import Backward, begin, forward_levels
 from jettison.formula.loss import head
 from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_scene
-from jettison.formula.region import Region
-from jettison.formula.sums import GuardBook, Product, SizeGuard, Sum, sum_of
+from jettison.formula.region import Region, embedding_region
+from jettison.formula.sums import Factor, GuardBook, Positive, Product, SizeGuard, Sum, sum_of
 from jettison.formula.tape import Writer
 from jettison.predict.allowance import COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.predict.passes import named_frames
@@ -52,7 +55,8 @@ from jettison.spec.precision import GradientRule, Precision
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
 
-SEQUENCES: Final = tuple(2**n for n in range(10, 21))
+Values = npt.NDArray[np.int64]
+SEQUENCES: Final = tuple(2**n for n in range(9, 21))
 CONTEXTS: Final = (1, 2, 4, 8)
 STAGES: Final = (1, 2, 4, 8, 16)
 REPLICAS: Final = tuple(2**n for n in range(11))
@@ -94,11 +98,15 @@ def will_it_fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _described(subject: PageModel) -> bool:
-    """Has each size of the model a symbol, and its ends one kind of layers?"""
+    """Has each size of the model a symbol, and do its ends ask for one kind of layers?"""
     model = subject.model
     named = all(isinstance(kind, Layer) and has_names(kind) for kind in model.kinds)
     plain = model.patches is None and model.audio is None and model.pair is None and model.source is None
-    return named and plain and not model.further and not model.beside and len(model.kinds) == 1
+    if not (named and plain) or model.further or model.beside or not _longest(model):
+        return False
+    scene = run_of_page(subject).scene
+    alone = replace(scene, model=replace(model, layers=model.kinds[:1]))
+    return len({embedding_region(each).saved_bytes for each in (scene, alone)}) == 1
 
 
 def run_of_page(subject: PageModel, **asked: Any) -> Run:
@@ -122,25 +130,35 @@ def _precision(held: Precision) -> dict[str, int]:
 def _model(subject: PageModel, structures: Sequence[str]) -> dict[str, Any]:
     """One entry of the choice of models."""
     model, run = subject.model, run_of_page(subject)
-    (layer,) = model.kinds
-    assert isinstance(layer, Layer)
-    sizes = sizes_of(model, layer, s=1, b=1)
-    longest = model.max_positions if model.learned_positions else SEQUENCES[-1]
     tuned = run_of_page(subject, lora="16")
     return {
         "argument": shlex.quote(subject.argument),
         "label": subject.label,
         "asked": subject.asked,
-        "form": structures.index(_structure(model, layer)),
-        "sizes": {name: n for name, n in sizes.items() if name not in ("s", "b", "t")},
+        "kinds": [
+            {"form": structures.index(_structure(model, kind)), "sizes": _named_sizes(model, kind)}
+            for kind in model.kinds
+        ],
+        "layers": model.kind_numbers,
         "tied": model.tied_embeddings,
         "ranks": ranks_of(model),
         "stages": {str(pp): each for pp in STAGES if (each := _layers_per_stage(model, pp))},
-        "longest": longest,
+        "longest": _longest(model),
         "seq": run.seq,
         "ranges": [_ranges(run), _ranges(tuned)],
         "flags": _flags(subject),
     }
+
+
+def _longest(model: ModelSpec) -> int:
+    """The longest sequence of the page that a model has positions for; 0: none."""
+    most = model.max_positions if model.learned_positions else SEQUENCES[-1]
+    return max((s for s in SEQUENCES if s <= most), default=0)
+
+
+def _named_sizes(model: ModelSpec, kind: AnyLayer) -> dict[str, int]:
+    assert isinstance(kind, Layer)
+    return {name: n for name, n in sizes_of(model, kind, s=1, b=1).items() if name not in ("s", "b", "t")}
 
 
 def _layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
@@ -174,10 +192,6 @@ class PassTable:
     guards: tuple[SizeGuard, ...]
     regions: list[dict[str, Any]]  # NOTE [ Passes as sums ], of sums
 
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Is it the table for these sizes?"""
-        return all(guard.same(sizes) for guard in self.guards)
-
 
 PassForm = Mapping[str, Sequence[PassTable]]
 
@@ -193,26 +207,40 @@ def _structure(model: ModelSpec, layer: AnyLayer) -> str:
 
 def _form(kinds: Iterable[tuple[PageModel, AnyLayer]]) -> PassForm:
     """The tables that any position of the controls needs for these models."""
-    found: dict[str, list[PassTable]] = {}
+    points: dict[str, list[tuple[PageModel, AnyLayer, dict[str, int]]]] = {}
     for subject, layer in kinds:
-        assert isinstance(layer, Layer)
-        ends = (SEQUENCES[0], min(subject.model.max_positions, SEQUENCES[-1]))
-        ranks = ranks_of(subject.model)
-        for precision, s, b, t, cp, rank, again in product(
-            PRECISIONS, ends, (1, 2, MICRO_BATCHES[-1]), ranks, CONTEXTS, ADAPTERS, (False, True)
-        ):
-            if (rank and precision == NARROW) or s % (t * cp) or again > (rank > 0):
-                continue
-            sizes = sizes_of(subject.model, layer, s=s, b=b, t=t, cp=cp) | {RANK: rank or 1}
-            tables = found.setdefault(key_of(precision, t, cp, rank, again), [])
-            if any(table.holds(sizes) for table in tables):
-                continue
-            asked: dict[str, Any] = {"precision": precision, "seq": s, "micro_batch": b, "tp": t, "cp": cp}
-            asked |= {"lora": str(rank), "recompute": "full" if again else NONE} if rank else {}
-            modes = MODES if not rank else MODES[1:] if again else (NONE,)
-            run = run_of_page(subject, **asked)
-            tables.append(pass_table(run, layer, modes))
+        for key, sizes in _positions(subject.model, layer):
+            points.setdefault(key, []).append((subject, layer, sizes))
+    found: dict[str, list[PassTable]] = {}
+    for key, of in points.items():
+        positions = SizeGrid([sizes for *_, sizes in of])
+        precision, *words = key.split()
+        tables = found.setdefault(key, [])
+        left = np.ones(len(of), dtype=bool)
+        while left.any():
+            subject, layer, sizes = of[int(np.argmax(left))]
+            asked: dict[str, Any] = {"seq": sizes["s"], "micro_batch": sizes["b"], "tp": sizes["t"], "cp": sizes["cp"]}
+            modes: Sequence[str] = MODES
+            if "lora" in words:
+                modes = MODES[1:] if "recompute" in words else (NONE,)
+                asked |= {"lora": str(sizes[RANK]), "recompute": modes[-1]}
+            run = run_of_page(subject, precision=precision, **asked)
+            tables.append(pass_table(run, layer, modes, positions))
+            left &= ~positions.hold(tables[-1].guards)
     return found
+
+
+def _positions(model: ModelSpec, layer: AnyLayer) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield every position of the controls, by its key."""
+    assert isinstance(layer, Layer)
+    lengths, ranks = [s for s in SEQUENCES if s <= _longest(model)], ranks_of(model)
+    own = sizes_of(model, layer, s=1, b=1)
+    for precision, rank, again in product(PRECISIONS, ADAPTERS, (False, True)):
+        if (rank and precision == NARROW) or again > (rank > 0):
+            continue
+        for t, cp in product(ranks, CONTEXTS):
+            key, layout = key_of(precision, t, cp, rank, again), own | {"t": t, "cp": cp, RANK: rank or 1}
+            yield from ((key, layout | {"s": s, "b": b}) for s, b in product(lengths, MICRO_BATCHES))
 
 
 def key_of(precision: str, t: int, cp: int, rank: int, again: bool) -> str:
@@ -221,8 +249,9 @@ def key_of(precision: str, t: int, cp: int, rank: int, again: bool) -> str:
     return " ".join((precision, *(word for word, is_so in words if is_so)))
 
 
-def pass_table(run: Run, layer: Layer, modes: Sequence[str]) -> PassTable:
+def pass_table(run: Run, layer: AnyLayer, modes: Sequence[str], positions: SizeGrid) -> PassTable:
     """Walk through a model's regions, and replay their passes."""
+    assert isinstance(layer, Layer)
     scene, rule = run.scene, run.gradient_rule
     book = GuardBook()
     traced, named = traced_scene(scene, layer, book)
@@ -237,7 +266,7 @@ def pass_table(run: Run, layer: Layer, modes: Sequence[str]) -> PassTable:
     starting = run.model.kinds[0]
     if isinstance(starting, Layer) and starting.detached:  # over a frozen embedding
         regions.append((_layer_region(traced, named, detached=True), modes))
-    return PassTable(guards=tuple(book.guards), regions=[_region(*each, rule) for each in regions])
+    return PassTable(guards=tuple(book.guards), regions=[_region(*each, rule, positions) for each in regions])
 
 
 def _layer_region(traced: RegionSignature, layer: Layer, *, detached: bool = False) -> Region:
@@ -245,7 +274,7 @@ def _layer_region(traced: RegionSignature, layer: Layer, *, detached: bool = Fal
     return Region(output=write_layer(writer, writer.hidden(detached=detached), layer), tape=writer.tape)
 
 
-def _region(region: Region, modes: Iterable[str], rule: GradientRule) -> dict[str, Any]:
+def _region(region: Region, modes: Iterable[str], rule: GradientRule, positions: SizeGrid) -> dict[str, Any]:
     for w in region.weights:
         assert not (w.packed_bytes or w.quantized_bytes), f"{w.name} is quantized"
     return {
@@ -255,15 +284,15 @@ def _region(region: Region, modes: Iterable[str], rule: GradientRule) -> dict[st
             [sum_of(w.numel), w.gradient_ways, *map(int, (w.frozen, w.tied, w.wide, w.name == TOKENS))]
             for w in region.weights
         ],
-        "modes": {mode: _passes(region, mode, rule) for mode in modes},
+        "modes": {mode: _passes(region, mode, rule, positions) for mode in modes},
     }
 
 
-def _passes(region: Region, mode: str, rule: GradientRule) -> list[Any]:
+def _passes(region: Region, mode: str, rule: GradientRule, positions: SizeGrid) -> list[Any]:
     program, kept = region.program, kept_by(region, mode)
     forward = forward_levels(region, kept | {*program.outputs}, region.last_ops, region.last_read)
     fresh, adding = (_backward(region, mode, rule, accumulates=again) for again in (False, True))
-    peaks = [[*map(highest, forward)], fresh.peaks(), adding.peaks()]
+    peaks = [[*map(positions.highest, each)] for each in (forward, fresh.levels, adding.levels)]
     return [sum_of(program.kept_bytes(kept)), *peaks, sum_of(fresh.opening)]
 
 
@@ -299,28 +328,53 @@ class _Levels(Backward):
         self.live += nbytes
         noted.append(self.live)
 
-    def peaks(self) -> list[list[Sum]]:
+    @property
+    def levels(self) -> tuple[list[int], list[int]]:
         """Up to the last read of a weight (in the order of the forward), and after it."""
-        *behind, before = map(highest, self._noted)
-        return [before, behind[0] if behind else []]
+        *behind, before = self._noted
+        return before, behind[0] if behind else []
 
 
-def highest(levels: Iterable[int]) -> list[Sum]:
-    """The sums of which one is the largest at any sizes; those that another one reaches or exceeds are left out."""
-    ordered = sorted(((int(level), sum_of(level)) for level in levels), key=lambda pair: -pair[0])
-    kept: list[dict[Product, int]] = []
-    found = []
-    for _, one in ordered:
-        terms = dict(one.terms)
-        if not any(_reaches(above, terms) for above in kept):
-            kept.append(terms)
-            found.append(one)
-    return found
+class SizeGrid:
+    """Sizes at every position of the controls, and values of sums there."""
 
+    def __init__(self, points: Sequence[Mapping[str, int]]) -> None:
+        self._sizes = {name: np.array([point[name] for point in points], dtype=np.int64) for name in points[0]}
+        self._count, self._known = len(points), dict[Product, Values]()
 
-def _reaches(above: Mapping[Product, int], one: Mapping[Product, int]) -> bool:
-    """Is each coefficient of a sum as large as another's? Products of sizes are never below zero."""
-    return all(above.get(of, 0) >= one.get(of, 0) for of in {**above, **one})
+    def value(self, one: Sum) -> Values:
+        """Return the values of a sum."""
+        total = np.zeros(self._count, dtype=np.int64)
+        for factors, n in one.terms:
+            total += n * self._product(factors)
+        return total
+
+    def _product(self, factors: Product) -> Values:
+        if factors not in self._known:
+            rest = self._product(factors[:-1]) if len(factors) > 1 else np.int64(1)
+            self._known[factors] = rest * self._factor(factors[-1]) if factors else np.ones((), dtype=np.int64)
+        return self._known[factors]
+
+    def _factor(self, one: Factor) -> Values:
+        if isinstance(one, str):
+            return self._sizes[one]
+        if isinstance(one, Positive):
+            return np.maximum(self.value(one.of), 0)
+        above, below = self.value(one.above), self.value(one.below)
+        return -(-above // below) if one.up else above // below
+
+    def hold(self, guards: Iterable[SizeGuard]) -> npt.NDArray[np.bool_]:
+        """Return where all guards have their outcome."""
+        found = np.ones(self._count, dtype=bool)
+        for guard in guards:
+            value = self.value(guard.difference)
+            found &= (value == 0 if guard.zero else value > 0) == guard.held
+        return found
+
+    def highest(self, levels: Iterable[int]) -> list[Sum]:
+        """Return the sums that are the largest at some position."""
+        sums = list(dict.fromkeys(map(sum_of, levels)))
+        return [sums[at] for at in np.unique(np.argmax([self.value(one) for one in sums], axis=0))] if sums else []
 
 
 # the document ---------------------------------------------------------------------------------------------------------

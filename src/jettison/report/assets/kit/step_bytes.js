@@ -3,27 +3,30 @@
 "use strict";
 (function () {
   const J = (globalThis.J = globalThis.J || {});
-  const [EMBEDDING, LAYER, HEAD, FIRST] = [0, 1, 2, 3]; // FIRST: the first layer, over a frozen embedding
-  const isLayer = (part) => part.kind === LAYER || part.kind === FIRST;
+  const EMBEDDING = "embedding", LAYER = "layer", HEAD = "head";
   const none = { gathered: 0, reduced: 0 };
 
-  // {model, s, b, t, cp, dp, pp, zero, precision, rank, mode} -> regions at these sizes, each with passes and weights.
+  // {model, s, b, t, cp, dp, pp, zero, precision, rank, mode} -> {embedding, head, layers: by kind, first: over a frozen
+  // embedding}, each with its passes and weights at these sizes; null: this page has no sums for them.
   function regionsOf(data, run) {
-    const { model, s, b, t, cp, rank } = run;
-    const key = [run.precision, t > 1 && "tp", cp > 1 && "cp", rank > 0 && "lora", rank > 0 && run.mode !== "none" && "recompute"].filter(Boolean).join(" ");
-    const total = J.ledger.evaluator(data.document, { ...model.sizes, s, b, t, cp, R: rank || 1 });
-    const sum = (index) => Number(total(index));
-    const table = (data.document.forms[model.form][key] ?? []).map((i) => data.document.tables[i]).find((each) => J.ledger.holds(each, total));
-    if (!table) return null;
-    const highest = (list) => (list.length ? Math.max(...list.map(sum)) : 0);
-    return table.regions.map((region, kind) => {
-      const [resident, forward, backward, adding, opening] = region.modes[kind === LAYER || kind === FIRST ? run.mode : "none"];
-      return {
-        kind, output: sum(region.output), grad: Boolean(region.grad), resident: sum(resident), opening: sum(opening),
-        forward: forward.map(highest), backward: backward.map(highest), adding: adding.map(highest),
-        weights: region.weights.map(([numel, ways, frozen, tied, wide, table]) => ({ numel: sum(numel), ways, frozen, tied, wide, table })),
-      };
+    const key = [run.precision, run.t > 1 && "tp", run.cp > 1 && "cp", run.rank > 0 && "lora", run.rank > 0 && run.mode !== "none" && "recompute"].filter(Boolean).join(" ");
+    const tables = run.model.kinds.map(({ form, sizes }) => {
+      const total = J.ledger.evaluator(data.document, { ...sizes, s: run.s, b: run.b, t: run.t, cp: run.cp, R: run.rank || 1 });
+      const sum = (index) => Number(total(index)), highest = (list) => (list.length ? Math.max(...list.map(sum)) : 0);
+      const found = (data.document.forms[form][key] ?? []).map((i) => data.document.tables[i]).find((each) => J.ledger.holds(each, total));
+      return found?.regions.map((region, place) => {
+        const kind = [EMBEDDING, LAYER, HEAD, LAYER][place];
+        const [resident, forward, backward, adding, opening] = region.modes[kind === LAYER ? run.mode : "none"];
+        return {
+          kind, output: sum(region.output), grad: Boolean(region.grad), resident: sum(resident), opening: sum(opening),
+          forward: forward.map(highest), backward: backward.map(highest), adding: adding.map(highest),
+          weights: region.weights.map(([numel, ways, frozen, tied, wide, table]) => ({ numel: sum(numel), ways, frozen, tied, wide, table })),
+        };
+      });
     });
+    if (!tables.every(Boolean)) return null;
+    const [[embedding, , head, first]] = tables;
+    return { embedding, head, first: first ?? null, layers: tables.map((regions) => regions[1]) };
   }
 
   // formula/static.py, `static`: what a rank has of some weights for all of training.
@@ -54,7 +57,7 @@
   function unitOf(region, held, tied, comesWhole) {
     const top = (pair) => Math.max(...pair), passes = { forward: top(region.forward), backward: top(region.backward) };
     const adding = comesWhole ? passes.backward : top(region.adding);
-    const unit = { region, resident: region.resident, forward: passes.forward, backward: passes.backward, adding, gradient: region.static.gradients, pending: 0, passes };
+    const unit = { resident: region.resident, forward: passes.forward, backward: passes.backward, adding, gradient: region.static.gradients, pending: 0, passes };
     if (tied && region.kind === HEAD) {
       unit.pending = tiedBytes(region, held.gradient);
       unit.gradient += unit.pending;
@@ -83,7 +86,7 @@
     };
   }
 
-  const lastGradient = (part, run) => (isLayer(part) ? 0 : trained(part).filter((w) => run.pp > 1 || !w.tied).at(-1)?.numel ?? 0);
+  const lastGradient = (part, run) => (part.kind === LAYER ? 0 : trained(part).filter((w) => run.pp > 1 || !w.tied).at(-1)?.numel ?? 0);
 
   // predict/fsdp2.py, `_Sharded`: a unit with what is all-gathered and reduced beside it.
   function sharded(unit, at, groups, held, run) {
@@ -100,7 +103,7 @@
     const rise = waiting + Math.max(
       backward + there + ahead, part.grad ? part.opening + 2 * there + freed : 0, differentiated - freed, atEnd ? there + groups.tied : 0, 0,
     );
-    const named = (groups.outer && !isLayer(part) ? groups.last : lastGradient(part, run)) * held.compute;
+    const named = (groups.outer && part.kind !== LAYER ? groups.last : lastGradient(part, run)) * held.compute;
     const given = before && before.grad ? before.output : 0;
     const most = Math.max((part.static.reduced / held.gradient) * held.compute, named + part.static.gradients);
     const closing = given + part.static.reduced + most + ahead - unit.resident - (run.pp === 1 ? stays : 0);
@@ -115,11 +118,15 @@
 
   // The units of one stage, in order, and what its rank has for all of training.
   function stageOf(regions, run, held, index) {
-    const shards = run.dp * run.cp, layers = run.model.stages[run.pp], setting = { zero: run.zero, shards };
-    const kinds = [...(index === 0 ? [EMBEDDING] : []), ...Array(layers[index]).fill(LAYER), ...(index === run.pp - 1 ? [HEAD] : [])];
-    if (index === 0 && regions[FIRST] && layers[0]) kinds[1] = FIRST;
-    const made = regions.map((region) => ({ ...region, static: staticOf(region.weights.filter((w) => !w.tied || region.kind === EMBEDDING || run.pp > 1), held, setting) }));
-    const parts = kinds.map((kind) => made[kind]), shares = run.zero === 3 && shards > 1;
+    const shards = run.dp * run.cp, setting = { zero: run.zero, shards }, counts = run.model.stages[run.pp];
+    const begin = counts.slice(0, index).reduce((n, count) => n + count, 0), known = new Map();
+    const own = Array.from({ length: counts[index] }, (_, i) => ({ number: begin + i, region: begin + i === 0 && regions.first ? regions.first : regions.layers[run.model.layers[begin + i]] }));
+    const places = [...(index === 0 ? [{ region: regions.embedding }] : []), ...own, ...(index === run.pp - 1 ? [{ region: regions.head }] : [])];
+    const made = (region) => {
+      if (!known.has(region)) known.set(region, { ...region, static: staticOf(region.weights.filter((w) => !w.tied || region.kind === EMBEDDING || run.pp > 1), held, setting) });
+      return known.get(region);
+    };
+    const parts = places.map(({ region }) => made(region)), shares = run.zero === 3 && shards > 1;
     const tied = run.model.tied && run.pp === 1 && !shares;
     let units = parts.map((part) => unitOf(part, held, tied, shares));
     if (run.zero >= 2 && shards > 1) {
@@ -127,7 +134,7 @@
       units = units.map((unit, at) => sharded(unit, at, groups, held, run));
     }
     const sum = (name) => parts.reduce((n, part) => n + part.static[name], 0);
-    return { units, parameters: sum("parameters"), state: sum("state"), index };
+    return { units, parameters: sum("parameters"), state: sum("state"), index, names: places.map(({ region, number }) => (number === undefined ? region.kind : `layer ${number}`)) };
   }
 
   // memory/step.py: the passes of 1F1B, and the first of the highest moments from the second step on.
@@ -140,7 +147,7 @@
     let alive = 0, learned = 0, begun = false, best = { nbytes: -1 };
     const look = (phase, at, kept, made, rise) => {
       const nbytes = always + kept + made + rise;
-      if (nbytes > best.nbytes) best = { nbytes, phase, region: at === null ? null : units[at].region.kind, layer: at, parts: [stage.parameters, made, stage.state, kept, rise] };
+      if (nbytes > best.nbytes) best = { nbytes, phase, where: stage.names[at] ?? "", parts: [stage.parameters, made, stage.state, kept, rise] };
     };
     for (const phase of passes) {
       let kept = alive, made = learned;
@@ -166,7 +173,7 @@
     return { ...best, stage: stage.index };
   }
 
-  // The worst stage's highest moment: {nbytes, stage, phase, parts: [parameters, gradients, optimizer, activations,
+  // The worst stage's highest moment: {nbytes, stage, phase, where, parts: [parameters, gradients, optimizer, activations,
   // transients]}; null where the page has no sums for a run.
   J.stepBytes = (data, run) => {
     const regions = regionsOf(data, run), held = data.precisions[run.precision];

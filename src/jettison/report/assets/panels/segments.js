@@ -73,7 +73,7 @@
       rows: data.claims.rows.map(([n, bytes, overhead]) => [String(n), gb(bytes) ?? "–", gb(rows[n - 1][1]), gb(rows[n - 1][2]), `+ ${J.format.percent(overhead, 0)}`, `+ ${J.format.percent(rows[n - 1][4])}`]),
     });
     return J.el("div", {},
-      J.el("p", { class: "caption" }, "Intervals as notes on training have them, without a name of their author (docs/contradictions.md, Every Nth layer), and the ledger's numbers:"),
+      J.el("p", { class: "caption" }, "Intervals as training notes of unnamed authors claim them (docs/contradictions.md, Every Nth layer), and the ledger's numbers:"),
       J.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Claimed intervals beside the ledger" }, table),
       data.claims.rows.map(([n]) => J.el("p", { class: "caption" }, `N = ${n}: ${wrong[n]}.`)));
   }

@@ -78,8 +78,8 @@
     return known.get(key);
   };
   const range = ([low, expected, high]) => `${J.format.bytes(Math.round(expected))} (${J.format.bytes(Math.round(low))} to ${J.format.bytes(Math.round(high))})`;
-  const place = ({ phase, region, layer, stage }, run) => {
-    const at = phase === "optimizer" ? "optimizer step" : `${phase} of ${["embedding", `layer ${layer - (stage === 0)}`, "head", "layer 0"][region]}`;
+  const place = ({ phase, where, stage }, run) => {
+    const at = where ? `${phase} of ${where}` : "optimizer step";
     return run.pp > 1 ? `${at}, stage ${stage}` : at;
   };
 
