@@ -192,8 +192,10 @@ def check(document: str | bytes) -> str:
 
 
 if __name__ == "__main__":
+    from jettison.report import schemas  # equal names are told apart by module, which must not be __main__
+
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     for each in schema_names():
-        written = json.dumps(json_schema(each), indent=1, ensure_ascii=False) + "\n"
+        written = json.dumps(schemas.json_schema(each), indent=1, ensure_ascii=False) + "\n"
         (folder / f"{each.replace('/', '-')}.json").write_text(written, encoding="utf-8")
