@@ -208,7 +208,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         precision="bf16" if described or not recipe else "fp8",
         fp8_recipe=recipe if described else None,
         fp8_param_gather=bool(recipe) and described,
-        products=products if described else None,
+        quant_recipe=products if described else None,
         recompute_modules=row["recompute"].replace("+", ",") or None,
         attention="flash",
         kernels="megatron",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from jettison.core.objects import renamed
 from jettison.predict.forecast import forecast_sizes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
@@ -77,7 +78,7 @@ class Row:
         pairs = (word.split("=", 1) for word in self.request.split())
         given: dict[str, Any] = {name: _value(value) for name, value in pairs}
         model = str(FACTS / self.model) if self.model.endswith(".json") else self.model
-        return run_of(model, RunRequest(**given))
+        return run_of(model, RunRequest(**renamed(RunRequest, given)))
 
     def now(self) -> float:
         """Return today's prediction, in ``unit``."""

@@ -50,7 +50,7 @@ def written(tmp_path: Path, text: str, *changes: tuple[str, str]) -> Path:
     return file
 
 
-SHARED = {"zero": 3, "reshard_after_forward": "always", "fsdp_version": 1}
+SHARED = {"zero": 3, "reshard_after_forward": "always", "fsdp_version": 1, "reduce_dtype": "compute"}
 OUTER = {"zero": 3, "reshard_after_forward": "always", "fsdp_wrap_layers_only": True}
 
 
@@ -66,6 +66,7 @@ OUTER = {"zero": 3, "reshard_after_forward": "always", "fsdp_wrap_layers_only": 
 def test_pretraining(tmp_path: Path, changes: tuple[tuple[str, str], ...], fields: dict[str, Any]) -> None:
     found = read_run(written(tmp_path, PRETRAIN, *changes), gpus=16)
     plain = {"micro_batch": 4, "micro_batches": 8, "seq": 2048, "dp": 16, "precision": "bf16-pure", "loss": "listed"}
+    plain["gradient_sync"] = "last"
     assert given(found) == {**plain, "optimizer": "adamw", **SHARED, **fields}
     assert (found.compile, found.global_batch, found.spec().depth) == (True, 512, 22)
     assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0
@@ -106,10 +107,10 @@ def test_the_batch_of_a_step_stays_where_the_command_line_cuts_it_otherwise(tmp_
     assert (found.request.micro_batch, found.request.micro_batches, found.global_batch) == (1, 8, 8)
 
 
-def test_gradients_that_wait_unsharded_are_said(tmp_path: Path) -> None:
-    for asked, said in (({}, True), ({"micro_batches": 1}, False)):
+def test_gradients_are_reduced_in_the_last_micro_batch(tmp_path: Path) -> None:
+    for asked, said in (({}, "last"), ({"micro_batches": 1}, None)):
         found = read_run(written(tmp_path, PRETRAIN), gpus=16, asked=asked)
-        assert any("unsharded there" in note for note in found.notes) is said
+        assert found.request.gradient_sync == said
 
 
 def test_a_model_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ from jettison.core.errors import UsageError
 from jettison.families.presets import preset_named
 from jettison.frameworks.run_file import UNKNOWN, RunFile, read_run, run_from
 from jettison.predict.forecast import forecast
+from jettison.predict.run_request import resolve
+from jettison.spec.layout import GradientSync
 
 SFT: Mapping[str, Any] = {
     "model_name_or_path": "meta-llama/Llama-2-7b-hf",
@@ -220,17 +222,21 @@ def test_two_files_that_contradict_each_other_say_so(write: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({}, True),
-        ({"gradient_accumulation_steps": 1}, False),
-        ({"use_peft": True}, False),
-        ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}, False),
-        ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}, True),
-        ({"fsdp": ""}, False),
+        ({}, "last"),
+        ({"gradient_accumulation_steps": 1}, None),
+        ({"use_peft": True}, "last"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}, "each"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}, "last"),
+        ({"fsdp": ""}, None),
     ],
 )
-def test_gradients_that_wait_unsharded_are_said(write: Any, more: Mapping[str, Any], said: bool) -> None:
+def test_gradients_are_reduced_in_the_last_micro_batch(write: Any, more: Mapping[str, Any], said: str | None) -> None:
     found = read_run(write({**SFT, "fsdp": "full_shard auto_wrap", **more}), gpus=8)
-    assert any("unsharded there" in note for note in found.notes) is said
+    run = resolve(found.spec(), found.request).run
+    assert said in (None, run.layout.gradient_sync)
+    if said == "last":
+        each = dataclasses.replace(run, layout=dataclasses.replace(run.layout, gradient_sync=GradientSync.EACH))
+        assert run.tuning is not None or forecast(run).peak_bytes > forecast(each).peak_bytes + 7 * 10**9
 
 
 def test_parts_of_ligers_kernels(write: Any) -> None:

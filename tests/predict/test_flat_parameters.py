@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.family import kernels_for
 from jettison.predict.forecast import forecast
-from jettison.spec.layout import Layout
+from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.precision import PRECISIONS, Optimizer
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
@@ -128,6 +129,32 @@ def test_the_peak_of_a_step_of_flat_parameters(
     exact = not adapters
     near = pytest.approx(counter.peak_bytes, abs=2048) if exact else pytest.approx(counter.peak_bytes, rel=0.01)
     assert forecast(run).peak_bytes == near
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("vocabulary", [64, 4096])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_of_a_step_whose_gradients_stay_unsharded(
+    recompute: str, vocabulary: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP1's ``no_sync`` in all micro-batches but the last."""
+    model, run = wrapped(vocabulary, None, recompute, monkeypatch)
+    layout = replace(run.layout, gradient_sync=GradientSync.LAST)
+    run = replace(run, layout=layout, micro_batches=micro_batches)
+    ids = torch.randint(1, vocabulary, (BATCH, SEQUENCE))
+
+    def step() -> None:
+        for number in range(1, micro_batches + 1):
+            with model.no_sync() if number < micro_batches else nullcontext():
+                model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    step()
+    with AllocationCounter(static_tensors(model, ids)) as counter:
+        step()
+    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, abs=2048)
+    sharded = forecast(replace(run, layout=replace(layout, gradient_sync=GradientSync.EACH)))
+    assert counter.peak_bytes > sharded.peak_bytes + sharded.parameters // 2
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -17,7 +17,8 @@ from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.layout import Layout, Reshard
+from jettison.spec.kernels import Loss
+from jettison.spec.layout import GradientSync, Layout, Reshard
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute
 from jettison.spec.tuning import Tuning
@@ -29,6 +30,17 @@ ROTARY_BYTES = 64
 """Of ``inv_freq`` and its twin, which no configuration tells."""
 SMALL = {"batch": 1, "sequence": 16}
 """A batch beside which weights and gradients are most of what there is."""
+SIZES: list[dict[str, Any]] = [{}, SMALL, SMALL | {"vocabulary": 2048}]
+UNSHARDED: list[dict[str, Any]] = [
+    {},
+    {"mixed": True},
+    {"mixed": True, "reduced": "bfloat16"},
+    {"full": True},
+    {"full": True, "mixed": True},
+    {"outer": True},
+    {"outer": True, "mixed": True, "reduced": "bfloat16"},
+    {"reshard": "never"},
+]
 TWO = [
     Case(),
     Case(full=True),
@@ -64,6 +76,10 @@ TWO = [
     Case(**SMALL, vocabulary=2048, mixed=True, outer=True),
     Case(**SMALL, vocabulary=2048, outer=True, tied=True),
     Case(**SMALL, vocabulary=2048, mixed=True, outer=True, tied=True, micro_batches=2),
+    # gradients are unsharded until the last micro-batch
+    *(Case(last=True, micro_batches=n, **size, **how) for n in (2, 3) for size in SIZES for how in UNSHARDED),
+    Case(last=True, micro_batches=3, **SMALL, segment=2, mixed=True),
+    Case(last=True, micro_batches=3, **SMALL, vocabulary=2048, mixed=True, outer=True, tied=True),
 ]
 FOUR = [
     Case(**SMALL, mixed=True),
@@ -82,6 +98,8 @@ FOUR = [
 def described(case: Case, ranks: int) -> Forecast:
     """What the ledger says of a case."""
     run = run_of(case.formula)
+    if case.outer or case.flat:  # whose group is sharded before the loss, which the loop makes
+        run = replace(run, kernels=replace(run.kernels, loss=Loss.OUTSIDE))
     if case.adapters:
         first = replace(run.model.layers[0], detached=not case.full)
         model = replace(run.model, layers=(first, *run.model.layers[1:]))
@@ -94,11 +112,13 @@ def described(case: Case, ranks: int) -> Forecast:
         reshard=how,
         reshard_ranks=number,
         fsdp_wrap_layers_only=case.outer,
+        flat_parameters=case.flat,
         zero_replicas=case.replicas,
+        gradient_sync=GradientSync.LAST if case.last else GradientSync.EACH,
     )
     word = f"every:{case.segment}" if case.segment > 1 else "full" if case.full else "none"
     mode = Recompute.parse(word, layers=run.model.depth)
-    precision = PRECISIONS["bf16-autocast" if case.mixed else "fp32"]
+    precision = replace(PRECISIONS["bf16-autocast"], reduced=case.reduced) if case.mixed else PRECISIONS["fp32"]
     return forecast(replace(run, layout=layout, micro_batches=case.micro_batches, recompute=mode, precision=precision))
 
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +48,9 @@ class Case:
         vocabulary: rows of the embedding and the head; 0: as the model has it.
         tied: the head is the embedding's table.
         replicas: of shards, beside each other: HSDP.
+        last: gradients are reduced in the last micro-batch alone, as accelerate's ``no_sync`` has it.
+        reduced: dtype in which they are, where products are in bf16.
+        flat: FSDP1.
         events: every birth and death of a storage is told.
     """
 
@@ -55,6 +67,9 @@ class Case:
     vocabulary: int = 0
     tied: bool = False
     replicas: int = 1
+    last: bool = False
+    reduced: str = "float32"
+    flat: bool = False
     events: bool = False
 
     @property
@@ -105,8 +120,9 @@ def _peak(case: Case) -> dict[str, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
     def step() -> None:
-        for rows in ids.split(case.batch):
-            (loss_of(model(input_ids=rows).logits, rows) / case.micro_batches).backward()
+        for number, rows in enumerate(ids.split(case.batch), 1):
+            with _without_sync(model) if case.last and number < case.micro_batches else nullcontext():
+                (loss_of(model(input_ids=rows).logits, rows) / case.micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -115,6 +131,18 @@ def _peak(case: Case) -> dict[str, Any]:
     counters = sum(local(s["step"]).nbytes for s in optimizer.state.values())
     there = [*map(local, static_tensors(model, ids)), *state]
     return lowest_of_three(step, there, ids.nbytes + counters, events=case.events)
+
+
+@contextmanager
+def _without_sync(model: Any) -> Iterator[None]:
+    """Leave gradients unsharded: ``Accelerator.no_sync``."""
+    if isinstance(model, FullyShardedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def lowest_of_three(
@@ -158,9 +186,12 @@ def _sharded(case: Case) -> Any:
     ranks = distributed.get_world_size()
     shape = (ranks,) if case.replicas == 1 else (case.replicas, ranks // case.replicas)
     names = ("replicas", "shards")[-len(shape) :]
+    if case.flat:
+        return _flat(case, model).train()
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
     if case.mixed:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        wide = getattr(torch, case.reduced)
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=wide)
     layers = list(inner.model.layers)
     if case.segment > 1:
         found = [_Segment(layers[at : at + case.segment]) for at in range(0, len(layers), case.segment)]
@@ -179,6 +210,16 @@ def _sharded(case: Case) -> Any:
             module.set_custom_all_gather(_Gathers())
             module.set_custom_reduce_scatter(_Reduces())
     return model.train()
+
+
+def _flat(case: Case, model: Any) -> Any:
+    """FSDP1: each layer, and all else, is a flat parameter."""
+    wide = getattr(torch, case.reduced)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=wide) if case.mixed else None
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, mixed_precision=mixed, use_orig_params=True, device_id=torch.device("cpu")
+    )
 
 
 class _Segment(nn.Module):

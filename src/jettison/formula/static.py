@@ -111,7 +111,7 @@ def static(
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = first = 0
     host_state = host_elements = unsharded = 0
-    moves = on_host.moves
+    moves, reduce_bytes = on_host.moves, DTYPE_BYTES[precision.reduce_dtype]
     freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
@@ -149,7 +149,7 @@ def static(
         if layout.zero == 3 and wrapped:
             gathered += w.numel * (1 if _travels_narrow(w, precision) else DTYPE_BYTES[precision.compute])
         if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
-            reduced += w.gradient_numel * DTYPE_BYTES[precision.gradient]
+            reduced += w.gradient_numel * reduce_bytes
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
         largest, stepping, before, first = max(largest, size), max(stepping, before + 2 * size), size, first or size
     return Static(

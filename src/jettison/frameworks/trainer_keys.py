@@ -36,19 +36,25 @@ _ZERO_SIZES: Final = {
 """Parts of ``--zero-buckets`` by key of DeepSpeed 0.19.8 (``runtime/zero/config.py``); ZeRO 3's but for the first."""
 
 
-def say_unsharded(keys: Keys, *, synced: bool = False) -> None:
-    """Warn of unsharded gradients under gradient accumulation with FSDP; those of adapters are small.
+def reduces_last(keys: Keys, *, synced: bool = False, remedy: str = "sync_each_batch", preset: bool = True) -> None:
+    """Read when FSDP reduces the gradients of several micro-batches: in the last one, unless the file says otherwise.
 
     accelerate 1.15, ``accelerator.py``, ``no_sync``: FSDP1's, and ``set_requires_gradient_sync`` of FSDP2.
 
     Args:
         synced: gradients are reduced in each micro-batch.
+        remedy: the setting of the framework that does so.
+        preset: the framework's preset has the last one.
     """
     sharded = keys.field("zero") == 3 and keys.field("dp", 1) > 1 and keys.said("like") != "deepspeed"
-    if sharded and not synced and keys.field("micro_batches", 1) > 1 and keys.field("lora") is None:
+    if not sharded or keys.field("micro_batches", 1) == 1 or keys.field("pp", 1) > 1:
+        return
+    if synced or not preset:
+        keys.give("gradient_sync", "each" if synced else "last")
+    if not synced and keys.asked.get("gradient_sync") != "each" and keys.field("lora") is None:
         keys.note(
-            "WARNING: until a step's last micro-batch FSDP holds gradients of the whole model unsharded there, 2 to 4 "
-            "bytes a parameter that are not counted here; --micro-batches 1 is free of it"
+            "FSDP keeps the whole model's gradients unsharded until a step's last micro-batch, which is counted; with "
+            f"{remedy} it reduces them in each: --gradient-sync each shows what that saves"
         )
 
 
@@ -71,7 +77,7 @@ def replicas(keys: Keys) -> None:
         keys.give("dp", dp)
     keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * keys.field("dp", 1)
     each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
-    say_unsharded(keys, synced=each is not None and each[1] == "true")
+    reduces_last(keys, synced=each is not None and each[1] == "true")
 
 
 def half(keys: Keys, *, default: bool = False) -> bool:

@@ -39,6 +39,7 @@ class DeviceAction(NamedTuple):
         whole: its chunk's weights are already unsharded when it begins.
         begun: an earlier backward of this step has finished.
         alone: no other micro-batch of its chunk is in flight; False where it does not matter.
+        reduces: its chunk's last backward, in which units reduce their gradients.
     """
 
     work: Work
@@ -47,6 +48,7 @@ class DeviceAction(NamedTuple):
     whole: bool = False
     begun: bool = True
     alone: bool = False
+    reduces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class OrderOptions(NamedTuple):
         learning: by chunk, whether it has gradients.
         reducing: reduce each chunk's gradients after its last backward, which frees memory; ``_add_reduce_grad``
             of ``torch/distributed/pipelining/schedules.py`` adds REDUCE_GRAD to the schedule in the same way.
+        reducing_units: each unit reduces its gradients in its chunk's last backward.
         weights: when chunks' weights are all-gathered and resharded.
         receiving: chunks without a micro-batch in flight still hold the last tensor that they received.
     """
@@ -93,6 +96,7 @@ class OrderOptions(NamedTuple):
     sending: tuple[int, ...] = ()
     learning: bool = False
     reducing: bool = False
+    reducing_units: bool = False
     weights: Weights = Weights.RESIDENT
     receiving: bool = False
 
@@ -177,14 +181,16 @@ class DeviceOrder:
         """
         groups: defaultdict[tuple[Work, int, int], dict[tuple[int, ...], int]] = defaultdict(dict)
         states: dict[int, Occupancy] = {}
-        for number, (_, state) in enumerate(self.actions()):
+        for number, (action, state) in enumerate(self.actions()):
             if state is None:
                 continue
             work, chunk = state.step.work, state.step.chunk
             counts = (*state.forward, *state.weight, state.passed, *state.learned, *(1 - n for n in state.reduced))
             whole = state.whole[chunk % self.own] if state.whole else 0
             adds = state.learned[chunk % self.own] if state.learned and work is not Work.FORWARD else 0
-            first = groups[work, chunk, whole + 2 * adds].setdefault((*counts, *state.whole), number)
+            first = groups[work, chunk, whole + 2 * adds + 4 * action.reduces].setdefault(
+                (*counts, *state.whole), number
+            )
             if first == number:
                 states[number] = state
         kept = [counted[counts] for counted in groups.values() for counts in _maximal(_ends(list(counted)))]
@@ -243,6 +249,7 @@ class DeviceOrder:
                     whole=bool(whole[chunk]),
                     begun=any(learned),
                     alone=walk.receiving and alive[chunk] == (work is Work.FORWARD),
+                    reduces=walk.reducing_units and ends[chunk] == number,
                 ),
                 state,
             )

@@ -6,8 +6,9 @@ stages. Parameters and optimizer state are allocated throughout. Each pass throu
 the backward, and rises above that as its units do; a backward frees what was kept. Gradients live in buffers from the
 start (Megatron's and DDP's buckets), or appear one by one in the first backward of a step (PyTorch, where zero_grad
 sets them to None), each chunk's in the chunk's own first backward; each later contribution is a temporary until it has
-been added. Before the first optimizer step there is no state but the master copy of the parameters, which is made with
-the optimizer (`master`): step 0 is lower than step 1, and the same run may fit in step 0 and not in step 1.
+been added. With `reducing_chunks` only the last backward of a step reduces gradients. Before the first optimizer step
+there is no state but the master copy of the parameters, which is made with the optimizer (`master`): step 0 is lower
+than step 1, and the same run may fit in step 0 and not in step 1.
 Everything else that a schedule or a framework holds is a `Lifetime`, except for buffers of one micro-batch or chunk:
 an output that was sent and is not freed (`sent`), the last input and its gradient that a chunk without a micro-batch in
 flight still holds (`received`), each completed transfer (`transfers`), and a reduction after a chunk's last backward.
@@ -81,9 +82,10 @@ class StageLoad:
     received: int = 0  # bytes for each chunk from number ``receives`` on
     receives: int = 0
     transfers: tuple[int, ...] = ()  # by chunk, bytes of each micro-batch that are held until the step's end
-    shards: int = 0  # the optimizer's shards of gradients that are unsharded until the step's end
-    reducing: tuple[int, ...] = ()  # by chunk, how far a reduction rises above the bytes before it
+    shards: int = 0  # the optimizer's shards of gradients that are unsharded until they are reduced
+    reducing: tuple[int, ...] = ()  # by chunk, how far a reduction after its last backward rises above the bytes before
     freed: tuple[int, ...] = ()  # by chunk, unsharded gradients (and weights kept unsharded) that a reduction frees
+    reducing_chunks: tuple[Units, ...] = ()  # chunks in their last backward, where its units reduce gradients
     whole_chunks: tuple[Units, ...] = ()  # chunks while their weights are unsharded, if passes change that
 
     def there(self, event: Event) -> int:
@@ -288,7 +290,9 @@ class _StepSpans:
         gathers = self._gathers and not forward and not kind.whole
         late = 0 if kind.begun and load.micro_batches > 1 else self._late
         fresh = not forward and (self._added or (kind.fresh and not self._upfront))
-        spans = self._spans(load.whole_chunks[kind.chunk]) if kind.whole else self._chunks[kind.chunk]
+        spans = self._chunks[kind.chunk]
+        if kind.whole or kind.reduces:
+            spans = self._spans((load.whole_chunks if kind.whole else load.reducing_chunks)[kind.chunk])
         return spans, PassKind(kind.work, fresh, gathers, forward and kind.whole, late)
 
     def _received(self, kind: DeviceAction) -> int:
@@ -316,6 +320,7 @@ class _StepSpans:
         if work is order.ending:
             net += received - load.sent + (load.transfers[place] if load.transfers else 0)
             net += own.gradients if kind.fresh and not (self._upfront or self._added) else 0
+            net -= load.freed[place] if kind.reduces else 0
             net += 0 if kind.begun else load.there(Event.BACKWARD) - load.there(Event.FORWARD)
         return Span(net, found.peak, found.where)
 
@@ -348,7 +353,7 @@ class _StepSpans:
                     yield StageAction(kind, micro_batch, level, gradients, spans.units, found_pieces)
                 else:
                     yield StageAction(kind, micro_batch, level, gradients)
-            if kind.work is Work.REDUCE:
+            if kind.work is Work.REDUCE or kind.reduces:
                 gradients -= load.freed[kind.chunk]
             elif kind.fresh and kind.work is order.ending and not (self._upfront or self._added):
                 gradients += self._chunks[kind.chunk % order.own].gradients

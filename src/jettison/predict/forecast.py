@@ -237,7 +237,7 @@ def _stage(
     if alike not in known:
         known[alike] = stage_state(run, chunks)
     total: Static = known[alike]
-    reduces_once = layout.stage_buffers and layout.keeps_whole_gradients
+    reduces_once = run.keeps_unsharded_gradients
     buffers, order = buffers_of(run, index), stage_order(run, index)
     before, late = workspace_bytes(run, chunks)
     aside = before + late + sum(nbytes for row, nbytes in buffers if row.until is None)
@@ -272,8 +272,9 @@ def _stage(
         receives=1 if index == 0 else 0,
         transfers=tuple(stream_bytes(run) * count for count in order.walk.sending),
         shards=total.gradients if reduces_once else 0,
-        reducing=tuple(reducing(run, chunk) for chunk in chunks) if reduces_once else (),
+        reducing=tuple(reducing(run, chunk) for chunk in chunks) if layout.reduces_chunks else (),
         freed=tuple(freed(run, chunk) for chunk in chunks) if reduces_once else (),
+        reducing_chunks=tuple(units(run, chunk, reducing=True) for chunk in chunks) if run.syncs_last else (),
         whole_chunks=tuple(_while_whole(run, index, (*chunks, *whole), made)) if layout.regathers else (),
     )
     return Stage(index=index, groups=chunks, load=load, static=total, known=passes)
@@ -285,9 +286,10 @@ def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:
     weights = Weights.RESIDENT
     if layout.regathers:  # interleaved and split schedules are run by ``_PipelineScheduleRuntime``
         weights = Weights.FETCHED if layout.virtual_stages > 1 or layout.schedule.splits else Weights.GATHERED
-    reduces_once = layout.stage_buffers and layout.keeps_whole_gradients
     receiving = layout.keeps_received and layout.pp > 1
-    learning = run.gradients is not Gradients.UPFRONT or reduces_once or (receiving and layout.virtual_stages > 1)
+    learning = (
+        run.gradients is not Gradients.UPFRONT or layout.reduces_chunks or (receiving and layout.virtual_stages > 1)
+    )
     return device_order(
         layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
         stage=index,
@@ -296,7 +298,9 @@ def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:
         virtual_stages=layout.virtual_stages,
         group=layout.micro_batch_group,
         whole=run.recompute.whole,
-        walk=OrderOptions(sending(run, index), learning, reduces_once, weights, receiving),
+        walk=OrderOptions(
+            sending(run, index), learning, layout.reduces_chunks, run.syncs_last, weights=weights, receiving=receiving
+        ),
         every=every,
     )
 

@@ -27,16 +27,24 @@ Weights of a pipeline stage that are not resharded live while any micro-batch is
 runs after norm and head are resharded, in forward and backward. transformers' loss is inside: the root group's weights
 are live, and in its backward those of the last layer.
 
-In a pipeline of ``torch.distributed.pipelining`` (`Layout.keeps_whole_gradients`) nothing is reduced until a chunk's
-last backward (``stage.py``, ``backward_maybe_with_nosync``): gradients stay unsharded, in the reduce dtype
-(``to_accumulated_grad_if_needed``, one parameter after the other). Then each group in turn frees its weights, and its
-gradients once they are copied. In stages that reshard after a forward (`Layout.regathers`) weights are unsharded from a
-chunk's backward to its next forward. Decision 0074.
-
 If a model's ends have no groups of their own (`has_outer_ends`) they belong to the root group: unsharded from before
 the first layer, and in backward until the engine's final callback, as are the gradients of both. There is no all-gather
 for the head, and no prefetch for the embedding. The engine sums both gradients of a tied embedding before any hook,
 into a third tensor: the head's is a view, in which it does not accumulate.
+
+NOTE [ Unsharded gradients ]
+Some backwards do not reduce gradients (`Run.keeps_unsharded_gradients`). FSDP2 (``reduce_grads`` of a group, set by
+``set_requires_gradient_sync``) still reshards weights. It casts gradients to the dtype that is reduced in, one
+parameter after the other (``to_accumulated_grad_if_needed``), and adds those of further micro-batches
+(``accumulate_unsharded_grad_if_needed``); where compute has that dtype, autograd adds them in place. FSDP1
+(``no_sync``: ``_sync_gradients``) keeps them in the dtype of compute: a unit's are concatenated into the gradient of
+its flat parameter, which autograd adds to the one of earlier micro-batches.
+
+Loops that accumulate reduce in the last micro-batch (`Run.syncs_last`): each group copies its unsharded gradients into
+the buffer that is reduced from, as in any step, and they are freed then. A pipeline of ``torch.distributed.pipelining``
+reduces one group after the other when a chunk's last backward is over (`Layout.reduces_chunks`; ``stage.py``,
+``backward_maybe_with_nosync``). If its stages reshard after a forward (`Layout.regathers`), weights are unsharded from
+a chunk's backward to its next forward. Decisions 0074 and 0110.
 
 NOTE [ Flat parameters ]
 FSDP1, ``torch/distributed/fsdp`` of 2.4 and 2.13: ``_runtime_utils.py``, ``_flat_param.py``. A unit is all-gathered
@@ -72,9 +80,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.liveness import Backward, begin
+from jettison.formula.liveness import Backward, Passes, begin
 from jettison.formula.region import EMBEDDING, HEAD, Region
-from jettison.formula.static import Static, static, together
+from jettison.formula.static import Static, declared, static, together
 from jettison.memory.unit import Unit
 from jettison.predict.live_parameters import Live, live_parameters
 from jettison.predict.passes import named_frames, named_passes, passes_of, sums_apart
@@ -99,7 +107,8 @@ class FsdpGroups:
         ranks: ranks over which the others are resharded until their backward; 0: all.
         in_flight: weights live with micro-batches in flight, see `whole_in_flight`.
         outer: weights of the model's ends in the root group; 0: the ends have groups of their own.
-        late: unsharded gradients of the head that live until the embedding's; as shards, ``late_shards``.
+        late: unsharded gradients of the head that live until the embedding's; as shards, ``late_shards``;
+            those of later micro-batches, if earlier ones' are unsharded, ``late_again``.
         last: elements of the root group's last gradient.
         tied: gradients of a tied embedding while they are summed, without the head's, which is ``late``.
         live: bytes during each region if parameters are all-gathered by module: NOTE [ Live parameters ] in
@@ -112,6 +121,7 @@ class FsdpGroups:
     in_flight: bool = False
     outer: int = 0
     late: int = 0
+    late_again: int = 0
     late_shards: int = 0
     last: int = 0
     tied: int = 0
@@ -141,7 +151,8 @@ class FsdpGroups:
             kept=(first, *(layers if not layout.resharded else layers[-1:] if late else ())),
             outer=ends.gathered,
             late=_unsharded(run, last) + tied,
-            late_shards=last.static.gradients,
+            late_again=(_unsharded(run, last) if run.gradients_come_whole else 0) + tied,
+            late_shards=0 if run.keeps_unsharded_gradients else last.static.gradients,
             last=_last_gradient(run, last),
             tied=2 * tied if sums_apart(run) else tied,
         )
@@ -207,14 +218,23 @@ def _last_gradient(run: Run, part: StageRegion) -> int:
 def _unsharded(run: Run, part: StageRegion, apart: int = 0) -> int:
     """Bytes of a region's unsharded gradients in its backward, without those that are reduced ``apart``."""
     precision = run.precision
-    return (part.static.reduced - apart) // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
+    return (part.static.reduced - apart) // DTYPE_BYTES[precision.reduce_dtype] * DTYPE_BYTES[precision.compute]
+
+
+def _accumulated(run: Run, part: StageRegion) -> int:
+    """Unsharded gradients of a region from one backward to the next."""
+    return _unsharded(run, part) if run.layout.flat_parameters else part.static.reduced
 
 
 # chunks ---------------------------------------------------------------------------------------------------------------
 
 
-def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
-    """Add all-gathered weights and reduced gradients to a chunk's units; the first and last of equal ones are apart."""
+def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, reducing: bool = False) -> list[Unit]:
+    """Add all-gathered weights and reduced gradients to a chunk's units; the first and last of equal ones are apart.
+
+    Args:
+        reducing: for the backward that reduces gradients of several micro-batches.
+    """
     layout = run.layout
     alone = layout.shards == 1 and layout.expert_shards == 1 and not run.gathers_parameters
     if alone or (layout.zero < 2 and not layout.by_module):
@@ -236,7 +256,7 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
             around = parts[first], parts[first + 1], parts[first + size], parts[first + size + 1]
             key = size, *around, chunk.live[first : first + size]
             if key not in known:
-                known[key] = beside(run, unit, GroupPlace.of(chunk, first, first + size))
+                known[key] = beside(run, unit, GroupPlace.of(chunk, first, first + size), reducing=reducing)
             names, own = unit.names[begin:end], known[key]
             if key == before:
                 found[-1] = own.named((*found[-1].names, *names))
@@ -247,17 +267,21 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
     return found
 
 
-def beside(run: Run, unit: Unit, place: GroupPlace, treated: StageRegion | None = None) -> Unit:
+def beside(
+    run: Run, unit: Unit, place: GroupPlace, treated: StageRegion | None = None, *, reducing: bool = False
+) -> Unit:
     """Add all-gathered weights and reduced gradients to a unit. See NOTE [ What FSDP2 holds ].
 
     Args:
         treated: its region with another policy than in its position.
+        reducing: see `with_shards`.
     """
     if place.live:
         return unit.plus(forward=max(f for f, _ in place.live), backward=max(b for _, b in place.live))
     if run.layout.zero < 3:
         return unit.plus(backward=0 if place.behind is None else place.behind.static.reduced)
-    return _Sharded(run=run, unit=unit, place=place, treated=treated or place.own[0]).whole()
+    reduces, treated = reducing or not run.keeps_unsharded_gradients, treated or place.own[0]
+    return _Sharded(run=run, unit=unit, place=place, treated=treated, reducing=reducing, reduces=reduces).whole()
 
 
 def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
@@ -268,6 +292,7 @@ def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     if place.live:
         return place.live[0][1]
     part, behind = place.own[0], 0 if place.behind is None else place.behind.static.reduced
+    behind = 0 if run.keeps_unsharded_gradients else behind
     shard = chunk.left(part) if chunk.ranks else 0
     there, ahead = chunk.again(part), chunk.again(place.before)
     if run.layout.flat_parameters:  # a lower bound: reentrant checkpoints prefetch nothing
@@ -295,17 +320,17 @@ def reducing(run: Run, chunk: Sequence[RegionGroup]) -> int:
     there = highest = 0
     for part in (group.part for group in chunk for _ in group.names):
         own = part.static
-        named = _last_gradient(run, part) * DTYPE_BYTES[run.precision.gradient]
+        named = _last_gradient(run, part) * DTYPE_BYTES[run.precision.reduce_dtype]
         there -= own.gathered
-        highest = max(highest, there + own.reduced, there + named + own.gradients + _cloned(run, part))
+        highest = max(highest, there + own.reduced, there + named + _made_shards(run, part))
         there += own.gradients - own.reduced
     return highest
 
 
 def freed(run: Run, chunk: Sequence[RegionGroup]) -> int:
     """Return the bytes of a chunk that its reduction frees: unsharded weights, and gradients less their shards."""
-    total = together((group.part.static, len(group.names)) for group in chunk)
-    return whole_in_flight(run, chunk) + total.reduced - total.gradients
+    gone = (len(group.names) * (_accumulated(run, group.part) - group.part.static.gradients) for group in chunk)
+    return whole_in_flight(run, chunk) + sum(gone)
 
 
 # units ----------------------------------------------------------------------------------------------------------------
@@ -317,16 +342,17 @@ class _Sharded:
     unit: Unit
     place: GroupPlace
     treated: StageRegion
+    reducing: bool
+    reduces: bool  # this backward reduces its gradients
 
     def whole(self) -> Unit:
         run, unit, own, chunk = self.run, self.unit, self.place.own, self.place.chunk
-        layout = run.layout
+        layout, unsharded = run.layout, run.keeps_unsharded_gradients
         stays = sum(map(chunk.left, own)) if layout.pp == 1 and (chunk.kept or chunk.ranks) else 0
-        if len(own) > 1:
-            forward, backward, adding = self._segment()
-        else:
-            forward, backward = self._single(own[0])
-            adding = backward + unit.adding_peak - unit.backward_peak
+        forward, backward, adding = self._segment() if len(own) > 1 else self._single(own[0])
+        gradient = sum(_accumulated(run, part) for part in own) if unsharded else unit.gradient
+        shards = sum(part.static.gradients for part in own if part.static.reduced)
+        pending = shards - gradient if self.reducing else self._reduced_again()
         found = Unit(  # `replace` would make dozens of calls
             names=unit.names,
             resident=unit.resident + stays,
@@ -334,16 +360,15 @@ class _Sharded:
             forward_peak=forward,
             backward_peak=backward - (0 if own[0].name == HEAD else chunk.late_shards),
             adding_peak=adding,
-            gradient=unit.gradient,
-            pending=unit.pending + (0 if layout.zero_replicas == 1 else self._reduced_again()),
+            gradient=gradient,
+            pending=unit.pending + pending,
             is_loss=unit.is_loss,
             frozen=unit.frozen,
             weights=sum(part.static.gathered for part in own) if layout.regathers else 0,
             regions=unit.regions,
             lingering=unit.lingering,
         )
-        found = self._with_inputs_of_hooks(found)
-        return self._whole_gradients(found) if layout.stage_buffers and layout.keeps_whole_gradients else found
+        return self._with_inputs_of_hooks(found)
 
     def _with_inputs_of_hooks(self, unit: Unit) -> Unit:
         """Add inputs and gradients that hooks of frozen layers reference: NOTE [ Flat parameters ]."""
@@ -359,34 +384,20 @@ class _Sharded:
     def _reduced_again(self) -> int:
         """Bytes of another micro-batch's all-reduced shards under HSDP, which each group keeps to the backward's end.
 
-        ``_fsdp_param_group.py``, ``_all_reduce_state``. For the first micro-batch they are the shards themselves, as in
-        a pipeline, which reduces once; the root group's come last.
+        ``_fsdp_param_group.py``, ``_all_reduce_state``. For the first micro-batch they are the shards themselves, as
+        for gradients that are reduced once; the root group's come last.
         """
-        layout, last = self.run.layout, bool(self.place.chunk.outer) and self.place.own[0].name == HEAD
-        return 0 if layout.zero_replicas == 1 or layout.keeps_whole_gradients or last else self.unit.gradient
+        once, last = self.run.keeps_unsharded_gradients, bool(self.place.chunk.outer) and self.place.own[0].name == HEAD
+        return 0 if self.run.layout.zero_replicas == 1 or once or last else self.unit.gradient
 
-    def _whole_gradients(self, unit: Unit) -> Unit:
-        """Replace sharded gradients by unsharded ones, which the first backward casts to the reduce dtype."""
-        run, own = self.run, self.place.own
-        before = unit if run.layout.regathers else self.unit
-        rise, wide = before.backward_peak, sum(part.static.reduced for part in own)
-        if run.precision.gradient == run.precision.compute:
-            return replace(unit, backward_peak=rise, adding_peak=before.adding_peak, gradient=wide)
-        last = min((w.numel for part in own for w in part.region.weights if not w.frozen), default=0)
-        source = self.place.before
-        given = 0 if source is None or not source.region.output.grad else source.region.output.nbytes
-        turned = given + wide + last * DTYPE_BYTES[run.precision.compute] - unit.resident
-        return replace(unit, backward_peak=max(rise, turned), adding_peak=rise, gradient=wide)
-
-    def _single(self, part: StageRegion) -> tuple[int, int]:
+    def _single(self, part: StageRegion) -> tuple[int, int, int]:
+        """Peaks of a forward, of the first backward, and of one that finds gradients."""
         run, unit, chunk = self.run, self.unit, self.place.chunk
         before, behind = self.place.before, self.place.behind
         head, layout = part.name == HEAD, run.layout
         passes = passes_of(self.treated, run.gradient_rule)
         # up to the last step that reads weights, and after it; weights of layers live until their forward returns
-        (forward, loss), (backward, differentiated) = (passes.forward_peak, 0), (passes.backward_peak, 0)
-        if head:
-            (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
+        forward, loss = passes.around.forward if head else (passes.forward_peak, 0)
         gathered = 0 if chunk.in_flight else part.static.gathered
         after = 0 if chunk.in_flight else chunk.whole(part)
         shard = chunk.left(part) if chunk.ranks else 0
@@ -394,9 +405,9 @@ class _Sharded:
         outer = chunk.outer if head else 0  # weights of the ends in the root group
         flat = layout.flat_parameters
         lingering = before.static.gathered if outer and before is not None and not flat else 0
-        within = flat or (run.kernels.model_code and run.kernels.loss is not Loss.OUTSIDE)  # the model's own loss
-        freed = outer if layout.reshard is Reshard.ALWAYS and not within else 0
-        waiting = 0 if behind is None or layout.keeps_whole_gradients else behind.static.reduced
+        within = run.kernels.model_code and run.kernels.loss is not Loss.OUTSIDE  # the model's own loss
+        freed = outer if layout.reshard is Reshard.ALWAYS and not within and not flat else 0
+        waiting = 0 if behind is None or not self.reduces else behind.static.reduced
         ahead, experts, twice = chunk.again(before), NOTHING, gathered if flat else 2 * gathered
         if flat:
             waiting = 0
@@ -406,48 +417,78 @@ class _Sharded:
             waiting -= own_experts(run, behind).reduced
             ahead -= own_experts(run, before).gathered if ahead else 0
             experts = own_experts(run, part)
-        entering, fetched = twice, 0
-        if part.static.host_parameters:
-            entering = max(entering, gathered + _on_its_way(run, part))
-            fetched = passes.opening + there + ahead + _on_its_way(run, before) if ahead else 0
+        entering = max(twice, gathered + _on_its_way(run, part))
         if before is not None:  # the previous group's output and all-gather
             entering += before.region.output.nbytes + (0 if chunk.in_flight or flat else before.static.gathered)
         late, at_end = 0 if head else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
-        rise = max(
-            backward + there + ahead - shard,
-            passes.opening + (there + ahead if flat else 2 * there) + freed if part.region.output.grad else 0,
-            differentiated - freed + (ahead if outer and within else 0),
-            fetched,
-            there + chunk.tied if at_end else 0,
-        )
-        rise += waiting
+
+        def rise(own: Passes) -> int:
+            backward, differentiated = own.around.backward if head else (own.backward_peak, 0)
+            opens = part.region.output.grad or head
+            return waiting + max(
+                backward + there + ahead - shard,
+                own.opening + (there + ahead if flat else 2 * there) + freed if opens else 0,
+                own.opening + there + ahead + _on_its_way(run, before) if ahead else 0,
+                differentiated - freed + (ahead if outer and within else 0),
+                there + chunk.tied if at_end else 0,
+            )
+
+        highest = rise(passes)
         if experts.gathered:
             phases = phases_of(self.treated, run.gradient_rule)
-            rise = _rise_of_experts(run, experts, phases, there=there, ahead=ahead, waiting=waiting)
+            highest = _rise_of_experts(run, experts, phases, there=there, ahead=ahead, waiting=waiting)
             twice = gathered + max(gathered - experts.gathered, experts.gathered if layout.expert_shards > 1 else 0)
-        closing = 0  # without a reduction
-        if not layout.keeps_whole_gradients:
-            staying = after + shard if layout.pp == 1 else 0
-            closing = self._closing(part, before) + ahead - unit.resident - staying
+        staying = after + shard if layout.pp == 1 else 0
+        level = ahead - unit.resident - staying
+        closing = self._closing(part, before, there + staying) + level
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
-        return (
-            max(forward + twice + lingering, loss + after - freed, entering) + moved[0],
-            max(rise + late + moved[1], closing if at_end else closing + late),
-        )
+        first = max(highest + late + moved[1], closing if at_end else closing + late)
+        adding = first + unit.adding_peak - unit.backward_peak
+        if run.keeps_unsharded_gradients:
+            late, own = 0 if head else chunk.late_again, passes
+            if not run.gradients_come_whole:
+                own = passes_of(self.treated, run.gradient_rule, accumulates=True)
+            highest = rise(own) + unit.adding_peak - own.backward_peak
+            closing = self._closing(part, before, there + staying, again=True) + level
+            adding = max(highest + late, closing if at_end else closing + late)
+        return max(forward + twice + lingering, loss + after - freed, entering) + moved[0], first, adding
 
-    def _closing(self, part: StageRegion, before: StageRegion | None) -> int:
-        """Live bytes while a group's gradients are copied and reduced, with the gradient of its input."""
-        run = self.run
-        apart = own_experts(run, part) if run.layout.ep > 1 else NOTHING
-        named = self.place.chunk.named(run, part) * DTYPE_BYTES[run.precision.compute]
-        shard = part.static.gradients
-        if run.states_on_host.copies_shards:  # reduced on the device, then copied
-            shard = part.static.reduced // run.layout.shards
-        own = part.static.reduced - apart.reduced
-        copied = named + shard - apart.gradients + (own if run.kernels.device is Device.CPU else 0)  # see `_cloned`
-        most = max(_unsharded(run, part, apart.reduced), copied)
+    def _closing(self, part: StageRegion, before: StageRegion | None, weights: int, *, again: bool = False) -> int:
+        """Live bytes while a group's gradients are reduced or kept, with the gradient of its input.
+
+        Args:
+            weights: unsharded weights of the group.
+            again: unsharded gradients of earlier micro-batches exist, and are not counted.
+        """
+        run, flat = self.run, self.run.layout.flat_parameters
         given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
-        return given + apart.gradients + own + most
+        if not part.static.reduced:  # nothing of it is trained, or the outermost group has it
+            return 0
+        apart = own_experts(run, part) if run.layout.ep > 1 else NOTHING
+        made, buffer = _unsharded(run, part, apart.reduced), part.static.reduced - apart.reduced
+        if flat:  # a unit's are joined, beside its weights, and reduced from there
+            buffer = 0 if run.precision.reduce_dtype == run.precision.compute else buffer
+            reduced = made + buffer + _made_shards(run, part)
+            return given + max(2 * made + weights, reduced if self.reduces else 0)
+        if not self.reduces:
+            return 0 if again or not run.gradients_come_whole else given + self._turned(part)
+        there, dtype = (buffer, run.precision.reduce_dtype) if self.reducing else (0, run.precision.compute)
+        named = self.place.chunk.named(run, part) * DTYPE_BYTES[dtype]
+        most = max(0 if self.reducing else made, named + _made_shards(run, part, apart) - there)
+        return given + apart.gradients + buffer + most
+
+    def _turned(self, part: StageRegion) -> int:
+        """Peak of a group's gradients while they are cast, one by one, to the dtype that they are kept in."""
+        run, precision = self.run, self.run.precision
+        weights = [w for w in declared(list(part.region.weights), run.kernels.declared) if not w.frozen]
+        if self.place.chunk.outer and not part.is_layer:
+            weights += [w for w in self.place.chunk.parts[-1].region.weights if not w.frozen and not w.tied]
+        narrow, wide = (DTYPE_BYTES[dtype] for dtype in (precision.compute, precision.reduce_dtype))
+        level = highest = narrow * sum(w.gradient_numel for w in weights)
+        for weight in weights:
+            highest = max(highest, level + wide * weight.gradient_numel)
+            level += (wide - narrow) * weight.gradient_numel
+        return highest
 
     def _segment(self) -> tuple[int, int, int]:
         unit, own, chunk = self.unit, self.place.own, self.place.chunk
@@ -455,20 +496,23 @@ class _Sharded:
         earlier = 0 if chunk.in_flight else sum(map(chunk.left, own[:-1]))
         entering = unit.resident + own[0].region.output.nbytes + 3 * highest
         forward = max(unit.forward_peak + 2 * highest, entering) + earlier
-        backward, again = (self._segment_backward(stays=n) for n in (1, int(self._reduced_again() > 0)))
-        return forward, backward + chunk.late, again + chunk.late
+        late = chunk.late_again if self.run.keeps_unsharded_gradients else chunk.late
+        return forward, self._segment_backward(again=False) + chunk.late, self._segment_backward(again=True) + late
 
-    def _segment_backward(self, *, stays: int) -> int:
+    def _segment_backward(self, *, again: bool) -> int:
         """Peak of recomputed forwards, with weights all-gathered so far, and backwards, with a reduction after each.
 
         Args:
-            stays: 1: reduced shards are kept.
+            again: gradients of earlier micro-batches exist.
         """
         run, place, chunk, own = self.run, self.place, self.place.chunk, self.place.own
         plain = [named_passes(part.region, NONE, run.gradient_rule, False) for part in own]
+        adding = plain
+        if again and not run.gradients_come_whole:
+            adding = [named_passes(part.region, NONE, run.gradient_rule, True) for part in own]
         first, there = own[0].region, not chunk.in_flight
         level = -first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
-        waiting = 0 if place.behind is None else place.behind.static.reduced
+        waiting = place.behind.static.reduced if place.behind is not None and self.reduces else 0
         gathered = [there * part.static.gathered for part in own]
         left = [there * chunk.left(part) for part in own]
         fetched = there * chunk.again(own[-1])  # by the group behind
@@ -483,13 +527,22 @@ class _Sharded:
         for number in reversed(range(len(own))):
             ahead = 0 if number else there * chunk.again(place.before)
             weights = sum(gathered[: number + 1]) - sum(left) + ahead
-            peak = max(peak, level + waiting + weights + plain[number].backward_peak)
+            peak = max(peak, level + waiting + weights + adding[number].backward_peak)
             level -= plain[number].resident
-            closing = self._closing(own[number], own[number - 1] if number else place.before)
+            source = own[number - 1] if number else place.before
+            closing = self._closing(own[number], source, gathered[number], again=again)
             peak = max(peak, level + weights - gathered[number] + closing)
-            waiting = own[number].static.reduced
-            level += stays * own[number].static.gradients
+            waiting = own[number].static.reduced if self.reduces else 0
+            level += self._stays(own[number], again=again)
         return peak
+
+    def _stays(self, part: StageRegion, *, again: bool) -> int:
+        """Return how many bytes of a region's gradients its backward adds, until its segment's ends."""
+        if self.reducing:
+            return part.static.gradients - _accumulated(self.run, part)
+        if self.run.keeps_unsharded_gradients:
+            return 0 if again else _accumulated(self.run, part)
+        return 0 if again and not self._reduced_again() else part.static.gradients
 
 
 def _on_its_way(run: Run, part: StageRegion | None) -> int:
@@ -506,9 +559,21 @@ def _on_its_way(run: Run, part: StageRegion | None) -> int:
     return part.static.host_parameters + cast
 
 
-def _cloned(run: Run, part: StageRegion) -> int:
-    """Bytes of the copy that gloo reduces: ``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``, ``clone``."""
-    return part.static.reduced if run.kernels.device is Device.CPU else 0
+def _made_shards(run: Run, part: StageRegion, apart: Static = NOTHING) -> int:
+    """Peak of a group's reduced shards and gloo's copy, without the shards that are ``apart``.
+
+    They are reduced in one dtype and cast to another (``foreach_reduce``: ``_to_dtype_if_needed``). gloo reduces a copy
+    of the buffer (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``).
+    """
+    precision, shard, reduced = run.precision, part.static.gradients, run.precision.reduce_dtype
+    if run.states_on_host.copies_shards:  # reduced on the device, then copied
+        shard = made = part.static.reduced // run.layout.shards
+    else:
+        shard -= apart.gradients
+        made = shard // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[reduced]
+    cast = 0 if reduced == precision.gradient else shard
+    cloned = part.static.reduced - apart.reduced if run.kernels.device is Device.CPU else 0
+    return made + max(cast, cloned)
 
 
 # experts within a layer -----------------------------------------------------------------------------------------------
@@ -528,7 +593,7 @@ class Phases(NamedTuple):
 def own_experts(run: Run, part: StageRegion | None) -> Static:
     """Return the totals of the group of a layer's experts; `NOTHING` without one."""
     layout = run.layout
-    if part is None or layout.ep == 1 or layout.shards == 1 or layout.zero < 3 or layout.keeps_whole_gradients:
+    if part is None or layout.ep == 1 or layout.shards == 1 or layout.zero < 3 or run.keeps_unsharded_gradients:
         return NOTHING
     found = [weight for weight in part.region.weights if weight.expert]
     return static(found, precision=run.precision, optimizer=run.optimizer, layout=layout, in_layer=part.is_layer)
@@ -569,7 +634,7 @@ class _Phased(Backward):
 def behind_experts(run: Run, own: Static) -> int:
     """Return the change by a reduction of experts' gradients: its input and shards, less the gradients."""
     precision = run.precision
-    gradients = own.reduced // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]
+    gradients = own.reduced // DTYPE_BYTES[precision.reduce_dtype] * DTYPE_BYTES[precision.compute]
     return own.reduced + own.gradients - gradients
 
 

@@ -88,6 +88,10 @@ class CommonRequest:
         fsdp_version: With --zero 3: 2 (FSDP2) or 1 (flat parameters) [default: 2].
         reshard_after_forward: With --zero 3: always, never, torchtitan (its default policy), or over how many ranks
             [default: always].
+        gradient_sync: With --zero 3, gradients are reduce-scattered in each micro-batch, or in the last of a step and
+            are unsharded until then (no_sync, set_requires_gradient_sync(False)) [default: each].
+        reduce_dtype: With --zero 3, dtype that gradients are reduced in: fp32, bf16, or compute (that of compute)
+            [default: as --precision keeps gradients].
         fsdp_wrap_layers_only: Embedding, final norm and head stay in the root FSDP module, unsharded for the step.
 
     DeepSpeed and CPU offload:
@@ -144,6 +148,8 @@ class CommonRequest:
     keep_received: bool | None = None
     stage_buffers: bool | None = None
     reshard_after_forward: str | None = None
+    gradient_sync: str | None = None
+    reduce_dtype: str | None = None
     fsdp_wrap_layers_only: bool | None = field(default=None, metadata={"former": "outer_ends"})
     fsdp_version: int | None = None
     zero_buckets: str | None = None

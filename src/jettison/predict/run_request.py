@@ -28,7 +28,7 @@ from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software
 from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss, Scans, workspaces
 from jettison.spec.kernels import kernels as kernel_set
-from jettison.spec.layout import Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
+from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, AnyLayer, Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.model_variants import with_mtp, with_products
 from jettison.spec.precision import Adding, Gradients, Precision, optimizer, precision
@@ -223,14 +223,17 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     fields_of = rule(name, **sizes, lora=tuned, packed=0 if base is Base.GPTQ else tuned * base.bits)
     said = {field: value for field, value in fields_of.items() if getattr(request, field) is None}
     if given_or(request.zero, said.get("zero", 0)) != 3:
-        said.pop("reshard_after_forward", None)  # no all-gathers
+        for field in ("reshard_after_forward", "reduce_dtype", "gradient_sync"):
+            said.pop(field, None)  # no all-gathers
+    if given_or(request.pp, 1) > 1 or request.gradients not in (None, "one-by-one"):
+        said.pop("gradient_sync", None)
     if given_or(request.pp, 1) * given_or(request.ep, 1) > 1 or (request.reshard_after_forward or "").isdecimal():
         for field in ("fsdp_wrap_layers_only", "fsdp_version"):
             said.pop(field, None)  # pipelines and expert parallelism have other groups
     if request.reshard_after_forward not in (None, Reshard.ALWAYS):
         said.pop("fsdp_version", None)  # an option of FSDP2
     groups, modules = (
-        ("fsdp_wrap_layers_only", "fsdp_version", "reshard_after_forward"),
+        ("fsdp_wrap_layers_only", "fsdp_version", "reshard_after_forward", "gradient_sync", "reduce_dtype"),
         ("zero_buckets",),
     )  # of FSDP; of DeepSpeed
     for field in groups if _given(request, modules) else modules if _given(request, groups) else ():
@@ -281,6 +284,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         schedule=_word(Schedule, request.schedule, "schedule", Schedule.ONE_F_ONE_B),
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
+        gradient_sync=_word(GradientSync, request.gradient_sync, "gradient-sync", GradientSync.EACH),
         reshard=_word(Reshard, reshard if ranks is None else None, "reshard-after-forward", Reshard.ALWAYS),
         reshard_ranks=ranks or 0,
     )
@@ -464,6 +468,8 @@ def _precision(request: RunRequest, kernels: Kernels, gradients: Gradients, *, t
         found = found.with_recipe(recipe)
     elif request.fp8_param_gather:
         raise UsageError("got --fp8-param-gather without a recipe; give --fp8-recipe as well, such as mxfp8")
+    if request.reduce_dtype is not None:
+        found = found.reducing_in(request.reduce_dtype)
     if gradients is not Gradients.ADDED:
         return found
     if found.accumulator is None:

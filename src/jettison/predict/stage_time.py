@@ -527,7 +527,7 @@ def _shared_seconds(region: Region, layout: Layout, prices: PriceModel) -> tuple
     gathered = reduced = 0.0
     whole = layout.zero == 0 or (layout.zero == 1 and execution.reduces_whole)
     kind = "all_reduce" if whole else "reduce_scatter_tensor"
-    sent = "float32" if execution.reduces_float32 else precision.gradient
+    sent = "float32" if execution.reduces_float32 else precision.reduce_dtype
     for expert in (False, True):
         shared = [w for w in region.weights if w.expert is expert and not w.tied]
         elements = sum(w.numel for w in shared if not w.frozen)

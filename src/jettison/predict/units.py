@@ -61,11 +61,14 @@ CHECKPOINTS = frozenset(Mode) - {Mode.NONE, Mode.SELECTIVE, Mode.MODULES, Mode.A
 """Modes under which ``torch.utils.checkpoint`` saves a layer's inputs."""
 
 
-def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool] = (False, False)) -> tuple[Unit, ...]:
+def units(
+    run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool] = (False, False), *, reducing: bool = False
+) -> tuple[Unit, ...]:
     """Return the units of one chunk, in order; none of a stage without layers.
 
     Args:
         neighbours: whether the previous and the next chunk are on the same device.
+        reducing: for the last micro-batch's backward, which reduces gradients that were unsharded until then.
     """
     if not groups:
         return ()
@@ -78,7 +81,7 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
     if run.keep_logits:  # logits live through all backwards but the head's
         held = groups[-1].part.region.program.kept_bytes(groups[-1].part.held)
         made = [unit.plus(backward=0 if unit.is_loss else held) for unit in made]
-    made = with_shards(run, groups, made)
+    made = with_shards(run, groups, made, reducing=reducing)
     if run.recompute.to_host:  # NOTE [ Offloaded bytes in flight ] in `solve.problem`
         made = [
             unit.plus(resident=-moved, forward=ahead, backward=moved + ahead)
@@ -92,7 +95,11 @@ def units(run: Run, groups: Sequence[RegionGroup], neighbours: tuple[bool, bool]
 def unit_within(run: Run, groups: Sequence[RegionGroup], place: GroupPlace) -> Unit:
     """Return the unit of consecutive regions, with transients by their position in the chunk, without offloading."""
     (unit,) = _made(run, groups)
-    return _with_frozen(beside(run, unit, place, groups[0].part))
+    found = beside(run, unit, place, groups[0].part)
+    if run.syncs_last:  # whichever backward rises higher
+        reducing = beside(run, unit, place, groups[0].part, reducing=True)
+        found = replace(found, adding_peak=max(found.adding_peak, reducing.adding_peak))
+    return _with_frozen(found)
 
 
 def _regions(groups: Sequence[RegionGroup]) -> list[StageRegion]:

@@ -20,7 +20,7 @@ from jettison.predict.run_request import Resolved
 from jettison.report.ledger import ComparedLedger, LedgerReport
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes
 from jettison.report.tables import FittedTable, exact, facts, grid, span
-from jettison.spec.layout import Layout
+from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ def layout_text(layout: Layout) -> str:
     groups = f" in {layout.zero_replicas} groups" if layout.zero_replicas > 1 else ""
     wrapped = f", reshard after forward: {layout.reshard_word}" if layout.resharding_differs else ""
     wrapped += ", outer ends" if layout.fsdp_wrap_layers_only else ""
+    wrapped += ", gradients reduced in the last micro-batch" if layout.gradient_sync is GradientSync.LAST else ""
     return text + (f", ZeRO {layout.zero}{groups}{wrapped}" if layout.zero else "")
 
 

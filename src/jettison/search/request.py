@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
@@ -18,8 +18,9 @@ from jettison.spec.fp8 import Library
 from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
+from jettison.spec.layout import GradientSync
 from jettison.spec.model import ModelSpec
-from jettison.spec.precision import MUONS, Gradients
+from jettison.spec.precision import MUONS, Gradients, Precision
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored
 from jettison.spec.states_on_host import NOT_MOVED, states_on_host
@@ -93,6 +94,8 @@ class SearchRequest(CommonRequest):
             "fsdp_wrap_layers_only": self.fsdp_wrap_layers_only,
             "reshard_after_forward": self.reshard_after_forward,
             "fsdp_version": self.fsdp_version == 1,
+            "gradient_sync": self.gradient_sync == GradientSync.LAST,
+            "reduce_dtype": self.reduce_dtype,
         }
         for name, given in of_shards.items():
             if given:
@@ -180,6 +183,7 @@ class SearchRequest(CommonRequest):
             over_tensor_ranks=self._over_tensor_ranks(),
             over_replicas=self._over_replicas(template),
             over_shards=self._over_shards(),
+            sharded_precision=self._sharded_precision(template),
         )
 
     def _check_lists(self, lists: tuple[Recompute, ...], template: Run) -> None:
@@ -231,16 +235,25 @@ class SearchRequest(CommonRequest):
             gathered_inputs=over["gathered_inputs"] if "gathered_inputs" in said else None,
         )
 
-    def _over_shards(self) -> dict[str, bool]:
+    def _over_shards(self) -> dict[str, Any]:
         """Fields that the preset sets for layouts that shard parameters, unless a flag sets them."""
-        if self.like is None or any(
-            given is not None for given in (self.fsdp_wrap_layers_only, self.fsdp_version, self.zero_buckets)
-        ):
+        if self.like is None or self.zero_buckets is not None:
             return {}
-        said = rule(self.like, tp=1, zero=3)
-        fields_of = {"fsdp_wrap_layers_only": "fsdp_wrap_layers_only" in said}
-        fields_of["flat_parameters"] = said.get("fsdp_version") == 1
-        return {name: True for name, given in fields_of.items() if given}
+        said, found = rule(self.like, tp=1, zero=3), dict[str, Any]()
+        if self.gradient_sync is None and self.gradients in (None, "one-by-one"):
+            found["gradient_sync"] = GradientSync(said.get("gradient_sync", GradientSync.EACH))
+        if self.fsdp_wrap_layers_only is not None or self.fsdp_version is not None:
+            return found
+        fields_of = {
+            "fsdp_wrap_layers_only": "fsdp_wrap_layers_only" in said,
+            "flat_parameters": said.get("fsdp_version") == 1,
+        }
+        return found | {name: True for name, given in fields_of.items() if given}
+
+    def _sharded_precision(self, template: Run) -> Precision | None:
+        """Precision with the preset's dtype of reductions, where no flag has another."""
+        word = None if self.like is None else rule(self.like, tp=1, zero=3).get("reduce_dtype")
+        return None if word is None or self.reduce_dtype else template.precision.reducing_in(word)
 
     def _over_replicas(self, template: Run) -> dict[tuple[bool, int], Gradients]:
         """Gradient buffers that the preset sets by replicas and ZeRO stage, where they differ from the template's."""

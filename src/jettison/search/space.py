@@ -18,8 +18,8 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.predict.ranges import FitBudget
 from jettison.spec.kernels import ContextExchange, Kernels, Loss
-from jettison.spec.layout import Layout, Schedule, exchange_misfit, uneven_cuts
-from jettison.spec.precision import Gradients
+from jettison.spec.layout import GradientSync, Layout, Schedule, exchange_misfit, uneven_cuts
+from jettison.spec.precision import Gradients, Precision
 from jettison.spec.recompute import MOST, Mode, Recompute
 from jettison.spec.run import COMPILED_MODES, Run, recipe_misfit
 from jettison.spec.tuning import Upcast
@@ -37,7 +37,7 @@ PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUT
 
 
 _FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers", "buckets")
-_OF_FULL_SHARDS: Final = ("reshard", "fsdp_wrap_layers_only", "flat_parameters", "reshard_ranks")
+_OF_FULL_SHARDS: Final = ("reshard", "fsdp_wrap_layers_only", "flat_parameters", "reshard_ranks", "gradient_sync")
 """Fields of the template's layout that every candidate has, and those of candidates under ZeRO 3."""
 
 
@@ -95,7 +95,7 @@ class Setup:
     """Layout, and the division of one data-parallel rank's batch.
 
     Args:
-        loss, gradients: of this layout; None: the template's.
+        loss, gradients, precision: of this layout; None: the template's.
     """
 
     layout: Layout
@@ -103,6 +103,7 @@ class Setup:
     micro_batches: int
     loss: Loss | None = None
     gradients: Gradients | None = None
+    precision: Precision | None = None
 
     @property
     def flags(self) -> str:
@@ -187,6 +188,7 @@ def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -
         kernels=template.kernels if setup.loss is None else _with_loss(template.kernels, setup.loss),
         layout=layout,
         gradients=setup.gradients or template.gradients,
+        precision=setup.precision or template.precision,
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
         recompute=recompute or Recompute(),
@@ -208,6 +210,7 @@ class Space:
         node: devices of a node.
         over_tensor_ranks: settings of layouts with tp above 1 that replace the template's.
         over_shards: fields of layouts without a pipeline that shard parameters, which replace the template's.
+        sharded_precision: precision under ZeRO 3; None: the template's.
         over_replicas: gradient buffers that replace the template's, by (several replicas?, ZeRO stage).
 
     Raises:
@@ -221,7 +224,8 @@ class Space:
     axes: Axes = field(default_factory=Axes)
     over_tensor_ranks: OverTensorRanks = OverTensorRanks()
     over_replicas: Mapping[tuple[bool, int], Gradients] = field(default_factory=dict)
-    over_shards: Mapping[str, bool] = field(default_factory=dict)
+    over_shards: Mapping[str, Any] = field(default_factory=dict)
+    sharded_precision: Precision | None = None
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
@@ -322,7 +326,15 @@ class Space:
                     continue
                 loss = self.over_tensor_ranks.loss if layout.tp > 1 else None
                 gradients = self.over_replicas.get((layout.dp > 1, layout.zero))
-                yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count, loss=loss, gradients=gradients)
+                precision = self.sharded_precision if layout.zero == 3 else None
+                yield Setup(
+                    layout=layout,
+                    micro_batch=micro_batch,
+                    micro_batches=count,
+                    loss=loss,
+                    gradients=gradients,
+                    precision=precision,
+                )
             if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 
@@ -348,6 +360,8 @@ class Space:
             for ep in self._expert_ranks(dp * cp):
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
                     grouped = {**of_template, **(self.over_shards if pp == ep == 1 else {})}
+                    when = self.over_shards.get("gradient_sync", own.gradient_sync)
+                    grouped["gradient_sync"] = when if pp == 1 else GradientSync.EACH
                     for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # one rank shards nothing
                         try:
                             layout = Layout(

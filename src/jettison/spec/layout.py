@@ -109,6 +109,13 @@ def _elements(word: str) -> int:
     return int(float(word)) if re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE]\+?\d{1,2})?", word) else -1
 
 
+class GradientSync(StrEnum):
+    """With zero 3, micro-batches that reduce-scatter gradients, which are unsharded until then."""
+
+    EACH = "each"  # all
+    LAST = "last"  # the last one of a step: FSDP1's ``no_sync``, ``set_requires_gradient_sync(False)`` of FSDP2
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the mesh axes, pipeline schedule and sharding.
@@ -132,6 +139,8 @@ class Layout:
         further: layers for multi-token prediction (MTP), all of them on the last stage in addition to its own.
         reshard: with zero 3, FSDP's ``reshard_after_forward``.
         reshard_ranks: with zero 3, ranks that parameters are sharded over between forward and backward; 0: all.
+        gradient_sync: with zero 3, micro-batches that reduce gradients; stages with ``stage_buffers`` reduce after the
+            last backward.
         flat_parameters: with zero 3, FSDP1's flat parameters instead of FSDP2's groups.
         fsdp_wrap_layers_only: with zero 3, embedding, final norm and head belong to FSDP2's root group.
         buckets: DeepSpeed ZeRO 3 by module, with these sizes; None: by groups, as FSDP.
@@ -160,6 +169,7 @@ class Layout:
     stage_buffers: bool = False
     reshard: Reshard = Reshard.ALWAYS
     reshard_ranks: int = 0
+    gradient_sync: GradientSync = GradientSync.EACH
     fsdp_wrap_layers_only: bool = False
     flat_parameters: bool = False
     buckets: ZeroBuckets | None = None
@@ -220,6 +230,7 @@ class Layout:
         flags = {
             f"--reshard-after-forward {self.reshard_word}": self.resharding_differs,
             "--fsdp-wrap-layers-only": self.fsdp_wrap_layers_only,
+            f"--gradient-sync {self.gradient_sync}": self.gradient_sync is GradientSync.LAST,
             "--fsdp-version 1": self.flat_parameters,
         }
         for flag, given in flags.items():
@@ -230,14 +241,20 @@ class Layout:
                 f"got the schedule {self.schedule} with --stage-buffers and --zero 3; torch's split backward misses "
                 "gradients of parameters that backward all-gathers: give --reshard-after-forward never, or --zero 2"
             )
-        if self.buckets is not None and (self.fsdp_wrap_layers_only or self.flat_parameters or self.resharding_differs):
+        of_fsdp = self.fsdp_wrap_layers_only or self.flat_parameters or self.resharding_differs
+        if self.buckets is not None and (of_fsdp or self.gradient_sync is GradientSync.LAST):
             raise UsageError(
                 "got --zero-buckets, of which parameters are gathered module by module, with --fsdp-wrap-layers-only, "
-                "--fsdp-version or --reshard-after-forward, which are FSDP's; give one of the two"
+                "--fsdp-version, --reshard-after-forward or --gradient-sync, which are FSDP's; give one of the two"
             )
         if self.fsdp_wrap_layers_only and self.pp > 1:
             raise UsageError(
                 f"got --fsdp-wrap-layers-only and --pp {self.pp}; in a pipeline embedding and head have FSDP groups"
+            )
+        if self.gradient_sync is GradientSync.LAST and self.pp > 1 and not self.stage_buffers:
+            raise UsageError(
+                f"got --gradient-sync last with --pp {self.pp}; torch's stages reduce gradients once in any case: "
+                "give --stage-buffers"
             )
         if self.flat_parameters and (self.pp > 1 or self.ep > 1 or self.resharding_differs):
             raise UsageError(
@@ -257,7 +274,13 @@ class Layout:
         if zero == 3:
             return replace(self, zero=zero)
         return replace(
-            self, zero=zero, reshard=Reshard.ALWAYS, reshard_ranks=0, fsdp_wrap_layers_only=False, flat_parameters=False
+            self,
+            zero=zero,
+            reshard=Reshard.ALWAYS,
+            reshard_ranks=0,
+            gradient_sync=GradientSync.EACH,
+            fsdp_wrap_layers_only=False,
+            flat_parameters=False,
         )
 
     def places(self, index: int) -> tuple[int, ...]:
@@ -293,13 +316,9 @@ class Layout:
         """Is a gradient freed when its bucket has it, and are shards of it what stays?"""
         return self.by_module and self.zero > 1
 
-    def brings_whole_gradients(self, *, widened: bool) -> bool:
-        """Whether backward allocates unsharded gradients in addition to those kept: shards, or ``widened`` ones."""
-        return self.shards_parameters and (widened or not self.keeps_whole_gradients)
-
     @property
-    def keeps_whole_gradients(self) -> bool:
-        """Whether gradients stay unsharded until a stage's last backward: NOTE [ What FSDP2 holds ]
+    def reduces_chunks(self) -> bool:
+        """Whether gradients are unsharded until a stage's last backward is over: NOTE [ Unsharded gradients ]
         in `predict.fsdp2`.
         """
         return self.stage_buffers and self.pp > 1 and self.shards_parameters
@@ -311,7 +330,7 @@ class Layout:
         ``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync``:
         ``set_reshard_after_backward(False)``.
         """
-        return self.keeps_whole_gradients and self.resharded
+        return self.reduces_chunks and self.resharded
 
     @property
     def resharding_differs(self) -> bool:

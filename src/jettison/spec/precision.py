@@ -47,6 +47,7 @@ class Precision:
         apart: the accumulator is permanent, and gradients are freed once added to it: `Gradients.ADDED`.
         optimizer_gradient: dtype of the optimizer's copy of gradients for its masters, which is kept until gradients
             are freed for the next step; None: no copy.
+        reduced: FSDP's ``reduce_dtype``; None: that of gradients.
         recipe: quantization of GEMMs; None: unknown, and quantized copies of weights and scales are not counted.
         casts: dtype of matmuls whose operands are cast, where other ops run in ``compute``: `under_autocast`.
     """
@@ -60,9 +61,22 @@ class Precision:
     product: str | None = None  # of quantized GEMM inputs
     moment: str | None = None  # of the optimizer's moments; None: that of the weights it updates
     optimizer_gradient: str | None = None
+    reduced: str | None = None
     recipe: Fp8Recipe | None = None
     casts: str | None = None
     apart: bool = False
+
+    @property
+    def reduce_dtype(self) -> str:
+        """Dtype in which gradients are reduced."""
+        return self.reduced or self.gradient
+
+    def reducing_in(self, word: str) -> Precision:
+        """The same with gradients that FSDP reduces in fp32, bf16 or the dtype of ``compute``."""
+        dtypes = {"fp32": "float32", "bf16": "bfloat16", "compute": self.compute}
+        if word not in dtypes:
+            raise UsageError(f"got --reduce-dtype {word!r}; expected fp32, bf16 or compute")
+        return self if dtypes[word] == self.gradient else replace(self, reduced=dtypes[word])
 
     @property
     def words(self) -> str:

@@ -13,7 +13,7 @@ from jettison.core.objects import summary
 from jettison.spec.anchor import RunAnchor
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.kernels import WORKSPACES, ContextExchange, Device, Documents, Kernels, Loss, Scans, Workspaces
-from jettison.spec.layout import Layout, exchange_misfit
+from jettison.spec.layout import GradientSync, Layout, exchange_misfit
 from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, ModelSpec, Moe, Pooling, SelectiveScan
 from jettison.spec.precision import (
     MUONS,
@@ -140,16 +140,29 @@ class Run:
     def gradient_rule(self) -> GradientRule:
         """Dtypes of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
-        whole = self.precision.gradient != self.precision.compute and self.gradients_come_whole
+        whole = self.precision.gradient != self.precision.compute and self.gathers_parameters
         return gradient_rule(self.precision, self.adding, updates, whole=whole, reentrant=self.recompute.reentrant)
 
     @property
     def gradients_come_whole(self) -> bool:
-        """Whether each backward allocates unsharded gradients in the dtype of matmuls, and shards of them are kept."""
-        widened = self.precision.gradient != self.precision.compute
-        if self.states_on_host.moves_parameters:
-            return True
-        return self.layout.brings_whole_gradients(widened=widened)
+        """Whether each backward allocates unsharded gradients in the dtype of compute, beside those kept before it.
+
+        Those are shards, or unsharded in another dtype or in a flat parameter's gradient.
+        """
+        if not self.gathers_parameters or not self.keeps_unsharded_gradients:
+            return self.gathers_parameters
+        return self.layout.flat_parameters or self.precision.reduce_dtype != self.precision.compute
+
+    @property
+    def syncs_last(self) -> bool:
+        """Whether only the last micro-batch of a step reduces gradients, which are unsharded until then."""
+        once = self.layout.gradient_sync is GradientSync.LAST and self.micro_batches > 1 and self.layout.pp == 1
+        return once and self.layout.shards_parameters
+
+    @cached_property
+    def keeps_unsharded_gradients(self) -> bool:
+        """Whether gradients are unsharded between backwards: NOTE [ Unsharded gradients ] in `predict.fsdp2`."""
+        return self.layout.reduces_chunks or self.syncs_last
 
     @property
     def gathers_parameters(self) -> bool:
@@ -256,6 +269,17 @@ def check_run(run: Run) -> None:
     for frozen in run.frozen:
         for why in _frozen(run, frozen):
             raise UsageError(why)
+
+
+def _syncs(run: Run) -> Iterator[str]:
+    """FSDP reduces the gradients of autograd."""
+    if run.precision.reduced is not None and run.layout.zero != 3:
+        yield f"got --reduce-dtype and --zero {run.layout.zero}; it goes with --zero 3"
+    if run.layout.gradient_sync is GradientSync.LAST and run.gradients is not Gradients.ONE_BY_ONE:
+        yield (
+            f"got --gradient-sync {run.layout.gradient_sync} with gradients {run.gradients}; FSDP keeps those that "
+            "backward makes: give --gradients one-by-one"
+        )
 
 
 def _sizes(run: Run) -> Iterator[str]:
@@ -553,6 +577,7 @@ def _host(run: Run) -> Iterator[str]:
 
 _RULES: Final = (
     _sizes,
+    _syncs,
     _pairs,
     _packed,
     _source,

@@ -12,7 +12,7 @@ from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import say_unsharded
+from jettison.frameworks.trainer_keys import reduces_last
 
 _MODELS: Final = (
     "model.pretrained_model_name_or_path",
@@ -62,7 +62,9 @@ def read(keys: Keys) -> None:
     _products(keys)
     deferred = "distributed.defer_fsdp_grad_sync"
     if keys.field("pp", 1) == 1:  # components/distributed/utils.py, get_sync_ctx
-        say_unsharded(keys, synced=deferred in keys.values and not keys.on(deferred))
+        reduces_last(
+            keys, synced=deferred in keys.values and not keys.on(deferred), remedy="defer_fsdp_grad_sync: false"
+        )
 
 
 def _layout(keys: Keys) -> None:

@@ -10,7 +10,7 @@ import re
 from typing import Any, Final
 
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import zero_buckets
+from jettison.frameworks.trainer_keys import reduces_last, zero_buckets
 
 _STRATEGY: Final = "trainer.strategy"
 _ARGUMENTS: Final = f"{_STRATEGY}.init_args"
@@ -110,6 +110,8 @@ def _fsdp(keys: Keys, key: str) -> None:
             keys.give("zero_replicas", nodes, f"{_ARGUMENTS}.sharding_strategy")
     else:
         keys.refuse(f"{_ARGUMENTS}.sharding_strategy", "expected FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD")
+    # strategies/parallel.py, ``block_backward_sync``: FSDP1 satisfies its protocol of DistributedDataParallel
+    reduces_last(keys, remedy="a strategy whose block_backward_sync does nothing")
     wrapped, kept = f"{_ARGUMENTS}.auto_wrap_policy", ("activation_checkpointing_policy", "activation_checkpointing")
     if keys.has(wrapped):
         keys.read(wrapped, why="a unit per layer")

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import say_unsharded
+from jettison.frameworks.trainer_keys import reduces_last
 
 _SIZES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -78,7 +78,10 @@ def read(keys: Keys) -> None:
         nodes = keys.whole("num_nodes", 1) or 1
         if not tuned and nodes > 1:
             keys.give("zero_replicas", nodes, "num_nodes")
-        say_unsharded(keys)  # finetune/full.py and pretrain.py, fabric.no_backward_sync
+        if not adapted:  # fabric/plugins/precision/fsdp.py, ``mixed_precision_config``
+            keys.give("reduce_dtype", "compute")
+        # finetune/full.py and pretrain.py, ``fabric.no_backward_sync``
+        reduces_last(keys, remedy="a loop without no_backward_sync", preset=False)
 
 
 @cache
