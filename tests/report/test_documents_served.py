@@ -141,7 +141,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("plan", {**PLAN, "tp": True}, "tp: "),
     ("plan", {**PLAN, "tp": 2**41}, "tp: "),
     ("plan", {**PLAN, "tp": 7}, "7"),
-    ("plan", {**PLAN, "state": "/tmp/x"}, "state: not known; expected some of accumulation, adapters, "),
+    ("plan", {**PLAN, "state": "/tmp/x"}, "state: not known; expected some of accumulation, adapter_dtype, "),
     ("plan", {**PLAN, "stage_layers": "t" * 201}, "stage_layers: "),
     ("plan", {**PLAN, "id": "short"}, "id: expected 8 to 64 letters"),
     ("ledger", {"model": "gpt2", "compare": "/etc/passwd"}, "compare: not known"),

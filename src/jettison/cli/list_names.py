@@ -126,7 +126,7 @@ def _precision(one: Precision) -> dict[str, Any]:
         "accumulator": one.accumulator,
         "master": one.master,
         "moments": one.moment,
-        "products": one.product,
+        **dict.fromkeys(("gemms", "products"), one.product),
     }
 
 

@@ -338,7 +338,7 @@ def calibration_document(found: Calibration) -> dict[str, Any]:
     return {
         "schema": "jettison.calibration/1",
         "hardware": asdict(found.hardware),
-        "took_seconds": found.took_seconds,
-        "products": compared,
+        **dict.fromkeys(("elapsed_seconds", "took_seconds"), found.took_seconds),
+        **dict.fromkeys(("gemms", "products"), compared),
         "request": None,
     }

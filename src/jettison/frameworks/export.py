@@ -76,7 +76,14 @@ class Exported:
             "notes": list(self.notes),
             "warnings": list(subject.left_out),
             "cost": {"plan": asdict(self.plan_cost), "exported": asdict(self.cost)},
-            "alternatives": [{"words": one.words, **asdict(one.cost)} for one in self.alternatives],
+            "alternatives": [
+                {
+                    **dict.fromkeys(("settings", "words"), one.words),
+                    **asdict(one.cost),
+                    "activation_bytes": one.cost.held_bytes,
+                }
+                for one in self.alternatives
+            ],
             "hardware": subject.hardware.name,
             "layers": [
                 {

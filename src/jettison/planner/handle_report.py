@@ -39,7 +39,7 @@ class HandleReport(Sequence[RegionReport]):
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.applied/1``: every region with its saved tensors."""
-        return {"schema": SCHEMA, "regions": [asdict(region) for region in self.regions]}
+        return {"schema": SCHEMA, "regions": [asdict(one) | {"policy": one.word} for one in self.regions]}
 
     def __repr__(self) -> str:
         return str(self)

@@ -159,7 +159,7 @@ class LedgerReport:
                 "AllowanceBytes",
                 **{f"{name}_bytes": end - self.peak_bytes for name, end in found.device.whole().items()},
             ),
-            host_states=self.host_states and asdict(self.host_states),
+            offloaded_optimizer=self.host_states and asdict(self.host_states),
             budget_bytes=limit and limit.nbytes,
             fits=None if limit is None else self.fits,
             gpu=(limit and limit.gpu) or None,

@@ -206,7 +206,7 @@ class ForecastPlan:
             layers=[layer | dict.fromkeys(_LIVE) for layer in layers],
             segments=segments,
             offload=found.run.recompute.offload,
-            whole_micro_batches=found.run.recompute.whole,
+            micro_batches_without_recompute=found.run.recompute.whole,
             hardware=choice.hardware.name,
             stages=[
                 part("PlanStage", stage, stage=stage.index, peak_bytes=stage.peak.nbytes) for stage in found.stages

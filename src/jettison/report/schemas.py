@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from typing_extensions import TypedDict
 
@@ -82,8 +82,20 @@ def _types(name: str) -> dict[str, str]:
         if key == "_fields":  # of a dataclass
             module, _, owner = kind.rpartition(".")
             found |= {one.name: str(one.type) for one in fields(getattr(import_module(module), owner))}
-        elif key != "_says":
+        elif key not in ("_says", "_former"):
             found[key] = kind
+    former = _former(name)
+    return {
+        name: kind
+        for key, kind in found.items()
+        for name, kind in ((key, kind), (former.get(key, ""), f"Annotated[{kind}, Field(deprecated=True)]"))
+        if name
+    }
+
+
+def _former(name: str) -> dict[str, str]:
+    """Former names of a document's or part's renamed keys, by key."""
+    found: dict[str, str] = _file()[name].get("_former", {})
     return found
 
 
@@ -104,7 +116,8 @@ def part(name: str, source: object = None, /, **stated: Any) -> dict[str, Any]:
     """
     keys = keys_of(name)
     assert stated.keys() <= set(keys), (name, stated.keys() - set(keys))
-    return {key: stated[key] if key in stated else getattr(source, key, None) for key in keys}
+    found = {key: stated[key] if key in stated else getattr(source, key, None) for key in keys}
+    return found | {former: found[key] for key, former in _former(name).items()}
 
 
 def document(schema: str, source: object = None, /, **stated: Any) -> dict[str, Any]:
@@ -114,21 +127,29 @@ def document(schema: str, source: object = None, /, **stated: Any) -> dict[str, 
 
 def shaped(found: Mapping[str, Any]) -> dict[str, Any]:
     """The same document with all keys of its schema: those that it lacks are null."""
-    keys = keys_of(found["schema"])
-    return {**dict.fromkeys(keys), **found}
+    keys, former = keys_of(found["schema"]), _former(found["schema"])
+    return {**dict.fromkeys(keys), **found, **{old: found[key] for key, old in former.items() if key in found}}
 
 
 @cache
 def _shapes() -> dict[str, Any]:
     """Every document and part as a type, with the dataclasses that are parts of them."""
+    from pydantic import Field
+
     tables = dict(_file())
-    space: dict[str, Any] = {"Any": Any, "Literal": Literal, "Request": dict[str, Any]}
+    space: dict[str, Any] = {
+        "Annotated": Annotated,
+        "Any": Any,
+        "Field": Field,
+        "Literal": Literal,
+        "Request": dict[str, Any],
+    }
     for module, names in tables.pop("_imports").items():
         space |= {name: getattr(import_module(module), name) for name in names}
     for name, table in tables.items():
-        hints = get_type_hints(type(name, (), {"__annotations__": _types(name)}), space)
+        hints = get_type_hints(type(name, (), {"__annotations__": _types(name)}), space, include_extras=True)
         made: Any = TypedDict(name, hints)  # type: ignore[misc]
-        made.__doc__ = table.get("_says")
+        made.__doc__, made.__module__ = table.get("_says"), "jettison.report.schemas"  # also when run as a script
         space[name] = made
     return space
 

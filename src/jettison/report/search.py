@@ -121,12 +121,12 @@ class SearchReport:
             warnings=list(self.warnings),
             feasible=True,
             closest=None if answer.closest is None else self._candidate(answer.closest),
-            lacks_bytes=answer.closest and answer.closest.lacks,
-            sureness=asdict(sure),
+            over_budget_bytes=answer.closest and answer.closest.lacks,
+            prediction_error=asdict(sure),
             trainings=[one.document() for one in self.trainings] or None,
             candidates=[self._candidate(found) for found in answer.ranked],
-            front=[self._candidate(found) for found in answer.front],
-            front_reach=REACH,
+            pareto_front=[self._candidate(found) for found in answer.front],
+            pareto_front_slowdown=REACH,
             runner_up=[self._loss(found) for found in rivals(answer)],
             without_recompute=self._candidate(answer.plain),
             more_memory=self._more(answer.more_memory),
@@ -152,10 +152,10 @@ class SearchReport:
             flags=rival.candidate.flags,
             lost_seconds=rival.seconds.step - best.seconds.step,
             more=parts,
-            words=_difference(best, rival),
+            summary=_difference(best, rival),
             more_allocated_bytes=rival.needed_bytes - best.needed_bytes,
             more_device_bytes=round(theirs.device.expected - ours.device.expected),
-            memory_words=self._memory(rival),
+            memory_summary=self._memory(rival),
         )
 
     def _memory(self, rival: Evaluated) -> str:
@@ -231,7 +231,7 @@ def nothing_document(
         feasible=False,
         candidates=[],
         closest=_candidate(error.closest, None, ranges, verdict),
-        lacks_bytes=error.closest.lacks,
+        over_budget_bytes=error.closest.lacks,
     )
 
 
@@ -445,7 +445,7 @@ def _candidate(found: Evaluated, sure: Residual | None, ranges: RunFigures, verd
         recompute=str(recompute),
         offload=recompute.offload,
         offload_modules=list(recompute.sent),
-        whole_micro_batches=counted.whole if recompute.whole else None,
+        micro_batches_without_recompute=counted.whole if recompute.whole else None,
         budget_bytes=found.candidate.budgets[0].nbytes if chosen else None,
         fit_rule=found.candidate.budgets[0].rule if chosen else None,
         stages=list(counted.policies) if chosen else None,

@@ -29,8 +29,9 @@ SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
 KEYS = (
     "schema", "made_from", "feasible", "model", "budget_bytes", "minimum_budget_bytes", "reason", "predicted",
     "figures", "verdict", "fit_rule", "peak_roles", "solver", "layers", "root", "segments", "torch_version",
-    "gradients_held", "chunked_loss", "offload", "host_budget_bytes", "whole_micro_batches", "hardware", "stages",
-    "reasons", "warnings", "what_if", "tensors", "levels", "made_by", "request", "environment", "hash", "from",
+    "gradients_preallocated", "gradients_held", "chunked_loss", "offload", "host_budget_bytes",
+    "micro_batches_without_recompute", "whole_micro_batches", "hardware", "stages", "reasons", "warnings", "what_if",
+    "tensors", "levels", "made_by", "request", "environment", "hash", "from",
 )  # fmt: skip
 """Keys of the document, for plans of live models and of described runs (`report.plan`); each has its own nulls."""
 ROOT_LAYER = ""
@@ -219,6 +220,7 @@ class Plan:
         for entry in (*fields["layers"], fields["root"]):
             entry["stage"] = None
         fields["predicted"]["stalled_seconds"] = None
+        fields["gradients_preallocated"] = self.gradients_held
         known = {"schema": SCHEMA, "made_from": "trace", "feasible": True, **fields, "hash": self.hash}
         return {key: known.get(key) for key in KEYS}
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic import Field as Bounds
 
 from jettison.core.errors import UsageError
+from jettison.core.objects import renamed
 from jettison.core.parse_units import Length
 from jettison.core.process import cores
 from jettison.families.presets import PRESETS
@@ -195,7 +196,7 @@ def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQu
         raise _refused("config: expected the object that a config.json holds")
     if model is not None and not (isinstance(model, str) and model in PRESETS):
         raise _refused(f"model: expected one of {', '.join(PRESETS)}; a file's content goes into config")
-    checked = _checked(form, values)
+    checked = _checked(form, renamed(form.request, values))
     own = {one.name for one in form.flag_fields()}
     gpu = checked.get("gpu")
     if gpu is not None and gpu not in hardware_names():

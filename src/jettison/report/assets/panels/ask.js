@@ -218,7 +218,7 @@
     },
     estimate(found) {
       return [
-        facts([["step", seconds(found.step_seconds)], ["range", range(found.step_range_seconds, found.sureness)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu)], ["MFU, HFU", `${percent(found.mfu)}, ${percent(found.hfu)}`],
+        facts([["step", seconds(found.step_seconds)], ["range", range(found.step_range_seconds, found.prediction_error)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu)], ["MFU, HFU", `${percent(found.mfu)}, ${percent(found.hfu)}`],
           ["peak", J.format.exact(found.peak_bytes)], ...expected(found.figures), ["fits", `${found.verdict === "fits" ? "yes" : found.verdict}: ${bytes(found.available_bytes)} are left for tensors`]]),
         table("Where the time goes", ["part", asSeconds("time"), { label: "share", format: percent }],
           Object.entries(found.breakdown).map(([name, time]) => [name.replace("_seconds", ""), time, time / found.step_seconds])),
@@ -237,9 +237,9 @@
       const row = (c) => [c.step_seconds, c.mfu, c.peak_bytes, c.verdict === "fits" ? "yes" : c.verdict, c.flags]; // numbers first: flags are wider than a phone
       const flags = (text) => J.el("code", { style: "white-space: nowrap" }, text); // a hyphen is no place to break
       const columns = [asSeconds("step"), { label: "MFU", format: percent }, asBytes("allocated"), "fits", { label: "layout, batch and recompute", format: flags }];
-      if (!found.feasible) return [facts([["fits", "nothing does"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.lacks_bytes)]])];
+      if (!found.feasible) return [facts([["fits", "nothing does"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.over_budget_bytes)]])];
       return [
-        facts([["range of the fastest", range(found.candidates[0].step_range_seconds, found.sureness)]]),
+        facts([["range of the fastest", range(found.candidates[0].step_range_seconds, found.prediction_error)]]),
         table("The fastest", columns, found.candidates.map(row)),
         J.el("ul", {}, found.explanation.map((sentence) => J.el("li", {}, J.words(sentence)))),
         table("Less memory costs time", columns, found.front.map(row)),
