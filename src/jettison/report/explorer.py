@@ -46,7 +46,7 @@ def _own(name: str, build: Builder) -> Panel:
 
 PANELS: Final[tuple[Panel, ...]] = (
     Panel(
-        name="will_it_fit",
+        name="will-it-fit",
         script="panels/will_it_fit.js",
         data={"will-it-fit": will_it_fit_data},
         needs=("kit/ledger.js", "kit/step_bytes.js"),
