@@ -79,6 +79,11 @@ def test_a_plan_is_asked_for_and_shown(open_page: Open, server: Served) -> None:
         ),
         ("ledger", {"pp": 2, "zero": 0}, ["peak of a step", "micro-batches in flight", "layers.0 to 23"]),
         (
+            "ledger",
+            {"tp": 8, "micro_batch": 8, "gpu": "a100-80gb", "fit": "on"},
+            ["largest micro-batch", "surely fits", "Settings with which it fits, the fastest first", "--recompute"],
+        ),
+        (
             "search",
             {"model": "gpt2", "gpu": "a100-80gb", "gpus": 1, "global_batch": 1},
             ["The fastest", "Less memory costs time", "--tp 1"],

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS
-from jettison.predict.allowance import available_bytes
-from jettison.predict.auto_recompute import AutoForecast, choose_with_whole
+from jettison.predict.allowance import Limit, available_bytes
+from jettison.predict.auto_recompute import AutoForecast, choose_within
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
@@ -107,7 +107,8 @@ def answered(run: Run, hardware: Hardware) -> tuple[Forecast, Estimate]:
     """
     if run.recompute.mode is not Mode.AUTO:
         return forecast(run), estimate(run, hardware)
-    return planned(choose_with_whole(run, available_bytes(hardware, run), hardware))
+    limit = Limit(nbytes=available_bytes(hardware, run), device_bytes=hardware.usable_bytes)
+    return planned(choose_within(run, limit, hardware))
 
 
 def planned(choice: AutoForecast) -> tuple[Forecast, Estimate]:

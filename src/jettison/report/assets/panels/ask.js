@@ -26,6 +26,7 @@
     number("dp", "Data parallel", LAYOUT, { least: 1 }),
     number("zero", "ZeRO", LAYOUT, { least: 0, most: 3 }),
     { key: "recompute", label: "Recompute", of: ["estimate", "ledger"], kind: "select", options: ["", "none", "selective", "selective-op", "full", "auto"] },
+    { key: "fit", label: "What would fit", of: ["ledger"], kind: "select", options: ["", "on"] },
   ];
   const WORDS = { plan: "What to keep under a budget (plan)", estimate: "How long a step takes (estimate)", ledger: "What a step needs (ledger)", search: "The fastest layout (search)" };
 
@@ -91,7 +92,7 @@
     for (const { key, kind, of, input } of fields) {
       const value = input.value.trim();
       if (!of.includes(verb.input.value) || value === "") continue;
-      found[key] = key === "sp" ? value === "on" : kind === "number" ? Number(value) : value;
+      found[key] = key === "sp" || key === "fit" ? value === "on" : kind === "number" ? Number(value) : value;
     }
     return found;
   }
@@ -204,6 +205,20 @@
 
   const asBytes = (label) => ({ label, format: bytes }), asSeconds = (label) => ({ label, format: seconds });
 
+  // what would fit: the edge of each size, and settings with their cost
+  const RULES = { surely: "surely fits", expected: "is expected to fit", may: "may fit", budget: "fits" };
+  function fitting({ micro_batch, seq, tp, zero, changes }) {
+    const edges = Object.entries({ "largest micro-batch": micro_batch, "longest sequence": seq, "smallest --tp": tp, "smallest --zero": zero });
+    const more = (share) => (share === null ? "" : `${share < 0 ? "−" : "+"}${percent(Math.abs(share))}`);
+    const settings = changes.map((c) => [c.flags, c.peak_bytes, c.step_seconds ?? "", more(c.added_fraction), RULES[c.rule]]);
+    const step = { label: "a step", format: (found) => (found === "" ? "" : seconds(found)) };
+    return [
+      table("What fits, one thing changed at a time", ["change", "fits", "may fit", "how surely"],
+        edges.map(([name, { value, may, rule }]) => [name, value ?? "none", may ?? value ?? "none", value === null ? "" : RULES[rule]])),
+      ...(changes.length ? [table("Settings with which it fits, the fastest first", ["change", asBytes("peak"), step, "of a step", "how surely"], settings)] : []),
+    ];
+  }
+
   const TABLES = {
     plan(found) {
       const budget = `${bytes(found.budget_bytes)} (${found.budget_bytes}B)`, least = `${bytes(found.minimum_budget_bytes)} (${found.minimum_budget_bytes}B)`;
@@ -231,6 +246,7 @@
           found.stages.map((s) => [s.stage, s.in_flight, s.activation_bytes, s.parameter_bytes, s.gradient_bytes, s.optimizer_bytes, s.peak_bytes])),
         table("Saved for backward, by one micro-batch on one rank", ["layers", "count", "stage", "policy", "tensors", asBytes("bytes")],
           merged(found.layers, ["stage", "policy", "tensors", "bytes"])),
+        ...(found.fit ? fitting(found.fit) : []),
       ];
     },
     search(found) {
