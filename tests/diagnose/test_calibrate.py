@@ -325,7 +325,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_threa
     assert h.synchronous
     assert h.memory_bytes_per_second is not None
     assert 1e7 < h.memory_bytes_per_second < 1e13
-    assert any("float32 product" in text for text in said)
+    assert any("float32 matmul" in text for text in said)
     (tmp_path / "m.toml").write_text(hardware_toml(found), encoding="utf-8")
     assert hardware(tmp_path / "m.toml").name == h.name
 

@@ -1,4 +1,4 @@
-"""Advice when memory ran out: by cause, device (`devices.toml`) and trainer (`trainers.toml`), from `advice.toml`."""
+"""Advice after an out-of-memory error: by cause, device (`devices.toml`) and trainer (`trainers.toml`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jettison.diagnose.finding import Change, change, changes, table
 from jettison.diagnose.frames import speaks_of_logits
 
 HEADROOM: Final = 0.9
-"""Share of a device whose memory is exceeded: the rest is for the context, whose size the source does not tell."""
+"""Share of a device for tensors if the source has no size of its context."""
 _TRITON: Final = ("cuda", "hip", "xpu")
 _NO_STEP: Final = {StepPhase.PARAMETERS: "loading", StepPhase.SAVING: "saving"}
-"""Phases in which nothing of activations helps, and the section of what does."""
+"""Phases in which fewer activations do not help, and the section of changes that do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTools:
-    """Tools and settings of one type of device, as `devices.toml` says; "" where there is none."""
+    """Tools and settings of one type of device, from `devices.toml`; "": none."""
 
     name: str
     processes: str = ""
@@ -37,14 +37,14 @@ class DeviceTools:
 
 
 def device_of(name: str) -> DeviceTools:
-    """Return a type of device; one without tools where it is not known."""
+    """Return a type of device; one without tools if it is unknown."""
     known = table("devices").get(name)
     return DeviceTools(**(known or {"name": name.upper(), "allocated": "torch.accelerator.memory_allocated()"}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Settings of one training framework, as `trainers.toml` says; "" where it has none."""
+    """Settings of one training framework, from `trainers.toml`; "": none."""
 
     name: str = ""
     paths: tuple[str, ...] = ()
@@ -58,19 +58,19 @@ class Trainer:
     serves: bool = False
 
     def change(self, setting: str, **values: str) -> tuple[Change, ...]:
-        """Advise a setting, where it has it."""
+        """Yield the change of a setting, if it has one."""
         line = getattr(self, setting)
         return (change(f"trainer.{setting}", line=line, trainer=self.name, **values),) if line else ()
 
 
 @cache
 def trainers() -> dict[str, Trainer]:
-    """Return all of them by name."""
+    """Return all trainers by name."""
     return {name: Trainer(name=name, **row) for name, row in table("trainers").items()}
 
 
 def trainer_of(files: Sequence[str]) -> str:
-    """Return the name of the framework in whose loop a traceback is; "" where it is the user's own."""
+    """Return the name of the framework of a traceback's training loop; "": the user's own loop."""
     return next((one.name for one in trainers().values() if _runs(one, files)), "")
 
 
@@ -90,17 +90,17 @@ def _runs(trainer: Trainer, files: Sequence[str]) -> bool:
 
 
 def _trainer(facts: MemoryFacts) -> Trainer:
-    """Return the framework whose loop it is; one without settings where it is the user's own."""
+    """Return the framework of the training loop; one without settings for the user's own loop."""
     return trainers().get(facts.trainer, Trainer())
 
 
 def _tool(name: str, line: str) -> tuple[Change, ...]:
-    """Advise a device's tool, where it has it."""
+    """Yield the change with a device's tool, if it has one."""
     return (change(name, line=line),) if line else ()
 
 
 def against_leak(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Let go of what a step makes."""
+    """Free tensors of a step."""
     first = facts.survivors[0] if facts.survivors else None
     where = first.module if first else "what a step adds to a list, a dictionary or an attribute"
     of_graph = first is None or first.role in ("forward", "unknown", "recompute")
@@ -110,7 +110,7 @@ def against_leak(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def record(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Record the next run, so that the cause can be told."""
+    """Record the next run, to find the cause."""
     device = device_of(facts.device)
     if device.checkpoint:
         return ()
@@ -120,7 +120,7 @@ def record(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def against_fragmentation(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Let pieces join."""
+    """Reduce fragmentation."""
     device = device_of(facts.device)
     if device.expandable and not facts.expandable:
         later = "; PYTORCH_ALLOC_CONF from torch 2.10 on" if facts.device == "cuda" else ""
@@ -131,7 +131,7 @@ def against_fragmentation(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def against_others(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Find who holds the device, or take another."""
+    """Find processes that use the device, or use another one."""
     device = device_of(facts.device)
     found = (*_tool("others.processes", device.processes), *_tool("others.choose", device.choose))
     most = (facts.allocated_bytes or 0) > (facts.total_bytes or 0) / 2 and facts.phase not in _NO_STEP
@@ -139,7 +139,7 @@ def against_others(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def against_outside(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Lower what this process holds outside of PyTorch's allocator."""
+    """Reduce this process's memory outside of PyTorch's allocator."""
     device = device_of(facts.device)
     found = list(_rollout(facts))
     if facts.device == "mps":
@@ -151,19 +151,19 @@ def against_outside(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def against_size(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Look at shapes."""
+    """Check shapes."""
     return (change("size.shapes", where=f" (at {facts.site})" if facts.site else ""),)
 
 
 def against_one_tensor(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Avoid one tensor that no device of this size holds: scores of attention, or logits."""
+    """Avoid a tensor larger than the device: attention scores, or logits."""
     if facts.logits:
         return _fused_loss(facts)
     return (change("size.attention"), *of_trainer(facts, recompute=False))
 
 
 def against_refusal(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Look at who else was there, where a request failed though enough memory was free."""
+    """Look for other processes, if a request failed with enough free memory."""
     device = device_of(facts.device)
     found = (*_tool("refused.processes", device.processes), *_tool("refused.empty_cache", device.empty_cache))
     return (*found, *of_trainer(facts))
@@ -174,11 +174,11 @@ _HOST_LIMITS: Final = {
     "container": ("OOMKilled",),
     "job": ("Memory cgroup",),
 }
-"""By the name of a change, words of a message of the limit that it raises."""
+"""Texts of a message by the name of the change that raises its limit."""
 
 
 def against_elsewhere(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Make room on the host, in /dev/shm, for a library or a server."""
+    """Free memory of the host, of /dev/shm, for a library or a server."""
     if facts.failure is Failure.SHARED:
         return changes("host", "shared", "no_shared_nccl" if facts.what == "NCCL" else "no_shared")
     if facts.failure is Failure.SERVER:
@@ -230,10 +230,10 @@ def _of_server(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple[Change, ...]:
-    """A smaller step, the cheapest change first.
+    """Reduce the peak of a step, the cheapest change first.
 
     Args:
-        shape: the batch is larger than those before.
+        shape: the batch is larger than earlier ones.
     """
     if facts.phase in _NO_STEP:
         return changes(_NO_STEP[facts.phase])
@@ -268,7 +268,7 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
 def budget_mib(facts: MemoryFacts) -> int | None:
     """Return the budget for tensors, never more than the device; None if it is not known.
 
-    It is the sum of what they have and what is free, or a peak that went through before.
+    It is the sum of their bytes and free ones, or a peak that fitted before.
     """
     if facts.allocated_bytes is None or facts.free_bytes is None:
         return None
@@ -299,7 +299,7 @@ def _smaller_evaluation(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def of_trainer(facts: MemoryFacts, *, recompute: bool = True) -> tuple[Change, ...]:
-    """Return the settings of the framework whose loop it is; none where it is the user's own."""
+    """Yield the settings of the framework of the training loop; none for the user's own loop."""
     trainer = _trainer(facts)
     if not trainer.name or facts.phase in _NO_STEP:
         return ()

@@ -1,4 +1,4 @@
-"""What the machine at hand reaches, measured, as a hardware file that estimates can be made with."""
+"""Calibration: measure this machine and write a hardware file for estimates."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from jettison.diagnose.probes import (
 from jettison.spec.hardware import Hardware
 
 FULL_SECONDS, QUICK_SECONDS = 30.0, 5.0
-"""That rounds may take; trying each call, and making data, comes on top."""
+"""Time limits of measurement rounds, without warmup calls and data generation."""
 HOST_BYTES = 256 << 20
 CHAIN = 200
-"""Kernels in a row, to know the gap between them."""
+"""Kernels in a row, to measure the gap between them."""
 _SHARES: Final = {"products": 0.6, "attention": 0.15, "rest": 0.25}
 
 
@@ -48,12 +48,12 @@ def calibrate(device: str | None = None, *, short: bool = False, ranks: int = 0,
     """Measure one device of this machine.
 
     Args:
-        device: such as "cpu" or "cuda:0"; left out, the first accelerator, or the CPU.
+        device: such as "cpu" or "cuda:0"; default: the first accelerator, or the CPU.
         short: fewer shapes and rounds: some 10 seconds instead of 35.
-        ranks: processes between which collectives are measured; 0: they are not.
+        ranks: processes for measuring collectives; 0: none.
 
     Raises:
-        UsageError: there is no such device, or it is too slow to be measured.
+        UsageError: no such device, or one that is too slow to measure.
     """
     began = time.perf_counter()
     where = _device(device)
@@ -160,11 +160,11 @@ def _link(ranks: int, device: torch.device, say: Progress) -> LinkFit:
     return measure_link(ranks, device.type)
 
 
-# what is there without measuring -----------------------------------------------------------------------------------
+# device properties -------------------------------------------------------------------------------------------------
 
 
 def describe(device: torch.device) -> Hardware:
-    """Name, memory and units of a device, and who says so."""
+    """Return name, memory and units of a device, with their source."""
     source = f"measured by jettison doctor --calibrate, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -194,7 +194,7 @@ def describe(device: torch.device) -> Hardware:
 
 
 def host_bytes() -> tuple[int, int]:
-    """The machine's memory, and what of it is available, as Linux says; elsewhere all of it."""
+    """Return total and available memory of the machine; equal where Linux's /proc/meminfo is missing."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -207,7 +207,7 @@ def host_bytes() -> tuple[int, int]:
 
 
 def cpu_name() -> str:
-    """As Linux has it, or the architecture's name."""
+    """Return the CPU's model name in Linux, or the architecture's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -220,7 +220,7 @@ def cpu_name() -> str:
 
 
 def hardware_toml(found: Calibration) -> str:
-    """The file's text; what each product took and what an estimate would say of it are comments at the end."""
+    """Return the text of a hardware file; comments at its end compare measured and estimated matmuls."""
     return "\n".join([*_head(found.hardware), *_sections(found.hardware), *_comments(found)]) + "\n"
 
 
@@ -262,12 +262,12 @@ def _section(name: str, values: dict[str, float]) -> Iterator[str]:
     yield ""
     yield f"[{name}]"
     for key, value in values.items():
-        note = "  # nothing is waited for" if name == "microseconds" and value <= NEVER * 1e6 else ""
+        note = "  # none" if name == "microseconds" and value <= NEVER * 1e6 else ""
         yield f"{key} = {_number(value)}{note}"
 
 
 def _number(value: float) -> str:
-    """Four digits; TOML knows no exponent without a point, so none is written."""
+    """Format four significant digits without an exponent."""
     return (
         f"{value:.9f}".rstrip("0").rstrip(".")
         if value < 0.001
@@ -281,43 +281,43 @@ def _quoted(text: str) -> str:
 
 def _comments(found: Calibration) -> Iterator[str]:
     yield ""
-    yield f"# Measured in {found.took_seconds:.0f} s. Products: GFLOP/s, and estimated over measured seconds."
+    yield f"# Measured in {found.took_seconds:.0f} s. Matmuls: GFLOP/s, and estimated over measured seconds."
     for c in found.comparisons:
         p = c.product
         rate = p.flops / c.seconds / 1e9
         yield f"# {p.dtype:9} {p.m:6} x {p.n:6} x {p.k:6}  {rate:10.1f}  {c.estimated_seconds / c.seconds:5.2f}"
 
 
-# for people and for JSON ----------------------------------------------------------------------------------------------
+# tables and JSON ------------------------------------------------------------------------------------------------------
 
 DOUBTFUL = 0.25
-"""Products that differ so much from what the figures say were disturbed."""
+"""Relative error above which a measurement counts as disturbed."""
 
 
 def doubtful(found: Calibration) -> str | None:
-    """What to say of figures that do not describe what was measured."""
+    """Return a note for a calibration with large errors."""
     if found.error <= DOUBTFUL:
         return None
     return (
-        f"note: half of the products took {found.error:.0%} more or less than these figures say: the machine was "
-        "busy, or its clock changes; measure again when it is quiet"
+        f"note: half of the matmuls differ by {found.error:.0%} or more from these figures: the machine was busy, or "
+        "its clock changed; measure again when it is idle"
     )
 
 
 def figures(found: Calibration) -> list[tuple[str, str]]:
-    """(name, value) pairs for people."""
+    """Return (name, value) pairs for tables."""
     h = found.hardware
     rows = [("device", h.name), ("memory", f"{format_bytes(h.usable_bytes)} of {format_bytes(h.memory_bytes)} usable")]
     rates = asdict(h.flops_per_second)
-    rows += [(f"{dtype} products", f"{rate / 1e12:.4g} TFLOP/s") for dtype, rate in rates.items() if rate is not None]
+    rows += [(f"{dtype} matmuls", f"{rate / 1e12:.4g} TFLOP/s") for dtype, rate in rates.items() if rate is not None]
     reached = h.reached
     rows += [
         (
-            "estimates count on",
-            f"{reached.matmul:.0%} of it for products, {reached.attention:.0%} for attention, "
+            "efficiency",
+            f"{reached.matmul:.0%} of it for matmuls, {reached.attention:.0%} for attention, "
             f"{reached.attention_backward:.0%} for its backward",
         ),
-        ("products off by", f"{found.error:.0%} (median of {len(found.comparisons)})"),
+        ("error of matmuls", f"{found.error:.0%} (median of {len(found.comparisons)})"),
     ]
     if h.memory_bytes_per_second is not None:
         width = h.memory_bytes_per_second / 1e9
@@ -325,13 +325,13 @@ def figures(found: Calibration) -> list[tuple[str, str]]:
     for name, value in (("host link", h.host_bytes_per_second), ("link between ranks", h.link_bytes_per_second)):
         if value is not None:
             rows.append((name, f"{value / 1e9:.4g} GB/s"))
-    rows.append(("a kernel costs", f"{h.delays.kernel * 1e6:.3g} µs beside its work"))
-    rows.append(("a hook costs", f"{h.delays.hook * 1e6:.3g} µs for each tensor that a planned layer saves"))
+    rows.append(("a kernel costs", f"{h.delays.kernel * 1e6:.3g} µs in addition to its work"))
+    rows.append(("a hook costs", f"{h.delays.hook * 1e6:.3g} µs for each saved tensor of a planned layer"))
     return [*rows, ("measured in", f"{found.took_seconds:.0f} s")]
 
 
 def calibration_document(found: Calibration) -> dict[str, Any]:
-    """Plain data, every product included."""
+    """Return the JSON document, with every matmul."""
     compared = [
         {**asdict(c.product), "seconds": c.seconds, "estimated_seconds": c.estimated_seconds} for c in found.comparisons
     ]

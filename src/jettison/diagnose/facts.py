@@ -1,6 +1,6 @@
 """Facts about a run's memory, from a snapshot, a log, or `jettison.watch`.
 
-None means that the source does not say. Nothing here is guessed from another figure.
+None: the source does not state it. No fact is derived from another.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 NEARLY_FULL: Final = 0.02
-"""Share of a device: with less free, the device is full, whatever was asked for."""
+"""Share of a device: with less free memory, the device is full for any request."""
 CPU_ALLOCATOR: Final = "the CPU's allocator"
 """`MemoryFacts.what` of a request of PyTorch's on the host."""
 
@@ -32,17 +32,17 @@ class Failure(StrEnum):
     """Kinds of failures."""
 
     REQUEST = "request"
-    """PyTorch's allocator found no room on the device."""
+    """PyTorch's allocator ran out of device memory."""
     KILLED = "killed"
-    """The operating system or a scheduler ended the process: the host's memory."""
+    """The operating system or a scheduler killed the process: the host's memory."""
     HOST = "host"
-    """The host had no room: the CPU's allocator, pinned memory, an array of NumPy's."""
+    """An allocation on the host failed: the CPU's allocator, pinned memory, a NumPy array."""
     SHARED = "shared memory"
-    """/dev/shm, in which workers of a data loader hand over batches."""
+    """/dev/shm, in which workers of a data loader share batches, is full."""
     LIBRARY = "library"
-    """A library or the driver found no room, outside of PyTorch's allocator: NCCL, cuBLAS, a context."""
+    """A library or the driver ran out of memory outside of PyTorch's allocator: NCCL, cuBLAS, a context."""
     SERVER = "server"
-    """An inference server found no room for its cache, and asked for nothing."""
+    """An inference server had no memory left for its cache, without a failed request."""
 
 
 def phase_named(word: str) -> StepPhase:
@@ -52,7 +52,7 @@ def phase_named(word: str) -> StepPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPart:
-    """Bytes that one line of the program holds at the moment in question."""
+    """Live bytes of one line of the program at a moment."""
 
     module: str
     role: str
@@ -67,9 +67,9 @@ class StepBytes:
     """One step.
 
     Args:
-        between_bytes: allocated when it began: what outlives steps.
-        peak_bytes: the most that was allocated during it.
-        batch: shapes that it was given, in words; ``batch_elements`` is how many numbers that is.
+        between_bytes: allocated when it began, by tensors that outlive steps.
+        peak_bytes: peak of allocated bytes.
+        batch: shapes of its batch; ``batch_elements``: their number of elements.
     """
 
     step: int
@@ -81,7 +81,7 @@ class StepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """A place that leaves something behind in most steps: ``nbytes`` altogether, from ``steps`` different ones.
+    """A line that leaks in most steps: ``nbytes`` in total, from ``steps`` steps.
 
     ``site``: the innermost line of it outside of torch.
     """
@@ -94,7 +94,7 @@ class Survivor:
 
     @property
     def bytes_per_step(self) -> int:
-        """On average."""
+        """Average of a step."""
         return self.nbytes // self.steps
 
 

@@ -1,4 +1,4 @@
-"""Findings: a claim, the figures that it rests on, and the change that would mend it."""
+"""Findings: a claim, its evidence, and a change that fixes it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Finding:
     changes: tuple[Change, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the JSON document."""
         return {
             "kind": str(self.kind),
             "claim": self.claim,
@@ -61,7 +61,7 @@ class Finding:
 
 @cache
 def table(name: str) -> dict[str, Any]:
-    """Read a TOML file of this room."""
+    """Read a TOML file of this folder."""
     return tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
 
 

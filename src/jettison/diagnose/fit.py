@@ -1,16 +1,15 @@
-"""From seconds to the figures that an estimate takes: a rate, and the share of it that the cost model should count on.
+"""Fit of a hardware file to measured seconds: peak rates, and the efficiencies of the cost model.
 
 NOTE [ Shares ]
-On a device of many multiprocessors a product's seconds are those of the cost model's tiles at some share of a rate. The
-rate is the best that was seen, and the share is such that half of the products take longer than the model says and half
-less. Further dtypes have the same share, and their rate is adjusted. A model that is too careful would need a share
-above one; then the rate is raised instead. The same goes for memory: what a large copy reaches, and the share that
-ordinary ops reach in a step.
+On a device with many multiprocessors the cost model gives a matmul's seconds by tiles, a rate and an efficiency. The
+rate is the best one measured, and the efficiency is such that half of the matmuls take longer than the model's seconds.
+Other dtypes have the same efficiency, and their rate is fitted. An efficiency above 1 raises the rate instead. Memory
+likewise has the bandwidth of a large copy, and the efficiency of ordinary ops in a step.
 
 NOTE [ A curve ]
-On a CPU the rate and the three `Edges` of each dtype are what describes its products best: seconds for each FLOP are a
-sum of four terms, 1, 1/m, 1/n and 1/k, of which none is negative. The sum of relative errors is made small, not that of
-their squares, so that one product that was disturbed changes next to nothing. The share is one.
+On CPU the rate and the three `Edges` of each dtype are fitted: seconds per FLOP are a sum of four non-negative terms,
+1, 1/m, 1/n and 1/k. The fit minimizes the sum of relative errors, not of their squares, so that one disturbed
+measurement hardly matters. The efficiency is 1.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Th
 
 _NAMES: Final = {"float32": "fp32", "bfloat16": "bf16", "tf32": "tf32"}
 ABOVE_BEST: Final = 1.5
-"""A curve's full rate is at most so many times that of the best product seen: what lies beyond was not measured."""
+"""Upper limit of a curve's full rate over the best measured one: no extrapolation beyond."""
 REWEIGHTED: Final = 30
 NEVER = 1e-9
-"""Seconds of a delay that there is not: a hardware file takes numbers above zero."""
+"""Seconds of a latency of 0, since hardware files need numbers above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What the probes gave, in seconds.
+    """Measured seconds of the probes.
 
     Args:
-        products: by dtype; the first dtype decides on the share.
-        attention: (FLOPs of a forward that are not masked, seconds forward, seconds of both passes).
+        products: matmuls by dtype; the first dtype determines the efficiency.
+        attention: (FLOPs of a forward without masked ones, seconds of the forward, seconds of forward and backward).
         stream: (bytes, seconds) of a large copy.
-        tiny: (kernels, seconds) of a step whose tensors are next to nothing.
-        block: (kernels, bytes, seconds) of one whose tensors are of ordinary size.
-        hooks: (tensors saved, seconds, seconds with hooks) of a step of layers.
-        gap: between kernels on the device itself; None on a CPU, which runs an op as it is handed over.
+        tiny: (kernels, seconds) of a step with tiny tensors.
+        block: (kernels, bytes, seconds) of a step with tensors of ordinary size.
+        hooks: (saved tensors, seconds, seconds with hooks) of a step of layers.
+        gap: between kernels on the device; None on CPU, where ops are synchronous.
         host: (bytes, seconds to the device, seconds from it).
-        collectives: what `probes.measure_link` gave.
+        link: result of `probes.measure_link`.
     """
 
     products: Mapping[str, tuple[tuple[Product, float], ...]]
@@ -65,7 +64,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkFit:
-    """Between ranks of this machine: bytes a second of a ring at each rank, and seconds of one of its steps."""
+    """Link between ranks of this machine: bytes per second of a ring at each rank, and latency of one of its steps."""
 
     ranks: int
     bytes_per_second: float
@@ -74,7 +73,7 @@ class LinkFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulComparison:
-    """One product: what it took, and what an estimate with the calibrated figures would say."""
+    """Measured and estimated seconds of one matmul, with the calibrated figures."""
 
     product: Product
     seconds: float
@@ -83,7 +82,7 @@ class MatmulComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A machine's figures, and how well they describe what was measured."""
+    """Fitted figures of a machine, and their errors."""
 
     hardware: Hardware
     comparisons: tuple[MatmulComparison, ...]
@@ -91,12 +90,12 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """Of products, the median of how far the estimate is off."""
+        """Median relative error of matmuls."""
         return statistics.median(abs(c.estimated_seconds / c.seconds - 1) for c in self.comparisons)
 
 
 def fit(measured: Measured, bare: Hardware) -> Calibration:
-    """Figures for a machine of which ``bare`` has the name, the memory and the units."""
+    """Fit the figures of a machine; ``bare`` has its name, memory and units."""
     edges = EdgesOf()
     if measured.gap is None:
         rates, edges = _curves(measured)
@@ -138,7 +137,7 @@ def _linked(found: Hardware, link: LinkFit) -> Hardware:
 
 
 def _products(measured: Measured, bare: Hardware) -> tuple[dict[str, float], float]:
-    """FLOP/s by dtype, and the share of them: see NOTE [ Shares ]."""
+    """FLOP/s by dtype, and the efficiency: see NOTE [ Shares ]."""
     rates: dict[str, float] = {}
     share = 0.0
     for dtype, samples in measured.products.items():
@@ -165,10 +164,7 @@ def _curves(measured: Measured) -> tuple[dict[str, float], EdgesOf]:
 
 
 def least_absolute(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Coefficients of zero or more that bring the products of rows as near to what is wanted as can be.
-
-    Nearness is the sum of absolute errors: squares, weighted again by what was left of each row.
-    """
+    """Return non-negative coefficients with the least sum of absolute errors, by iteratively reweighted squares."""
     weights = torch.ones_like(wanted)
     found = torch.zeros(matrix.shape[1], dtype=matrix.dtype)
     for _ in range(REWEIGHTED):
@@ -178,7 +174,7 @@ def least_absolute(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _least_squares(matrix: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Without negative coefficients: the best of all choices of those that are not zero."""
+    """Non-negative least squares: the best over all subsets of non-zero coefficients."""
     width = matrix.shape[1]
     best, least = torch.zeros(width, dtype=matrix.dtype), float((weights * wanted.square()).sum())
     root = weights.sqrt().unsqueeze(1)
@@ -195,7 +191,7 @@ def _throughput(rates: Mapping[str, float]) -> Throughput:
 
 
 def _delays(measured: Measured) -> tuple[float, float]:
-    """Of a kernel, and of handing it over. A CPU does nothing meanwhile, so that all of it is the kernel's."""
+    """Latency of a kernel and of its dispatch; on CPU all of it is the kernel's."""
     kernels, seconds = measured.tiny
     if measured.gap is None:
         return seconds / kernels, NEVER
@@ -203,13 +199,13 @@ def _delays(measured: Measured) -> tuple[float, float]:
 
 
 def _hook(measured: Measured) -> float:
-    """Of one saved tensor, on the host."""
+    """Host time of hooks for each saved tensor."""
     slots, plain, hooked = measured.hooks
     return max(NEVER, (hooked - plain) / slots)
 
 
 def _memory(measured: Measured, kernel: float) -> tuple[float, float]:
-    """Bytes a second of a large copy, and the share of it in a step."""
+    """Bytes per second of a large copy, and the efficiency in a step."""
     nbytes, seconds = measured.stream
     kernels, moved, took = measured.block
     stream, ordinary = nbytes / seconds, moved / max(took - kernels * kernel, 0.1 * took)
@@ -217,7 +213,7 @@ def _memory(measured: Measured, kernel: float) -> tuple[float, float]:
 
 
 def _attention(measured: Measured, rate: float, kernel: float) -> tuple[float, float]:
-    """Shares of a rate, forward and backward."""
+    """Efficiencies of forward and backward."""
     forward = [flops / max(seconds - kernel, 0.1 * seconds) for flops, seconds, _ in measured.attention]
     backward = [
         FLASH_BACKWARD * flops / max(both - seconds - 2 * kernel, 0.1 * both)

@@ -2,8 +2,8 @@
 
 Frames come from PyTorch's memory snapshots and from tracebacks. With ``stacks="all"``, which is the default of
 `torch.cuda.memory._record_memory_history`, a stack begins with C++ frames (the unwinder, the allocator, ATen), and
-Python frames lie between and behind frames of the interpreter; they are in order among themselves. Stacks that Jettison
-writes name role and module: see `OWN`.
+Python frames are between and after frames of the interpreter, in order. Stacks that Jettison writes have role and
+module: see `OWN`.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def label_of_frames(frames: Sequence[Frame]) -> Label:
 
 
 def frames_of_label(label: Label) -> list[dict[str, str | int]]:
-    """A stack that says what a label says."""
+    """Return a stack with a label's role and module."""
     return [{"name": label.role, "filename": label.module, "line": 0}, {"name": label.site, "filename": OWN, "line": 0}]
 
 
 def frames_of_original(trace: str) -> list[Frame]:
-    """The lines of the model behind generated code: ``fx_original_trace`` of a frame, the innermost first."""
+    """Lines of the model that generated code comes from: ``fx_original_trace`` of a frame, the innermost first."""
     return [(function, file, int(line)) for file, line, function in reversed(_ORIGINAL.findall(trace))]
 
 

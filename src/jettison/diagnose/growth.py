@@ -1,4 +1,4 @@
-"""Growth of bytes from step to step: what is a leak, and what is chance."""
+"""Growth of bytes from step to step, to tell leaks from chance."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Final
 from jettison.diagnose.facts import MemoryFacts
 
 FIRST_STEPS: Final = 2
-"""Steps in which state appears that is meant to stay: the optimizer's, caches, compiled code."""
+"""First steps, which allocate permanent state: the optimizer's, caches, compiled code."""
 FEWEST_STEPS: Final = 4
-"""After the first ones, before anything is said of growth."""
+"""Steps after the first ones that a report of growth needs."""
 SHARE_OF_STEPS: Final = 0.6
-"""In which a place has to leave something behind, one of the first third among them: prefetched batches, and what is
-kept of the last few, are there from the last few only.
+"""Steps in which a line has to leak, one of the first third included: prefetched batches and tensors of the last few
+steps are only from the last few.
 """
 _LEVELS: Final = 5
 _SHARE_GROWING: Final = 0.8
 _LEAST_GROWTH: Final = 0.01
-"""Share of the bytes between steps, over all steps after the first."""
+"""Least growth, as a share of the bytes between steps, over all steps after the first."""
 
 
 def never_falls(levels: Sequence[int]) -> bool:
-    """Whether levels never fall and each third of the steps adds its part, as a leak now and then does."""
+    """Whether levels never fall and grow in each third of the steps, as of an occasional leak."""
     if any(after < before for before, after in pairwise(levels)):
         return False
     last = len(levels) - 1
@@ -32,14 +32,14 @@ def never_falls(levels: Sequence[int]) -> bool:
 
 
 def lowest_rises(levels: Sequence[int]) -> bool:
-    """Whether the lowest level rises from third to third; the garbage collector lowers others now and then."""
+    """Whether the lowest level grows from third to third, despite garbage collections."""
     each = len(levels) // 3
     lows = [min(levels[:each]), min(levels[each:-each]), min(levels[-each:])]
     return lows[0] < lows[1] < lows[2]
 
 
 def grown_bytes(facts: MemoryFacts) -> int:
-    """Return the growth of the bytes between steps after the first ones; 0 where they do not grow steadily."""
+    """Return the growth of the bytes between steps after the first ones; 0: no steady growth."""
     left = sum(one.nbytes for one in facts.survivors)
     if left or facts.places_known:
         return left

@@ -22,7 +22,7 @@ from jettison.diagnose.finding import table
 from jettison.diagnose.frames import Frame, is_torch, pattern_of, place_of, role_of, speaks_of_logits
 
 Figures = dict[str, Any]
-"""Of `MemoryFacts`, by name."""
+"""Fields of `MemoryFacts`, by name."""
 
 MOST_READ_BYTES: Final = 256 << 20
 RESTARTS_FROM: Final = 3

@@ -1,15 +1,15 @@
-"""The cause when memory ran out, and the smallest changes that fit (`advice.py`).
+"""Cause of an out-of-memory error, and the smallest changes that fit (`advice.py`).
 
-- *A leak*: bytes between steps grow, by as much as is missing.
-- *Fragmentation*: what was asked for is there, in pieces. The allocator gives whole segments back to the driver before
-  it gives up, so what PyTorch holds and does not use then lies between tensors.
-- *Other processes*, or *outside PyTorch*: they hold what is missing. Every byte of the device is accounted for:
+- *A leak*: bytes between steps grow, by as many as are missing.
+- *Fragmentation*: enough bytes are free, but not contiguous. The allocator frees unused segments before it fails, so
+  the unused bytes of PyTorch then lie between tensors.
+- *Other processes*, or *outside PyTorch*: they use the missing bytes. Every byte of the device is accounted for:
   tensors, unused, private pools, this process outside of PyTorch, other processes, free.
-- *A size error*: no device has what was asked for.
+- *A size error*: a request larger than any device.
 - *Host memory*: the machine's, not the device's.
-- *A peak*: it is not there, and was never missing between steps.
+- *A peak*: a step needs more than the device has, without growth between steps.
 
-A source that does not say enough to tell them apart is *unknown*.
+A source with too little information is *unknown*.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_PARTS: Final = 5
 SLACK: Final = 0.01
 """Share of a device: smaller unaccounted figures are not reported."""
 LITTLE: Final = 0.02
-"""Share of a device, in pieces: joined, they last for a few requests more."""
+"""Share of a device in free pieces that would serve a few more requests if contiguous."""
 MUCH: Final = 0.1
 MUCH_BYTES: Final = 3 << 29
 """Share of a device, and at least so many bytes: a context, its kernels and communication buffers take as much."""
@@ -38,9 +38,9 @@ MUCH_OTHERS: Final = 0.03
 """Share of a device: a desktop takes less."""
 _SAYS_MEMORY: Final = re.compile(r"mem|oom|out_of_me", re.IGNORECASE)
 ABSURD: Final = 64
-"""Times a device's memory: no shape that anybody meant is so large."""
+"""Multiple of a device's memory, above which a request is a size error."""
 ABSURD_BYTES: Final = 16 << 40
-"""The same where the device's memory is not known."""
+"""Such a size for an unknown device."""
 
 
 def diagnose_memory(facts: MemoryFacts) -> Finding:

@@ -1,16 +1,15 @@
-"""Probes of a machine: matmuls, fused attention, copies, ordinary ops, collectives; and how their seconds are taken.
+"""Probes of a machine: matmuls, fused attention, copies, ordinary ops, collectives; and their timing.
 
-Calls are timed in rounds over all of them, so that what disturbs a machine for a while disturbs all of them.
+Calls are timed in rounds over all of them, so that a temporary disturbance affects all of them.
 
-NOTE [ Whose seconds ]
-A single thread is timed by the seconds that it ran, so that what else a shared machine does is not counted. Several
-threads wait for each other, and a device is not asked: their seconds are the wall's, those of a device with an end that
-waits for it. Either way others share caches and memory, and can only make a call longer: of many samples the lower
-quartile counts.
+NOTE [ Clocks ]
+A single thread is timed by its CPU time, which excludes other processes of a shared machine. Several threads, and
+devices after a synchronization, are timed by the wall clock. Other processes share caches and memory, and can only make
+a call longer: the lower quartile of the samples counts.
 
 NOTE [ Cold data ]
-A training step seldom finds a weight, or what a layer saved, in a cache. So operands come from a pool that is larger
-than caches, each call from another place of it, and results stay for a while before their memory is used again.
+Weights and saved tensors of a training step are seldom in a cache. So operands come from a pool that is larger than
+caches, at another offset for each call, and results are kept for a while before their memory is reused.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ from jettison.solve.policy import KeepAll
 # seconds --------------------------------------------------------------------------------------------------------------
 
 SAMPLE_SECONDS = 2e-3
-"""A sample repeats a call until it takes about as long as this: clocks are coarse, and starting one costs."""
+"""Length of a sample, which repeats a call: clocks have a coarse resolution and an overhead."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 25
 GIVE_UP_SECONDS = 0.5
-"""A call that takes longer is left out: it would eat the time of all others."""
+"""Limit of a call, above which it is skipped."""
 
 
 class Clock(StrEnum):
-    """Whose seconds: see NOTE [ Whose seconds ]."""
+    """Clock of a measurement: see NOTE [ Clocks ]."""
 
     THREAD = "seconds of one CPU thread"
     WALL = "wall-clock seconds"
     CUDA = "wall-clock seconds of the device"
 
     def now(self) -> float:
-        """A moment, the device's work included."""
+        """Return the time, after the device's queued work."""
         if self is Clock.THREAD:
             return time.thread_time()
         if self is Clock.CUDA:
@@ -70,14 +69,14 @@ class Clock(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One call whose seconds are wanted. ``run`` is given a number that grows, so that data need not be the same."""
+    """A call to measure. ``run`` gets an increasing number, so that calls can use different data."""
 
     name: str
     run: Callable[[int], object]
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that suits a device."""
+    """Return the clock for a device."""
     if device.type == "cuda":
         return Clock.CUDA
     return Clock.THREAD if torch.get_num_threads() == 1 else Clock.WALL
@@ -86,11 +85,11 @@ def clock_for(device: torch.device) -> Clock:
 def undisturbed(
     probes: Sequence[Probe], clock: Clock, *, seconds: float, needed: bool = False, say: Progress = silent
 ) -> dict[str, float]:
-    """Seconds of each call: the lower quartile over rounds.
+    """Return the seconds of each call: the lower quartile over rounds.
 
     Args:
-        seconds: on the wall after which no further round begins; three there are anyway, and at most 25.
-        needed: there is no doing without any of them; otherwise those that fail or take too long are left out.
+        seconds: wall-clock limit, after which no round begins, within 3 to 25 rounds.
+        needed: all calls are required; otherwise those that fail or take too long are skipped.
     """
     deadline = time.perf_counter() + seconds
     samplers = []
@@ -112,7 +111,7 @@ def undisturbed(
 
 
 class _Sampler:
-    """A probe, and how many calls make a sample of it."""
+    """A probe, and the number of calls in one of its samples."""
 
     def __init__(self, probe: Probe, clock: Clock, needed: bool) -> None:
         self.name, self._run, self._clock, self._turn = probe.name, probe.run, clock, 0
@@ -139,20 +138,20 @@ class _Sampler:
 # sizes and data -------------------------------------------------------------------------------------------------------
 
 BLOCKS = 6
-"""In a step of blocks or layers: together, blocks hold more than caches do."""
+"""Number of blocks or layers in a step: together larger than caches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How large the work is that suits a device.
+    """Sizes of the probes for a device.
 
     Args:
-        products: (rows, outputs, inputs) of y = x W^T.
-        attention: (batch, heads, sequence, width of a head).
-        streamed: elements of a copy that no cache holds.
+        products: (rows, outputs, inputs) of matmuls y = x W^T.
+        attention: (batch, heads, sequence, head dim).
+        streamed: elements of a copy, larger than caches.
         block: (rows, width) of the block of ordinary ops.
-        layer: (rows, width, heads) of layers that are run with and without the runtime's hooks: on a CPU, more weights
-            than caches hold, so that Python finds them as cold as between the products of a model.
+        layer: (rows, width, heads) of layers with and without the runtime's hooks: on CPU, with more weights than
+            caches, so that Python's own data is as cold as between the matmuls of a model.
         pool_bytes: of operands and of results; see NOTE [ Cold data ].
     """
 
@@ -165,7 +164,7 @@ class Sizes:
 
 
 def sizes_for(device: torch.device, *, short: bool) -> Sizes:
-    """Return what suits a device, as `probes.toml` says; ``short``: every second matmul and attention."""
+    """Return the sizes of `probes.toml` for a device; ``short``: every second matmul and attention."""
     row = table("probes")["cuda" if device.type == "cuda" else "cpu"]
     sizes = Sizes(**{name: _frozen(value) for name, value in row.items()})
     return replace(sizes, products=sizes.products[1::2], attention=sizes.attention[1::2]) if short else sizes
@@ -176,7 +175,7 @@ def _frozen(value: Any) -> Any:
 
 
 class OperandPool:
-    """Operands from a stretch of memory that moves on with every turn, and results that stay for a while."""
+    """Pool of operands at changing offsets, and of results that are kept for a while."""
 
     def __init__(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> None:
         self._nbytes = nbytes
@@ -186,7 +185,7 @@ class OperandPool:
         self._kept_bytes = 0
 
     def take(self, *shape: int) -> Tensor:
-        """A tensor whose elements were not used lately."""
+        """Return a tensor at the next offset, whose elements are cold."""
         size = prod(shape)
         if self._at + size > self._flat.numel():
             self._at = 0
@@ -195,18 +194,18 @@ class OperandPool:
         return found
 
     def keep(self, result: Tensor) -> None:
-        """Hold a result until as many bytes came after it as the pool has."""
+        """Keep a result until later ones fill the pool's size."""
         self._kept.append(result)
         self._kept_bytes += result.nbytes
         while self._kept_bytes > self._nbytes:
             self._kept_bytes -= self._kept.popleft().nbytes
 
 
-# matrix products ------------------------------------------------------------------------------------------------------
+# matmuls --------------------------------------------------------------------------------------------------------------
 
 
 def product_probes(sizes: Sizes, pool: OperandPool, dtype: str) -> Iterator[tuple[Product, Probe]]:
-    """Each y = x W^T, and both products of its backward, as autograd calls them."""
+    """Yield each y = x W^T, and both matmuls of its backward, as autograd calls them."""
     for m, n, k in sizes.products:
         forms: tuple[tuple[str, Product, Callable[[int], None]], ...] = (
             ("y", Product(1, m, n, k, dtype), _call(pool, (m, k), (n, k), lambda x, w: x @ w.t())),
@@ -214,7 +213,7 @@ def product_probes(sizes: Sizes, pool: OperandPool, dtype: str) -> Iterator[tupl
             ("dW", Product(1, n, k, m, dtype), _call(pool, (m, n), (m, k), lambda g, x: g.t() @ x)),
         )
         for form, product, run in forms:
-            yield product, Probe(f"{dtype} product {form} {m} x {n} x {k}", run)
+            yield product, Probe(f"{dtype} matmul {form} {m} x {n} x {k}", run)
 
 
 def _call(
@@ -230,7 +229,7 @@ def _call(
 
 
 def attention_probes(sizes: Sizes, pool: OperandPool) -> Iterator[tuple[str, float, Probe, Probe]]:
-    """Causal attention: its name, its forward's FLOPs that are not masked, its forward, and both passes."""
+    """Yield causal attention: name, unmasked FLOPs of its forward, the forward, and forward with backward."""
     for b, a, s, d in sizes.attention:
         shape = (b, a, s, d)
 
@@ -245,20 +244,20 @@ def attention_probes(sizes: Sizes, pool: OperandPool) -> Iterator[tuple[str, flo
 
         flops = 4.0 * b * a * s * s * d * (s + 1) / (2 * s)
         name = f"attention {b} x {a} x {s} x {d}"
-        yield name, flops, Probe(name, forward), Probe(f"{name}, both passes", both)
+        yield name, flops, Probe(name, forward), Probe(f"{name}, forward and backward", both)
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
 
 
 def stream_probe(sizes: Sizes, device: torch.device) -> tuple[int, Probe]:
-    """A sum of two large tensors into a third: bytes, and the call."""
+    """Return bytes and probe of the sum of two large tensors into a third."""
     a, b, out = (torch.ones(sizes.streamed, device=device) for _ in range(3))
     return 3 * out.nbytes, Probe("streaming", lambda _turn: torch.add(a, b, out=out))
 
 
 def host_probes(nbytes: int, device: torch.device) -> tuple[Probe, Probe]:
-    """Copies to the device and from it, from memory that the device reads by itself."""
+    """Return copies between pinned memory and the device, in both directions."""
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return (
@@ -271,7 +270,7 @@ def host_probes(nbytes: int, device: torch.device) -> tuple[Probe, Probe]:
 
 
 def step_of_blocks(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> Callable[[int], None]:
-    """Forward and backward of a few gated blocks without their matrix products: norms, activations and sums."""
+    """Return forward and backward of a few gated blocks without their matmuls: norms, activations and sums."""
     weights = [torch.ones(width, device=device, dtype=dtype, requires_grad=True) for _ in range(2 * BLOCKS)]
     given = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
 
@@ -287,7 +286,7 @@ def step_of_blocks(rows: int, width: int, device: torch.device, dtype: torch.dty
 
 
 class _ProbeLayer(nn.Module):
-    """A layer as models have them, modules and views included: what its ops cost is not their kernels alone."""
+    """A layer with modules and views, as in models, whose ops have costs in addition to their kernels."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -312,14 +311,14 @@ class _ProbeLayer(nn.Module):
 def step_of_layers(
     rows: int, width: int, heads: int, device: torch.device, dtype: torch.dtype, *, hooked: bool = False
 ) -> tuple[int, Callable[[int], None]]:
-    """Forward and backward of a few layers; and how many tensors they save, where hooks keep all of them."""
+    """Return forward and backward of a few layers; and the number of tensors they save, if hooks keep all of them."""
     model = nn.Sequential(*(_ProbeLayer(width, heads) for _ in range(BLOCKS))).to(device, dtype)
     x = torch.randn(1, rows, width, device=device).to(dtype)
     slots = 0
     if hooked:
         traced = trace_model(model, (x,), loss_fn=torch.sum)
         for region in install(model, traced, {call.name: KeepAll() for call in traced.calls}, KeepAll()):
-            region.live()  # where nobody counts, what keeps everything runs without hooks
+            region.live()  # a counter; otherwise regions that keep everything run without hooks
         slots = len(traced.root.program.slots) + sum(len(traced.program(call).slots) for call in traced.calls)
 
     def step(_turn: int) -> None:
@@ -330,7 +329,7 @@ def step_of_layers(
 
 
 class KernelCounter(TorchDispatchMode):
-    """Kernels that run, views aside, and the bytes that they read and write."""
+    """Counter of kernels, without views, and of the bytes that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,12 +350,12 @@ class KernelCounter(TorchDispatchMode):
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes of it in memory: what is expanded counts once."""
+    """Bytes of a tensor in memory, expanded elements once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def counted(step: Callable[[int], None]) -> KernelCounter:
-    """What one step runs."""
+    """Count the kernels and bytes of one step."""
     with KernelCounter() as found:
         step(0)
     return found
@@ -369,17 +368,17 @@ WARM_UP, ROUNDS = 2, 9
 
 
 def measure_link(ranks: int, device: str) -> LinkFit:
-    """All-gather and all-reduce, small and large.
+    """Measure small and large all-gathers and all-reduces.
 
     Args:
-        ranks: processes to start; where a process group is initialised it is used, and all its ranks must call this.
+        ranks: processes to start; an initialized process group is used instead, and all its ranks must call this.
         device: "cuda", one device for each rank, or "cpu".
 
     Raises:
         UsageError: fewer than two ranks, fewer devices than ranks, or a torch without distribution.
     """
     if not distributed.is_available():
-        raise UsageError("this torch was built without torch.distributed; leave --ranks out")
+        raise UsageError("this torch was built without torch.distributed; drop --ranks")
     if distributed.is_initialized():
         return _measured_link(distributed.get_world_size(), device)
     if ranks < 2:
@@ -393,7 +392,7 @@ def measure_link(ranks: int, device: str) -> LinkFit:
 
 
 def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
-    """One process."""
+    """Measure in one process."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -410,7 +409,7 @@ def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
 
 
 def _measured_link(ranks: int, device: str) -> LinkFit:
-    """A ring moves (n - 1) / n of a tensor in n - 1 steps to gather it, and twice that to reduce it."""
+    """Fit a ring: an all-gather moves (n - 1) / n of a tensor in n - 1 steps, an all-reduce twice that."""
     steps = ranks - 1
     gather, reduce = (_seconds(call, SMALL_BYTES, ranks, device) for call in (_gather, _reduce))
     step = min(gather / steps, reduce / (2 * steps))

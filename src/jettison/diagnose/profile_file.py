@@ -24,7 +24,7 @@ MOST_READ_BYTES: Final = 2 << 30
 RECOMPUTES: Final = "jettison.recompute"
 """Annotation of a plan's recomputation, in traces that `jettison profile` makes."""
 MODULE: Final = "nn.Module: "
-"""What names of modules' calls begin with: torch's with ``with_stack=True``, and those of `jettison profile`."""
+"""Prefixes of modules' calls: torch's with ``with_stack=True``, and those of `jettison profile`."""
 _STEP: Final = "ProfilerStep#"
 _OPTIMIZER: Final = "Optimizer.step#"
 _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
@@ -42,7 +42,7 @@ _OLD: Final = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfilerSlice:
-    """Something that ran from ``start_ns`` to ``end_ns``, on a thread of the host or a stream of the device."""
+    """An event from ``start_ns`` to ``end_ns``, on a thread of the host or a stream of the device."""
 
     name: str
     kind: str
@@ -72,10 +72,10 @@ class MemoryPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerTrace:
-    """One file. All in the order of their beginning.
+    """Content of one file, sorted by start.
 
     Args:
-        steps: by annotation; where there is none by the optimizer's, else all of it.
+        steps: by annotation, else by the optimizer's; otherwise the full trace.
         ops: of the host; ``modules``: calls of modules; ``device``: kernels, copies and fills.
     """
 
@@ -91,12 +91,12 @@ class ProfilerTrace:
 
     @property
     def is_one_run(self) -> bool:
-        """Nothing marks steps: what a first step has to do may be in it."""
+        """Whether steps have no marks, so that a first step's extra work may be included."""
         return len(self.steps) == 1 and self.steps[0][1].kind == _UNMARKED
 
 
 def is_trace(path: Path) -> bool:
-    """Does it begin as JSON does, or as what gzip writes?"""
+    """Whether a file begins like JSON or gzip."""
     try:
         with path.open("rb") as file:
             begin = file.read(64)
@@ -109,7 +109,7 @@ def read_profile(path: Path, progress: Progress = silent) -> ProfilerTrace:
     """Read a trace.
 
     Raises:
-        UsageError: it is none.
+        UsageError: not a trace.
     """
     progress(f"reading {path}")
     try:

@@ -1,4 +1,4 @@
-"""Causes of slow steps: each finding with its evidence and the change that would mend it.
+"""Causes of slow steps: findings with evidence and a change.
 
 A finding needs a share of the steps' time: `LEAST`, or a threshold of its own.
 """

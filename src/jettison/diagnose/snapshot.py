@@ -1,14 +1,14 @@
-"""CUDA memory snapshots: what `torch.cuda.memory._dump_snapshot` writes, read without torch.
+"""CUDA memory snapshots of `torch.cuda.memory._dump_snapshot`, read without torch.
 
-The structure is that of torch 2.1 to 2.15: a dictionary with ``segments`` (what the caching allocator holds, cut
-into blocks) and ``device_traces`` (by device, events in order; the oldest may have been overwritten). Older files are
-the list of segments alone, and blocks have a ``history`` with the stack. Which events have a stack depends on
-``context`` of `torch.cuda.memory._record_memory_history`: none, allocations, or frees as well; ``stacks`` says whether
-C++ frames are in it. Bytes are those that were asked for, as events have them; `torch.cuda.memory_allocated`
-rounds each allocation up to 512. An allocation is freed at ``free_requested``, where that function stops counting it.
+The structure is that of torch 2.1 to 2.15: a dictionary with ``segments`` (of the caching allocator, with their blocks)
+and ``device_traces`` (by device, events in order; the oldest may have been overwritten). Older files are a list of
+segments, whose blocks have a ``history`` with the stack. ``context`` of `torch.cuda.memory._record_memory_history`
+decides which events have a stack: none, allocations, or frees as well; ``stacks`` whether it has C++ frames. Bytes are
+requested ones, as in events; `torch.cuda.memory_allocated` rounds each allocation up to 512. An allocation is freed at
+``free_requested``, where that function stops counting it.
 
 Steps end where the optimizer or `zero_grad` allocates, frees, or is annotated (``global_record_annotations``). Without
-such a stack there are none: bytes alone do not tell a layer from a step.
+such a stack there are no steps: bytes alone do not tell a layer from a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jettison.diagnose.plain_pickle import load_plain
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 
 LEAST_TO_GROW: Final = 6
-"""After the first ones, before a place is said to hold more and more: of fewer, sizes of batches rise by chance."""
+"""Steps after the first ones that a report of a growing line needs: in fewer, batch sizes may rise by chance."""
 MOST_LOOKED: Final = 30
 """Ends of steps."""
 LEAST_GROWTH: Final = 0.001
@@ -54,9 +54,9 @@ _ALLOCATED = ("active_allocated", "active_pending_free_request")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """One piece of memory that the caching allocator has from the driver.
+    """A segment: memory that the caching allocator got from the driver.
 
-    ``is_private``: it belongs to a pool of its own (CUDA graphs, `torch.cuda.MemPool`), which nothing else may use.
+    ``is_private``: it belongs to a private pool (CUDA graphs, `torch.cuda.MemPool`).
     """
 
     address: int
@@ -70,13 +70,13 @@ class Segment:
 
     @property
     def is_split(self) -> bool:
-        """In use in part: what is free in it cannot go back to the driver."""
+        """Whether it is partly in use, so that its free blocks cannot be returned to the driver."""
         return 0 < self.allocated_bytes < self.total_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
-    """A request that failed, before event ``event``. ``free_bytes``: of the device, by the driver."""
+    """A failed request, before event ``event``. ``free_bytes``: of the device, from the driver."""
 
     event: int
     asked_bytes: int
@@ -104,12 +104,12 @@ class DeviceSnapshot:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all segments, at the end."""
+        """Bytes of all segments at the end."""
         return sum(segment.total_bytes for segment in self.segments)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Limits of what the recording can tell."""
+        """Notes on limits of the recording."""
         notes = []
         if not self.complete:
             notes.append("the oldest events are missing: what was allocated before them has no stack")
@@ -130,7 +130,7 @@ class Snapshot:
 
     @property
     def busiest(self) -> DeviceSnapshot:
-        """The device that allocates most at its peak; the first of equals."""
+        """Device with the highest peak; the first of equals."""
         return max(self.devices, key=lambda device: device.timeline.peak_bytes)
 
 
@@ -138,7 +138,7 @@ def read_snapshot(path: Path) -> Snapshot:
     """Read a snapshot.
 
     Raises:
-        UsageError: it is no snapshot, or holds more than data.
+        UsageError: not a snapshot, or a pickle with more than plain data.
     """
     return snapshot_of(load_plain(path), path.name)
 
@@ -174,7 +174,7 @@ def snapshot_of(content: object, name: str) -> Snapshot:
 
 
 class _SnapshotReader:
-    """Takes plain values apart, and says where they are not what they should be."""
+    """Reader of plain values, with errors that name the invalid one."""
 
     def __init__(self, name: str) -> None:
         self.name, self.counted = name, 0
@@ -209,7 +209,7 @@ class _SnapshotReader:
         return _device(self, index, events, segments)
 
     def stack(self, entry: Mapping[str, Any], known: dict[object, _LabelledStack]) -> _LabelledStack:
-        """The stack of an event or of a block; of older files, that of the newest entry of a block's history."""
+        """Return the stack of an event or a block; in older files, of the newest entry of a block's history."""
         frames = entry.get("frames")
         if frames is None and entry.get("history"):
             frames = self.dictionary(self.listed(entry["history"], "history")[0], "a history").get("frames")
@@ -262,7 +262,7 @@ def _blocks(reader: _SnapshotReader, segments: list[Mapping[str, Any]]) -> Itera
 
 
 def _requested(reader: _SnapshotReader, block: Mapping[str, Any], size: int) -> int:
-    """Bytes that were asked for: older files have them in the block's history."""
+    """Requested bytes, which older files have in the block's history."""
     history = block.get("history")
     if isinstance(history, list) and history and "requested_size" not in block:
         return reader.whole(reader.dictionary(history[0], "a history"), "real_size", size) or size
@@ -270,11 +270,11 @@ def _requested(reader: _SnapshotReader, block: Mapping[str, Any], size: int) -> 
 
 
 class _StepEnds:
-    """Finds where steps end, from marks that stacks and annotations give.
+    """Finder of the ends of steps, from marks of stacks and annotations.
 
-    Two marks belong to one end unless something of the next step lies between them: a forward, or, where no stack tells
-    of one, any other allocation. So an optimizer that steps parameter by parameter within backward ends one step. Of
-    `Optimizer.step` and `zero_grad` the one counts that is seen more often: a fused optimizer allocates only once.
+    Marks belong to one end unless the next step has begun between them: with a forward or, without stacks of one, any
+    other allocation. So an optimizer that steps parameter by parameter within backward ends one step. The more frequent
+    of `Optimizer.step` and `zero_grad` counts: a fused optimizer allocates only once.
     """
 
     def __init__(self) -> None:
@@ -282,13 +282,13 @@ class _StepEnds:
         self._forwards = self._others = 0
 
     def allocated(self, stack: _LabelledStack) -> None:
-        """Count what separates two ends."""
+        """Count events that separate two ends."""
         if not stack.ends:
             self._forwards += stack.label.role == "forward"
             self._others += 1
 
     def mark(self, ends: str, events: int) -> None:
-        """A mark of one kind, after so many events."""
+        """Add a mark of one kind, after this number of events."""
         if ends:
             self._marks[ends].append((events, self._forwards, self._others))
 
@@ -318,7 +318,7 @@ def _annotated(reader: _SnapshotReader, index: int) -> list[tuple[int, str]]:
 def _device(
     reader: _SnapshotReader, index: int, events: list[Mapping[str, Any]], segments: list[Mapping[str, Any]]
 ) -> DeviceSnapshot:
-    """Read one device; what is freed or live without an allocation in the trace was there before it."""
+    """Read one device; tensors without an allocation in the trace were allocated before it."""
     writer = TimelineWriter(f"device {index}")
     known: dict[object, _LabelledStack] = {}
     live: dict[int, int] = {}
@@ -353,7 +353,7 @@ def _device(
             if gone is not None:
                 writer.free(gone, time_ns)
                 stack = reader.stack(event, known)
-                if stack is not stacks.get(address):  # where frees have no stack of their own, it is the allocation's
+                if stack is not stacks.get(address):  # frees without a stack have the allocation's
                     ends.mark(stack.ends, writer.events)
         elif action == "oom":
             asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
@@ -415,7 +415,7 @@ def _segments(reader: _SnapshotReader, segments: list[Mapping[str, Any]]) -> Ite
 
 
 def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
-    """Facts of the device on which a request failed, else of the fullest."""
+    """Facts of the device with a failed request, otherwise of the fullest."""
     failing = [device for device in snapshot.devices if device.out_of_memory]
     device = failing[0] if failing else snapshot.busiest
     timeline = device.timeline
@@ -453,7 +453,7 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
 
 
 def _parts(timeline: MemoryTimeline, moment: int) -> tuple[MemoryPart, ...]:
-    """By module and role, the largest first; each with the site that has most of it."""
+    """Bytes by module and role, the largest first; each with its largest site."""
     found: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
     for share in timeline.shares(moment):
         one = share.label
@@ -483,7 +483,7 @@ def _expandable(snapshot: Snapshot, device: DeviceSnapshot) -> bool | None:
 
 
 def _unused(device: DeviceSnapshot, live_bytes: int) -> int:
-    """Held and not used at that moment. Segments are as they were at the end: what has died since was in use then."""
+    """Bytes reserved and unused at that moment. Segments are from the end: tensors freed since were in use then."""
     if not device.out_of_memory:
         split = [segment for segment in device.segments if segment.is_split and not segment.is_private]
         return sum(sum(segment.free_pieces_bytes) for segment in split)
@@ -494,18 +494,18 @@ def _unused(device: DeviceSnapshot, live_bytes: int) -> int:
 
 
 def step_bounds(device: DeviceSnapshot, events: int) -> list[tuple[int, int]]:
-    """Each step's event at which fewest bytes are allocated, and the one at which most are afterwards.
+    """Return each step's event with the fewest allocated bytes, and the later one with the most.
 
-    Empty where no end of a step is seen. What follows the last end is a step where a forward or backward is in it.
+    Empty without ends of steps. Events after the last end are a step if they include a forward or backward.
 
     Args:
-        events: how many of the first events to look at.
+        events: number of events to read.
     """
     timeline = device.timeline
     ends = [end for end in device.step_ends if end < events]
     if not ends:
         return []
-    bounds = [0, *(end - 1 for end in ends if end)]  # what the last event of a step leaves is between steps
+    bounds = [0, *(end - 1 for end in ends if end)]  # bytes after the last event of a step are between steps
     if _has_work(timeline, ends[-1], events):
         bounds.append(events)
     found = []
@@ -550,7 +550,7 @@ def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]
     found = []
     for label in np.unique(timeline.label_of[alive]).tolist():
         if timeline.labels[label].role == OPTIMIZER:
-            continue  # its state: a parameter that gets its first gradient late gets its state late
+            continue  # optimizer state of a parameter whose first gradient is late
         own = timeline.label_of[alive] == label
         steps = len(np.unique(step[own]))
         nbytes = int(timeline.nbytes[alive[own]].sum())
@@ -562,8 +562,8 @@ def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]
 
 
 def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
-    """Find lines that hold more and more, though not in most steps or not in new tensors: a list that grows now and
-    then, a buffer that is replaced by a larger one.
+    """Find lines whose bytes grow, but not in most steps or not in new tensors: a list that grows occasionally, a
+    buffer that is replaced by a larger one.
     """
     first, last = FIRST_STEPS, len(ends) - 1
     if last - first < LEAST_TO_GROW:

@@ -1,9 +1,8 @@
-"""A timeline as a CUDA memory snapshot: the file that `_dump_snapshot` would have written of it.
+"""Export of a timeline as a CUDA memory snapshot, in the format of `_dump_snapshot`.
 
-It opens at https://docs.pytorch.org/memory_viz and with `torch.cuda._memory_viz`. Stacks say module and role.
-Addresses are those of an allocator that never cuts a segment in two, so that no time is spent on imagining fragments:
-each allocation has a segment of its own, as large as the allocator's granularity makes it, and a freed one is given
-to the next of the same size.
+It opens at https://docs.pytorch.org/memory_viz and with `torch.cuda._memory_viz`. Stacks have module and role.
+Addresses are of an allocator that does not split segments, since fragmentation is unknown: each allocation has its own
+segment, rounded up to the allocator's granularity, and a freed one is reused for the next of the same size.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def snapshot_content(timelines: list[MemoryTimeline]) -> dict[str, Any]:
 
 
 class _Allocator:
-    """Addresses of allocations, and the segments that they lie in."""
+    """Addresses of allocations and their segments."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}  # of segments, by address
@@ -52,7 +51,7 @@ class _Allocator:
         self._next = FIRST_ADDRESS
 
     def take(self, nbytes: int) -> tuple[int, bool]:
-        """An address, and whether a segment was made for it."""
+        """Return an address, and whether it needed a new segment."""
         size = -(-max(nbytes, 1) // GRANULARITY_BYTES) * GRANULARITY_BYTES
         if self._free[size]:
             return self._free[size].pop(), False
@@ -61,14 +60,16 @@ class _Allocator:
         return address, True
 
     def give(self, address: int) -> None:
-        """It is free."""
+        """Free an address."""
         self._free[self.sizes[address]].append(address)
 
 
 def _device(timeline: MemoryTimeline, index: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Segments and events."""
     allocator = _Allocator()
-    stacks = [frames_of_label(label) for label in timeline.labels]  # one list a label, so that a pickle has it once
+    stacks = [
+        frames_of_label(label) for label in timeline.labels
+    ]  # one list for each label, so that the pickle has it once
     trace: list[dict[str, Any]] = []
     where: dict[int, int] = {}
     for number in np.nonzero(timeline.born < 0)[0].tolist():

@@ -1,10 +1,10 @@
-"""Profile of a trace's steps: phases, how busy the device was, its waits, bytes by phase, FLOPs.
+"""Profile of a trace's steps: phases, utilization and idle time of the device, bytes by phase, FLOPs.
 
 NOTE [ Phases of a trace ]
-The host tells them. Optimizers and data loaders annotate themselves. Backward is what autograd's engine evaluates.
-Forward is an operator that autograd numbers (it has a sequence number, and no forward thread) outside of these; the
-same inside of backward is recomputation: a checkpoint runs its forward with gradients on. A plan of Jettison's
-runs recipes without, and `jettison profile` annotates them. A kernel belongs to where it was launched.
+Phases follow the host. Optimizers and data loaders annotate themselves. Backward is evaluated by autograd's engine.
+Forward is an operator with autograd's sequence number, and no forward thread, outside of these; inside of backward it
+is recomputation: a checkpoint runs its forward with gradients on. Jettison's recipes run without them, and
+`jettison profile` annotates them. A kernel has the phase of its launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Span = tuple[int, int]
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 PHASES: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 SLOW_FIRST: Final = 1.5
-"""Times the median of the others: a step that warms something up, and is left out of what is averaged."""
+"""Multiple of the other steps' median above which a step is warmup, and excluded from averages."""
 ENGINE: Final = "autograd::engine::evaluate_function"
 _ALLOCATES: Final = (
     "cudaMalloc",
@@ -41,19 +41,19 @@ _LEAST_GAP_NS: Final = 2_000
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceWaits:
-    """Time in which the device had nothing to do, by what the host did then."""
+    """Idle time of the device, by the host's work."""
 
     data_ns: int = 0
     allocator_ns: int = 0
     sync_ns: int = 0
     host_ns: int = 0
     longest_ns: int = 0
-    """The longest gap that is put down to the host; it begins at ``longest_at_ns``."""
+    """Longest gap due to the host; it begins at ``longest_at_ns``."""
     longest_at_ns: int = 0
 
     @property
     def ns(self) -> int:
-        """Altogether."""
+        """Total idle time."""
         return self.data_ns + self.allocator_ns + self.sync_ns + self.host_ns
 
 
@@ -63,9 +63,9 @@ class Copies:
 
     count: int = 0
     alone_ns: int = 0
-    """Copies during which nothing is computed."""
+    """Copies without overlapping compute."""
     waited_ns: int = 0
-    """The host's waits, inside of operators that copy or read."""
+    """Waits of the host, inside of operators that copy or read."""
     pageable: int = 0
     to_host: int = 0
     """Pageable copies from the device."""
@@ -80,10 +80,10 @@ class StepProfile:
     Args:
         step_spans: of each step in the trace, by number.
         window: from the beginning of the first steady step to the end of the last.
-        has_device: kernels were recorded; else the work is that of the host's operators.
-        settings: what is switched on already: ``compile``, ``fused`` (the optimizer), ``workers`` (of data loaders).
-        collectives: by name, their time without computation.
-        flops: of all that ran; ``again_flops`` of that was recompute.
+        has_device: kernels were recorded; otherwise times are of the host's operators.
+        settings: settings in use: ``compile``, ``fused`` (the optimizer), ``workers`` (of data loaders).
+        collectives: exposed time by name.
+        flops: of all ops; ``again_flops``: of recomputation.
         peak_bytes: by phase.
         level_bytes: allocated at the end of each step.
     """
@@ -166,7 +166,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
 
 
 def _settings(trace: ProfilerTrace) -> frozenset[str]:
-    """By names that only they leave."""
+    """Settings in use, found by names of events that only they have."""
     signs = {
         "compile": any(one.name.startswith("triton_") for one in trace.device),
         "fused": any(one.name.startswith("aten::_fused_") for one in trace.ops),
@@ -190,7 +190,7 @@ def _spans(slices: Iterable[ProfilerSlice]) -> list[Span]:
 
 
 def host_phases(trace: ProfilerTrace) -> dict[str, list[Span]]:
-    """By phase, when the host was in it. See NOTE [ Phases of a trace ]."""
+    """Spans of the host by phase. See NOTE [ Phases of a trace ]."""
     data = joined(_spans(one for one in trace.annotations if one.name.startswith("enumerate(DataLoader)")))
     optimizer = joined(_spans(one for one in trace.annotations if one.name.startswith("Optimizer.step#")))
     engine = joined(_spans(one for one in trace.ops if one.name.startswith(ENGINE)))
@@ -219,7 +219,7 @@ def _crosses_step(end: int, start: int, trace: ProfilerTrace) -> bool:
 
 
 def is_numbered(op: ProfilerSlice) -> bool:
-    """Whether autograd numbers it, outside of its nodes."""
+    """Whether it has a sequence number of autograd, outside of autograd's nodes."""
     return "Sequence number" in op.args and not op.args.get("Fwd thread id") and not op.name.startswith(ENGINE)
 
 
@@ -229,13 +229,13 @@ def _inside(at: int, spans: Sequence[Span]) -> bool:
 
 
 def _touches(spans: Sequence[Span], start: int, end: int) -> bool:
-    """Whether one of them has a part between ``start`` and ``end``; joined."""
+    """Whether one of these merged spans overlaps with ``start`` to ``end``."""
     place = bisect_left(spans, (end,)) - 1
     return place >= 0 and end > start and spans[place][1] > start
 
 
 def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[ProfilerSlice]:
-    """Find recomputed operators in backward, with all that is inside of them."""
+    """Find recomputed operators in backward, with their inner operators."""
     engine = joined(_spans(one for one in trace.ops if one.name.startswith(ENGINE)))
     marked = joined(_spans(one for one in trace.annotations if one.name == RECOMPUTES))
     numbered = [one for one in trace.ops if is_numbered(one) and _inside(one.start_ns, engine or backward)]
@@ -244,7 +244,7 @@ def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[ProfilerS
 
 
 def _outermost(trace: ProfilerTrace) -> list[ProfilerSlice]:
-    """Operators of the host that are in no other, autograd's bookkeeping aside."""
+    """Outermost operators of the host, without autograd's bookkeeping."""
     found: list[ProfilerSlice] = []
     last: dict[str, int] = {}
     for one in trace.ops:
@@ -268,7 +268,7 @@ def _gloo(trace: ProfilerTrace) -> list[ProfilerSlice]:
 
 
 def _launches(trace: ProfilerTrace, around: list[Span]) -> list[Span]:
-    """Kernels that were launched there."""
+    """Kernels that were launched in these spans."""
     spans = joined(around)
     numbers = {one.args.get("correlation") for one in trace.runtime if _inside(one.start_ns, spans)}
     return _spans(one for one in trace.device if one.args.get("correlation") in numbers)
@@ -315,7 +315,7 @@ def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: in
             found["data_ns"] += length
         elif 2 * overlap([gap], allocator) > length and not trace.is_one_run:
             found["allocator_ns"] += length
-        else:  # so far ahead would the host be without having waited
+        else:  # how far the host would be ahead without waits
             ahead = min(length, sum(waited for _, waited in waits[inside]))
             stopped = max(ahead, overlap([gap], waiting))
             found["sync_ns"] += stopped
@@ -353,7 +353,7 @@ Point = tuple[int, int, int]
 
 
 def busiest_memory(trace: ProfilerTrace) -> list[MemoryPoint]:
-    """The allocator's counters in order, of the device with most; of the host where there is none."""
+    """Counters of the allocator in order, of the device with most; of the host without a device."""
     most: dict[str, int] = {}
     for point in trace.memory:
         most[point.device] = max(most.get(point.device, 0), point.allocated_bytes)
@@ -372,7 +372,7 @@ def _peaks(points: list[Point], phases: Mapping[str, list[Span]]) -> dict[str, i
 
 
 def _state(trace: ProfilerTrace, points: list[Point]) -> int:
-    """By how much the first optimizer step of the trace raises what is allocated, if later ones do not."""
+    """Allocated bytes that the trace's first optimizer step adds, if later ones add none."""
     steps = sorted(_spans(one for one in trace.annotations if one.name.startswith("Optimizer.step#")))
     if not points or len(steps) < 2:
         return 0
@@ -387,7 +387,7 @@ def _state(trace: ProfilerTrace, points: list[Point]) -> int:
 
 
 def _reserved(points: list[Point]) -> tuple[int, int] | None:
-    """Allocated and reserved where most is allocated; None where nothing is reserved (the host)."""
+    """Allocated and reserved bytes at the peak; None: nothing is reserved (the host)."""
     return max(((allocated, reserved) for _, allocated, reserved in points if reserved), default=None)
 
 
@@ -416,7 +416,7 @@ def within(spans: Iterable[Span], start: int, end: int) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Subtract ``others`` from ``spans``; both joined."""
+    """Subtract ``others`` from ``spans``; both merged."""
     found: list[Span] = []
     at = bisect_left(others, spans[0][:1]) if spans else 0
     for start, end in spans:
@@ -435,7 +435,7 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def overlap(spans: Sequence[Span], others: Sequence[Span]) -> int:
-    """Length of the intersection; both joined."""
+    """Length of the intersection; both merged."""
     return total(spans) - total(without(spans, others))
 
 
@@ -451,7 +451,7 @@ _BACKWARD: Final = tuple(f"{name}_backward" for name in _FORWARD)
 
 
 def op_flops(name: str, args: Mapping[str, Any]) -> int:
-    """Return FLOPs of matmuls and fused attention, causal or not; 0 for all else, and without shapes."""
+    """Return FLOPs of matmuls and fused attention, causal or not; 0 for other ops, and without shapes."""
     dims = args.get("Input Dims")
     if not isinstance(dims, list):
         return 0

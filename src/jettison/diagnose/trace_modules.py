@@ -1,12 +1,12 @@
-"""Time and bytes of a step by module and role, as far as a trace tells.
+"""Time and bytes of a step by module and role, from a trace.
 
 NOTE [ Modules of a trace ]
 ``with_stack=True`` records each call of a module by class and number ("nn.Module: Linear_3"); `jettison profile`
 annotates calls by the module's name ("nn.Module: layers.3.mlp (MLP)"). An operator belongs to the innermost module
-around it. A node of backward has the number of the operator that made it, and belongs to that one's module; a gradient
-is accumulated right after the node that computes it. A kernel belongs to where it was launched. Numbers are dropped,
-so that repeated layers are one row. Where no module is around it the outermost operator stands for it, with the shape
-of its weight.
+around it. A node of backward has the sequence number of its forward operator, and belongs to that one's module; a
+gradient is accumulated right after the node that computes it. A kernel belongs to the module of its launch. Numbers are
+dropped, so that repeated layers are one row. Outside of modules the outermost operator is the row, with the shape of
+its weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RECOMPUTE: Final = "recompute"
 OTHER: Final = "other"
 ROLES: Final = (DATA, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, OTHER)
 BEFORE: Final = "before the trace"
-"""Role of bytes that were allocated before the trace: parameters, and the optimizer's state once it is there."""
+"""Role of bytes that were allocated before the trace: parameters, and the optimizer's state after its first step."""
 _OPTIMIZER_STEP: Final = "Optimizer.step#"
 _LOADER: Final = "enumerate(DataLoader)"
 _REENTRANT: Final = "CheckpointFunction"
@@ -52,7 +52,7 @@ _PASSING: Final = {BACKWARD: "transients of backward", OPTIMIZER: "transients of
 
 @dataclass(frozen=True, slots=True)
 class TracePlace:
-    """Module and role of a moment on the host; "" where none is known."""
+    """Module and role of a moment on the host; "": unknown."""
 
     module: str = ""
     role: str = ""
@@ -60,10 +60,10 @@ class TracePlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleProfile:
-    """By place; sums over the steady steps.
+    """Time and bytes by place; sums over the steady steps.
 
     Args:
-        named: the trace names modules; else they are operators.
+        named: the trace names modules; otherwise rows are operators.
         ns: time of the device's kernels, or of operators without what runs inside of them.
         peak: bytes at the highest moment of the busiest device, under the role of a tensor; together they are the peak.
     """
@@ -102,7 +102,7 @@ def profile_modules(trace: ProfilerTrace, window: Span) -> ModuleProfile:
 
 @dataclass(slots=True)
 class _Open:
-    """A slice that has begun and not ended, and the place inside of it."""
+    """An open slice, and the place inside of it."""
 
     end_ns: int
     place: TracePlace
@@ -111,20 +111,20 @@ class _Open:
 
 
 class _TraceWalk:
-    """Goes through a trace in time, with a stack of open slices for each thread."""
+    """Walk through a trace in order of time, with a stack of open slices for each thread."""
 
     def __init__(self, trace: ProfilerTrace) -> None:
         self.named = bool(trace.modules)
         self.own: list[tuple[TracePlace, int, int]] = []
-        """TracePlace, beginning and length of an operator; what an inner one takes is subtracted."""
+        """Place, start and length of an operator, without inner ones."""
         self.launched: dict[Any, TracePlace] = {}
-        """By correlation, where a kernel was launched."""
+        """Place of a kernel's launch, by correlation id."""
         self.born: list[tuple[MemoryPoint, TracePlace]] = []
         self._stacks: defaultdict[str, list[_Open]] = defaultdict(list)
         self._makers: defaultdict[Any, dict[str, TracePlace]] = defaultdict(dict)
-        """By the number of an autograd node, and the thread that made it."""
+        """Place by sequence number and thread of an autograd node's forward."""
         self._nodes: dict[str, TracePlace] = {}
-        """The last node of backward that each thread evaluated."""
+        """Last node of backward of each thread."""
         marks = [one for one in trace.annotations if one.name.startswith((_OPTIMIZER_STEP, _LOADER, RECOMPUTES))]
         items: list[ProfilerSlice | MemoryPoint] = [*marks, *trace.modules, *trace.ops, *trace.runtime]
         items += busiest_memory(trace)
@@ -145,7 +145,7 @@ class _TraceWalk:
                 stack.append(_Open(item.end_ns, self._marked(item, top), module=item.name.startswith(MODULE)))
 
     def _marked(self, one: ProfilerSlice, top: _Open) -> TracePlace:
-        """Inside of an annotation or of a module's call."""
+        """Place inside of an annotation or of a module's call."""
         if one.name.startswith(_OPTIMIZER_STEP):
             return TracePlace(one.name.removeprefix(_OPTIMIZER_STEP), OPTIMIZER)
         if one.name.startswith(_LOADER):
@@ -249,7 +249,7 @@ def _live(born: list[tuple[MemoryPoint, TracePlace]]) -> Iterator[tuple[int | No
 
 
 def _first_freed(born: list[tuple[MemoryPoint, TracePlace]], start: int) -> dict[int | None, int]:
-    """By address, the number of the first event from ``start`` on that frees it."""
+    """Index of the first event from ``start`` on that frees each address."""
     found: dict[int | None, int] = {}
     for number in range(start, len(born)):
         point = born[number][0]

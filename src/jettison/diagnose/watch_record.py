@@ -1,4 +1,4 @@
-"""Records of `jettison.watch`: bytes between steps, batches, and the error where there was one."""
+"""Records of `jettison.watch`: bytes between steps, batches, and the error, if any."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_THE_MESSAGE: Final = (
     "own_optimizer",
     "device",
 )
-"""Facts that only the message has."""
+"""Facts that only an error message has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class WatchRecord:
     """One watched loop.
 
     Args:
-        error: the traceback and message of a request that failed; "" where bytes only grew.
-        allocator: what the allocator was told to do, as PyTorch's environment variable has it.
-        snapshot: name of a memory snapshot in the same folder; "" where there is none.
+        error: traceback and message of a failed request; "": bytes only grew.
+        allocator: settings of the allocator, in the format of PyTorch's environment variable.
+        snapshot: name of a memory snapshot in the same folder; "": none.
     """
 
     device: str
@@ -47,15 +47,15 @@ class WatchRecord:
     snapshot: str = ""
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the JSON document."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
 def read_watch_record(path: Path) -> MemoryFacts | None:
-    """Read a record, and the snapshot next to it; None where the file is no record.
+    """Read a record, and the snapshot next to it; None if the file is not a record.
 
     Raises:
-        UsageError: it is one, and broken, or its snapshot is.
+        UsageError: an invalid record or snapshot.
     """
     try:
         with path.open("rb") as file:
