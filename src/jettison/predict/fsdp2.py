@@ -237,7 +237,7 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *
     """
     layout = run.layout
     alone = layout.shards == 1 and layout.expert_shards == 1 and not run.gathers_parameters
-    if alone or (layout.zero < 2 and not layout.by_module):
+    if not layout.by_module and (alone or layout.zero < 2):
         return list(made)
     chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
     parts = (None, *chunk.parts, None)

@@ -76,10 +76,11 @@ def live_parameters(run: Run, parts: Sequence[StageRegion]) -> tuple[Live, ...]:
     there = layout.buckets.buckets * layout.buckets.reduce * width
     if layout.zero == 1:
         return ((0, there),) * len(parts)
-    hosted = layout.shards if run.states_on_host.moves_parameters else 1
+    hosted = layout.shards if run.states_on_host.moves_parameters else 0
     again = run.recompute.mode not in (Mode.NONE, Mode.SELECTIVE, Mode.MODULES)  # do modules run once more?
     ends = tuple((part.name == EMBEDDING, part.region) for part in parts)
-    found = _live(ends, layout.buckets, width, again, layout.zero == 3, hosted)
+    gathers = layout.zero == 3 and (layout.shards > 1 or hosted > 0)  # one rank's are views of its own
+    found = _live(ends, layout.buckets, width, again, gathers, hosted)
     return found if layout.zero == 3 else tuple((0, backward + there) for _, backward in found)
 
 
@@ -94,7 +95,7 @@ def _live(
         if again and not ends[at][0] and at < len(calls) - 1:
             trace += [Call(own, at, backward=True) for own in calls[at]]
         trace += [Call(own, at, True, True, stays=ends[at][0]) for own in reversed(calls[at])]
-    coordinator = Coordinator(parameters=parameters, trace=trace, buckets=buckets, hosted=hosted)
+    coordinator = Coordinator(parameters=parameters, trace=trace, buckets=buckets, hosted=hosted, width=width)
     found = [[0, 0] for _ in calls]
     for call, nbytes in zip(trace, coordinator.run(), strict=True):
         found[call.region][call.backward] = max(found[call.region][call.backward], nbytes)
@@ -139,14 +140,16 @@ class Coordinator:
     """One forward and backward of a recorded trace.
 
     Args:
-        hosted: ranks that each copy their shards from the host first; 1: there is no copy.
+        hosted: ranks that each copy their shards from the host first; one copies each parameter into its storage.
+        width: bytes of an element of a gradient.
         fetched: live elements, and bytes of all storages, after the gathers of each call.
     """
 
     parameters: Sequence[Parameter]
     trace: Sequence[Call]
     buckets: ZeroBuckets
-    hosted: int = 1
+    hosted: int = 0
+    width: int = 2
     fetched: list[tuple[int, int]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -196,7 +199,9 @@ class Coordinator:
         total = sum(self.parameters[p].nbytes for p in missing)
         self.live.update(missing)
         self.count += sum(self.parameters[p].numel for p in missing)
-        self.gathers |= dict.fromkeys(missing, _Coalesced({*missing}, total, alone=len(missing) == 1))
+        self.gathers |= dict.fromkeys(
+            missing, _Coalesced({*missing}, total, alone=len(missing) == 1 or self.hosted == 1)
+        )
         self._grow(total, passing=total // self.hosted if self.hosted > 1 else 0)
 
     def fetch(self, at: int, own: tuple[int, ...]) -> None:
@@ -240,7 +245,7 @@ class Coordinator:
 
     def _reduce(self, own: tuple[int, ...]) -> None:
         for each in (self.parameters[p] for p in own if self.parameters[p].gradient):
-            size, width = self.buckets.reduce, each.nbytes // each.numel
+            size, width = self.buckets.reduce, self.width
             if self.filled and sum(self.filled) + each.gradient > size:
                 self._grow(0, passing=width * sum(self.filled) if len(self.filled) > 1 else 0)
                 self._grow(-self.outside)

@@ -99,7 +99,6 @@ def buffers_of(run: Run, index: int) -> list[tuple[FrameworkBuffer, int]]:
         "cp": layout.cp,
         "p": layout.pp,
         "zero": layout.zero,
-        "shards": layout.shards,
         "micro_batches": run.micro_batches,
         "virtual_stages": layout.virtual_stages,
         "schedule": layout.schedule,
