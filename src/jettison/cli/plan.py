@@ -121,7 +121,7 @@ def command(
             raise UsageError(
                 f"got --write for the plan of a live model; {back.name} can be written for a described run"
             )
-        made = write_back(source_file, report.choice, limit=report.limit, beside=tuple(source.from_file or ())[1:])
+        made = write_back(source_file, report.choice, limit=report.limit, others=tuple(source.from_file or ())[1:])
         write_whole(back, made.text)
         for line in (*made.lines(), f"wrote {back}"):
             hint(line)

@@ -187,7 +187,7 @@ class LayerPolicy:
     saves: tuple[OpCall, ...] = ()
     words: str = ""  # name of the policy in the target's terms
     regions: tuple[str, ...] = ()  # modules of the layer that are not recomputed
-    beside_bytes: int = 0  # kept in addition to buffers of the program; below 0: saved by packing
+    extra_bytes: int = 0  # kept in addition to buffers of the program; below 0: saved by packing
     shared_bytes: int = 0  # of kept buffers that an earlier layer of the checkpoint recomputes
 
     @property
@@ -203,7 +203,7 @@ class LayerPolicy:
     @property
     def kept_bytes(self) -> int:
         """Bytes kept on the device between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved) + self.beside_bytes - self.shared_bytes
+        return self.program.kept_bytes(self.kept - self.moved) + self.extra_bytes - self.shared_bytes
 
     @property
     def recompute_flops(self) -> int:

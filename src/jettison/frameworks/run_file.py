@@ -172,7 +172,6 @@ class Keys:
         file: with the keys.
         asked: fields of a request from the command line, which override the file's.
         gpus: number of devices from the command line.
-        beside: further files of the run.
         asked_model: the model from the command line.
         table: the file's table of ``read.toml``.
     """
@@ -183,7 +182,6 @@ class Keys:
         *,
         asked: Mapping[str, Any] | None = None,
         gpus: int | None = None,
-        beside: Sequence[ConfigFile] = (),
         asked_model: str | None = None,
         table: Mapping[str, Any] | None = None,
     ) -> None:
@@ -198,7 +196,6 @@ class Keys:
         self.gpus = self.gpus_asked = gpus
         self.compile = False
         self.global_batch: int | None = None
-        self.beside = tuple(beside)
         self.model: str | None = None
         self.config: Mapping[str, Any] | None = None
         self.notes: list[str] = list(file.values.get(NOTES, ()))
@@ -518,7 +515,7 @@ def read_run(
             f"{', '.join(dict.fromkeys(table['says'] for table in tables()))}"
         )
     name = table["framework"]
-    keys = Keys(first, asked=asked, gpus=gpus, beside=others, asked_model=model, table=table)
+    keys = Keys(first, asked=asked, gpus=gpus, asked_model=model, table=table)
     keys.by_table(table)
     prefixes = table.get("beside", {})
     for other in others:
@@ -557,7 +554,7 @@ def read_run(
 
 def run_from(
     path: Path | str,
-    *beside: Path | str,
+    *others: Path | str,
     model: str | None = None,
     gpus: int | None = None,
     allow_unread: bool = False,
@@ -569,7 +566,7 @@ def run_from(
 
     Args:
         path: torchtitan's TOML, Megatron-LM's arguments, a Trainer's JSON or YAML, and so on.
-        beside: further files of the same run, such as DeepSpeed's JSON.
+        others: further files of the same run, such as DeepSpeed's JSON.
         model: model to train, if the file names none.
         gpus: number of devices, if the file has none.
         allow_unread: continue if keys that change memory or time cannot be read.
@@ -578,7 +575,7 @@ def run_from(
     Raises:
         UsageError: see `read_run`.
     """
-    found = read_run(path, *beside, model=model, gpus=gpus, asked=flags, allow_unread=allow_unread)
+    found = read_run(path, *others, model=model, gpus=gpus, asked=flags, allow_unread=allow_unread)
     run = resolve(found.spec(), found.request).run
     if not found.compile:
         return run
@@ -675,11 +672,11 @@ def _settled(model: str | None, keys: Keys) -> str | None:
         return model
     if max(len(part.encode()) for part in model.split("/")) > 255 or "\0" in model:
         raise UsageError(f"{keys.file.path} names the model {_shown(model)}; expected a preset, a path or a Hub id")
-    beside = keys.file.path.parent / model
+    folder = keys.file.path.parent / model
     if Path(model).exists():
         return model
-    if (beside / "config.json").is_file():
-        return str(beside)
+    if (folder / "config.json").is_file():
+        return str(folder)
     found = preset_named(model)
     if found is None or (is_hub_id(model) and cached_config(model) is not None):
         return model

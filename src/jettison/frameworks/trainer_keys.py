@@ -146,7 +146,7 @@ def checkpointing(keys: Keys, *, default: bool = False) -> None:
 def reentrant(keys: Keys, *, default: bool = False) -> None:
     """Read reentrant checkpoints if they matter: they free tensors that bitsandbytes' 8-bit matmuls save.
 
-    Not under FSDP, where they matter otherwise: since transformers 4.53 it wraps checkpoints.
+    Not under FSDP: since transformers 4.53 checkpoints are inside its units, and ``reentrant`` means around them.
     """
     key = "gradient_checkpointing_kwargs.use_reentrant"
     inside = "'use_reentrant': true" in str(keys.values.get("gradient_checkpointing_kwargs")).replace('"', "'").lower()

@@ -76,7 +76,7 @@ class WrittenBack:
 
 
 def write_back(
-    found: RunFile, choice: AutoForecast, *, limit: Limit | None = None, beside: tuple[Path, ...] = ()
+    found: RunFile, choice: AutoForecast, *, limit: Limit | None = None, others: tuple[Path, ...] = ()
 ) -> WrittenBack:
     """Write the fastest recomputation settings that the file can express and that fit the plan's budget.
 
@@ -84,7 +84,7 @@ def write_back(
         found: the run read from the file.
         choice: the plan.
         limit: of the plan.
-        beside: further files of the run.
+        others: further files of the run.
 
     Raises:
         UsageError: such files have no recomputation settings, or these keys cannot be changed in place.
@@ -122,7 +122,7 @@ def write_back(
     peak = forecast(run).peak_bytes
     changed = changes[best]
     text = edited(file, changed)
-    _check(text, found, request, beside, changed)
+    _check(text, found, request, others, changed)
     return WrittenBack(
         text=text,
         words=_words(request),
@@ -197,7 +197,7 @@ def _words(request: RunRequest) -> str:
 
 
 def _check(
-    text: str, found: RunFile, request: RunRequest, beside: tuple[Path, ...], changed: Mapping[str, Any]
+    text: str, found: RunFile, request: RunRequest, others: tuple[Path, ...], changed: Mapping[str, Any]
 ) -> None:
     """Read the new text back: it must give the chosen settings, and all other keys as before.
 
@@ -208,7 +208,7 @@ def _check(
         raise UsageError(f"{found.path} would also change {other}: change it by hand")
     again = read_run(
         found.path,
-        *beside,
+        *others,
         model=found.model_argument,
         gpus=found.gpus,
         allow_unread=True,
@@ -232,7 +232,7 @@ def _other_key(path: Path, text: str, changed: Mapping[str, Any]) -> str:
     All of ``changed`` if the new text cannot be read.
     """
 
-    def others(file: ConfigFile) -> dict[str, Any]:
+    def kept(file: ConfigFile) -> dict[str, Any]:
         return {
             key: value
             for key, value in file.values.items()
@@ -240,9 +240,9 @@ def _other_key(path: Path, text: str, changed: Mapping[str, Any]) -> str:
             and not any(f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in changed)
         }
 
-    was = others(read_config_file(path))
+    was = kept(read_config_file(path))
     try:
-        now = others(read_config_file(path, text))
+        now = kept(read_config_file(path, text))
     except UsageError:
         return ", ".join(changed)
     return next((key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]), "")

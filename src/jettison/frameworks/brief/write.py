@@ -62,7 +62,7 @@ def _as_planned(decision: Decision) -> LayerPolicy:
         moved=decision.moved,
         again=decision.again,
         shared_bytes=decision.shared_bytes,
-        beside_bytes=-decision.packed_bytes,
+        extra_bytes=-decision.packed_bytes,
         words=decision.policy,
     )
 

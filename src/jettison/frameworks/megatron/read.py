@@ -148,8 +148,8 @@ def _of_deepspeed(keys: Keys) -> None:
 
 def _deepspeed(keys: Keys) -> None:
     """Read the settings of DeepSpeed's engine: sharding, precision, checkpointing."""
-    beside = keys.named("deepspeed_config")
-    said = {} if beside is None else beside.values
+    engine = keys.named("deepspeed_config")
+    said = {} if engine is None else engine.values
     stage = keys.whole("zero_stage")
     if stage is None:
         stage = said.get("zero_optimization.stage")

@@ -331,18 +331,18 @@ def overrides_text(run: Run, settings: Mapping[str, Value]) -> str:
     found |= {"fine_grained_activation_offloading": False, **settings}
     if run.layout.stage_layers:
         found["pipeline_model_parallel_layout"] = layout_string(run.layout)
-    beside: dict[str, Value] = {
+    sections: dict[str, Value] = {
         "train.micro_batch_size": run.micro_batch,
         "train.global_batch_size": run.micro_batch * run.micro_batches * run.layout.dp,
         "dataset.seq_length": run.seq,
     }
     sharded = run.layout.zero > 0
     for section in ("ddp", "optimizer"):
-        beside[f"{section}.use_distributed_optimizer"] = sharded
+        sections[f"{section}.use_distributed_optimizer"] = sharded
         if not sharded:  # the all-gather of parameters needs the distributed optimizer
-            beside[f"{section}.overlap_param_gather"] = False
+            sections[f"{section}.overlap_param_gather"] = False
     lines = [f"model.{name}={_override(value)}" for name, value in found.items()]
-    lines += [f"{name}={_override(value)}" for name, value in beside.items()]
+    lines += [f"{name}={_override(value)}" for name, value in sections.items()]
     return "\n".join(lines) + "\n"
 
 

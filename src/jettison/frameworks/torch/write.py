@@ -79,9 +79,9 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
     keep_states = any(map(draws_again, policies)) if states is None else states
     text += f"PRESERVE_RNG_STATE = {keep_states}  # does recomputation draw random numbers?\n"
     body = own["apply"]
-    beside = (own["apply_selective"] if selective else "") + (host["wrap"] if moves else "")
+    wrapping = (own["apply_selective"] if selective else "") + (host["wrap"] if moves else "")
     if not subject.live:
         text += f"LAYERS = {len(policies)}\n"
-        body, beside = own["apply_by_number"], own["host_by_number"] if moves else ""
-    text += moves + body.replace("    return model\n", f"{beside}    return model\n", 1)
+        body, wrapping = own["apply_by_number"], own["host_by_number"] if moves else ""
+    text += moves + body.replace("    return model\n", f"{wrapping}    return model\n", 1)
     return text + (own["contexts"] if selective else "") + (host["code"] if moves else "")

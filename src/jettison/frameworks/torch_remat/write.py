@@ -191,10 +191,10 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
     homes = [_home(op.path, chosen) for op in program.ops]
     again = tuple(op.index for op in program.ops if homes[op.index] is None)
     kept = _saved_inside(program, chosen, homes) | _results(program, homes)
-    states, given, beside = random_states(program), Full().kept(program), 0
+    states, given, extra = random_states(program), Full().kept(program), 0
     if drawing(program).intersection(again):
         entry = [b for b in given & states if program.buffers[b].producer is None]
-        beside = len(chosen) * sum(program.buffers[b].nbytes for b in entry)
+        extra = len(chosen) * sum(program.buffers[b].nbytes for b in entry)
     else:
         given -= states
     return LayerPolicy(
@@ -204,7 +204,7 @@ def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
         again=again,
         words=f"keeps {', '.join(chosen)}" if chosen else "",
         regions=chosen,
-        beside_bytes=beside,
+        extra_bytes=extra,
     )
 
 
