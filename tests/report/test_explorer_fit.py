@@ -165,7 +165,7 @@ def test_what_a_model_does_not_divide_over_is_said(file: Path, open_page: Open) 
         f"{file.resolve().as_uri()}#run-model=0&run-tp=64&run-pp=2&run-lora=8&run-precision=fp8&run-zero=x"
     )
     caption = opened.page.inner_text("#will-it-fit .caption")
-    assert "divides over 8 ranks of TP" in caption and "LoRA is described in bf16" in caption
+    assert "TP 8 (heads do not divide over 64 ranks), bf16 (as LoRA is described)." in caption
     assert "--tp 8 --pp 2 " in opened.page.inner_text("#will-it-fit .command code")
 
 

@@ -46,10 +46,10 @@
       zero: values["run-zero"], mode: values["run-recompute"], precision: narrow ? "bf16" : values["run-precision"], rank,
     };
     const notes = [
-      run.s < values["run-s"] && `${model.label} has ${model.longest} positions`,
-      run.t < values["run-tp"] && `${model.label} divides over ${run.t} ranks of TP`,
-      run.pp < values["run-pp"] && `its layers divide over ${run.pp} stages`,
-      narrow && "LoRA is described in bf16",
+      run.s < values["run-s"] && `${J.format.count(run.s)} tokens (its positions)`,
+      run.t < values["run-tp"] && `TP ${run.t} (heads do not divide over ${values["run-tp"]} ranks)`,
+      run.pp < values["run-pp"] && `PP ${run.pp} (${model.layers.length} layers do not divide over ${values["run-pp"]} stages)`,
+      narrow && "bf16 (as LoRA is described)",
     ];
     return { ...run, notes: notes.filter(Boolean) };
   };
@@ -95,6 +95,7 @@
       node.append(J.el("svg:line", { x1: x(tick), x2: x(tick), y1: TOP, y2: bottom, stroke: "var(--line)" }));
       node.append(text(x(tick), bottom + 16, J.format.tick(tick), { "text-anchor": tick ? (x(tick) > width - 30 ? "end" : "middle") : "start", fill: "var(--soft)" }));
     }
+    const edge = J.el("svg:line", { x1: x(usable), x2: x(usable), y1: TOP - 8, y2: bottom, stroke: "var(--limit)", "stroke-width": 2, "stroke-dasharray": "7 3" });
     const stops = [];
     let from = 0;
     peak.parts.forEach((nbytes, i) => {
@@ -103,6 +104,7 @@
       if (nbytes > 0) stops.push(rect);
       node.append(rect);
     });
+    node.append(edge);
     rows.forEach((name, i) => {
       const y = TOP + HIGH + 12 + i * ROW, [low, expected, high] = found[name], color = J.color(7);
       node.append(J.el("svg:line", { x1: x(low), x2: x(high), y1: y + 26, y2: y + 26, stroke: color, "stroke-width": 7, "stroke-opacity": 0.4 }));
@@ -111,7 +113,6 @@
       node.append(mark, text(1, y + 13, `${name} ${range(found[name])}`));
     });
     const right = x(usable) > width * 0.55;
-    node.append(J.el("svg:line", { x1: x(usable), x2: x(usable), y1: TOP - 8, y2: bottom, stroke: "var(--limit)", "stroke-width": 2, "stroke-dasharray": "7 3" }));
     node.append(text(x(usable) + (right ? -5 : 5), 13, `${run.gpu}: ${J.format.bytes(usable)} usable`, { "text-anchor": right ? "end" : "start", "font-weight": 600 }));
     const look = VERDICTS[verdict];
     const said = J.el("p", { class: "verdict", role: "status", style: `border-color: ${look.color}` }, J.el("strong", {}, `${look.sign} ${verdict}`), ` on ${run.gpu}: peak ${J.format.bytes(peak.nbytes)}, ${place(peak, run)}`);
@@ -123,8 +124,9 @@
     id: "will-it-fit", title: "Will it fit?", controls, draw,
     caption: (values) => {
       const { run } = answer(values), devices = run.t * run.pp * run.dp * run.cp;
-      const notes = run.notes.length ? ` ${run.notes.join("; ")}: that is shown.` : "";
-      return `${J.format.grouped(devices)} GPU${devices > 1 ? "s" : ""}, ${run.pp} micro-batch${run.pp > 1 ? "es" : ""} a step (1F1B); PyTorch's kernels, FlashAttention, AdamW. Bars are 80 % ranges.${notes}`;
+      const notes = run.notes.length ? ` Shown is ${run.model.label} with ${run.notes.join(", ")}.` : "";
+      const experts = run.model.kinds.some((kind) => kind.sizes.e) ? ", every expert on each rank" : "";
+      return `${J.format.grouped(devices)} GPU${devices > 1 ? "s" : ""}, ${run.pp} micro-batch${run.pp > 1 ? "es" : ""} a step (1F1B); PyTorch's kernels, FlashAttention, AdamW${experts}. Bars are 80 % ranges.${notes}`;
     },
     table: (values) => {
       const { run, peak, usable, verdict, ...found } = answer(values);
