@@ -265,9 +265,9 @@ def test_a_device_without_four_bits_takes_its_eight() -> None:
 def test_it_is_said_where_a_device_has_no_such_products() -> None:
     run = run_of("nvfp4", "llama3-8b")
     assert [*rate_note(hardware("h100-80gb"), run)] == [
-        "h100-80gb has no rate of fp4: products by nvfp4 are priced as fp8's"
+        "h100-80gb has no rate of fp4: GEMMs by nvfp4 are priced as fp8's"
     ]
-    assert "as those of 16 bits" in next(rate_note(hardware("a100-80gb"), run))
+    assert "as 16-bit ones" in next(rate_note(hardware("a100-80gb"), run))
     assert not [*rate_note(hardware("gb200-192gb"), run)]
     assert not [*rate_note(hardware("h100-80gb"), run_of("blockwise", "llama3-8b"))]
 

@@ -275,7 +275,7 @@ def test_a_plan_of_a_file_is_the_same_from_any_folder(
 
 def test_what_the_loop_has_to_set_up_is_lost() -> None:
     made = document("llama3-8b", "30GiB", lora="r=16", precision="bf16-pure", seq=2048)
-    assert any("adapters beside frozen weights (LoRA r=16" in line for line in exported(made, "torchtitan").lost)
+    assert any("adapters on frozen weights (LoRA r=16" in line for line in exported(made, "torchtitan").lost)
 
 
 TWO_STACKS = {

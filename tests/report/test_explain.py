@@ -394,7 +394,7 @@ def test_changes_keep_the_sequences_of_a_step_and_are_of_two_kinds() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_parts_of_a_peak_are_the_peak_where_backward_is_split(recompute: str) -> None:
-    """With torch's checkpoints it is in a second half, and what was computed again there is a transient."""
+    """With torch's checkpoints it is in a second half, and what was recomputed there is a transient."""
     split = {"pp": 4, "schedule": "zero-bubble", "stage_buffers": True, "recompute": recompute}
     found = forecast(resolve(preset("llama3-8b"), RunRequest(micro_batches=8, **split)).run)
     for stage in found.stages:

@@ -142,7 +142,7 @@ def test_a_budget_shows_its_plan(file: Path, open_page: Open) -> None:
             "() => [...document.querySelectorAll('#front [data-text]')].map((n) => n.dataset.text)"
         )
         first = sweep["patterns"][here["grid"][0][1]]
-        words = {"k": "kept", "a": "computed again", "h": "on the host"}
+        words = {"k": "kept", "a": "recomputed", "h": "on the host"}
         for tensor, letter in zip(sweep["tensors"], first, strict=True):
             assert any(t.startswith(f"{tensor['name']}, ") and f"\n{words[letter]} in layers.0" in t for t in shown)
 

@@ -194,7 +194,7 @@ def test_tables_fit_eighty_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for files in ([paths[0]], paths):
         text = printed(report([Path(path.name) for path in files]).table(), 80)
         assert max(map(len, text.splitlines())) <= 80
-        for expected in ("Peak by phase", "layers.1 to 19 (19)", "computed again 0", "step time 1.25×"):
+        for expected in ("Peak by phase", "layers.1 to 19 (19)", "recomputed 0", "step time 1.25×"):
             assert expected in text
 
 

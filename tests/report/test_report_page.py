@@ -67,7 +67,7 @@ def test_a_proof_is_drawn_with_its_numbers(tmp_path: Path, open_page: Open) -> N
     )
     assert numbers(opened, "layers")[0][:6] == ["layers.0", "mixed", "7,680", "1,536", "1,536", ""]
     grid = {row[0]: row[5:] for row in numbers(opened, "tensors")}
-    assert grid["activation input"] == ["computed again", "kept", "kept", "kept"]
+    assert grid["activation input"] == ["recomputed", "kept", "kept", "kept"]
     assert grid["softmax output"] == ["on the host", "kept", "kept", "kept"]
     highs = [int(row[4].replace(",", "")) for row in numbers(opened, "timeline") if row[0] == "measured"]
     assert max(highs) == 8800
@@ -82,7 +82,7 @@ def test_the_grid_is_walked_with_arrow_keys(tmp_path: Path, open_page: Open) -> 
 
     assert here() == "linear input of mlp in layers.0: kept"
     opened.page.keyboard.press("ArrowDown")
-    assert here() == "activation input of mlp in layers.0: computed again"
+    assert here() == "activation input of mlp in layers.0: recomputed"
     assert opened.page.locator(".tip").inner_text().startswith(here())
     opened.page.keyboard.press("ArrowRight")
     assert here() == "activation input of mlp in layers.1: kept"
@@ -101,7 +101,7 @@ def test_two_proofs_are_compared(tmp_path: Path, open_page: Open) -> None:
     opened.page.select_option("#tensors select", "1-0")
     flipped = opened.page.locator("#tensors [aria-label*='activation input']").first.get_attribute("aria-label")
     assert flipped is not None
-    assert "computed again in A" in flipped
+    assert "recomputed in A" in flipped
     until(opened, "location.hash.includes('grid=1-0')")
     again = open_page(f"{opened.page.url}")
     assert again.page.locator("#tensors select").input_value() == "1-0"

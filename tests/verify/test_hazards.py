@@ -192,7 +192,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setitem(sys.modules, "hazard_models", sys.modules[__name__])
     assert run(["doctor", "--model", "hazard_models:counting"]) == 0
     said = capsys.readouterr().out
-    assert "buffers, and it runs again in backward: blocks.0 to 1 (2)" in said
+    assert "buffers, and it is recomputed in backward: blocks.0 to 1 (2)" in said
     assert "jettison verify hazard_models:counting --given" in said
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = tmp_path / "config.json"

@@ -114,20 +114,20 @@ def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tupl
     """For people: each figure as predicted, as measured, and what explains the difference."""
     found, measured = forecast(run), anchor.measured
     if measured.allocated is not None:
-        beside = extra_bytes(anchor, run) or anchor.unexplained
+        extra = extra_bytes(anchor, run) or anchor.unexplained
         why = f"{anchor.copies} x {anchor.buffer}" if anchor.copies else "unexplained, and not given to other runs"
         yield "allocated", f"{format_bytes(found.peak_bytes)} predicted, {format_bytes(measured.allocated)} measured"
-        yield "", f"{'-' if beside < 0 else '+'}{format_bytes(abs(beside))}: {why}"
+        yield "", f"{'-' if extra < 0 else '+'}{format_bytes(abs(extra))}: {why}"
     elif anchor.unexplained:
         yield "allocated", f"{format_bytes(found.peak_bytes)} predicted, and less was measured in all"
         yield "", f"-{format_bytes(-anchor.unexplained)}: unexplained, and not given to other runs"
     if anchor.fragments is not None:
         allocated = measured.allocated or found.peak_bytes
-        yield "fragments", f"{format_bytes(fragment_bytes(anchor, allocated))} reserved beside what is allocated"
+        yield "fragments", f"{format_bytes(fragment_bytes(anchor, allocated))} reserved in addition to allocated bytes"
         yield "", "an answer is halfway between that and what is expected of such runs"
     if anchor.context is not None:
         less = "less" if anchor.context < 0 else "more"
-        yield "context", f"{format_bytes(abs(anchor.context))} {less} than is expected beside the allocator"
+        yield "context", f"{format_bytes(abs(anchor.context))} {less} than is expected outside the allocator"
     if measured.step is not None and device is not None:
         took = estimate(run, device).step_seconds
         yield "step", f"{format_seconds(took)} predicted, {format_seconds(measured.step)} measured"

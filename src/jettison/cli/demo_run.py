@@ -92,7 +92,7 @@ class DemoResult:
     def table(self) -> RenderableType:
         """The story as it is printed."""
         steps = len(self.losses_plain)
-        same = "the same to the bit at every step" if self.losses_identical else "DIFFERENT"
+        same = "bitwise identical at every step" if self.losses_identical else "DIFFERENT"
         peaks = (self.proof.baseline_peak_bytes, self.proof.measured_peak_bytes, self.plan.budget_bytes)
         plain, measured, budget = map(format_bytes, peaks)
         first, last, planned = self.losses_plain[0], self.losses_plain[-1], self.losses_planned[-1]

@@ -64,7 +64,7 @@ class Hazard(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """A hazard in a block ("" is the model around them): what was seen. ``now``: the block runs again in backward."""
+    """A hazard in a block ("" is the model around them): sightings. ``now``: the block is recomputed in backward."""
 
     hazard: Hazard
     block: str
@@ -74,7 +74,7 @@ class Sighting:
 
 @dataclass(kw_only=True)
 class _HazardWatch:
-    """What one step shows, by block."""
+    """Sightings of one step, by block."""
 
     seen: dict[tuple[Hazard, str], list[str]] = field(default_factory=lambda: defaultdict(list))
     again: set[str] = field(default_factory=set)
@@ -197,7 +197,7 @@ def _buffers(module: nn.Module) -> dict[str, bytes | int]:
 
 @contextmanager
 def _nested_arguments(watch: _HazardWatch) -> Iterator[None]:
-    """Of reentrant checkpoints: tensors inside lists and dictionaries get no gradients through them."""
+    """Find inputs of reentrant checkpoints that get no gradient: tensors inside lists and dictionaries."""
     real = checkpoints.CheckpointFunction
 
     class Watched:
@@ -363,7 +363,7 @@ def _findings(seen: Sequence[Sighting], model: str) -> tuple[Finding, ...]:
     for (late, hazard, what), group in groupby(sorted(seen, key=_alike), key=_alike):
         blocks = [one.block for one in group]
         where = span(blocks) if blocks != [""] else "the model around its blocks"
-        claim = f"{hazard}: {where}" if late else f"{hazard}, and it runs again in backward: {where}"
+        claim = f"{hazard}: {where}" if late else f"{hazard}, and it is recomputed in backward: {where}"
         verify = Change(line=_VERIFY.line.format(model=model), why=_VERIFY.why)
         changes = (_CHANGES[hazard],) if late else (_CHANGES[hazard], verify)
         kind = FindingKind.AT_RISK_IF_RUN_AGAIN if late else FindingKind.AT_RISK_NOW

@@ -163,11 +163,11 @@ def _described(document: Mapping[str, Any], name: str, model: str | None, write:
 def _of_the_loop(run: Run) -> Iterator[str]:
     """Name the parts of a run that settings of recomputation do not set up."""
     if run.tuning is not None:
-        yield f"adapters beside frozen weights ({run.tuning}): set them up where the model is made"
+        yield f"adapters on frozen weights ({run.tuning}): set them up where the model is built"
     if run.states_on_host.moves:
         yield f"optimizer states on the host, as {run.states_on_host} has them: set them up with the optimizer"
     if run.precision.recipe is not None:
-        yield f"narrow products by {run.precision.recipe}: set them up with the model"
+        yield f"low-precision GEMMs ({run.precision.recipe}): set them up with the model"
     for beside in run.frozen:
         yield f"a frozen model ({beside}): give it to the trainer"
     if run.gradients is Gradients.IN_BACKWARD:

@@ -78,7 +78,7 @@ def sourced(
             raise UsageError("expected a model: a preset such as llama3-8b, a config.json, or --from FILE of a trainer")
         if own_gpus is not None or source.allow_unread:
             flag = "--allow-unread" if own_gpus is None else f"--gpus {own_gpus}"
-            raise UsageError(f"got {flag} without --from; expected --from FILE of a trainer beside it")
+            raise UsageError(f"got {flag} without --from; expected --from FILE of a trainer as well")
         if Path(model).is_file() and Path(model).suffix != ".json" and describes_run(Path(model)):
             hint(f"note: of {model} the model alone is read; --from {model} reads the run")
         _say_anchor(request)

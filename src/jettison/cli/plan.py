@@ -163,7 +163,7 @@ def plan(
 
     Raises:
         Infeasible: no plan fits.
-        UsageError: no such model or GPU, a request that makes no sense, or a recompute mode beside the budget.
+        UsageError: no such model or GPU, an invalid request, or a recompute mode with a budget.
         TraceError: a live model cannot be recorded.
     """
     gpu, what_if = flags.gpu, flags.what_if
@@ -212,14 +212,14 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
 
     Raises:
         Infeasible: some stage fits no choice.
-        UsageError: no such model, a request that makes no sense, or a recompute mode beside the budget.
+        UsageError: no such model, an invalid request, or a recompute mode with a budget.
     """
     if request.recompute not in (None, "auto"):
-        raise UsageError(f"got --recompute {request.recompute}: plan decides what is computed again; leave it away")
+        raise UsageError(f"got --recompute {request.recompute}: plan decides what is recomputed; drop it")
     for name in ("recompute_modules", "offload_modules"):
         if getattr(request, name) is not None:
             raise UsageError(
-                f"got {flag_of(name)}: plan decides what is computed again and what goes to the host. `jettison export "
+                f"got {flag_of(name)}: plan decides what is recomputed and what is offloaded. `jettison export "
                 "--to megatron` says a plan in such lists; `jettison ledger` and `estimate` say what a list takes"
             )
     from jettison.predict.auto_recompute import choose_within
@@ -300,7 +300,7 @@ def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | Non
         return None
     nbytes = parse_bytes(text)
     if not offload:
-        raise UsageError(f"got --host-budget {text}, and nothing goes to the host; give --offload, or leave it away")
+        raise UsageError(f"got --host-budget {text}, and nothing is offloaded; give --offload, or drop --host-budget")
     there = device.host_memory_bytes
     if there is not None and nbytes > there:
         raise UsageError(

@@ -185,9 +185,9 @@ def _rows(trace: ProfilerTrace, found: StepProfile, used: dict[str, float]) -> l
     if found.communication_ns:
         share = format_percent(found.exposed_ns / found.ns)
         talk = format_seconds(found.communication_ns / found.steps / 1e9)
-        rows.append(("communication", f"{talk} a step; {share} of the step is beside no computation"))
+        rows.append(("communication", f"{talk} a step; {share} of the step overlaps with no computation"))
     if found.flops:
-        rows.append(("FLOPs", f"{format_flops(found.flops // found.steps)} a step in products and fused attention"))
+        rows.append(("FLOPs", f"{format_flops(found.flops // found.steps)} a step in GEMMs and fused attention"))
         names = f"MFU {format_percent(used['mfu'])}, HFU {format_percent(used['hfu'])}" if used else "n/a without --gpu"
         rows.append(("utilization", names))
     if found.recompute_ns:
@@ -252,7 +252,7 @@ def _places(found: StepProfile, where: ModuleProfile) -> dict[str, Any]:
 
 
 def _utilization(trace: ProfilerTrace, found: StepProfile, gpu: Hardware | None) -> dict[str, float]:
-    """MFU and HFU; empty where the device's peak is not known. Model FLOPs are those that did not run again."""
+    """MFU and HFU; empty where the device's peak is not known. Model FLOPs exclude recomputation."""
     if gpu is None or not found.flops:
         return {}
     peak = getattr(gpu.flops_per_second, _precision(trace)) or gpu.flops_per_second.fp32

@@ -94,7 +94,7 @@ class Enough(BaseException):
 
 @dataclass(kw_only=True)
 class Recorded:
-    """What was seen: seconds of each step, those before the trace included."""
+    """Measured seconds of each step, those before the trace included."""
 
     seconds: list[float] = field(default_factory=list)
 

@@ -168,7 +168,7 @@ def search(
     """Search for the fastest way to train a preset or a config.json.
 
     Args:
-        margin: what stays free beside the expected allowance, as a share of the way to its upper bound.
+        margin: memory kept free in addition to the expected allowance, as a share of the way to its upper bound.
         compile: price compiled layers.
         tokens: to train on: says how long, and with a price what it costs.
         state: a file to go on from and to write to.

@@ -1,4 +1,4 @@
-"""`train`: a recipe, with what was asked for beside it."""
+"""`train`: a recipe, and the flags that override it."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def prove(
     if host_budget is not None and not flags.offload and plan is None:
         raise UsageError(f"got --host-budget {host_budget}, and nothing goes to the host; give --offload, or a plan")
     if seen is not None and given:
-        raise UsageError("got --timeline or --snapshot with --given; they show a step under a plan beside a plain one")
+        raise UsageError("got --timeline or --snapshot with --given; they show a planned step and a plain one")
     if budget is not None:
         parse_bytes(budget)
 
@@ -221,7 +221,7 @@ def request_for(target: str, *, model: str | None = None, **flags: Any) -> tuple
     given = {name: value for name, value in flags.items() if value is not None}
     if found is None:
         if model is not None:
-            raise UsageError(f"--model goes with a plan file, and {target!r} is none")
+            raise UsageError(f"--model needs a plan file, and {target!r} is none")
         return ModelRequest(model=target, **given), None
     made, document = found
     if model is None:

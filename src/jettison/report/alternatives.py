@@ -1,12 +1,11 @@
 """Memory against compute against communication: where a step's time goes, and what else could be chosen.
 
 NOTE [ Recompute or offload ]
-A tensor that is saved can be computed again, which takes the device `again` seconds; or it goes to the host during the
-forward and comes back during the backward. A link's bandwidth is of one direction, and the two ways lie in different
-passes, so each way takes bytes / bandwidth whatever the other direction could do; bandwidths that add both directions
-halve these times, wrongly. Offloading is free of cost as long as each way hides behind the pass that it lies in. Beyond
-that, both ways together cost 2 bytes / bandwidth, and break even with computing again where the link reaches
-2 bytes / again.
+A saved tensor can be recomputed, which takes the device `again` seconds, or offloaded to CPU during the forward and
+prefetched during the backward. A link's bandwidth is of one direction, and the two transfers are in different passes,
+so each takes bytes / bandwidth whatever the other direction could do; bandwidths that add both directions halve these
+times, wrongly. Offloading costs no time while each transfer is hidden by the pass that it overlaps with. Otherwise both
+transfers cost 2 bytes / bandwidth, and break even with recomputation where the link reaches 2 bytes / again.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Trade:
     Args:
         again_seconds: to compute it from what else is saved; None: it may not be.
         moved_seconds: one way to the host over the link at hand; None: there is none.
-        break_even_bytes_per_second: a link in one direction that costs as much as computing again, if nothing hides.
+        break_even_bytes_per_second: a link in one direction that costs as much as recomputation, if nothing is hidden.
         links: those of `LINKS` over which moving it, unhidden, is quicker than computing it again.
     """
 
@@ -103,7 +102,7 @@ class LinkTrip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOffload:
-    """All that a layer saves, sent away and fetched back, or computed again from its input.
+    """All saved tensors of a layer, offloaded and prefetched, or recomputed from its input.
 
     Args:
         ways: over each of `LINKS`, and first over the device's own where that is none of them.
@@ -291,7 +290,7 @@ def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: L
         hides = "hides behind both passes" if offload.hides else "does not hide"
         yield (
             f"A layer saves {format_bytes(offload.layer_bytes)}: one way to the host takes "
-            f"{format_seconds(offload.one_way_seconds)}, beside a forward of {format_seconds(offload.forward_seconds)} "
+            f"{format_seconds(offload.one_way_seconds)}, with a forward of {format_seconds(offload.forward_seconds)} "
             f"and a backward of {format_seconds(offload.backward_seconds)}: offloading all of it {hides}."
         )
 
@@ -301,17 +300,18 @@ def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: L
 MOST_NAMED = 3
 """Tensors that are named, the largest first."""
 
-HERE, AGAIN, THERE = "kept", "computed again", "on the host"
+HERE, AGAIN, THERE = "kept", "recomputed", "on the host"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """Why a layer does what it does: what is computed again and what moves, and what that takes.
+    """Reasons for a layer's policy: recomputed and offloaded tensors, and the time that both take.
 
     Args:
-        again, moved: names of tensors that backward computes again, and that go to the host, largest first.
-        freed_bytes: that are not held because they are computed again; ``again_seconds`` is what that takes.
-        way_seconds: one way to the host; ``forward_seconds`` and ``backward_seconds`` of the next region are beside it.
+        again, moved: names of tensors that are recomputed in backward, and that are offloaded, largest first.
+        freed_bytes: not saved because they are recomputed, in ``again_seconds``.
+        way_seconds: of one transfer, which overlaps with the ``forward_seconds`` or ``backward_seconds`` of the next
+            region.
     """
 
     layer: str
@@ -430,7 +430,7 @@ class NextGiB:
 
 
 def what_if(answer: AutoForecast, *, steps: int = MOST_STEPS) -> Iterator[NextGiB]:
-    """GiB by GiB above the budget, until nothing is computed again and nothing waited for."""
+    """Plans for each GiB above the budget, until nothing is recomputed and no transfer is waited for."""
     from jettison.predict.auto_recompute import choose  # with numpy, which an estimate does without
 
     before = answer

@@ -8,7 +8,7 @@ highest of the slice.
 NOTE [ A step replayed ]
 `memory.step.actions` says what is there before each pass of all micro-batches, and how high each unit rises above that.
 Here what units save and the gradients that they make are allocations of their own, and so is a unit's rise, which lasts
-as long as its slice. What a schedule or a framework holds beside is one allocation that changes. So the highest moment
+as long as its slice. Other buffers of a schedule or a framework are one allocation that changes. So the highest moment
 is the ledger's, to the byte.
 """
 

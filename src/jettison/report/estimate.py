@@ -277,7 +277,7 @@ def _trips_table(offload: LayerOffload) -> FittedTable:
     """A whole layer over each link."""
     even = f"{offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
     title = (
-        f"A layer's {format_bytes(offload.layer_bytes)}: computed again in {format_seconds(offload.again_seconds)}, "
+        f"A layer's {format_bytes(offload.layer_bytes)}: recomputed in {format_seconds(offload.again_seconds)}, "
         f"as quick as moved at {even}"
     )
     rows = [
@@ -299,9 +299,9 @@ def _trades_table(trades: tuple[Trade, ...], *, moved: bool) -> FittedTable:
     left = ("tensor", "read by")
     if not moved:
         rows = [(trade.role, trade.path, format_bytes(trade.nbytes), _again(trade)) for trade in trades]
-        return grid("What a layer saves", left, ("bytes", "computed again"), rows)
+        return grid("What a layer saves", left, ("bytes", "recomputed"), rows)
     right = ("bytes", "again", "one way to the host", "break-even link")
-    title, last = "What a layer saves: computed again or moved", "moving is quicker over"
+    title, last = "What a layer saves: recomputed or moved", "moving is quicker over"
     table = grid(title, left, right, last=(last,))
     for trade in trades:
         way = "" if trade.moved_seconds is None else format_seconds(trade.moved_seconds)

@@ -57,7 +57,7 @@ class Core:
     Args:
         saved_bytes: of it for one micro-batch; 0 with fused attention, which stores no scores.
         layer_bytes: of the layer, without recompute.
-        flops: of its two products in one forward.
+        flops: of its two GEMMs in one forward.
         layer_flops: of the layer's forward.
         crossover: the shortest sequence at which its bytes are more than those of the rest of the layer; None: never.
     """
@@ -78,8 +78,8 @@ class Variant:
         current: it is the run as it is.
         layer_bytes: of the layer that saves most for one micro-batch.
         activation_bytes: held between forwards and backwards on the worst stage, at most.
-        recompute_flops: of matrix products, for one micro-batch through the whole model on one rank of each stage.
-            Only what backward needs is computed again, which may be less than the forward of a layer.
+        recompute_flops: of GEMMs, for one micro-batch through the whole model on one rank of each stage.
+            Only what backward needs is recomputed, which may be less than the forward of a layer.
         of_forward: the same as a share of a forward's FLOPs; ``of_step`` of a forward's and a backward's.
     """
 
@@ -173,7 +173,7 @@ def peak_parts(stage: Stage) -> tuple[PeakShare, ...]:
     """The peak of a stage as a sum; see NOTE [ Parts of a moment ].
 
     Gradients are those that wait for the optimizer; what a region's backward makes of them counts as transient, as do
-    what it computes again, its workspace, and the input and output of a forward.
+    what it recomputes, its workspace, and the input and output of a forward.
     """
     timeline = list(moments(stage.load, first_step=False))
     position = timeline.index(stage.peak)
@@ -189,7 +189,7 @@ def peak_parts(stage: Stage) -> tuple[PeakShare, ...]:
 
 
 ASIDE: Final = "set aside, received and sent"
-"""Workspaces and the like, and what a pipeline's schedule holds beside micro-batches in flight."""
+"""Workspaces, and what a pipeline's schedule keeps in addition to micro-batches in flight."""
 _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "parameters": frozenset({"fixed"}),
@@ -233,7 +233,7 @@ def _without(it: T, zeros: frozenset[str]) -> T:
 
 
 def _whole(load: StageLoad) -> StageLoad:
-    """The stage as if it held nothing but weights that stay gathered behind a forward."""
+    """The stage with unsharded weights that are kept after a forward, and nothing else."""
     nothing = _alone(load, frozenset())
     chunks = tuple(
         tuple(replace(empty, resident=unit.whole) for empty, unit in zip(bare, chunk, strict=True))
@@ -286,7 +286,7 @@ def _core(run: Run) -> Core:
     return Core(
         saved_bytes=core,
         layer_bytes=core + rest,
-        flops=sum(step.flops for step in region.tape.steps if not step.weights),  # products of two activations
+        flops=sum(step.flops for step in region.tape.steps if not step.weights),  # GEMMs of two activations
         layer_flops=region.flops,
         crossover=_crossover(run, layer) if core else None,
     )

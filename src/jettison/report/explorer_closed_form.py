@@ -64,7 +64,7 @@ def closed_form_data(models: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def closed_forms(subjects: Sequence[PageModel]) -> dict[str, Any]:
-    """The same of these models alone."""
+    """Closed forms of these models."""
     kinds = [
         (subject, layer)
         for subject in subjects
@@ -174,7 +174,7 @@ MODES: Final = tuple(
 )
 """Recompute modes that a single layer can be under."""
 WHOLE: Final = "copy"
-"""Of what every tensor-parallel rank has all of."""
+"""Dimension of unsharded tensors: every tensor-parallel rank has all of it."""
 _DIMS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
     {4: ("batch", "heads", "sequence", "head"), 2: ("rows", "width"), 1: ("rows",)}
 )
@@ -224,7 +224,7 @@ class Table:
         return all(guard.same(sizes) for guard in self.guards)
 
     def layer_bytes(self, mode: str) -> Sum:
-        """What one layer keeps on one rank."""
+        """Saved bytes of one layer on one rank."""
         return _total(entry.nbytes for entry in self.entries if mode in entry.modes)
 
 

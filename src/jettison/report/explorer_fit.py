@@ -314,7 +314,7 @@ class _Levels(Backward):
 
     @property
     def peak(self) -> int:
-        """Of the stretch that was begun last; not compared."""
+        """Peak of the stretch that was begun last; not compared."""
         return 0
 
     @peak.setter

@@ -53,8 +53,8 @@ def _front(model: str, asked: dict[str, Any], most: int) -> dict[str, Any]:
         "plain_peak_bytes": forecast(run).peak_bytes,
         "layers": list(run.model.layer_names),
         "ways": [
-            _sweep(model, asked, device, "kept or computed again", most, offload=False),
-            _sweep(model, asked, device, "kept, computed again or on the host", most, offload=True),
+            _sweep(model, asked, device, "kept or recomputed", most, offload=False),
+            _sweep(model, asked, device, "kept, recomputed or on the host", most, offload=True),
         ],
     }
 
@@ -197,7 +197,7 @@ def _segments(model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 def _numbers(run: Run) -> list[Any]:
     """Bytes that the layers of the worst stage hold between passes; the most that stands above them in a layer's or
-    segment's backward; the peak of a step; and what is computed again, as a share of a step's FLOPs."""
+    segment's backward; the peak of a step; and what is recomputed, as a share of a step's FLOPs."""
     found = forecast(run)
     units = [unit for chunk in found.worst.load.chunks for unit in chunk if unit.names[0].startswith("layers.")]
     held = sum(len(unit.names) * unit.resident for unit in units)
@@ -207,7 +207,7 @@ def _numbers(run: Run) -> list[Any]:
     return [held, opened, found.peak_bytes, round(again, 6)]
 
 
-# Links: computing again, sending away, or both, by the bandwidth between device and host ------------------------------
+# Links: recomputation, offloading, or both, by the bandwidth between device and host ------------------------------
 
 OFFLOAD_FLAGS: Final[dict[str, Any]] = {"dp": 8, "zero": 3, "seq": 8192, "micro_batch": 4}
 GIGABYTES: Final = (8, 16, 32, 64, 128, 225, 450)
@@ -215,7 +215,7 @@ GIGABYTES: Final = (8, 16, 32, 64, 128, 225, 450)
 
 
 def offload_data(models: Sequence[str] = ()) -> dict[str, Any]:
-    """By model and bandwidth, seconds of a step when tensors are computed again, all sent away, or either; of `MODEL`
+    """By model and bandwidth, seconds of a step when tensors are recomputed, all sent away, or either; of `MODEL`
     where none is asked for."""
     asked = [(model, usual_layout(model, hardware(GPU))) for model in models] or [(MODEL, OFFLOAD_FLAGS)]
     links = [{"name": link.name, "gigabytes": link.bytes_per_second / 1e9} for link in LINKS]
@@ -318,7 +318,7 @@ def fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _peak(model: str, flags: dict[str, Any], mode: str) -> list[Any] | str:
-    """The peak, what of it stays whatever is computed again (parameters, gradients, optimizer state), and its phase; or
+    """The peak, what of it stays whatever is recomputed (parameters, gradients, optimizer state), and its phase; or
     the reason why there is none."""
     try:
         found = forecast(run_of(model, recompute=mode, **flags))

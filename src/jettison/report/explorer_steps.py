@@ -27,7 +27,7 @@ GPU: Final = "h100-80gb"
 MODEL: Final = "llama3-8b"
 LAYOUTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("4 stages, 1F1B", {"pp": 4, "micro_batches": 8}),
-    ("4 stages, 1F1B, everything computed again", {"pp": 4, "micro_batches": 8, "recompute": "full"}),
+    ("4 stages, 1F1B, everything recomputed", {"pp": 4, "micro_batches": 8, "recompute": "full"}),
     ("4 stages, interleaved 1F1B, 2 virtual stages each", {"pp": 4, "virtual_stages": 2, "micro_batches": 8}),
     ("4 stages, GPipe", {"pp": 4, "micro_batches": 8, "schedule": "gpipe"}),
     ("1 stage, FSDP over 8", {"dp": 8, "zero": 3, "seq": 8192, "micro_batches": 2}),
@@ -45,7 +45,7 @@ def step_data(models: Sequence[str] = ()) -> dict[str, Any]:
     asked = [(f"{MODEL}: {name}", MODEL, flags) for name, flags in LAYOUTS]
     for model in models:
         layout = usual_layout(model, hardware(GPU)) | {"recompute": "full"}
-        asked.insert(0, (f"{model}, everything computed again", model, layout))
+        asked.insert(0, (f"{model}, everything recomputed", model, layout))
     return {"layouts": [_layout(name, model, flags) for name, model, flags in asked]}
 
 
@@ -66,7 +66,7 @@ def _layout(name: str, model: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 class Instant(NamedTuple):
-    """Bytes of one unit's worst moment, beside parameters and state; without an action: of the optimizer."""
+    """Bytes of one unit's worst moment, without parameters and state; without an action: of the optimizer."""
 
     one: StageAction | None
     where: str
@@ -95,7 +95,7 @@ class PlayedStage:
         self.sent = [sent_to_host(memory.run, chunk) for chunk in stage.groups]
 
     def held(self, one: StageAction) -> int:
-        """Return what is there before a pass beside parameters, state and gradients."""
+        """Return bytes before a pass, without parameters, state and gradients."""
         return one.level - self.load.fixed - self.load.state - one.gradients
 
     @cached_property
@@ -146,7 +146,7 @@ class PlayedStage:
         }
 
     def _profile(self, one: StageAction, own: PassSlices) -> dict[str, Any]:
-        """What every pass of one kind does: the share that recomputes, and its units."""
+        """Return the recomputed share and the units of passes of one kind."""
         length, times = own.end_ns - own.begin_ns, own.times(one.units)
         last = max(end for _, end in times.values())
         again = sum(s.end_ns - s.begin_ns for s in own.slices if s.kind is SliceKind.RECOMPUTE)
@@ -256,7 +256,7 @@ ITERATIONS: Final = {
 }
 """Tables 3 and 5."""
 WAYS: Final = (
-    ("full", "everything computed again", {"recompute": "full"}),
+    ("full", "everything recomputed", {"recompute": "full"}),
     ("selective", "selective, sequence parallelism", {"recompute": "selective"}),
     ("auto", "the planner's choice", {"recompute": "auto"}),
 )

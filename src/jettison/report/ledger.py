@@ -379,7 +379,7 @@ def _typed(asked: Resolved, names: tuple[str, ...]) -> Iterator[str]:
 
 
 UNEVEN: Final = 1.25
-"""Times an even share: what is said beside the even figure. A choice, to show how much depends on it; not measured."""
+"""Times an even share, reported beyond the even figure: a choice that shows how much depends on it, unmeasured."""
 
 
 def routing(found: Forecast) -> Iterator[str]:
@@ -408,8 +408,8 @@ def _tensor_parallel(run: Run) -> Iterator[str]:
     layout = run.layout
     if layout.tp > 1 and not layout.sp and run.model.words:
         yield (
-            f"without sequence parallelism all {layout.tp} tensor-parallel ranks hold what stands between the "
-            "products whole (norms, dropouts, residuals); --sp shards it"
+            f"without sequence parallelism all {layout.tp} tensor-parallel ranks hold unsharded activations "
+            "of norms, dropouts and residuals; --sp shards them"
         )
     if layout.tp == 1 and layout.sp:
         yield "--sp does nothing without tensor parallelism; give --tp"
@@ -417,8 +417,8 @@ def _tensor_parallel(run: Run) -> Iterator[str]:
         yield "--tp-comm-overlap does nothing without tensor parallelism; give --tp"
     if layout.gathered_inputs and layout.tp > 1 and layout.sp:
         yield (
-            f"--gathered-inputs: each rank holds the whole input of its column-parallel products, {layout.tp} times "
-            "the shard that Megatron keeps and gathers again"
+            f"--gathered-inputs: each rank saves the all-gathered input of its column-parallel layers, {layout.tp} "
+            "times the shard that Megatron saves and all-gathers again"
         )
     elif layout.gathered_inputs:
         yield "--gathered-inputs does nothing without sequence parallelism"

@@ -112,7 +112,7 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
 
 
 def run_facts(asked: Resolved, host: HostStates | None, *, training: bool = False) -> Iterator[tuple[str, str]]:
-    """Layout and batch of a described run, what is trained of it, and what is beside it.
+    """Layout and batch of a described run, what is trained of it, and other models that it runs.
 
     Args:
         training: say the precision, optimizer and kernels, too.

@@ -67,7 +67,7 @@ def _segments(segments: Sequence[Sequence[str]]) -> tuple[str, str]:
 
 
 def export_table(found: Exported) -> RenderableType:
-    """A plan in another trainer's words: what it costs beside the plan, what is lost, layer by layer."""
+    """A plan as another trainer's settings: its cost and the plan's, what is lost, layer by layer."""
     subject = found.subject
     rows = [
         ("target", f"{found.target}{f', checked with {found.checked_with}' if found.checked_with else ''}"),
@@ -82,7 +82,7 @@ def export_table(found: Exported) -> RenderableType:
         "kept by layers": lambda cost: format_bytes(cost.layer_bytes),
         "held for backward": lambda cost: "" if cost.held_bytes is None else format_bytes(cost.held_bytes),
         "on the host": lambda cost: format_bytes(cost.host_bytes) if cost.host_bytes else "",
-        "computed again": lambda cost: format_flops(cost.recompute_flops),
+        "recomputed": lambda cost: format_flops(cost.recompute_flops),
         f"at prices of {subject.hardware.name}": lambda cost: format_seconds(cost.recompute_seconds),
         "a step": lambda c: "" if c.step_seconds is None else format_seconds(subject.expected_ratio * c.step_seconds),
     }
@@ -296,5 +296,5 @@ def _what_if_table(rows: Sequence[NextGiB]) -> FittedTable:
         text = "; ".join(words) + (f"; {more} more" if more > 0 else "")
         table.add_row(format_bytes(row.answer.budget_bytes), text or "nothing", format_seconds(row.saved_seconds))
     if not rows:
-        table.add_row("", "nothing is computed again, and nothing moves", "")
+        table.add_row("", "nothing is recomputed, and nothing moves", "")
     return table

@@ -45,14 +45,14 @@ class LayerProof:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """A planned model beside an independent copy that trains plainly, from the same state and the same random numbers.
+    """Comparison of a planned model with an independent copy that trains plainly, from one state and random numbers.
 
     ``budget_bytes`` and ``predicted_peak_bytes`` are None where a policy was applied and not a plan. ``differences``
-    says what differs, one sentence each. ``step_time_ratio`` is the median over interleaved rounds; the quartiles are
-    beside it.
+    says what differs, one sentence each. ``step_time_ratio`` is the median over interleaved rounds, with its
+    quartiles.
 
     Of a model that recomputes or offloads in a way of its own: ``left_out`` says what its plain copy does without,
-    ``repeats`` how often its gradients were made again from one state, and ``departures`` names the tensors whose
+    ``repeats`` how often its gradients were recomputed from one state, and ``departures`` names the tensors whose
     values in backward were not those of the forward, first ones first. ``left_out`` is None where Jettison's own plan
     is proven. ``values_compared`` is of how many tensors all bits were compared in a step of its own; 0: nobody asked.
 
@@ -104,7 +104,7 @@ class Proof:
 
     @property
     def passed(self) -> bool:
-        """The same training to the bit, and a measured peak within the budget."""
+        """Bitwise identical training, and a measured peak within the budget."""
         return not self.failures()
 
     @property
@@ -204,7 +204,7 @@ def proof_table(proof: Proof) -> RenderableType:
 
 def _facts(proof: Proof) -> Iterator[tuple[str, str]]:
     def same(holds: bool, more: str = "") -> str:
-        return ("identical to the bit" if holds else "DIFFERENT") + (f" ({more})" if more else "")
+        return ("bitwise identical" if holds else "DIFFERENT") + (f" ({more})" if more else "")
 
     if proof.left_out is not None:
         yield "plain copy", proof.left_out

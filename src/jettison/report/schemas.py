@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRow:
-    """What one layer saves for backward, in one micro-batch on one rank; ``policy`` is null where nobody says."""
+    """Saved tensors of one layer, in one micro-batch on one rank; ``policy`` is null where nobody says."""
 
     layer: str
     bytes: int
@@ -34,7 +34,7 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBytes:
-    """What a pipeline stage allocates on one rank; ``in_flight`` micro-batches are between forward and backward.
+    """Bytes of a pipeline stage on one rank; ``in_flight`` micro-batches are between forward and backward.
 
     ``peak_bytes`` is of a step that has its optimizer state, ``first_step_peak_bytes`` of the one before there is any.
     """

@@ -144,7 +144,7 @@ class SearchReport:
         return part("MoreResources", more, memory=float(more.memory), saved_seconds=saved, candidate=candidate)
 
     def _loss(self, rival: Evaluated) -> dict[str, Any]:
-        """What a rival takes more than the best: seconds by part, and bytes."""
+        """Cost of a rival over the best: seconds by part, and bytes."""
         best, ours, theirs = self.answer.best, self.figures(self.answer.best), self.figures(rival)
         parts = {f"{name}_seconds": rival.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
         return part(
@@ -159,7 +159,7 @@ class SearchReport:
         )
 
     def _memory(self, rival: Evaluated) -> str:
-        """Memory of a rival beside the best's, and their verdicts where these differ."""
+        """Memory of a rival compared with the best's, and their verdicts where these differ."""
         best = self.answer.best
         allocated = signed(rival.needed_bytes - best.needed_bytes)
         device = signed(round(self.figures(rival).device.expected - self.figures(best).device.expected))
@@ -205,8 +205,8 @@ class SearchReport:
             free = available_to(device, layout, kind) - available_to(device, layout, kind, answer.margin)
             yield (
                 "margin",
-                f"{format_bytes(free)} stay free beside what contexts, communicators and fragments are expected to "
-                f"take: {format_percent(answer.margin)} of the way to the most that they may (--margin)",
+                f"{format_bytes(free)} stay free in addition to the expected contexts, communicators and fragments: "
+                f"{format_percent(answer.margin)} of the way to their upper bound (--margin)",
             )
         yield from (("note", text) for text in device_notes(device, template))
         if device.note:

@@ -128,7 +128,7 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
 
 
 def peak_table(timeline: MemoryTimeline) -> RenderableType:
-    """What is allocated at the peak, by module and role."""
+    """Allocations at the peak, by module and role."""
     found = list(by_module_and_role(timeline.shares(timeline.peak_event)).items())
     rows = [
         (module or "no stack", role, *_sizes(nbytes, timeline.peak_bytes), f"{count:,}")

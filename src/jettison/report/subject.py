@@ -46,7 +46,7 @@ class Fate(StrEnum):
     """Place of a saved tensor between forward and backward."""
 
     KEEP = "kept"
-    AGAIN = "computed again"
+    AGAIN = "recomputed"
     HOST = "on the host"
     PACK = "kept in fewer bytes"
     SHARED = "held by others"
@@ -131,7 +131,7 @@ class TrainStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NextGiBRow:
-    """What a larger budget would change, and seconds of a step that it would save."""
+    """Changes under a larger budget, and seconds of a step that it saves."""
 
     budget_bytes: int
     changes: str
@@ -284,7 +284,7 @@ def proof_subject(proof: Proof, name: str) -> ReportSubject:
 
 
 def _proof_facts(proof: Proof) -> Iterator[tuple[str, str]]:
-    same = f"{proof.gradients_compared} gradients compared to the bit in {proof.steps} steps"
+    same = f"{proof.gradients_compared} gradients compared bitwise in {proof.steps} steps"
     yield "gradients", f"{'identical' if proof.gradients_identical else 'DIFFERENT'}: {same}"
     if proof.prediction_error is not None:
         yield "predicted peak", f"{proof.prediction_error:+.2%} off the measured one"
@@ -385,7 +385,7 @@ def run_subject(text: str, name: str, *, plans: Sequence[Plan] = ()) -> ReportSu
     """A training run: its log, and the plans that it followed.
 
     Args:
-        plans: found beside it; those count that the log names by their hashes.
+        plans: found in its folder; those count that the log names by their hashes.
 
     Raises:
         UsageError: it is no log of a run.
@@ -676,7 +676,7 @@ def _subject(path: Path) -> ReportSubject:
 
 
 def _plans_beside(log: Path) -> tuple[Plan, ...]:
-    """Plans that the run left beside its log; none where there are none, or they cannot be read."""
+    """Plans in the folder of a run's log; none where there are none, or they cannot be read."""
     found = []
     for path in sorted(log.parent.glob("plan*.json"))[:64]:
         try:

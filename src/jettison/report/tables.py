@@ -2,8 +2,8 @@
 
 NOTE [ Tables on any terminal ]
 Rich takes from the columns of text whatever is missing, down to nothing: the first column, which says what a row is
-about, is the first to go. Here a figure is never cut, a word of a header never broken, and what does not fit beside one
-another stands in parts below, each with the first column again.
+about, is the first to go. Here a figure is never cut, a word of a header never broken, and columns that do not
+fit side by side stand in parts below, each with the first column again.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def rate_note(hardware: Hardware, run: Run) -> Iterator[str]:
     if recipe is None:
         return
     if peaks.fp8 is None:
-        yield f"{hardware.name} has no rate of fp8: products by {recipe.name} are priced as those of 16 bits"
+        yield f"{hardware.name} has no rate of fp8: GEMMs by {recipe.name} are priced as 16-bit ones"
     elif recipe.bits == 4 and peaks.fp4 is None:
-        yield f"{hardware.name} has no rate of fp4: products by {recipe.name} are priced as fp8's"
+        yield f"{hardware.name} has no rate of fp4: GEMMs by {recipe.name} are priced as fp8's"
 
 
 # Tables that fit ------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ LEAST_SENTENCE: Final = 28
 LONG_WORD: Final = 20
 """Columns of text are not folded below the first, sentences below the second, words of up to the third not at all."""
 BETWEEN: Final = 3
-"""Characters beside each column: a space on both sides and one between."""
+"""Characters of padding of each column: a space on both sides and one between."""
 
 
 @dataclass(frozen=True, slots=True)

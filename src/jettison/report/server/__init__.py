@@ -1,4 +1,4 @@
-"""The local server of `jettison explore --serve`: a page on loopback, with the planner behind it.
+"""The local server of `jettison explore --serve`: a page on loopback, which answers with the planner.
 
 Starlette and uvicorn are the extra ``serve``, imported when a server starts.
 """

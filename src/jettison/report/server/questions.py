@@ -162,7 +162,7 @@ class ServedQuestion:
     Args:
         id: by which it can be watched and cancelled; the client's, or None.
         name: of the model: a preset, or what the upload is called.
-        flags: what the verb is asked beside the run.
+        flags: the verb's own settings.
         run: the fields of the form's request that were given.
     """
 

@@ -227,7 +227,7 @@
       return [
         facts([["fits", "yes"], ["predicted peak", J.format.exact(peak)], ["budget", budget], ["smallest feasible budget", least],
           ["step", step === null ? null : `${seconds(step)}, recompute adds ${percent(overhead)} to one without`], ["hardware", found.hardware], ["on the host", host ? bytes(host) : null]]),
-        table("What each layer does, of one micro-batch on one rank", ["layers", "count", "stage", "policy", asBytes("kept"), asBytes("on the host"), { label: "computed again", format: J.format.flops }],
+        table("What each layer does, of one micro-batch on one rank", ["layers", "count", "stage", "policy", asBytes("kept"), asBytes("on the host"), { label: "recomputed", format: J.format.flops }],
           merged(found.layers, ["stage", "policy", "kept_bytes", "offloaded_bytes", "recompute_flops"])),
       ];
     },

@@ -7,7 +7,7 @@
   const way = J.select({ key: "front-way", label: "Tensors may be", options: data.models[0].ways.map((w, i) => ({ value: i, label: w.label })), value: 1 });
   const all = [...new Set(data.models.flatMap((m) => m.ways.flatMap((w) => w.points.map((p) => p.budget))))].sort((a, b) => a - b);
   const budget = J.slider({ key: "front-budget", label: "Budget", values: all, value: all[Math.floor(all.length / 3)], format: J.format.bytes });
-  const PLACES = { k: { label: "kept", color: "var(--keep)", hatch: "solid" }, a: { label: "computed again", color: "var(--again)", hatch: "diagonal" }, h: { label: "on the host", color: "var(--host)", hatch: "dots" } };
+  const PLACES = { k: { label: "kept", color: "var(--keep)", hatch: "solid" }, a: { label: "recomputed", color: "var(--again)", hatch: "diagonal" }, h: { label: "on the host", color: "var(--host)", hatch: "dots" } };
   const find = (values) => {
     const m = data.models.find((one) => one.name === values["front-model"]), w = m.ways[values["front-way"]];
     const fitting = w.points.filter((p) => p.budget <= values["front-budget"]);
@@ -116,7 +116,7 @@
   const table = (values) => {
     const { w } = find(values);
     return {
-      columns: [{ label: "budget", format: J.format.exact }, { label: "peak", format: J.format.exact }, { label: "step", format: J.format.seconds }, { label: "computed again, a micro-batch", format: J.format.seconds }, { label: "waited", format: J.format.seconds }, { label: "on the host", format: J.format.exact }, { label: "the next GiB saves", format: J.format.seconds }, { label: "gap", format: J.format.percent }],
+      columns: [{ label: "budget", format: J.format.exact }, { label: "peak", format: J.format.exact }, { label: "step", format: J.format.seconds }, { label: "recomputed, a micro-batch", format: J.format.seconds }, { label: "waited", format: J.format.seconds }, { label: "on the host", format: J.format.exact }, { label: "the next GiB saves", format: J.format.seconds }, { label: "gap", format: J.format.percent }],
       rows: w.points.map((p, i) => [p.budget, p.peak, p.seconds, p.again, p.stalled, p.host, price(w, i), p.gap]),
     };
   };

@@ -76,10 +76,10 @@
   const table = (values) => {
     const { m } = find(values);
     return {
-      columns: ["link", { label: "plan with both", format: J.format.seconds }, { label: "everything sent away", format: J.format.seconds }, { label: "recompute alone", format: J.format.seconds }, { label: "peak of the plan", format: J.format.exact }, { label: "on the host", format: J.format.exact }, { label: "computed again, a micro-batch", format: J.format.seconds }, { label: "waited, a micro-batch", format: J.format.seconds }, { label: "step that the command states", format: J.format.seconds }],
+      columns: ["link", { label: "plan with both", format: J.format.seconds }, { label: "everything sent away", format: J.format.seconds }, { label: "recompute alone", format: J.format.seconds }, { label: "peak of the plan", format: J.format.exact }, { label: "on the host", format: J.format.exact }, { label: "recomputed, a micro-batch", format: J.format.seconds }, { label: "waited, a micro-batch", format: J.format.seconds }, { label: "step that the command states", format: J.format.seconds }],
       rows: [
         ...m.rows.map((r) => [`${r.gigabytes} GB/s`, r.mix.seconds, r.all_seconds, m.again.seconds, r.mix.peak ?? null, r.mix.host ?? null, r.mix.again ?? null, r.mix.stalled ?? null, r.mix.planned_seconds ?? null]),
-        ...m.tensors.map(([role, nbytes, again, limit]) => [`${role}, ${J.format.exact(nbytes)}: ${again === null ? "may not be computed again" : `${J.format.seconds(again)} again`}${limit === null ? "" : `, break-even at ${limit} GB/s`}`, null, null, null, null, null, null, null, null]),
+        ...m.tensors.map(([role, nbytes, again, limit]) => [`${role}, ${J.format.exact(nbytes)}: ${again === null ? "may not be recomputed" : `${J.format.seconds(again)} again`}${limit === null ? "" : `, break-even at ${limit} GB/s`}`, null, null, null, null, null, null, null, null]),
       ],
     };
   };

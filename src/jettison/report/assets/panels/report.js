@@ -21,7 +21,7 @@
   };
   const FATES = {
     kept: { letter: "K", color: "var(--keep)", hatch: "solid" },
-    "computed again": { letter: "R", color: "var(--again)", hatch: "diagonal" },
+    "recomputed": { letter: "R", color: "var(--again)", hatch: "diagonal" },
     "on the host": { letter: "H", color: "var(--host)", hatch: "horizontal" },
     "kept in fewer bytes": { letter: "P", color: "var(--pack)", hatch: "cross" },
     "held by others": { letter: "S", color: "var(--c8)", hatch: "dots" },

@@ -61,7 +61,7 @@
     });
     drawClock(node, x, layout, height, width);
     const legend = J.legend([
-      { label: "forward", color: J.color(0) }, { label: "backward", color: J.color(2), hatch: "back" }, { label: "computed again", color: "var(--again)", hatch: "vertical" }, { label: "optimizer", color: J.color(5), hatch: "grid" },
+      { label: "forward", color: J.color(0) }, { label: "backward", color: J.color(2), hatch: "back" }, { label: "recomputed", color: "var(--again)", hatch: "vertical" }, { label: "optimizer", color: J.color(5), hatch: "grid" },
       ...PARTS.map((part) => ({ label: part.name, color: J.color(part.color), hatch: part.hatch })),
       { label: `memory of the GPU, ${J.format.bytes(layout.usable_bytes)}`, color: "var(--limit)", dash: "7 3" },
       ...(moved ? [{ label: "copy to the host", color: "var(--host)" }, { label: "copy back", color: "var(--host)", hatch: "diagonal" }] : []),
@@ -81,7 +81,7 @@
       const again = stage.profiles[profile].again, middle = start + again * (end - start);
       const of = `stage ${s}, micro-batch ${batch}${stage.passes.some((pass) => pass[2]) ? `, virtual stage ${chunk}` : ""}`;
       const span = (a, b) => `${J.format.seconds(b - a)}, from ${J.format.seconds(a)}`;
-      if (again > 0 && back) slice(start, middle, "var(--again)", "vertical", `${of}: computed again (drawn together; layers take turns)\n${span(start, middle)}`);
+      if (again > 0 && back) slice(start, middle, "var(--again)", "vertical", `${of}: recomputed (drawn together; layers take turns)\n${span(start, middle)}`);
       slice(back ? middle : start, end, J.color(back ? 2 : 0), back ? "back" : "solid", `${of}: ${back ? "backward" : "forward"}\n${span(back ? middle : start, end)}`, String(batch));
     }
     slice(stage.optimizer[0], stage.optimizer[1], J.color(5), "grid", `stage ${s}: optimizer\n${J.format.seconds(stage.optimizer[1] - stage.optimizer[0])}`);
