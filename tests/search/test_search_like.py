@@ -118,6 +118,13 @@ def test_a_sharded_base_is_not_upcast_in_a_search() -> None:
         replace(asked, kbit_upcast="norms", tp="1", zero="3").space(LLAMA, A100, gpus=4, global_batch=8)
 
 
+def test_a_frozen_base_in_fp8_is_searched_without_shards_of_parameters() -> None:
+    asked = SearchRequest(lora="16", base="fp8", tp="1", pp="1", cp="1")
+    assert {setup.layout.zero for setup in asked.space(LLAMA, A100, gpus=2, global_batch=2).setups} == {0, 1, 2}
+    with pytest.raises(UsageError, match="got --zero 3; --base fp8 is modelled for"):
+        replace(asked, zero="3").space(LLAMA, A100, gpus=2, global_batch=2)
+
+
 def test_gathers_module_by_module_have_no_groups_of_fsdp() -> None:
     asked = SearchRequest(like="huggingface", zero_buckets="default", zero="2,3", tp="1", pp="1", cp="1")
     setups = asked.space(LLAMA, A100, gpus=2, global_batch=2).setups

@@ -114,6 +114,8 @@ class SearchRequest(CommonRequest):
         recipe = template.precision.recipe
         if recipe is not None and recipe.library is Library.TE:  # its weights under FSDP are not modelled
             kept, by = tuple(z for z in kept if z < 3), by or "fp8_recipe"
+        if template.tuning is not None and template.tuning.base is Base.FP8:  # nor is FSDP's all-gather of it
+            kept, by = tuple(z for z in kept if z < 3), by or "base"
         lists = (template.recompute,) if replace(template.recompute, reentrant=False) != Recompute() else ()
         self._check_lists(lists, template)
         template = replace(template, recompute=Recompute())
