@@ -23,7 +23,7 @@ from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
-from jettison.spec.layout import Layout, Schedule
+from jettison.spec.layout import GradientSync, Layout, Schedule
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
@@ -373,6 +373,21 @@ def test_changes_say_how_surely_they_fit() -> None:
     said = explain(forecast(run), budgets=budgets, hardware=device).sentences[1]
     assert f"{changes[-1].flags} is the fastest that surely fits: " in said
     assert f"{changes[0].flags} is faster, and is expected to fit: " in said
+
+
+def test_reducing_in_each_micro_batch_is_a_change() -> None:
+    """A Trainer's gradients are unsharded until the last micro-batch, 2 bytes a parameter on each rank."""
+    asked = RunRequest(dp=8, zero=3, seq=4096, micro_batches=8, like="huggingface", recompute="full", optimizer="adamw")
+    run = resolve(preset("llama3-8b"), asked).run
+    each = replace(run, layout=replace(run.layout, gradient_sync=GradientSync.EACH))
+    budget = forecast(each).peak_bytes
+    assert forecast(run).peak_bytes - budget > 1.3 * 8 * 10**9
+    (alone,) = (
+        change
+        for change in fitting_changes(run, within(budget), hardware("a100-40gb"), most=80)
+        if change.flags == "--gradient-sync each"
+    )
+    assert alone.peak_bytes == budget
 
 
 def test_changes_keep_the_sequences_of_a_step_and_are_of_two_kinds() -> None:

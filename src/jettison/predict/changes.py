@@ -1,8 +1,8 @@
 """Changes of one or two settings that make a run fit a budget, the fastest first.
 
-A change has a kind: recompute mode, offload, loss, optimizer, micro-batch (with the same sequences a step), sharding. A
-pair has two kinds. Pairs are sorted by the sum of their added times; peaks are computed in that order until enough fit,
-and those are then timed.
+A change has a kind: recompute mode, offload, loss, optimizer, micro-batch (with the same sequences a step), sequence
+parallelism, sharding, gradient reduction. A pair has two kinds. Pairs are sorted by the sum of their added times; peaks
+are computed in that order until enough fit, and those are then timed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jettison.predict.ranges import FitBudget, FitRule
 from jettison.predict.time import estimate
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
+from jettison.spec.layout import GradientSync
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
@@ -128,6 +129,8 @@ def _changes(run: Run) -> Iterator[_Setting]:
     for zero in range(run.layout.zero + 1, 4) if run.layout.shards > 1 else ():
         if zero in run.states_on_host.zeros:
             yield _Setting(kind="sharding", flags=f"--zero {zero}", of=partial(_with_zero, zero=zero))
+    if run.layout.gradient_sync is GradientSync.LAST and not run.layout.stage_buffers:
+        yield _Setting(kind="gradient reduction", flags="--gradient-sync each", of=_reducing_each)
 
 
 def _with_recompute(run: Run, *, mode: Recompute) -> Run:
@@ -144,6 +147,10 @@ def _with_loss(run: Run, *, loss: Loss) -> Run:
 
 def _with_sp(run: Run) -> Run:
     return replace(run, layout=replace(run.layout, sp=True))
+
+
+def _reducing_each(run: Run) -> Run:
+    return replace(run, layout=replace(run.layout, gradient_sync=GradientSync.EACH))
 
 
 def _with_zero(run: Run, *, zero: int) -> Run:

@@ -351,8 +351,9 @@ class _Sharded:
         stays = sum(map(chunk.left, own)) if layout.pp == 1 and (chunk.kept or chunk.ranks) else 0
         forward, backward, adding = self._segment() if len(own) > 1 else self._single(own[0])
         gradient = sum(_accumulated(run, part) for part in own) if unsharded else unit.gradient
-        shards = sum(part.static.gradients for part in own if part.static.reduced)
-        pending = shards - gradient if self.reducing else self._reduced_again()
+        pending = 0 if layout.zero_replicas == 1 else self._reduced_again()
+        if self.reducing:
+            pending = sum(part.static.gradients for part in own if part.static.reduced) - gradient
         found = Unit(  # `replace` would make dozens of calls
             names=unit.names,
             resident=unit.resident + stays,
@@ -388,7 +389,7 @@ class _Sharded:
         for gradients that are reduced once; the root group's come last.
         """
         once, last = self.run.keeps_unsharded_gradients, bool(self.place.chunk.outer) and self.place.own[0].name == HEAD
-        return 0 if self.run.layout.zero_replicas == 1 or once or last else self.unit.gradient
+        return 0 if once or last else self.unit.gradient
 
     def _single(self, part: StageRegion) -> tuple[int, int, int]:
         """Peaks of a forward, of the first backward, and of one that finds gradients."""
@@ -417,7 +418,9 @@ class _Sharded:
             waiting -= own_experts(run, behind).reduced
             ahead -= own_experts(run, before).gathered if ahead else 0
             experts = own_experts(run, part)
-        entering = max(twice, gathered + _on_its_way(run, part))
+        entering = twice
+        if flat or part.static.host_parameters:  # else two copies are more
+            entering = max(entering, gathered + _on_its_way(run, part))
         if before is not None:  # the previous group's output and all-gather
             entering += before.region.output.nbytes + (0 if chunk.in_flight or flat else before.static.gathered)
         late, at_end = 0 if head else chunk.late, bool(chunk.outer) and part.name == EMBEDDING
@@ -571,9 +574,9 @@ def _made_shards(run: Run, part: StageRegion, apart: Static = NOTHING) -> int:
     else:
         shard -= apart.gradients
         made = shard // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[reduced]
-    cast = 0 if reduced == precision.gradient else shard
-    cloned = part.static.reduced - apart.reduced if run.kernels.device is Device.CPU else 0
-    return made + max(cast, cloned)
+    if run.kernels.device is Device.CPU:
+        return made + max(part.static.reduced - apart.reduced, 0 if reduced == precision.gradient else shard)
+    return made if reduced == precision.gradient else made + shard
 
 
 # experts within a layer -----------------------------------------------------------------------------------------------

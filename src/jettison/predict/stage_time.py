@@ -544,16 +544,16 @@ def _adding_seconds(
 ) -> float:
     """Seconds to accumulate a micro-batch's weight gradients, unless their GEMM does."""
     nbytes = 0
-    gradient = DTYPE_BYTES[precision.gradient]
-    into = DTYPE_BYTES[precision.accumulator or precision.gradient]
+    unsharded = layout.zero == 3 and not execution.reduces_each  # NOTE [ Unsharded gradients ] in `fsdp2`
+    kept = precision.reduce_dtype if unsharded else precision.accumulator or precision.gradient
+    casts = kept != precision.compute if unsharded else execution.casts_gradients and precision.compute != "float32"
+    given, into = DTYPE_BYTES[precision.compute if casts or unsharded else precision.gradient], DTYPE_BYTES[kept]
     for weight in region.weights:
         if not weight.tied and not weight.frozen:
             sharded = layout.zero >= 2 and execution.reduces_each
             ranks = layout.expert_shards if weight.expert else layout.shards
             elements = -(-weight.numel // ranks) if sharded else weight.numel
-            cast = 2 * into if execution.casts_gradients and precision.compute != "float32" else 0
-            given = DTYPE_BYTES[precision.compute] if cast else gradient
-            nbytes += elements * (into if execution.adds_in_product else given + cast + 2 * into)
+            nbytes += elements * (into if execution.adds_in_product else given + 2 * into * (1 + casts))
     return memory_seconds(nbytes, hardware)
 
 

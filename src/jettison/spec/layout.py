@@ -241,8 +241,9 @@ class Layout:
                 f"got the schedule {self.schedule} with --stage-buffers and --zero 3; torch's split backward misses "
                 "gradients of parameters that backward all-gathers: give --reshard-after-forward never, or --zero 2"
             )
-        of_fsdp = self.fsdp_wrap_layers_only or self.flat_parameters or self.resharding_differs
-        if self.buckets is not None and (of_fsdp or self.gradient_sync is GradientSync.LAST):
+        last = self.gradient_sync is GradientSync.LAST
+        of_fsdp = self.fsdp_wrap_layers_only or self.flat_parameters or last
+        if self.buckets is not None and (of_fsdp or self.resharding_differs):
             raise UsageError(
                 "got --zero-buckets, of which parameters are gathered module by module, with --fsdp-wrap-layers-only, "
                 "--fsdp-version, --reshard-after-forward or --gradient-sync, which are FSDP's; give one of the two"
@@ -251,7 +252,7 @@ class Layout:
             raise UsageError(
                 f"got --fsdp-wrap-layers-only and --pp {self.pp}; in a pipeline embedding and head have FSDP groups"
             )
-        if self.gradient_sync is GradientSync.LAST and self.pp > 1 and not self.stage_buffers:
+        if last and self.pp > 1 and not self.stage_buffers:
             raise UsageError(
                 f"got --gradient-sync last with --pp {self.pp}; torch's stages reduce gradients once in any case: "
                 "give --stage-buffers"
