@@ -56,6 +56,7 @@ def test_explaining_adds_the_alternatives(capsys: pytest.CaptureFixture[str]) ->
     options = {option["recompute"]: option for option in found["options"]}
     assert set(options) == {"none", "selective", "selective-op", "full", "none + offload"}
     assert options["none"]["fits"] is False and options["selective"]["current"] is True
+    assert options["none"]["rule"] is None and options["full"]["rule"] == "surely"
     assert options["full"]["step_seconds"] > options["selective"]["step_seconds"] > options["none"]["step_seconds"]
     assert [link["bytes_per_second"] for link in found["links"]] == sorted(
         link["bytes_per_second"] for link in found["links"]

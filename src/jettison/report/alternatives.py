@@ -20,8 +20,9 @@ from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.layer import Class, PriceModel
 from jettison.formula.region import HELD, Region, layer_region
-from jettison.predict.allowance import available_bytes
+from jettison.predict.allowance import Limit, available_bytes
 from jettison.predict.forecast import forecast
+from jettison.predict.ranges import FitRule, fit_budgets
 from jettison.predict.stage_time import Item, Timing
 from jettison.predict.stages import RegionGroup, StageRegion, walk
 from jettison.predict.time import Estimate, estimate
@@ -55,13 +56,16 @@ LINKS: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeOption:
-    """The run under one way of keeping or not keeping activations. ``fits``: the device, with its allowance."""
+    """The run under one way of keeping or not keeping activations. ``fits``: the device, with its allowance, by
+    ``rule``; None where it does not.
+    """
 
     recompute: str
     current: bool
     step_seconds: float
     peak_bytes: int
     fits: bool
+    rule: FitRule | None
     mfu: float
 
 
@@ -169,13 +173,16 @@ def _options(found: Estimate) -> Iterator[RecomputeOption]:
         other = replace(run, recompute=mode)
         timed = found if mode == current else estimate(other, found.hardware, execution=found.execution)
         peak = forecast(other).peak_bytes
+        limit = Limit(nbytes=available_bytes(found.hardware, other), device_bytes=found.hardware.usable_bytes)
+        rule = next((budget.rule for budget in fit_budgets(other, limit) if peak <= budget.nbytes), None)
         yield RecomputeOption(
             recompute=f"{mode} + offload" if mode.offload else replace(mode, whole=0).words,
             current=mode == current,
             step_seconds=timed.step_seconds,
             peak_bytes=peak,
             mfu=timed.mfu,
-            fits=peak <= available_bytes(found.hardware, other),
+            fits=rule is not None,
+            rule=rule,
         )
 
 
@@ -277,15 +284,15 @@ def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: L
         f"Of a step of {format_seconds(found.step_seconds)}, {format_percent(parts.compute / found.step_seconds)} is "
         f"compute; the largest other part is {largest}, {format_seconds(named[largest])}."
     )
-    fitting = [option for option in options if option.fits]
+    fitting = [option for rule in FitRule for option in options if option.rule is rule]
     if not fitting:
         yield "None of these ways to keep activations fits the device."
     else:
-        best = min(fitting, key=lambda option: option.step_seconds)
-        yield (
-            f"The quickest of those that fit is {best.recompute}, {format_seconds(best.step_seconds)} a step at a peak "
-            f"of {format_bytes(best.peak_bytes)}."
-        )
+        rule = fitting[0].rule
+        best = min((one for one in fitting if one.rule is rule), key=lambda option: option.step_seconds)
+        assert best.rule is not None
+        took, peak = format_seconds(best.step_seconds), format_bytes(best.peak_bytes)
+        yield f"The quickest that {best.rule.words} is {best.recompute}, {took} a step at a peak of {peak}."
     if offload is not None:
         hides = "hides behind both passes" if offload.hides else "does not hide"
         yield (

@@ -264,7 +264,7 @@ def _options_table(options: tuple[RecomputeOption, ...]) -> FittedTable:
             format_change(option.step_seconds / plain - 1),
             format_percent(option.mfu),
             format_bytes(option.peak_bytes),
-            "yes" if option.fits else "no",
+            "no" if option.rule is None else option.rule.words,
         )
         for option in options
     ]
