@@ -35,13 +35,14 @@ WHY = {
     "times in one log differ by up to ten times",
     "loss-alone": "the last of 16 stages has the loss alone, which cannot be described",
     "titan-reserved": "reserved memory by torchtitan's rule is nearer (benchmarks/published.py); runs before 28 July "
-    "2025 need --outer-ends, those of August 2025 --loss compiled; every second layer is interval:2, not every:2",
+    "2025 need --fsdp-wrap-layers-only, those of August 2025 --loss compiled; every second layer is interval:2, "
+    "not every:2",
     "titan-card": "the H100 has 500 W and 96 GB (h100-96gb), which the tables do not say",
     "titan-rocm": "ROCm of August 2025: its kernels were not read; MI300X's rates are guesses from a data sheet",
     "power": "the devices are power limited; how far is not said",
     "unsaid": "neither the figure nor the tool is named; InternEvo has an optimizer of its own",
     "occupied": "memory in use on the device, in whole GB",
-    "weights-host": "weights are offloaded to CPU (--states-on-host); the unit is GiB and the figure nvidia-smi's",
+    "weights-host": "weights are offloaded to CPU (--offload-optimizer); the unit is GiB and the figure nvidia-smi's",
     "deepspeed": "DeepSpeed's step copies gradients; a bf16 master is --precision bf16-master16; live parameters and "
     "the gradient bucket are --zero-buckets",
     "host-bound": "512 tokens a step: ZeRO 3's hooks on the host are the limit, which nothing prices",

@@ -61,8 +61,8 @@ ASIDE_NAMES = {
     "gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion": "the first iteration compiles the loss; on A100 its peak, 2.091 "
     "GiB, is never reached again",
     "gpt3_mcore_te_tp2_pp2_resume_torch_dist_defer_embedding_wgrad_compute": "described after the others "
-    "(--deferred-head 2); 24 MiB low at its peaks, not explained; the A100's is of October 2025, when the head had no "
-    "empty gradient",
+    "(--wgrad-deferral-limit 2); 24 MiB low at its peaks, not explained; the A100's is of October 2025, when the "
+    "head had no empty gradient",
     "gpt3_mcore_tp2_pp2_resume_torch_dist_te_2experts": "fp16 on a GPU that is not named; workspaces differ by GPU",
     "gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon": "distributed Muon, looked at while it was described; on GB200 "
     "the last rank's expert gets two thirds of an even share, as with Adam",

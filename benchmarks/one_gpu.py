@@ -29,7 +29,8 @@ BLIND: Final = {
 FILES: Final = ("one_gpu_memory.csv", "one_gpu_more.csv")
 FRAMEWORKS: Final = {
     "litgpt": "litgpt's own modules, which no kernel set describes: --kernels pytorch",
-    "fsdp_qlora": "24 GB without expandable segments; the policy wraps layers and adapters alone (--outer-ends)",
+    "fsdp_qlora": "24 GB without expandable segments; the policy wraps layers and adapters alone "
+    "(--fsdp-wrap-layers-only)",
     "Qwen": "the figure is not named; 1.8B in full has more than DeepSpeed's states",
     "ms-swift": "samples of every length: cached blocks fit no other sample",
     "transformers": "nvidia-smi at the end, less 1343 MiB of an empty process",
