@@ -127,6 +127,16 @@ def test_a_schema_is_strict_about_keys_and_types() -> None:
     assert list(shaped({"schema": "jettison.error/1", "message": "no"})) == list(good)
 
 
+def test_a_renamed_key_stands_beside_its_former_name_which_is_deprecated(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, ["estimate", "gpt2", "--gpu", "a100-80gb"])
+    properties = json_schema("jettison.estimate/1")["properties"]
+    former = {"prediction_error": "sureness", "micro_batches_without_recompute": "whole_micro_batches"}
+    for key, old in former.items():
+        assert found[key] == found[old]
+        assert properties[old]["deprecated"] and "deprecated" not in properties[key]
+    assert shaped({"schema": "jettison.search/1", "pareto_front": []})["front"] == []
+
+
 def test_plans_know_their_keys_without_the_reports() -> None:
     assert keys_of("jettison.plan/1") == KEYS
 
