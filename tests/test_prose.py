@@ -4,7 +4,7 @@ from pathlib import Path
 
 from support import words
 
-MOST_PLACES_IN_1000_LINES = 0.7
+MOST_PLACES_IN_1000_LINES = 0.3
 MOST_WORDS_OF_README = 900
 MOST_WORDS_OF_PAGES = 60_000
 

@@ -131,7 +131,7 @@ def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
 
 def _private(facts: MemoryFacts, short: int) -> Finding:
     held = format_gib(facts.private_bytes)
-    claim = f"private pools (CUDA graphs) hold {held} unused, for nobody else; {format_gib(short)} are missing"
+    claim = f"private pools (CUDA graphs) hold {held} unused; {format_gib(short)} are missing"
     return _finding(FindingKind.FRAGMENTATION, claim, facts, changes("private_pools"))
 
 
@@ -292,7 +292,7 @@ def _moment(facts: MemoryFacts) -> tuple[str, ...]:
         (facts.outside_bytes, f"of this process are not PyTorch's: {words}"),
         (facts.other_processes_bytes, "are other processes'"),
         (facts.unaccounted_bytes, f"are another process's, or this one's outside of PyTorch: {words}"),
-        (facts.private_bytes, "are held unused in private pools (CUDA graphs), for nobody else"),
+        (facts.private_bytes, "are held unused in private pools (CUDA graphs)"),
         (
             facts.shared_bytes,
             "are above the device's capacity: the driver has them in shared or virtual memory, slowly",

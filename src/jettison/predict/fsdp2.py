@@ -469,7 +469,7 @@ class _Sharded:
             return 0
         apart = own_experts(run, part) if run.layout.ep > 1 else NOTHING
         made, buffer = _unsharded(run, part, apart.reduced), part.static.reduced - apart.reduced
-        if flat:  # a unit's are joined, beside its weights, and reduced from there
+        if flat:  # a unit's are concatenated while its weights live, and reduced from there
             buffer = 0 if run.precision.reduce_dtype == run.precision.compute else buffer
             reduced = made + buffer + _made_shards(run, part)
             return given + max(2 * made + weights, reduced if self.reduces else 0)

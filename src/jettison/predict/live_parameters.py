@@ -51,7 +51,7 @@ Live = tuple[int, int]
 
 
 class Parameter(NamedTuple):
-    """A parameter as it is gathered; ``gradient``: elements of a gradient that is reduced."""
+    """A parameter of an all-gather; ``gradient``: elements of a reduced gradient."""
 
     numel: int
     nbytes: int
@@ -127,7 +127,7 @@ def _parameter(weight: Weight, width: int, gathers: bool) -> Parameter:
 
 @dataclass(slots=True)
 class _Coalesced:
-    """Parameters gathered at once: those that nobody has asked for yet, and whether they were copied out."""
+    """Parameters of one all-gather: those not yet fetched by a module, and whether they were copied out."""
 
     waiting: set[int]
     nbytes: int

@@ -20,7 +20,7 @@ layers save nothing on the device and recompute less. Segments of one length thr
 are tried at every length: `uniform`. If the host's budget binds, segments are tried only if single layers do not fit:
 plans near the relaxation's vertex (`solve.exchanges`) have none.
 
-NOTE [ A mask that nobody reads again ]
+NOTE [ Mask of packed documents ]
 All layers share one mask of packed documents, which is freed after the forward if no layer recomputes an op that reads
 it. The solver has no price that layers share. So the stage is solved twice, with the mask and without it, where layers
 have only options that do not read it, and the better answer counts.
@@ -283,7 +283,7 @@ class StageChoice(StageParts):
 
     @cached_property
     def _without_mask(self) -> StageChoice | None:
-        """The stage without the mask; None: there is none. See NOTE [ A mask that nobody reads again ]."""
+        """The stage without the mask; None: there is none. See NOTE [ Mask of packed documents ]."""
         return replace(self, mask=False) if self.mask and document_mask(self.run) else None
 
     @property

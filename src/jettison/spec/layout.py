@@ -245,8 +245,8 @@ class Layout:
         of_fsdp = self.fsdp_wrap_layers_only or self.flat_parameters or last
         if self.buckets is not None and (of_fsdp or self.resharding_differs):
             raise UsageError(
-                "got --zero-buckets, of which parameters are gathered module by module, with --fsdp-wrap-layers-only, "
-                "--fsdp-version, --reshard-after-forward or --gradient-sync, which are FSDP's; give one of the two"
+                "got --zero-buckets, which gather by module, with --fsdp-wrap-layers-only, --fsdp-version, "
+                "--reshard-after-forward or --gradient-sync, which are FSDP's; drop one of the two"
             )
         if self.fsdp_wrap_layers_only and self.pp > 1:
             raise UsageError(
@@ -254,7 +254,7 @@ class Layout:
             )
         if last and self.pp > 1 and not self.stage_buffers:
             raise UsageError(
-                f"got --gradient-sync last with --pp {self.pp}; torch's stages reduce gradients once in any case: "
+                f"got --gradient-sync last with --pp {self.pp}; torch's pipeline stages always reduce gradients once: "
                 "give --stage-buffers"
             )
         if self.flat_parameters and (self.pp > 1 or self.ep > 1 or self.resharding_differs):
@@ -309,12 +309,12 @@ class Layout:
 
     @property
     def by_module(self) -> bool:
-        """Are parameters gathered, or gradients reduced, module by module? Pipelines and expert ranks do neither."""
+        """Whether parameters are all-gathered, or gradients reduced, by module; never with pipelines or experts."""
         return self.buckets is not None and self.zero > 0 and self.pp == 1 and self.ep == 1
 
     @property
     def buckets_gradients(self) -> bool:
-        """Is a gradient freed when its bucket has it, and are shards of it what stays?"""
+        """Whether gradients are freed once copied to a bucket, and kept as shards."""
         return self.by_module and self.zero > 1
 
     @property

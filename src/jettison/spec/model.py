@@ -376,7 +376,7 @@ class Layer:
 
     @property
     def lone(self) -> bool:
-        """Is it one block alone?"""
+        """Whether it has attention or an MLP, not both."""
         return self.attention is None or self.mlp is None
 
     @property

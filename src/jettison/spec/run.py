@@ -145,9 +145,9 @@ class Run:
 
     @property
     def gradients_come_whole(self) -> bool:
-        """Whether each backward allocates unsharded gradients in the dtype of compute, beside those kept before it.
+        """Whether each backward allocates unsharded gradients in the compute dtype, in addition to kept ones.
 
-        Those are shards, or unsharded in another dtype or in a flat parameter's gradient.
+        Kept ones are shards, or unsharded in another dtype or in a flat parameter's gradient.
         """
         if not self.gathers_parameters or not self.keeps_unsharded_gradients:
             return self.gathers_parameters
@@ -272,13 +272,13 @@ def check_run(run: Run) -> None:
 
 
 def _syncs(run: Run) -> Iterator[str]:
-    """FSDP reduces the gradients of autograd."""
+    """Reject --reduce-dtype and --gradient-sync where FSDP does not reduce autograd's gradients."""
     if run.precision.reduced is not None and run.layout.zero != 3:
-        yield f"got --reduce-dtype and --zero {run.layout.zero}; it goes with --zero 3"
+        yield f"got --reduce-dtype and --zero {run.layout.zero}; it needs --zero 3"
     if run.layout.gradient_sync is GradientSync.LAST and run.gradients is not Gradients.ONE_BY_ONE:
         yield (
-            f"got --gradient-sync {run.layout.gradient_sync} with gradients {run.gradients}; FSDP keeps those that "
-            "backward makes: give --gradients one-by-one"
+            f"got --gradient-sync {run.layout.gradient_sync} with gradients {run.gradients}; FSDP keeps "
+            "autograd's own: give --gradients one-by-one"
         )
 
 
