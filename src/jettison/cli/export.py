@@ -66,6 +66,8 @@ def command(
     elif out is None:
         sys.stdout.write("\n".join(found.files.values()))
         sys.stdout.flush()
+        for left_out in found.subject.left_out:
+            hint(f"note: {left_out}")
         show(export_table(found), sys.stderr)  # stdout is the files' alone
     else:
         show(export_table(found))
