@@ -21,6 +21,8 @@ from support.browser import (
 )
 from support.serving import LLAMA, PLAN, Served, served
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "from"
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
@@ -48,7 +50,7 @@ def ask(opened: OpenedPage) -> str:
 def test_a_plan_is_asked_for_and_shown(open_page: Open, server: Served) -> None:
     document = server.post("plan", PLAN).json()
     opened = open_page(f"{server.url}/")
-    fill(opened, model="gpt-22b", tp=8, budget="60GiB")
+    fill(opened, model="gpt-22b", gpu="", tp=8, budget="60GiB")
     assert opened.page.inner_text("#ask .command code") == "jettison plan gpt-22b --budget 60GiB --tp 8"
     assert ask(opened) == "answered"
     shown = opened.page.inner_text("#ask .answer")
@@ -109,7 +111,7 @@ def test_the_other_questions(
 
 def test_a_file_is_uploaded(open_page: Open, server: Served, tmp_path: Path) -> None:
     opened = open_page(f"{server.url}/")
-    fill(opened, model="(a config.json)", budget="1GiB")
+    fill(opened, model="(a config.json)", gpu="", budget="1GiB")
     assert ask(opened) == "Choose the config.json to ask about."
     config = tmp_path / "small.json"
     config.write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "fp8"}}), encoding="utf-8")
@@ -126,11 +128,50 @@ def test_a_file_is_uploaded(open_page: Open, server: Served, tmp_path: Path) -> 
     assert ask(opened) == "small.json has 292.98 KiB; at most 256.00 KiB can be sent."
 
 
+def test_the_first_question_has_an_answer(open_page: Open, server: Served) -> None:
+    opened = open_page(f"{server.url}/")
+    assert ask(opened) == "answered"
+    assert "fits\nyes" in opened.page.inner_text("#ask .answer")
+    bar = opened.page.locator("#ask figure svg[role=img]")
+    assert "the budget is" in str(bar.get_attribute("aria-label"))
+
+
+@pytest.mark.parametrize("pasted", [True, False])
+def test_a_trainers_file_is_planned_and_comes_back(
+    open_page: Open, server: Served, tmp_path: Path, pasted: bool
+) -> None:
+    """Paste torchtitan's TOML, or choose it; see the bar, get the plan, download the file."""
+    text = (EXAMPLES / "pretrain.toml").read_text(encoding="utf-8")
+    opened = open_page(f"{server.url}/")
+    fill(opened, model="(a trainer's own files)", gpus=64)
+    assert ask(opened) == "Choose a trainer's file, or paste one."
+    if pasted:
+        fill(opened, pasted=text)
+    else:
+        opened.page.set_input_files("#ask-files", EXAMPLES / "pretrain.toml")
+    name = "pasted" if pasted else "pretrain"
+    line = f"jettison plan --from {name}.toml --gpu h100-80gb --gpus 64"
+    assert opened.page.inner_text("#ask .command code") == line
+    assert ask(opened) == "answered"
+    assert "saved for backward" in str(opened.page.locator("#ask figure svg[role=img]").get_attribute("aria-label"))
+    assert "layers.0 to" in opened.page.inner_text("#ask .answer")
+    assert axe_violations(opened) == []
+    assert no_sideways_scroll(opened, 390), too_wide(opened)
+    with opened.page.expect_download() as download:
+        opened.page.get_by_role("button", name="Download the file").click()
+    written = Path(download.value.path()).read_text(encoding="utf-8")
+    assert download.value.suggested_filename == f"{name}.planned.toml"
+    assert [one for one in written.splitlines() if one not in text.splitlines()] == [
+        'mode = "selective"                      # none, selective, full',
+        'selective_ac_option = "16"',
+    ]
+
+
 def test_hostile_names_are_shown_as_text(open_page: Open, server: Served, tmp_path: Path) -> None:
     markup = "<img src=x onerror=alert(1)>"
     opened = open_page(f"{server.url}/")
     opened.expect_error("422")
-    fill(opened, model="(a config.json)", budget="1GiB")
+    fill(opened, model="(a config.json)", gpu="", budget="1GiB")
     config = tmp_path / f"{markup}.json"
     config.write_text(json.dumps({**LLAMA, "model_type": markup}), encoding="utf-8")
     opened.page.set_input_files("#ask-file", config)

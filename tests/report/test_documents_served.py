@@ -259,3 +259,55 @@ def test_another_sites_link_may_lead_to_the_page(server: Served) -> None:
     assert "frame-ancestors 'none'" in linked.headers["Content-Security-Policy"]
     assert server.get("/api", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
     assert httpx.post(server.url, json={}).status_code == 405
+
+
+# a trainer's own files ------------------------------------------------------------------------------------------------
+
+
+def example(*names: str) -> list[dict[str, str]]:
+    folder = Path(__file__).resolve().parents[2] / "examples" / "from"
+    return [{"name": name, "text": (folder / name).read_text(encoding="utf-8")} for name in names]
+
+
+@pytest.mark.parametrize("names", [("pretrain.toml",), ("qlora.yaml",), ("sft.yaml", "zero3.json"), ("pretrain.sh",)])
+def test_a_trainers_files_are_planned(server: Served, names: tuple[str, ...]) -> None:
+    asked = {"files": example(*names), "gpus": 8, "gpu": "h100-80gb"}
+    found = server.post("plan", asked)
+    assert found.status_code == 200, found.text
+    assert found.json()["feasible"] and found.json()["from"] is not None
+    assert server.post("ledger", asked).status_code == 200
+
+
+REFUSED_FILES: dict[str, tuple[object, str]] = {
+    "nothing": ([], "1 to 4 objects"),
+    "five": (example("pretrain.toml") * 5, "1 to 4 objects"),
+    "one name twice": (example("pretrain.toml") * 2, "names that differ"),
+    "a path": ([{"name": "../a.toml", "text": ""}], "a name has"),
+    "a program": ([{"name": "a.py", "text": "import os"}], "a name has"),
+    "no text": ([{"name": "a.toml", "text": 3}], "name and text"),
+    "another file of this machine": (
+        [{"name": "a.yaml", "text": "model_name_or_path: gpt2\ndeepspeed: /etc/hosts\n"}], "/etc/hosts",
+    ),
+    "a model of this machine": ([{"name": "a.yaml", "text": "model_name_or_path: /etc\n"}], "/etc"),
+    "broken": ([{"name": "a.toml", "text": "[a"}], "a.toml"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_FILES)
+def test_files_that_are_refused(server: Served, name: str) -> None:
+    files, words = REFUSED_FILES[name]
+    found = server.post("plan", {"files": files, "gpus": 8, "gpu": "h100-80gb"})
+    assert found.status_code == 422
+    assert words in found.json()["detail"]
+
+
+def test_only_what_a_trainer_wrote_is_written(server: Served) -> None:
+    assert server.post("write", PLAN).status_code == 422
+    both = {"files": example("pretrain.toml"), "model": "gpt2", "gpu": "h100-80gb"}
+    assert server.post("plan", both).status_code == 422
+    found = server.post("search", {"files": example("pretrain.toml"), "gpus": 8, "gpu": "h100-80gb", "global_batch": 8})
+    assert found.status_code == 422
+    written = server.post("write", {"files": example("pretrain.toml"), "gpus": 64, "gpu": "h100-80gb"}).json()
+    assert written["schema"] == "jettison.written/1"
+    assert written["name"] == "pretrain.planned.toml"
+    assert 'selective_ac_option = "16"' in written["text"] and written["says"]

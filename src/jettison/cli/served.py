@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from jettison.cli.estimate import EstimateFlags, estimate
+from jettison.cli.from_file import RunSourceFlags, sourced
 from jettison.cli.ledger import LedgerFlags, ledger
 from jettison.cli.plan import PlanFlags, plan, said
 from jettison.cli.search import SearchFlags, nothing
 from jettison.cli.search import answer as search
 from jettison.core.errors import Infeasible, JettisonError
 from jettison.core.progress import Progress
-from jettison.predict.run_fields import RunRequest
+from jettison.frameworks.run_file import RunFile
+from jettison.frameworks.write_back import write_back
+from jettison.predict.run_fields import DECIDED, RunRequest
 from jettison.report.console import json_text
-from jettison.report.plan import infeasible_document
+from jettison.report.plan import ForecastPlan, infeasible_document
+from jettison.report.schemas import document
 from jettison.report.server.questions import ServedAnswer, Service, VerbForm
 from jettison.search.request import SearchRequest
 from jettison.search.search import NothingFits
 
 
 def answer(asked: dict[str, Any], say: Progress) -> ServedAnswer:
-    """Answer a `ServedQuestion`, as a dict. An upload lies in the working directory meanwhile, under its name.
+    """Answer a `ServedQuestion`, as a dict. Uploads lie in the working directory meanwhile, under their names.
 
     Raises:
         JettisonError: what the verb says.
@@ -32,6 +40,8 @@ def answer(asked: dict[str, Any], say: Progress) -> ServedAnswer:
     name, config, verb = asked["name"], asked["config"], asked["verb"]
     form = SERVICE.forms[verb]
     flags, request = form.flags(**asked["flags"]), form.request(**asked["run"])
+    if asked["files"]:
+        return _of_files(asked, request, flags, say)
     if config is None:
         return _VERBS[verb](name, request, flags, say)
     file = Path(name)
@@ -40,6 +50,75 @@ def answer(asked: dict[str, Any], say: Progress) -> ServedAnswer:
         return _VERBS[verb](name, request, flags, say)
     finally:
         os.unlink(file)
+
+
+def _of_files(asked: dict[str, Any], request: RunRequest, flags: Any, say: Progress) -> ServedAnswer:
+    """Answer about a trainer's own files; what they name is looked for nowhere else on this machine."""
+    verb, files, asked_gpus = asked["verb"], asked["files"], asked["gpus"]
+    paths = [Path(name) for name, _ in files]
+    for path, (_, text) in zip(paths, files, strict=True):
+        path.write_text(text, encoding="utf-8")
+    try:
+        with _nothing_else_read():
+            model, request, found = sourced(
+                None,
+                request,
+                RunSourceFlags(from_file=paths, gpus=asked_gpus),
+                verb=_AS.get(verb, verb),
+                decides=_DECIDES.get(verb, ()),
+            )
+            assert found is not None
+            if verb == "write":
+                return _written(model, request, flags, found, paths[1:])
+            answered = _VERBS[verb](model, request, flags, say)
+            document = json.loads(answered.text) | {"from": found.document()}
+            return ServedAnswer(text=json_text(document), exit_code=answered.exit_code)
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def _written(model: str, request: RunRequest, flags: PlanFlags, found: RunFile, others: list[Path]) -> ServedAnswer:
+    """The first file with the plan's settings, as `plan --from FILE --write` writes it."""
+    report = plan(model, request, flags)
+    assert isinstance(report, ForecastPlan), "a run with a layout or a GPU is planned from its spec"
+    made = write_back(found, report.choice, limit=report.limit, others=tuple(others))
+    name = f"{found.path.stem}.planned{found.path.suffix}"
+    return ServedAnswer(
+        text=json_text(document("jettison.written/1", name=name, text=made.text, says=list(made.lines()))), exit_code=0
+    )
+
+
+_READS: Final = ("open", "os.listdir", "os.scandir")
+"""Audit events of Python that look into a file or a folder."""
+_reading = False
+
+
+@contextmanager
+def _nothing_else_read() -> Iterator[None]:
+    """Find no files outside of the working directory, Python's and this package's own."""
+    global _reading
+    _hook_once()
+    _reading = True
+    try:
+        yield
+    finally:
+        _reading = False
+
+
+@cache
+def _hook_once() -> None:
+    own: list[str | Path] = [os.getcwd(), sys.prefix, sys.base_prefix, *sys.path, Path(__file__).parents[1]]
+    roots = [os.path.realpath(one).rstrip(os.sep) for one in own]
+
+    def hook(event: str, given: tuple[Any, ...]) -> None:
+        if not _reading or event not in _READS or not given or not isinstance(given[0], str | bytes | os.PathLike):
+            return
+        path = os.path.realpath(os.fsdecode(given[0]))
+        if not any(path == root or path.startswith(root + os.sep) for root in roots):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)  # as if it were not there
+
+    sys.addaudithook(hook)
 
 
 def _plan(model: str, request: RunRequest, flags: PlanFlags, say: Progress) -> ServedAnswer:
@@ -80,6 +159,8 @@ def _search(model: str, request: SearchRequest, flags: SearchFlags, say: Progres
     return ServedAnswer(text=json_text(report.document()), exit_code=0)
 
 
+_AS: Final = {"write": "plan"}
+_DECIDES: Final = {"plan": DECIDED, "write": DECIDED}
 _VERBS: Final[Mapping[str, Callable[..., ServedAnswer]]] = {
     "plan": _plan,
     "ledger": _ledger,
@@ -93,5 +174,6 @@ SERVICE: Final = Service(
         "ledger": VerbForm(LedgerFlags, RunRequest),
         "estimate": VerbForm(EstimateFlags, RunRequest),
         "search": VerbForm(SearchFlags, SearchRequest),
+        "write": VerbForm(PlanFlags, RunRequest),
     },
 )

@@ -23,6 +23,7 @@ from jettison.core.objects import renamed
 from jettison.core.parse_units import Length
 from jettison.core.process import cores
 from jettison.families.presets import PRESETS
+from jettison.predict.run_fields import RunRequest
 from jettison.spec.hardware import hardware_names
 
 PROBLEM_TYPE = "application/problem+json"
@@ -105,6 +106,9 @@ MOST: Final = 2**40
 """Largest whole number: more tokens, devices and micro-batches than there are."""
 LONGEST: Final = 200
 """Characters of a text; a layout string of a thousand layers is shorter."""
+MOST_FILES: Final = 4
+KINDS: Final = (".toml", ".yaml", ".yml", ".json", ".sh")
+"""Of a trainer's files, by the ends of their names: text that is read, never run."""
 _UPLOADED: Final = "uploaded"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ID: Final = re.compile(r"[A-Za-z0-9-]{8,64}")
@@ -157,7 +161,7 @@ class ServedAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedQuestion:
-    """One request, checked. ``config`` is the uploaded configuration, None for a preset.
+    """One request, checked. ``config`` is an uploaded config.json, ``files`` a trainer's; a preset has neither.
 
     Args:
         id: by which it can be watched and cancelled; the client's, or None.
@@ -172,6 +176,10 @@ class ServedQuestion:
     config: dict[str, Any] | None
     flags: dict[str, Any]
     run: dict[str, Any]
+    files: tuple[tuple[str, str], ...] = ()
+    """Name and text of each."""
+    gpus: int | None = None
+    """Devices of the run, where its files do not say."""
 
 
 def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQuestion:
@@ -185,11 +193,20 @@ def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQu
         if odd in values and values[odd] is None:
             del values[odd]
     ident, name, config = values.pop("id", None), values.pop("name", None), values.pop("config", None)
-    model = values.pop("model", None)
+    model, files = values.pop("model", None), values.pop("files", None)
     if ident is not None and not (isinstance(ident, str) and _ID.fullmatch(ident)):
         raise _refused("id: expected 8 to 64 letters, digits and hyphens")
-    if (model is None) == (config is None):
-        raise _refused("expected exactly one of model, a preset's name, and config, the object of a config.json")
+    if [model, config, files].count(None) != 2:
+        expected = "model, a preset's name, and config, the object of a config.json, or files, those of a trainer"
+        raise _refused(f"expected exactly one of {expected}")
+    uploaded = () if files is None else _files(files)
+    gpus = values.pop("gpus", None) if uploaded else None
+    if gpus is not None and not (type(gpus) is int and 1 <= gpus <= MOST):
+        raise _refused("gpus: expected a whole number of 1 or more")
+    if uploaded and form.request is not RunRequest:
+        raise _refused(f"files: {verb} takes a model; plan, estimate, ledger and write take a trainer's files")
+    if verb == "write" and not uploaded:
+        raise _refused("write: expected files, those of a trainer, to write the first of them again")
     if name is not None and (config is None or not (isinstance(name, str) and _NAME.fullmatch(name))):
         raise _refused("name goes with config: up to 64 letters, digits, dots, underscores and hyphens")
     if config is not None and not isinstance(config, dict):
@@ -202,16 +219,40 @@ def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQu
     if gpu is not None and gpu not in hardware_names():
         raise _refused(f"gpu: expected one of {', '.join(hardware_names())}")
     run = {key: value for key, value in checked.items() if key not in own and value is not None}
-    if config is not None and verb == "plan":
+    if config is not None and verb in ("plan", "write"):
         run.setdefault("tp", 1)  # a layout has it planned from its spec; without one it would be built and traced
     return ServedQuestion(
         verb=verb,
         id=ident,
-        name=_file_name(name) if model is None else model,
+        name=model or (uploaded[0][0] if uploaded else _file_name(name)),
         config=config,
         flags={key: value for key, value in checked.items() if key in own},
         run=run,
+        files=uploaded,
+        gpus=gpus,
     )
+
+
+def _files(given: Any) -> tuple[tuple[str, str], ...]:
+    """Name and text of a trainer's files.
+
+    Raises:
+        Problem: too many, one without a plain name of a kind that is only read, or no text.
+    """
+    if not isinstance(given, list) or not 1 <= len(given) <= MOST_FILES:
+        raise _refused(f"files: expected 1 to {MOST_FILES} objects with name and text")
+    found = {}
+    for one in given:
+        if not isinstance(one, dict) or set(one) != {"name", "text"} or not isinstance(one["text"], str):
+            raise _refused("files: expected objects with name and text")
+        name = one["name"]
+        if not (isinstance(name, str) and _NAME.fullmatch(name) and name.endswith(KINDS)):
+            kinds = ", ".join(KINDS)
+            raise _refused(f"files: a name has up to 64 letters, digits, dots, _ and -, and ends in {kinds}")
+        found[name] = one["text"]
+    if len(found) < len(given):
+        raise _refused("files: expected names that differ")
+    return tuple(found.items())
 
 
 def decoded(body: bytes, limits: Limits) -> dict[str, Any]:
@@ -276,7 +317,7 @@ def _checked(form: VerbForm, values: dict[str, Any]) -> dict[str, Any]:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part)[:LONGEST] for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted({*shape.model_fields, "model", "config", "name", "id"}))
+            known = ", ".join(sorted({*shape.model_fields, "model", "config", "files", "name", "id"}))
             raise _refused(f"{where}: not known; expected some of {known}") from None
         raise _refused(f"{where}: {first['msg']}") from None
 
@@ -312,5 +353,6 @@ def offer(limits: Limits, service: Service) -> dict[str, Any]:
         "verbs": list(service.forms),
         "models": list(PRESETS),
         "gpus": list(hardware_names()),
+        "kinds": list(KINDS),
         "limits": {name: getattr(limits, name) for name in limits.__slots__},
     }

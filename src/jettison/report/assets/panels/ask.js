@@ -3,8 +3,8 @@
 // document that the command line prints, shown as tables; what goes wrong is said in the server's own words.
 (() => {
   if (!document.getElementById("data-serve")) return;
-  const { models, gpus, limits } = J.data("serve");
-  const UPLOAD = "(a config.json)", WATCH_MILLISECONDS = 400;
+  const { models, gpus, kinds, limits } = J.data("serve");
+  const UPLOAD = "(a config.json)", TRAINER = "(a trainer's own files)", WATCH_MILLISECONDS = 400;
   const bytes = J.format.bytes, seconds = J.format.seconds, percent = J.format.percent;
 
   // fields -------------------------------------------------------------------------------------------------------------
@@ -12,8 +12,8 @@
   const number = (key, label, of, more = {}) => ({ key, label, of, kind: "number", ...more });
   const FIELDS = [
     { key: "budget", label: "Budget, such as 60GiB", of: ["plan", "ledger", "search"], kind: "text" },
-    { key: "gpu", label: "GPU", of: ALL, kind: "select", options: ["", ...gpus] },
-    number("gpus", "Devices", ["search"], { least: 1, needed: true }),
+    { key: "gpu", label: "GPU", of: ALL, kind: "select", options: ["", ...gpus], usual: "h100-80gb" },
+    number("gpus", "Devices", ["search"], { least: 1, needed: true, ofFiles: true }),
     number("global_batch", "Global batch, sequences", ["search"], { least: 1, needed: true }),
     number("seq", "Sequence, tokens", ALL, { least: 1 }),
     number("micro_batch", "Micro-batch, sequences", LAYOUT, { least: 1 }),
@@ -27,7 +27,11 @@
     number("zero", "ZeRO", LAYOUT, { least: 0, most: 3 }),
     { key: "recompute", label: "Recompute", of: ["estimate", "ledger"], kind: "select", options: ["", "none", "selective", "selective-op", "full", "auto"] },
     { key: "fit", label: "What would fit", of: ["ledger"], kind: "select", options: ["", "on"] },
+    { key: "precision", label: "Precision", of: LAYOUT, kind: "select", options: ["", "bf16", "bf16-autocast", "fp32"] },
+    { key: "lora", label: "LoRA rank", of: LAYOUT, kind: "text" },
+    { key: "offload", label: "Offload to CPU", of: ["plan"], kind: "select", options: ["", "on", "off"] },
   ];
+  const SWITCHES = new Set(["sp", "offload", "fit"]);
   const WORDS = { plan: "What to keep under a budget (plan)", estimate: "How long a step takes (estimate)", ledger: "What a step needs (ledger)", search: "The fastest layout (search)" };
 
   const labelled = (id, label, input) => J.el("div", { class: "control" }, J.el("label", { for: id }, label), input);
@@ -39,7 +43,7 @@
     const input = field.kind === "select"
       ? J.el("select", { id, onchange: change }, field.options.map((o) => J.el("option", { value: o }, o || "as usual")))
       : J.el("input", { id, type: field.kind, min: field.least, max: field.most, maxlength: 40, size: 10, autocomplete: "off", placeholder: field.needed ? null : "as usual", required: field.needed, onchange: change });
-    input.value = J.state.get(stored(field.key), "");
+    input.value = J.state.get(stored(field.key), field.usual ?? "");
     if (field.kind === "select" && input.selectedIndex < 0) input.selectedIndex = 0;
     return { ...field, input, node: labelled(id, field.label, input) };
   });
@@ -53,14 +57,19 @@
     return { input, node: labelled(id, label, input) };
   };
   const verb = choice("verb", "Question", Object.entries(WORDS), "plan");
-  const model = choice("model", "Model", [...models, UPLOAD].map((name) => [name, name]), "llama3-8b");
+  const model = choice("model", "Model", [...models, UPLOAD, TRAINER].map((name) => [name, name]), "qwen3-1.7b");
   const file = J.el("input", { id: "ask-file", type: "file", accept: ".json,application/json", onchange: () => show() });
   const fileRow = labelled("ask-file", "config.json", file);
+  const files = J.el("input", { id: "ask-files", type: "file", multiple: true, accept: kinds.join(","), onchange: () => show() });
+  const pasted = J.el("textarea", { id: "ask-pasted", rows: 8, cols: 60, spellcheck: "false", autocomplete: "off", placeholder: "[training]\nseq_len = 8192" });
+  const trainerRow = J.el("div", { class: "controls" },
+    labelled("ask-files", `Files (${kinds.join(", ")}), the run's first`, files), labelled("ask-pasted", "or paste one: torchtitan's TOML, axolotl's YAML, a launch script", pasted));
 
   // the panel ----------------------------------------------------------------------------------------------------------
   const ask = J.el("button", { type: "submit" }, "Ask");
   const cancel = J.el("button", { type: "button", disabled: true, onclick: () => stop() }, "Cancel");
   const save = J.el("button", { type: "button", hidden: true, onclick: () => J.save.download(`${shown.schema.split(/[./]/)[1]}.json`, new Blob([text], { type: "application/json" })) }, "Save JSON");
+  const download = J.el("button", { type: "button", hidden: true, onclick: () => written() }, "Download the file with this plan");
   const status = J.el("p", { class: "caption", role: "status" });
   const trouble = J.el("p", { class: "trouble", role: "alert" });
   const code = J.el("code");
@@ -70,8 +79,8 @@
   const command = J.el("div", { class: "command" }, J.el("span", { class: "prompt", "aria-hidden": "true" }, "$"), code, copy);
   const answer = J.el("div", { class: "answer" });
   const form = J.el("form", { novalidate: true, onsubmit: (event) => { event.preventDefault(); start(); }, oninput: () => show() },
-    J.el("div", { class: "controls" }, verb.node, model.node, fileRow, fields.map((field) => field.node)),
-    J.el("div", { class: "buttons" }, ask, cancel, save));
+    J.el("div", { class: "controls" }, verb.node, model.node, fileRow, fields.map((field) => field.node)), trainerRow,
+    J.el("div", { class: "buttons" }, ask, cancel, save, download));
   const heading = J.el("h2", { id: "ask-title" }, "Ask the planner");
   document.querySelector("main").append(J.el("section", { class: "figure", id: "ask", "aria-labelledby": heading.id }, heading,
     J.el("p", { class: "caption" }, "Answered by this machine, with the documents that the command line prints. Fields left empty are as usual for the model."),
@@ -82,17 +91,30 @@
 
   function show() {
     fileRow.hidden = model.input.value !== UPLOAD;
-    for (const field of fields) field.node.hidden = !field.of.includes(verb.input.value);
+    trainerRow.hidden = !ofTrainer();
+    for (const field of fields) field.node.hidden = !applies(field);
+    download.hidden = true;
     copy.textContent = "copy";
     code.replaceChildren(...J.words(commandLine()));
   }
 
+  function ofTrainer() { return model.input.value === TRAINER; }
+
+  function applies(field) { return field.of.includes(verb.input.value) || (field.ofFiles && ofTrainer()); }
+
+  // the kind of a pasted text, which readers tell by the end of a name
+  function nameOf(content) {
+    if (/^\s*\{/.test(content)) return "pasted.json";
+    if (/^\s*\[+[\w."-]+\]+\s*(#.*)?$/m.test(content)) return "pasted.toml";
+    return /^#!|\s--[a-z][\w-]+/m.test(content) ? "pasted.sh" : "pasted.yaml";
+  }
+
   function given() {
     const found = {};
-    for (const { key, kind, of, input } of fields) {
-      const value = input.value.trim();
-      if (!of.includes(verb.input.value) || value === "") continue;
-      found[key] = key === "sp" || key === "fit" ? value === "on" : kind === "number" ? Number(value) : value;
+    for (const field of fields) {
+      const { key, kind, input } = field, value = input.value.trim();
+      if (!applies(field) || value === "") continue;
+      found[key] = SWITCHES.has(key) ? value === "on" : kind === "number" ? Number(value) : value;
     }
     return found;
   }
@@ -106,11 +128,19 @@
       const flag = key.replaceAll("_", "-");
       return typeof value === "boolean" ? [value ? `--${flag}` : `--no-${flag}`] : [`--${flag}`, quoted(String(value))];
     });
-    return ["jettison", verb.input.value, quoted(name), ...flags].join(" ");
+    const names = [...files.files].map((one) => one.name), from = ["--from", quoted(names[0] ?? nameOf(pasted.value)), ...names.slice(1).map(quoted)];
+    return ["jettison", verb.input.value, ...(ofTrainer() ? from : [quoted(name)]), ...flags].join(" ");
   }
 
   // asking -------------------------------------------------------------------------------------------------------------
   async function body() {
+    if (ofTrainer()) {
+      const chosen = [...files.files], cleaned = (name) => name.replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(-60);
+      if (!chosen.length && !pasted.value.trim()) throw new Error("Choose a trainer's file, or paste one.");
+      if (d3.sum(chosen, (one) => one.size) > limits.body_bytes) throw new Error(`The files are too large; at most ${bytes(limits.body_bytes)} can be sent.`);
+      const sent = await Promise.all(chosen.map(async (one) => ({ name: cleaned(one.name), text: await one.text() })));
+      return { files: sent.length ? sent : [{ name: nameOf(pasted.value), text: pasted.value }], ...given() };
+    }
     if (model.input.value !== UPLOAD) return { model: model.input.value, ...given() };
     const chosen = file.files[0];
     if (!chosen) throw new Error("Choose the config.json to ask about.");
@@ -133,8 +163,9 @@
       const content = await response.text();
       if (!response.ok) throw new Error(problem(response, content));
       [text, shown] = [content, JSON.parse(content)];
-      answer.replaceChildren(...notes(shown), ...TABLES[asked](shown));
+      answer.replaceChildren(...notes(shown), ...TABLES[asked](shown).filter(Boolean));
       save.hidden = false;
+      download.hidden = !(ofTrainer() && asked === "plan" && shown.feasible);
       status.textContent = "answered";
     } catch (error) {
       status.textContent = "";
@@ -144,6 +175,21 @@
       running = null;
       [ask.disabled, cancel.disabled] = [false, true];
       answer.removeAttribute("aria-busy");
+    }
+  }
+
+  // the first of the trainer's files again, with the plan's settings in it
+  async function written() {
+    trouble.textContent = "";
+    try {
+      const response = await fetch("/api/write", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(await body()) });
+      const content = await response.text();
+      if (!response.ok) throw new Error(problem(response, content));
+      const found = JSON.parse(content);
+      status.replaceChildren(...markdown(found.says.join("; ")));
+      J.save.download(found.name, new Blob([found.text], { type: "text/plain" }));
+    } catch (error) {
+      trouble.textContent = error.message;
     }
   }
 
@@ -168,6 +214,30 @@
     try { detail = JSON.parse(content).detail ?? detail; } catch { /* not ours */ }
     const again = response.headers.get("Retry-After");
     return again ? `${detail} (in ${again} s)` : detail;
+  }
+
+  // `code` and **strong** of notes and explanations
+  function markdown(words) {
+    return words.split(/(`[^`]+`|\*\*[^*]+\*\*)/).filter(Boolean).flatMap((part) => (part.startsWith("`") ? [J.el("code", {}, part.slice(1, -1))]
+      : part.startsWith("**") ? [J.el("strong", {}, part.slice(2, -2))] : J.words(part)));
+  }
+
+  // the peak by role beside the budget
+  function bar({ peak_roles: roles, budget_bytes: budget }) {
+    const rows = Object.entries(roles ?? {}).map(([what, nbytes], n) => ({ what, nbytes, n }));
+    if (!rows.length) return null;
+    const most = Math.max(budget, d3.sum(rows, (row) => row.nbytes)), width = Math.max(260, answer.clientWidth || 600);
+    const drawn = [
+      J.legend([...rows.map((row) => ({ label: `${row.what}: ${bytes(row.nbytes)}`, color: J.color(row.n), hatch: row.n })), { label: `budget: ${bytes(budget)}`, color: "var(--limit)", dash: "12 4", line: true }], { width }),
+      J.plot({
+        width, height: 88, marginLeft: 12, marginRight: 24, marginTop: 6,
+        x: J.byteAxis("bytes allocated at the peak", most, width < 560 ? 3 : 6), color: { type: "identity" },
+        marks: [Plot.barX(rows, { x: "nbytes", fill: (row) => J.marks.hatch(row.n, J.color(row.n)), stroke: (row) => J.color(row.n) }), Plot.ruleX([budget], { stroke: "var(--limit)", strokeDasharray: "12 4", strokeWidth: 2 })],
+      }),
+    ];
+    drawn[1].setAttribute("role", "img");
+    drawn[1].setAttribute("aria-label", `The peak by role: ${rows.map((row) => `${row.what} ${bytes(row.nbytes)}`).join(", ")}; the budget is ${bytes(budget)}`);
+    return J.el("figure", {}, drawn.map(J.marks.finish));
   }
 
   // answers as tables --------------------------------------------------------------------------------------------------
@@ -201,7 +271,7 @@
     return [name, `${bytes(found.expected)} (${bytes(found.low)} to ${bytes(found.high)})`];
   });
 
-  const notes = ({ warnings }) => (warnings ?? []).map((words) => J.el("p", { class: "caption" }, `Note: ${words}`));
+  const notes = ({ warnings }) => (warnings ?? []).map((words) => J.el("p", { class: "caption" }, "Note: ", markdown(words)));
 
   const asBytes = (label) => ({ label, format: bytes }), asSeconds = (label) => ({ label, format: seconds });
 
@@ -222,11 +292,12 @@
   const TABLES = {
     plan(found) {
       const budget = `${bytes(found.budget_bytes)} (${found.budget_bytes}B)`, least = `${bytes(found.minimum_budget_bytes)} (${found.minimum_budget_bytes}B)`;
-      if (!found.feasible) return [facts([["fits", `no: no plan fits ${budget}`], ["smallest feasible budget", least], ["why", found.reason || null]])];
+      if (!found.feasible) return [facts([["fits", `no: no plan fits ${budget}`], ["smallest feasible budget", least], ["why", found.reason ? markdown(found.reason) : null]])];
       const { peak_bytes: peak, step_seconds: step, overhead_fraction: overhead, host_bytes: host } = found.predicted;
       return [
+        bar(found),
         facts([["fits", "yes"], ["predicted peak", J.format.exact(peak)], ["budget", budget], ["smallest feasible budget", least],
-          ["step", step === null ? null : `${seconds(step)}, recompute adds ${percent(overhead)} to one without`], ["hardware", found.hardware], ["on the host", host ? bytes(host) : null]]),
+          ["step", step === null ? null : `${found.figures?.step_seconds ? `${seconds(found.figures.step_seconds.expected)} (${seconds(found.figures.step_seconds.low)} to ${seconds(found.figures.step_seconds.high)})` : seconds(step)}, recompute adds ${percent(overhead)} to one without`], ["hardware", found.hardware], ["on the host", host ? bytes(host) : null]]),
         table("What each layer does, of one micro-batch on one rank", ["layers", "count", "stage", "policy", asBytes("kept"), asBytes("on the host"), { label: "recomputed", format: J.format.flops }],
           merged(found.layers, ["stage", "policy", "kept_bytes", "offloaded_bytes", "recompute_flops"])),
       ];
@@ -257,7 +328,7 @@
       return [
         facts([["range of the fastest", range(found.candidates[0].step_range_seconds, found.prediction_error)]]),
         table("The fastest", columns, found.candidates.map(row)),
-        J.el("ul", {}, found.explanation.map((sentence) => J.el("li", {}, J.words(sentence)))),
+        J.el("ul", {}, found.explanation.map((sentence) => J.el("li", {}, markdown(sentence)))),
         table("Less memory costs time", columns, found.front.map(row)),
       ];
     },
