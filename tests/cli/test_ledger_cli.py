@@ -307,7 +307,7 @@ def test_a_long_pipeline_is_cut_and_shows_its_worst_stage(capsys):
     ("flags", "message"),
     [
         (("llama3-8b", "--recompute", "selective"), "flash attention never stores: it saves nothing here"),
-        (("llama3-8b", "--tp", 2, "--no-sp"), "--sp shards it"),
+        (("llama3-8b", "--tp", 2, "--no-sp"), "--sp shards them"),
         (("llama3-8b", "--sp"), "--sp does nothing without tensor parallelism"),
         (("llama3-8b", "--tp", 4, "--gathered-inputs"), "4 times the shard"),
         (("llama3-8b", "--zero", 3), "--zero 3 shards nothing"),
