@@ -296,3 +296,16 @@ def test_torch_and_every_command_read_them(name: str, tmp_path: Path, capsys: py
         assert run(command) == 0
         said = capsys.readouterr().out
         assert ".cpp" not in said and "gather" not in said
+
+
+@pytest.mark.parametrize("name", EVENTS_HAVE_STACKS)
+def test_gradients_have_a_role(name: str) -> None:
+    """Their stacks, of the engine's thread, do not say so: they are there when the optimizer steps."""
+    device = snapshot_of(recorded(EVENTS_HAVE_STACKS[name], Loop(steps=6).record).content(), "x").busiest
+    before, after = device.timeline, device.with_gradients
+    assert (before.live_bytes == after.live_bytes).all()
+    made = [n for n, at in enumerate(after.label_of.tolist()) if after.labels[at].role == "gradients"]
+    assert {int(after.nbytes[n]) for n in made} == {4 * MIB}
+    was = {before.labels[int(before.label_of[n])].role for n in made}
+    assert was <= {"backward", "unknown"}
+    assert not any(label.role == "gradients" for label in before.labels)  # causes are told from the stacks alone

@@ -142,14 +142,14 @@ def _snapshot(snapshot: Snapshot) -> FindingsReport:
     failing = [device for device in snapshot.devices if device.out_of_memory]
     device = failing[0] if failing else snapshot.busiest
     rows = [("snapshot", snapshot.name), ("peak", exact(device.timeline.peak_bytes)), *_levels(facts)]
-    peak = by_module_and_role(device.timeline.shares(device.timeline.peak_event))
+    peak = by_module_and_role(device.with_gradients.shares(device.timeline.peak_event))
     short = {
         "name": snapshot.name,
         "peak_bytes": device.timeline.peak_bytes,
         "steps": len(facts.steps),
         "peak": [{"module": m, "role": r, "bytes": nbytes} for (m, r), (nbytes, _) in peak.items()],
     }
-    found, tables = snapshot_findings(facts, device), (peak_table(device.timeline),)
+    found, tables = snapshot_findings(facts, device), (peak_table(device.with_gradients),)
     return FindingsReport(schema=SCHEMA, facts=rows, findings=found, more={"snapshot": short}, tables=tables)
 
 

@@ -14,7 +14,8 @@ such a stack there are no steps: bytes alone do not tell a layer from a step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +38,7 @@ from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, 
 from jettison.diagnose.plain_pickle import load_plain
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 
+GRADIENTS: Final = "gradients"
 LEAST_TO_GROW: Final = 6
 """Steps after the first ones that a report of a growing line needs: in fewer, batch sizes may rise by chance."""
 MOST_LOOKED: Final = 30
@@ -101,6 +103,27 @@ class DeviceSnapshot:
     out_of_memory: tuple[OutOfMemory, ...] = ()
     step_ends: tuple[int, ...] = ()
     has_stacks: bool = True
+
+    @cached_property
+    def with_gradients(self) -> MemoryTimeline:
+        """The timeline, with gradients under a role of their own: what backward, whose thread has no Python stack,
+        allocates in a step and is still there when the step's optimizer first allocates.
+        """
+        timeline = self.timeline
+        roles = np.array([label.role for label in timeline.labels] or [""])[timeline.label_of]
+        optimizer = timeline.born[roles == OPTIMIZER]
+        made = np.zeros(len(roles), bool)
+        for begin, end in pairwise((0, *self.step_ends)):
+            first = optimizer[(optimizer >= begin) & (optimizer < end)]
+            if len(first):
+                made |= (timeline.born >= begin) & (timeline.born < first.min()) & (timeline.died > first.min())
+        made &= np.isin(roles, ("backward", "unknown"))
+        own = {old: Label(module=one.module, role=GRADIENTS, site=one.site) for old, one in enumerate(timeline.labels)}
+        labels, label_of = [*timeline.labels], timeline.label_of.copy()
+        for old in np.unique(label_of[made]).tolist():
+            label_of[made & (timeline.label_of == old)] = len(labels)
+            labels.append(own[old])
+        return replace(timeline, labels=tuple(labels), label_of=label_of)
 
     @property
     def reserved_bytes(self) -> int:

@@ -60,7 +60,7 @@ class SnapshotReport:
     def html(self) -> str:
         """One HTML file."""
         both = (self.snapshot,) if self.other is None else (self.snapshot, self.other)
-        timelines = [(f"{one.name}, {d.timeline.title}", d.timeline) for one in both for d in one.devices]
+        timelines = [(f"{one.name}, {d.timeline.title}", d.with_gradients) for one in both for d in one.devices]
         return timelines_page(
             " against ".join(one.name for one in both),
             timelines,
@@ -71,7 +71,7 @@ class SnapshotReport:
 
 def compare_snapshots(before: Snapshot, after: Snapshot) -> PeakDifference:
     """Difference of the busiest devices' peaks, by module and role."""
-    return compare_timelines(before.busiest.timeline, after.busiest.timeline)
+    return compare_timelines(before.busiest.with_gradients, after.busiest.with_gradients)
 
 
 def snapshot_page(snapshot: Snapshot, other: Snapshot | None = None) -> str:
@@ -108,7 +108,7 @@ _INTRO = (
 def snapshot_table(snapshot: Snapshot) -> RenderableType:
     """Facts of the busiest device, and what is there at its peak."""
     device = snapshot.busiest
-    timeline = device.timeline
+    timeline = device.with_gradients
     shares = timeline.shares(timeline.peak_event)
     beside = f", the fullest of {len(snapshot.devices)}" if len(snapshot.devices) > 1 else ""
     rows = [
@@ -145,7 +145,7 @@ def _sizes(nbytes: int, peak_bytes: int) -> tuple[str, str]:
 
 
 def _device(device: DeviceSnapshot) -> dict[str, Any]:
-    timeline = device.timeline
+    timeline = device.with_gradients
     shares = timeline.shares(timeline.peak_event)
     return part(
         "SnapshotDevice",
