@@ -121,7 +121,7 @@
     };
   };
   J.figure({
-    id: "front", title: "The front: what each budget buys", controls: [model, way, budget], draw, table,
+    id: "front", title: "Pareto front: memory against step time", controls: [model, way, budget], draw, table,
     caption: (values) => {
       const { m, w, below } = find(values);
       return `${m.name} (${m.layout}) on ${m.gpu}, which leaves ${J.format.bytes(m.available_bytes)} for tensors. Every point is a plan of its own. ${below ? `The budget is below the smallest of this way, ${J.format.bytes(w.minimum_bytes)}, which is shown. ` : ""}Seconds are a step's compute, recompute and waiting for copies on the busiest stage, without communication and bubbles.`;

@@ -15,7 +15,7 @@
 
   J.figure({
     id: "trade",
-    title: "The lopsided trade: bytes against FLOPs",
+    title: "Bytes against FLOPs",
     controls: [controls.layer(), controls.seq(), controls.batch(), controls.ranks(1, 64, 8), J.toggle({ key: "sp", label: "Sequence parallelism", value: false }), counting(), controls.attention(), controls.kernels(), controls.dropout()],
     draw(values, { width }) {
       const run = { ...J.layers.divided(values), layout: values.sp ? "sp" : "tp" };
