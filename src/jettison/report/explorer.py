@@ -108,11 +108,11 @@ def built(
 
 
 INTRO: Final = """
-Bytes are the ledger's, plans the planner's, seconds the price model's. Each figure has a table of its numbers and the
-command that prints them, and the address keeps what is chosen: a view is a link.
+Interactive figures of memory, plans and step time. Each has a table of its numbers and the command that prints them; the
+address keeps your settings, so a view is a link.
 """
-ALONE: Final = " The page asks for nothing and works offline."
-SERVED: Final = " The page asks this machine alone, and works while `jettison explore --serve` runs."
+ALONE: Final = " The page works offline."
+SERVED: Final = " It asks this machine only, while `jettison explore --serve` runs."
 
 
 def explorer_page(
