@@ -108,8 +108,8 @@ def built(
 
 
 INTRO: Final = """
-Interactive figures of memory, plans and step time. Each has a table of its numbers and the command that prints them; the
-address keeps your settings, so a view is a link.
+Interactive figures of memory, plans and step time. Each has a table of its numbers and the command that prints them;
+the address keeps your settings, so a view is a link.
 """
 ALONE: Final = " The page works offline."
 SERVED: Final = " It asks this machine only, while `jettison explore --serve` runs."
