@@ -7,9 +7,9 @@ import pytest
 
 from support import house
 
-MOST_LINES = 99_660
+MOST_LINES = 99_670
 MOST_FILES = 373
-MOST_LINES_OF = {("predict", "memory"): 8_690}
+MOST_LINES_OF = {("predict", "memory"): 8_705}
 MOST_CIRCLES_OF_TYPES = 4
 MOST_FRAMEWORK_NAMES = 68
 MOST_FAMILY_NAMES = 21

@@ -92,6 +92,11 @@ FOUR = [
     Case(**SMALL, reshard="2", mixed=True, segment=2),
     Case(**SMALL, replicas=2, ffn=16, mixed=True, micro_batches=2),
     Case(**SMALL, replicas=2, ffn=16, outer=True, micro_batches=2, segment=2),
+    *(
+        Case(**SMALL, last=last, micro_batches=2, replicas=2, mixed=True, reduced="bfloat16", outer=outer)
+        for last in (False, True)
+        for outer in (False, True)
+    ),
 ]
 
 

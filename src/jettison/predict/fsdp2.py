@@ -351,7 +351,7 @@ class _Sharded:
         stays = sum(map(chunk.left, own)) if layout.pp == 1 and (chunk.kept or chunk.ranks) else 0
         forward, backward, adding = self._segment() if len(own) > 1 else self._single(own[0])
         gradient = sum(_accumulated(run, part) for part in own) if unsharded else unit.gradient
-        pending = 0 if layout.zero_replicas == 1 else self._reduced_again()
+        pending, cast = (0, 0) if layout.zero_replicas == 1 else (self._reduced_again(), self._cast_after_all_reduce())
         if self.reducing:
             pending = sum(part.static.gradients for part in own if part.static.reduced) - gradient
         found = Unit(  # `replace` would make dozens of calls
@@ -367,7 +367,7 @@ class _Sharded:
             frozen=unit.frozen,
             weights=sum(part.static.gathered for part in own) if layout.regathers else 0,
             regions=unit.regions,
-            lingering=unit.lingering,
+            lingering=unit.lingering + cast,
         )
         return self._with_inputs_of_hooks(found)
 
@@ -388,8 +388,23 @@ class _Sharded:
         ``_fsdp_param_group.py``, ``_all_reduce_state``. For the first micro-batch they are the shards themselves, as
         for gradients that are reduced once; the root group's come last.
         """
-        once, last = self.run.keeps_unsharded_gradients, bool(self.place.chunk.outer) and self.place.own[0].name == HEAD
-        return 0 if once or last else self.unit.gradient
+        once = self.run.layout.zero_replicas == 1 or self.run.keeps_unsharded_gradients
+        return 0 if once or self._casts or self._is_last else self.unit.gradient
+
+    def _cast_after_all_reduce(self) -> int:
+        """Bytes of all-reduced shards in the reduce dtype, where gradients have another, to the backward's end."""
+        if not self._casts or not self.reduces or self._is_last:
+            return 0
+        return sum(part.static.reduced for part in self.place.own) // self.run.layout.shards
+
+    @property
+    def _casts(self) -> bool:
+        precision = self.run.precision
+        return precision.reduce_dtype != precision.gradient and not self.run.layout.flat_parameters
+
+    @property
+    def _is_last(self) -> bool:
+        return bool(self.place.chunk.outer) and self.place.own[0].name == HEAD
 
     def _single(self, part: StageRegion) -> tuple[int, int, int]:
         """Peaks of a forward, of the first backward, and of one that finds gradients."""
