@@ -243,7 +243,7 @@ def test_for_people(capsys) -> None:
         "Memory of rank 2 against rank 1",
         "10.0 % more memory",
         "8 devices would take",
-        "Less memory costs time",
+        "Pareto front: memory against step time",
     )
     for text in words:
         assert text in out

@@ -88,7 +88,7 @@ def test_a_plan_is_asked_for_and_shown(open_page: Open, server: Served) -> None:
         (
             "search",
             {"model": "gpt2", "gpu": "a100-80gb", "gpus": 1, "global_batch": 1},
-            ["The fastest", "Less memory costs time", "--tp 1"],
+            ["The fastest", "Pareto front: memory against step time", "--tp 1"],
         ),
     ],
 )

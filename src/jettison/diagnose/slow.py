@@ -56,9 +56,9 @@ def _communication(profile: StepProfile) -> Iterator[Finding]:
     if profile.exposed_ns < LEAST * profile.ns:
         return
     hidden = 1 - profile.exposed_ns / max(1, profile.communication_ns)
-    evidence = [f"{format_percent(hidden)} of the time of collectives is hidden behind computation"]
+    evidence = [f"{format_percent(hidden)} of the time of collectives overlaps with computation"]
     evidence += [
-        f"{name}: {_share(profile, ns)} in the open" for name, ns in list(profile.collectives.items())[:3] if ns
+        f"{name}: {_share(profile, ns)} exposed" for name, ns in list(profile.collectives.items())[:3] if ns
     ]
     most = next(iter(profile.collectives), "")
     if profile.exposed_after_backward_ns > 0.5 * profile.exposed_ns:
@@ -67,7 +67,7 @@ def _communication(profile: StepProfile) -> Iterator[Finding]:
         advised = "fully_shard"
     else:
         advised = "buckets" if most == "AllReduce" else "search"
-    claim = f"communication that nothing hides takes {_share(profile, profile.exposed_ns)}"
+    claim = f"exposed communication takes {_share(profile, profile.exposed_ns)}"
     changed = changes("communication", advised)
     yield Finding(kind=FindingKind.EXPOSED_COMMUNICATION, claim=claim, evidence=tuple(evidence), changes=changed)
 

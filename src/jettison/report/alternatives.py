@@ -294,7 +294,7 @@ def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: L
         took, peak = format_seconds(best.step_seconds), format_bytes(best.peak_bytes)
         yield f"The quickest that {best.rule.words} is {best.recompute}, {took} a step at a peak of {peak}."
     if offload is not None:
-        hides = "hides behind both passes" if offload.hides else "does not hide"
+        hides = "overlaps with both passes" if offload.hides else "is partly exposed"
         yield (
             f"A layer saves {format_bytes(offload.layer_bytes)}: one way to the host takes "
             f"{format_seconds(offload.one_way_seconds)}, with a forward of {format_seconds(offload.forward_seconds)} "
@@ -333,21 +333,21 @@ class Reason:
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds that both ways are waited for."""
+        """Seconds of copies, out and back, that nothing overlaps with."""
         return sum(max(0.0, self.way_seconds - beside) for beside in (self.forward_seconds, self.backward_seconds))
 
     def __str__(self) -> str:
-        return "; ".join(self._words()) or "all of it has room"
+        return "; ".join(self._words()) or "everything fits"
 
     def _words(self) -> Iterator[str]:
         if self.again:
             spent, freed = format_seconds(self.again_seconds), format_bytes(self.freed_bytes)
-            yield f"again {listed(self.again, MOST_NAMED)}: {spent} for {freed}"
+            yield f"recomputes {listed(self.again, MOST_NAMED)}: {spent} for {freed}"
         if self.moved:
             shortest = min(self.forward_seconds, self.backward_seconds)
-            waits = f"waits {format_seconds(self.stalled_seconds)}" if self.stalled_seconds else "hides"
-            took = f"{format_seconds(self.way_seconds)} a way {waits} behind {format_seconds(shortest)}"
-            yield f"to the host {listed(self.moved, MOST_NAMED)}: {took}"
+            exposed = f", {format_seconds(self.stalled_seconds)} exposed" if self.stalled_seconds else ""
+            took = f"{format_seconds(self.way_seconds)} each way, with {format_seconds(shortest)} to overlap{exposed}"
+            yield f"offloads {listed(self.moved, MOST_NAMED)}: {took}"
 
 
 def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:

@@ -234,7 +234,7 @@ class ForecastPlan:
         ]
         if recompute.offload:
             limit = "" if choice.host_budget_bytes is None else f" of {format_bytes(choice.host_budget_bytes)}"
-            waited = f"{format_seconds(choice.stalled_seconds)} of that is waiting for copies, in a micro-batch"
+            waited = f"{format_seconds(choice.stalled_seconds)} of copies exposed in a micro-batch"
             rows.append(("offload", f"{format_bytes(choice.host_bytes)}{limit} on the host; {waited}"))
         if choice.segments:
             rows.append(_segments(choice.segments))
@@ -251,7 +251,7 @@ class ForecastPlan:
         limit = self.limit
         if limit is None or self.choice.budget_bytes >= limit.nbytes or self.verdict is not FitVerdict.FITS:
             return ""
-        return f", which {limit.gpu} holds in four runs of five; up to --budget {format_bytes(limit.nbytes)} may fit"
+        return f", with which 80 % of runs fit {limit.gpu}; up to --budget {format_bytes(limit.nbytes)} may fit"
 
     def _layers_table(self) -> FittedTable:
         groups: dict[tuple[object, ...], list[LayerChoice]] = {}

@@ -164,7 +164,7 @@ class SearchReport:
         allocated = signed(rival.needed_bytes - best.needed_bytes)
         device = signed(round(self.figures(rival).device.expected - self.figures(best).device.expected))
         verdicts = self.verdict(best), self.verdict(rival)
-        differ = "" if verdicts[0] is verdicts[1] else f"; {verdicts[1]}, where rank 1 is {verdicts[0]}"
+        differ = "" if verdicts[0] is verdicts[1] else f"; rank 1: {verdicts[0]}, this rank: {verdicts[1]}"
         return f"{allocated} allocated, {device} on the device{differ}"
 
     def sentences(self) -> Iterator[str]:
@@ -185,7 +185,7 @@ class SearchReport:
         """The fastest, why, and the front."""
         answer, count = self.answer, len(self.answer.ranked)
         ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked, self)
-        front = _table("Less memory costs time", _thinned(answer.front), self)
+        front = _table("Pareto front: memory against step time", _thinned(answer.front), self)
         return Group(facts(self._facts()), "", ranking, "", *(Text(line) for line in self.sentences()), "", front)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
@@ -196,7 +196,7 @@ class SearchReport:
         yield (
             "searched",
             f"{space.size:,} plans of {len(space.setups):,} layouts with their batches; "
-            f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}",
+            f"{answer.evaluated:,} candidates evaluated in {format_seconds(self.seconds)}",
         )
         if (framework := self.request.get("runs_on")) not in (None, ANY):
             yield "runs on", f"{framework}: layouts and recompute modes that it can run (--runs-on {ANY}: all)"
@@ -303,7 +303,7 @@ def _more_gpus(answer: SearchAnswer) -> str:
     linear = faster * answer.space.gpus / more.gpus
     return (
         f"{more.gpus} devices would take {format_seconds(more.best.seconds.step)} with {more.best.candidate.flags}: "
-        f"{format_ratio(faster)} as fast, {format_percent(linear)} of what as many more could give."
+        f"{format_ratio(faster)} as fast, {format_percent(linear)} scaling efficiency."
     )
 
 
