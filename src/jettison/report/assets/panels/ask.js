@@ -329,7 +329,7 @@
         facts([["range of the fastest", range(found.candidates[0].step_range_seconds, found.prediction_error)]]),
         table("The fastest", columns, found.candidates.map(row)),
         J.el("ul", {}, found.explanation.map((sentence) => J.el("li", {}, markdown(sentence)))),
-        table("Less memory costs time", columns, found.front.map(row)),
+        table("Pareto front: memory against step time", columns, found.front.map(row)),
       ];
     },
   };
