@@ -57,9 +57,7 @@ def _communication(profile: StepProfile) -> Iterator[Finding]:
         return
     hidden = 1 - profile.exposed_ns / max(1, profile.communication_ns)
     evidence = [f"{format_percent(hidden)} of the time of collectives overlaps with computation"]
-    evidence += [
-        f"{name}: {_share(profile, ns)} exposed" for name, ns in list(profile.collectives.items())[:3] if ns
-    ]
+    evidence += [f"{name}: {_share(profile, ns)} exposed" for name, ns in list(profile.collectives.items())[:3] if ns]
     most = next(iter(profile.collectives), "")
     if profile.exposed_after_backward_ns > 0.5 * profile.exposed_ns:
         evidence.append("most of it runs after the last computation of backward")
