@@ -183,6 +183,18 @@ def test_the_best_with_weights_on_the_host_is_the_best_of_all(rule: str, precisi
     assert [f.seconds.step for f in found] == pytest.approx(sorted(best.values())[:4], rel=1e-9)
 
 
+@pytest.mark.parametrize("preset", ["huggingface", "automodel"])
+def test_presets_that_reduce_in_fp32_after_the_last_micro_batch_are_searched(preset: str) -> None:
+    space = SearchRequest(seq=256, like=preset, zero="0,3", pp="1", recompute="none").space(
+        LLAMA, A100, gpus=8, global_batch=64
+    )
+    found = search(space, A100, budget_bytes=10**13, top=20).ranked
+    assert {one.candidate.setup.layout.zero for one in found} == {0, 3}
+    for one in found:
+        step = estimate(one.candidate.run(space.template), A100).step_seconds
+        assert one.seconds.step == pytest.approx(step, rel=1e-9), one.candidate.flags
+
+
 # what a framework can run ---------------------------------------------------------------------------------------------
 
 

@@ -428,7 +428,8 @@ def whole_static_bytes(run: Run) -> int:
 
 def _inner(run: Run) -> Run:
     """Return the part of a run that regions' seconds depend on: no replicas, ZeRO, pipeline or recomputation."""
-    return replace(run, layout=run.layout.within_stage, micro_batches=1, recompute=Recompute())
+    precision = replace(run.precision, reduced=None)  # ZeRO 3's alone
+    return replace(run, layout=run.layout.within_stage, precision=precision, micro_batches=1, recompute=Recompute())
 
 
 def _layers(inner: Run, mode: Mode) -> tuple[Run, Chunk, list[StageRegion]]:
