@@ -116,3 +116,10 @@ def test_json_is_short_for_the_format(capsys: pytest.CaptureFixture[str]) -> Non
     assert page(capsys, "list", "targets", "--json") == long
     assert run(["list", "nothing", "--json"]) == 2
     assert '"jettison.error/1"' in capsys.readouterr().out
+
+
+def test_errors_name_flags_by_their_new_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ledger", "gpt2", "--hold-output"]) == 2
+    assert "Did you mean --keep-logits?" in capsys.readouterr().err
+    assert run(["ledger", "gpt2", "--quant-recipe", "all=bf16", "--products", "all=bf16"]) == 2
+    assert "--products, the former name of --quant-recipe, specified multiple times" in capsys.readouterr().err

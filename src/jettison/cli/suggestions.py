@@ -25,7 +25,7 @@ _FRACTION: Final = re.compile(r"[-+]?\d*\.\d+")
 
 def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
     """Return one sentence about an argument that could not be read, with what to type instead."""
-    message = " ".join(str(error).split())
+    message = _by_new_names(" ".join(str(error).split()), arguments)
     if isinstance(error.__context__, JettisonError):  # a type of ours knows what it expected
         return f"{message.partition(': unable')[0]}: {error.__context__}"
     if isinstance(error, UnknownOptionError) and error.token.keyword:
@@ -34,6 +34,16 @@ def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
         kinds = _kinds(error.argument.hint) if error.argument is not None else frozenset()
         if kinds & {int, float}:
             return _no_number(str(error.token.keyword), error.token.value, whole=float not in kinds)
+    return message
+
+
+def _by_new_names(message: str, arguments: Sequence[str]) -> str:
+    """Suggest new names of renamed flags, and name both where a flag is given by both."""
+    for argument in _flags(_verb(arguments)):
+        new, *former = argument.positives or ("",)
+        for old in former:
+            message = message.replace(f"Did you mean {old}?", f"Did you mean {new}?")
+            message = message.replace(f"{old} specified", f"{old}, the former name of {new}, specified")
     return message
 
 
