@@ -23,7 +23,7 @@ from jettison.report.headless import require_browser, save_figures
 def command(
     models: Annotated[
         tuple[str, ...],
-        option("Model", "Presets, config.json files or folders [default: several GPTs and Llama].", show_default=False),
+        option("Model", "Presets, config.json files or folders [default: published ones].", show_default=False),
     ] = (),
     /,
     *,
