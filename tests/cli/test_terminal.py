@@ -224,7 +224,7 @@ def test_shells_are_told_all_verbs_and_flags(capsys: pytest.CaptureFixture[str])
     for shell in ("bash", "zsh", "fish"):
         assert run(["completion", shell]) == 0
         scripts[shell] = capsys.readouterr().out
-        for word in ("ledger", "search", "verify", "global-batch", "whole-micro-batches", "list"):
+        for word in ("ledger", "search", "verify", "global-batch", "micro-batches-without-recompute", "list"):
             assert word in scripts[shell], (shell, word)
     assert run(["completion", "csh"]) == 2
     bash = shutil.which("bash")

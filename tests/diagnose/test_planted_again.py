@@ -273,7 +273,9 @@ def test_nothing_is_advised_that_is_switched_on(settings: tuple[str, ...], advis
     assert [word in change.line for word, change in zip(advised, found.changes, strict=True)] == [True] * len(advised)
 
 
-@pytest.mark.parametrize(("name", "word"), [("_MultiProcessing", "twice as many"), ("_SingleProcess", "num_workers=4")])
+@pytest.mark.parametrize(
+    ("name", "word"), [("_MultiProcessing", "twice the num_workers"), ("_SingleProcess", "num_workers=4")]
+)
 def test_who_has_workers_is_told_of_more(name: str, word: str) -> None:
     made = Trace(plan=Plan(loader_us=3000))
     for number in range(4):

@@ -173,6 +173,6 @@ def test_an_embedding_over_ranks_has_its_shard_of_a_gradient() -> None:
 
 
 def test_other_models_are_not_described() -> None:
-    with pytest.raises(UsageError, match=r"got --kernels nanotron for qwen3-8b \(qwen3\); its models/llama"):
+    with pytest.raises(UsageError, match=r"got --kernels nanotron for qwen3-8b \(qwen3\); only its models/llama"):
         run_of("qwen3-8b", RunRequest(like="nanotron"))
     assert run_of("qwen3-8b", RunRequest(like="nanotron", kernels="pytorch")).kernels.name == "pytorch"

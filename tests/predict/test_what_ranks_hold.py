@@ -150,5 +150,12 @@ def test_buffers_of_frameworks_name_their_source() -> None:
         {"stage_buffers": True, "schedule": "zero-bubble"},
     )
     described = [run_of("gpt-22b", RunRequest(**asked, **more)) for more in runs]
-    found = {row.name for run in described for stage in range(4) for row, nbytes in buffers_of(run, stage) if nbytes}
+    described.append(run_of("gpt-22b", RunRequest(dp=2, zero=3, like="deepspeed")))
+    found = {
+        row.name
+        for run in described
+        for stage in range(run.layout.pp)
+        for row, nbytes in buffers_of(run, stage)
+        if nbytes
+    }
     assert found == {row["name"] for row in rows}
