@@ -105,7 +105,7 @@ def random_settings(rng: random.Random) -> dict[str, object]:
 
 
 def test_the_bar_is_the_ledgers_to_the_byte(file: Path, open_page: Open, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of random settings the command that the panel shows prints its peak, its ranges and its verdict."""
+    """The command that the panel shows prints its peak, ranges and verdict, for random settings."""
     opened, rng, verdicts = open_page(file), random.Random(41), set()
     for _ in range(SETTINGS):
         setting = random_settings(rng)

@@ -108,7 +108,7 @@ LONGEST: Final = 200
 """Characters of a text; a layout string of a thousand layers is shorter."""
 MOST_FILES: Final = 4
 KINDS: Final = (".toml", ".yaml", ".yml", ".json", ".sh")
-"""Of a trainer's files, by the ends of their names: text that is read, never run."""
+"""File extensions of a trainer's files, which are read as text and never run."""
 _UPLOADED: Final = "uploaded"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ID: Final = re.compile(r"[A-Za-z0-9-]{8,64}")
