@@ -10,7 +10,7 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
-from jettison.frameworks.run_file import RunFile, read_run
+from jettison.frameworks.run_file import RunFile, models, read_run
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import resolve
 
@@ -149,8 +149,6 @@ def test_what_is_refused(tmp_path: Path, changes: tuple[tuple[str, str], ...], m
 
 
 def test_every_model_can_be_described(tmp_path: Path) -> None:
-    from jettison.frameworks.litgpt.read import _table
-
-    for name in _table()["models"]:
+    for name in models("litgpt")["models"]:
         found = read_run(written(tmp_path, TUNE, ("Meta-Llama-3-8B", name)))
         assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0

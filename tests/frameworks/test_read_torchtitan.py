@@ -10,7 +10,7 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
-from jettison.frameworks.run_file import RunFile, read_run
+from jettison.frameworks.run_file import RunFile, models, read_run
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import resolve
 
@@ -273,9 +273,7 @@ def test_sizes_that_the_file_stands_for(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_every_model_can_be_described(tmp_path: Path) -> None:
-    from jettison.frameworks.torchtitan.read import _models
-
-    for name, flavors in _models().items():
+    for name, flavors in models("torchtitan").items():
         for flavor in flavors if name != "names" else ():
             found = read_run(toml(tmp_path, f"model.name = '{name}'", f"model.flavor = '{flavor}'"), gpus=64)
             assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0

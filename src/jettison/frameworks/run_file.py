@@ -10,6 +10,10 @@ function ``read(keys)`` for keys without a table form. Sections of ``read.toml``
 - ``keys``: fields of a request by key, with the same value: ``"training.seq_len" = "seq"``.
 - ``words``: by key and value (lower-case text or a glob), fields with their values, and ``note``, a message. Other
   values are refused. ``like = "NAME:KEY"``: includes the values of another framework's key.
+- ``on``: by key, fields with their values if the option is on.
+- ``usual``: fields that neither the file nor the command line sets.
+- ``read``: globs of keys that the framework's ``read`` accounts for.
+- ``names``: keys that name the model, the first that the file has; ``compiles``: keys that are on for compiled layers.
 - ``ignored``: globs of keys that change neither memory nor time.
 - ``refused``: by glob, the reason why keys that change them are not read, unless the value is off (false, null, 0,
   empty).
@@ -31,6 +35,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -235,7 +240,7 @@ class Keys:
         if isinstance(value, str):
             return [part.strip() for part in value.split(",") if part.strip()]
         if not isinstance(value, list):
-            raise UsageError(f"{self.file.path}: got {self.written(key)} = {_shown(value)}; expected a list")
+            raise self.error(f"got {self.written(key)} = {_shown(value)}; expected a list")
         return value
 
     def on(self, key: str, default: bool = False) -> bool:
@@ -255,6 +260,10 @@ class Keys:
                 said = " ".join(flags_of(RunRequest(**{name: value})))
                 other = self.asked.get(name) not in (None, value) or name in replaced(self.asked)
                 self._became.setdefault(key, []).append(f"{said} (the command line says another)" if other else said)
+
+    def error(self, text: str) -> UsageError:
+        """Return an error about the file."""
+        return UsageError(f"{self.file.path}: {text}")
 
     def note(self, text: str) -> None:
         """Add a message, once."""
@@ -349,13 +358,11 @@ class Keys:
         """
         if self.gpus == 0:
             return 1
-        sizes = [self.field(axis, 1) for axis in axes]
-        for axis, size in zip(axes, sizes, strict=True):
+        sizes = {axis: self.field(axis, 1) for axis in axes}
+        for axis, size in sizes.items():
             if size < 1:
-                raise UsageError(f"{self.file.path}: got {axis} {size}; expected 1 or more")
-        product = 1
-        for size in sizes:
-            product *= size
+                raise self.error(f"got {axis} {size}; expected 1 or more")
+        product = prod(sizes.values())
         if (replicas := self.asked.get("dp")) is not None:
             if self.gpus_asked and self.gpus_asked != replicas * product:
                 raise UsageError(f"got {self.gpus_asked} GPUs and {replicas * product} ranks of --dp; give one of them")
@@ -363,7 +370,7 @@ class Keys:
         if self.gpus is None:
             raise UsageError(f"{self.file.path} does not say on how many GPUs it runs; give --gpus, such as --gpus 8")
         if self.gpus % product:
-            said = " x ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
+            said = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise UsageError(f"got {self.gpus} GPUs for {self.file.path}, which {said} do not divide")
         return self.gpus // product
 
@@ -388,6 +395,25 @@ class Keys:
         for own, words in table.get("words", {}).items():
             if self.has(f"{prefix}{own}"):
                 self.word(f"{prefix}{own}", words)
+        for own, given in table.get("on", {}).items():
+            if self.on(f"{prefix}{own}"):
+                for name, value in given.items():
+                    self.give(name, value, f"{prefix}{own}")
+        for name, value in table.get("usual", {}).items():
+            if self.field(name) is None:
+                self.give(name, value)
+        self.read(*self.matching(*(f"{prefix}{glob}" for glob in table.get("read", ()))))
+        for key in filter(self.on, (f"{prefix}{own}" for own in table.get("compiles", ()))):
+            self.compiles(key)
+        key = next((own for own in table.get("names", ()) if self.has(own)), "")
+        if key:
+            self.model = str(self.get(key))
+            self.read(*table["names"], why=self.model)
+
+    def compiles(self, *keys: str) -> None:
+        """Compile the layers, by these keys."""
+        self.compile = True
+        self.read(*keys, why="--compile")
 
     def _contradicted(self, key: str, name: str, value: Any) -> None:
         """Note that a key contradicts another one."""
@@ -396,9 +422,9 @@ class Keys:
             said = " ".join(flags_of(RunRequest(**{name: before})))
             self.note(f"{self.written(key)} = {_shown(value)} is counted, and another key says {said}: they contradict")
 
-    def word(self, key: str, words: Mapping[str, Mapping[str, Any]], default: str = "") -> None:
-        """Set the fields of a key's value, or of the default if the key is missing."""
-        text = self.text(key, default)
+    def word(self, key: str, words: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the fields of a key's value."""
+        text = self.text(key)
         found = words.get(text, next((said for glob, said in words.items() if fnmatchcase(text, glob)), None))
         if found is None:
             self.refuse(key, f"expected one of {', '.join(words)}")
@@ -473,8 +499,7 @@ class Keys:
             if isinstance(value, bool) or found != number:
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            got = f"{self.written(key)} = {_shown(value)}"
-            raise UsageError(f"{self.file.path}: got {got}; expected {expected}") from None
+            raise self.error(f"got {self.written(key)} = {_shown(value)}; expected {expected}") from None
         return found
 
 
@@ -603,6 +628,12 @@ def tables() -> Sequence[Mapping[str, Any]]:
     return sorted(found, key=lambda table: int(table.get("order", 50)))
 
 
+@cache
+def models(framework: str) -> Mapping[str, Mapping[str, Any]]:
+    """Load a framework's ``models.toml``: sizes of the models that its files name."""
+    return tomllib.loads((frameworks.FOLDER / framework / "models.toml").read_text(encoding="utf-8"))
+
+
 def _named_within(file: ConfigFile) -> Path | None:
     """Find a framework's file that a script names, in the working directory or the script's folder."""
     words = re.findall(r"[\w./-]+\.(?:ya?ml|toml|json)\b", file.text) if file.syntax == "arguments" else []
@@ -629,7 +660,7 @@ def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(before, Mapping):
             merged[key] = {**value, **{one: before[one] for one in before if one not in value}}
         else:
-            merged[key] = [*value, *before] if before and key in ("ignored", "prefixes") else value
+            merged[key] = [*value, *before] if before and key in ("ignored", "read", "prefixes") else value
     return merged
 
 

@@ -158,14 +158,25 @@ def reentrant(keys: Keys, *, default: bool = False) -> None:
 def compiled(keys: Keys) -> None:
     """Read torch.compile of layers."""
     if keys.on("torch_compile") or keys.has("torch_compile_backend") or keys.has("torch_compile_mode"):
-        keys.compile = True
-        keys.read("torch_compile", "torch_compile_backend", "torch_compile_mode", why="--compile")
+        keys.compiles("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
-def low_rank(keys: Keys, rank: int, products: str, dropout: float, *came_from: str) -> None:
-    """Set PEFT's adapters; alpha changes no bytes."""
-    dropped = f",dropout={dropout:g}" if dropout else ""
-    keys.give("lora", f"r={rank},targets={products}{dropped}", *came_from)
+def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, products: str, *came_from: str) -> None:
+    """Set adapters; alpha changes no bytes.
+
+    Args:
+        rank, dropout: their keys. ``ranks``, ``share``: the defaults of these.
+    """
+    dropped = f",dropout={found:g}" if (found := keys.number(dropout, share)) else ""
+    keys.give("lora", f"r={keys.whole(rank, ranks)},targets={products}{dropped}", rank, dropout, *came_from)
+
+
+def full_length(keys: Keys, *, packed: bool) -> None:
+    """Note that every sequence is counted at its maximum length."""
+    if packed:
+        keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
+    else:
+        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
 
 
 def targets(keys: Keys, key: str, default: str) -> str:

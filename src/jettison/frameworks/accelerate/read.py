@@ -15,8 +15,7 @@ def read(keys: Keys, prefix: str = "") -> None:
     if kind == "fsdp":
         fsdp(keys, f"{prefix}fsdp_config.", version=1)  # ``utils/dataclasses.py``, ``fsdp_version``
     if keys.text(f"{prefix}dynamo_config.dynamo_backend", "no") not in ("no", "eager"):
-        keys.compile = True
-        keys.read(f"{prefix}dynamo_config.dynamo_backend", why="--compile")
+        keys.compiles(f"{prefix}dynamo_config.dynamo_backend")
     _axes(keys, f"{prefix}parallelism_config.parallelism_config_")
     if not prefix:
         mixed = half(keys) or keys.text("mixed_precision", "no") != "no"

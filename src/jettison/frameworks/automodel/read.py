@@ -10,16 +10,9 @@ from __future__ import annotations
 from math import prod
 from typing import Final
 
-from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import reduces_last
+from jettison.frameworks.trainer_keys import low_rank, reduces_last
 
-_MODELS: Final = (
-    "model.pretrained_model_name_or_path",
-    "model.config.pretrained_model_name_or_path",
-    "model.config.name_or_path",
-    "model.config",
-)
 _LENGTHS: Final = (
     "packed_sequence.packed_sequence_size",
     "dataset.seq_len",
@@ -30,11 +23,7 @@ _LENGTHS: Final = (
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
-    key = next((one for one in _MODELS if keys.has(one)), None)
-    if key is not None:
-        keys.model = str(keys.get(key))
-        keys.read(*(one for one in _MODELS if keys.has(one)), why=keys.model)
-    if any(True for _ in keys.matching("model.backend.*")):
+    if keys.some("model.backend.*"):
         keys.give("kernels", "pytorch")
         keys.notes.append("kernels of AutoModel's own model code, chosen by its backend, are counted as PyTorch's")
     _layout(keys)
@@ -47,17 +36,12 @@ def read(keys: Keys) -> None:
         keys.give("precision", "bf16-autocast", "model.torch_dtype", "model.dtype")
     elif dtype not in ("bf16", "bfloat16", "auto"):
         keys.refuse("model.torch_dtype", "expected bfloat16 or float32")
-    keys.read(*(f"model.config.{name}" for name in ("_target_", "trust_remote_code", "use_cache", "architectures")))
     if keys.on("optimizer.fused") or not keys.on("optimizer.foreach", True):
         keys.give("optimizer", "adamw", "optimizer.fused", "optimizer.foreach")
         if not keys.on("optimizer.fused"):
             keys.notes.append("temporary copies of one parameter in an unfused step are not counted")
     if not keys.on("loss_fn.fp32_upcast", True):
         keys.notes.append("logits are not upcast in the run (fp32_upcast): the peak at the head is an upper bound")
-    keys.read("loss_fn.fp32_upcast", "optimizer.fused", "optimizer.foreach")
-    if keys.on("compile.enabled"):
-        keys.compile = True
-        keys.read("compile.enabled", why="--compile")
     _adapters(keys)
     _products(keys)
     deferred = "distributed.defer_fsdp_grad_sync"
@@ -73,14 +57,11 @@ def _layout(keys: Keys) -> None:
         keys.gpus = int(size) * prod(keys.field(axis, 1) for axis in ("tp", "pp", "cp"))
     over = keys.share("tp", "pp", "cp")
     if size not in ("none", "", str(over)) and "dp" not in keys.asked and keys.gpus:
-        raise UsageError(
-            f"{keys.file.path}: distributed.dp_size = {size}, and {keys.gpus} GPUs leave {over}; omit --gpus"
-        )
+        raise keys.error(f"distributed.dp_size = {size}, and {keys.gpus} GPUs leave {over}; omit --gpus")
     keys.give("dp", over, "distributed.dp_size")
     replicas = keys.text("distributed.dp_replicate_size", "none")
     if replicas.isdecimal() and int(replicas) > 1:
         keys.give("zero_replicas", int(replicas), "distributed.dp_replicate_size")
-    keys.read("distributed.dp_replicate_size")
     if keys.field("zero") is None:
         keys.give("zero", 3)
     if keys.field("zero") == 3 and keys.has("distributed.reshard_after_forward"):
@@ -91,7 +72,6 @@ def _layout(keys: Keys) -> None:
         keys.give("ep", int(experts), "distributed.ep_size")
         if not keys.on("distributed.moe.reshard_after_forward"):
             keys.give("reshard_after_forward", "never", "distributed.moe.reshard_after_forward")
-    keys.read("distributed.moe.reshard_after_forward")
     if keys.field("cp", 1) > 1:
         keys.give("cp_comm_type", "gather")
     if keys.field("tp", 1) > 1 and keys.field("sp") is None:
@@ -104,9 +84,9 @@ def _batch(keys: Keys) -> None:
     local, ranks = max(1, keys.field("micro_batch", 1)), keys.field("dp", 1)
     total = keys.whole("step_scheduler.global_batch_size", local * ranks) or local * ranks
     if total % (local * ranks):
-        raise UsageError(
-            f"{keys.file.path}: step_scheduler.global_batch_size = {total}, which {local} sequences on each of {ranks} "
-            "data-parallel ranks do not divide"
+        raise keys.error(
+            f"step_scheduler.global_batch_size = {total}, which {local} sequences on each of {ranks} data-parallel "
+            "ranks do not divide"
         )
     keys.global_batch = total
     steps = total // (local * ranks)
@@ -115,25 +95,20 @@ def _batch(keys: Keys) -> None:
     else:
         keys.read(*keys.matching("distributed.pipeline.*"))
     keys.give("micro_batches", steps, "step_scheduler.global_batch_size")
-    for key in _LENGTHS:
-        if keys.has(key) and keys.whole(key):
-            keys.give("seq", keys.whole(key), key)
-            break
-    else:
-        if "seq" not in keys.asked:
-            keys.notes.append(
-                "the file has no sequence length, and batches are padded to their longest sequence: give --seq"
-            )
-    keys.read(*(key for key in _LENGTHS if keys.has(key)))
+    key = next(filter(keys.whole, _LENGTHS), None)
+    if key is not None:
+        keys.give("seq", keys.whole(key), key)
+    elif "seq" not in keys.asked:
+        keys.notes.append(
+            "the file has no sequence length, and batches are padded to their longest sequence: give --seq"
+        )
 
 
 def _pipeline(keys: Keys, local: int, steps: int) -> int:
     """Read the pipeline's schedule, and return micro-batches of a step."""
     size = keys.whole("distributed.pipeline.pp_microbatch_size", 1) or 1
     if local % size:
-        raise UsageError(
-            f"{keys.file.path}: a batch of {local} sequences, which pp_microbatch_size = {size} does not divide"
-        )
+        raise keys.error(f"a batch of {local} sequences, which pp_microbatch_size = {size} does not divide")
     keys.give("micro_batch", size, "distributed.pipeline.pp_microbatch_size")
     if keys.text("distributed.pipeline.pp_schedule", "1f1b") == "1f1b":
         keys.give("schedule", "1f1b", "distributed.pipeline.pp_schedule")
@@ -160,19 +135,18 @@ def _checkpoints(keys: Keys) -> None:
 
 
 def _adapters(keys: Keys) -> None:
-    if not any(True for _ in keys.matching("peft.*")):
+    if not keys.some("peft.*"):
         return
     names = [str(name) for name in keys.listed("peft.target_modules")]
     if keys.on("peft.match_all_linear") or names in ([], ["*"], ["*_proj"]):
         targets = ["all-linear"]
     else:
         targets = [name.rpartition(".")[2].removeprefix("*") for name in names]
-    dropout = keys.number("peft.dropout", 0.0)
-    said = f"r={keys.whole('peft.dim', 8)},targets={'+'.join(targets)}" + (f",dropout={dropout:g}" if dropout else "")
-    keys.give("lora", said, "peft.dim", "peft.target_modules", "peft.match_all_linear", "peft.dropout")
+    came_from = ("peft.target_modules", "peft.match_all_linear")
+    low_rank(keys, "peft.dim", 8, "peft.dropout", 0.0, "+".join(targets), *came_from)
     if keys.on("quantization.load_in_4bit"):
-        double = keys.on("quantization.bnb_4bit_use_double_quant")
-        keys.give("base", "nf4-double" if double else "nf4", *keys.matching("quantization.*"))
+        double = "-double" * keys.on("quantization.bnb_4bit_use_double_quant")
+        keys.give("base", f"nf4{double}", *keys.matching("quantization.*"))
     elif keys.on("quantization.load_in_8bit"):
         keys.give("base", "int8", *keys.matching("quantization.*"))
 

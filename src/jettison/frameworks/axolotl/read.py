@@ -9,6 +9,7 @@ from jettison.frameworks.trainer_keys import (
     DEFAULT_TARGETS,
     checkpointing,
     compiled,
+    full_length,
     low_rank,
     optimizer,
     precision,
@@ -18,8 +19,6 @@ from jettison.frameworks.trainer_keys import (
     targets,
 )
 
-TOKENS: Final = 512
-"""``utils/schemas/config.py``, ``sequence_len``."""
 _ATTENTION: Final = {
     "eager_attention": "eager",
     "sdp_attention": "sdpa",
@@ -33,16 +32,11 @@ _LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "
 
 def read(keys: Keys) -> None:
     """Read the file, with defaults of the schemas (``utils/schemas``) and of ``utils/config/__init__.py``."""
-    keys.model = str(keys.get("base_model"))
-    if keys.field("seq") is None:
-        keys.give("seq", TOKENS)
     for flag, kernel in _ATTENTION.items():
         if keys.on(flag) and keys.has("attn_implementation"):
             keys.refuse(flag, "axolotl rejects it with attn_implementation")
         elif keys.on(flag):
             keys.give("attention", kernel, flag)
-    if keys.on("sage_attention"):
-        keys.refuse("sage_attention", "SageAttention is not modelled")
     _batch(keys)
     _adapters(keys)
     half = _half(keys)
@@ -70,12 +64,10 @@ def _batch(keys: Keys) -> None:
     whole, micro = keys.whole("batch_size"), keys.field("micro_batch", 1)
     if whole is not None and not keys.has("gradient_accumulation_steps"):
         keys.give("micro_batches", max(1, whole // micro), "batch_size")
-    if keys.on("sample_packing"):
-        keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches", why="sequences of full length")
-        keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
-    else:
-        keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches")
-        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
+    packed = keys.on("sample_packing")
+    why = "sequences of full length" if packed else ""
+    keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches", why=why)
+    full_length(keys, packed=packed)
 
 
 def _adapters(keys: Keys) -> None:
@@ -98,13 +90,11 @@ def _adapters(keys: Keys) -> None:
     products = targets(keys, "lora_target_modules", DEFAULT_TARGETS)
     if keys.on("lora_target_linear"):
         products = "all-linear"
-    rank, dropout = keys.whole("lora_r", 8), keys.number("lora_dropout", 0.0)
-    assert rank is not None and dropout is not None
-    came_from = ("adapter", "lora_r", "lora_target_modules", "lora_target_linear", "lora_dropout")
-    low_rank(keys, rank, products, dropout, *came_from)
+    came_from = ("adapter", "lora_target_modules", "lora_target_linear")
+    low_rank(keys, "lora_r", 8, "lora_dropout", 0.0, products, *came_from)
     if keys.on("load_in_4bit"):
-        double = keys.on("bnb_config_kwargs.bnb_4bit_use_double_quant", True)
-        keys.give("base", "nf4-double" if double else "nf4", "load_in_4bit")
+        double = "-double" * keys.on("bnb_config_kwargs.bnb_4bit_use_double_quant", True)
+        keys.give("base", f"nf4{double}", "load_in_4bit")
     elif keys.on("load_in_8bit"):
         keys.give("base", "int8", "load_in_8bit")
     elif keys.on("gptq"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import Keys
 from jettison.frameworks.trainer_keys import offloads, replicas, zero_buckets
 
@@ -20,16 +19,8 @@ def read(keys: Keys, prefix: str = "") -> None:
     if keys.on(f"{zero}cpu_offload"):
         keys.give("offload_optimizer", "deepspeed", f"{zero}cpu_offload")
     zero_buckets(keys, zero)
-    keys.read(f"{zero}allgather_bucket_size")
     if keys.has(f"{prefix}compile.backend") and not keys.on(f"{prefix}compile.disable"):
-        keys.compile = True
-        keys.read(f"{prefix}compile.backend", why="--compile")
-    keys.read(
-        f"{prefix}activation_checkpointing.partition_activations",
-        f"{prefix}activation_checkpointing.number_checkpoints",
-    )
-    for key in (f"{prefix}train_micro_batch_size_per_gpu", f"{prefix}gradient_accumulation_steps", f"{zero}stage"):
-        keys.read(key)
+        keys.compiles(f"{prefix}compile.backend")
     if not prefix:
         if any(keys.text(f"{engine}.enabled") == "auto" for engine in ("bf16", "fp16")):
             keys.give("precision", "bf16")
@@ -52,7 +43,5 @@ def _batch(keys: Keys) -> None:
         keys.give("micro_batches", max(1, whole // ranks // keys.field("micro_batch")), "train_batch_size")
     found = keys.field("micro_batch") * keys.field("micro_batches", 1) * ranks
     if found != whole and not keys.asked:
-        raise UsageError(
-            f"{keys.file.path}: train_batch_size = {whole}, and its other sizes make {found} on {ranks} ranks"
-        )
+        raise keys.error(f"train_batch_size = {whole}, and its other sizes make {found} on {ranks} ranks")
     keys.global_batch = found

@@ -7,7 +7,8 @@ trainer/connectors/accelerator_connector.py (auto is one device, or ddp).
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from jettison.frameworks.run_file import Keys
 from jettison.frameworks.trainer_keys import reduces_last, zero_buckets
@@ -15,43 +16,26 @@ from jettison.frameworks.trainer_keys import reduces_last, zero_buckets
 _STRATEGY: Final = "trainer.strategy"
 _ARGUMENTS: Final = f"{_STRATEGY}.init_args"
 _MODELS: Final = (
-    "model_name_or_path",
-    "pretrained_model_name_or_path",
-    "model_name",
-    "model_id",
-    "pretrained",
-    "model",
+    *("model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_id", "pretrained", "model"),
 )
 _BATCHES: Final = ("micro_batch_size", "train_batch_size", "batch_size", "per_device_batch_size")
 _LENGTHS: Final = (
-    "max_seq_length",
-    "max_seq_len",
-    "max_length",
-    "seq_length",
-    "seq_len",
-    "block_size",
-    "context_length",
+    *("max_seq_length", "max_seq_len", "max_length", "seq_length", "seq_len", "block_size", "context_length"),
 )
 _COMPILED: Final = ("compile", "torch_compile", "use_compile")
 
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
-    key, value = _usual(keys, _MODELS)
-    if value is not None:
-        keys.model = str(value)
+    if key := _usual(keys, _MODELS):
+        keys.model = str(keys.get(key))
         keys.read(key, why=keys.model)
     for names, field in ((_BATCHES, "micro_batch"), (_LENGTHS, "seq")):
-        key, value = _usual(keys, names)
-        if value is not None:
+        if key := _usual(keys, names):
             keys.give(field, keys.whole(key), key)
-    key, value = _usual(keys, _COMPILED)
-    if value is not None:
-        keys.compile = keys.on(key)
-        keys.read(key, why="--compile" if keys.compile else "")
+    if (key := _usual(keys, _COMPILED)) and keys.on(key):
+        keys.compiles(key)
     devices = _devices(keys)
-    if keys.field("precision") is None:
-        keys.give("precision", "fp32")  # Trainer: 32-true
     _strategy(keys, devices)
     if keys.field("optimizer") is None:
         fused = keys.on("optimizer.init_args.fused")
@@ -59,12 +43,10 @@ def read(keys: Keys) -> None:
     keys.notes.append("the module's own step is counted as that of transformers' code and Trainer")
 
 
-def _usual(keys: Keys, names: tuple[str, ...]) -> tuple[str, Any]:
-    """Return the first argument of a module or a DataModule with one of these names, and its value."""
+def _usual(keys: Keys, names: Sequence[str]) -> str:
+    """Return the key of the first argument of a module or a DataModule with one of these names; empty without one."""
     places = ("model.init_args", "data.init_args", "model", "data")
-    found = (f"{place}.{name}" for name in names for place in places)
-    key = next((one for one in found if keys.has(one)), "")
-    return key, keys.get(key) if key else None
+    return next(filter(keys.has, (f"{place}.{name}" for name in names for place in places)), "")
 
 
 def _devices(keys: Keys) -> int:
@@ -112,15 +94,15 @@ def _fsdp(keys: Keys, key: str) -> None:
         keys.refuse(f"{_ARGUMENTS}.sharding_strategy", "expected FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD")
     # strategies/parallel.py, ``block_backward_sync``: FSDP1 satisfies its protocol of DistributedDataParallel
     reduces_last(keys, remedy="a strategy whose block_backward_sync does nothing")
-    wrapped, kept = f"{_ARGUMENTS}.auto_wrap_policy", ("activation_checkpointing_policy", "activation_checkpointing")
+    wrapped = f"{_ARGUMENTS}.auto_wrap_policy"
     if keys.has(wrapped):
         keys.read(wrapped, why="a unit per layer")
     else:
         keys.notes.append("the file has no auto_wrap_policy; an FSDP unit per layer is counted")
-    for name in kept:
-        if keys.has(f"{_ARGUMENTS}.{name}"):
-            keys.give("recompute", "full", f"{_ARGUMENTS}.{name}")
-            keys.read(f"{_ARGUMENTS}.{name}")
+    for key in (f"{_ARGUMENTS}.activation_checkpointing_policy", f"{_ARGUMENTS}.activation_checkpointing"):
+        if keys.has(key):
+            keys.give("recompute", "full", key)
+            keys.read(key)
 
 
 def _deepspeed(keys: Keys, key: str, name: str) -> None:

@@ -8,28 +8,13 @@ instantiate_*_optimizer.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from jettison.core.errors import UsageError
-from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import reduces_last
+from jettison.frameworks.run_file import Keys, models
+from jettison.frameworks.trainer_keys import low_rank, reduces_last
 
-_SIZES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "block_size": "max_position_embeddings",
-        "n_layer": "num_hidden_layers",
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_query_groups": "num_key_value_heads",
-        "head_size": "head_dim",
-        "intermediate_size": "intermediate_size",
-    }
-)
 _ADAPTED: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType(
     {
         "query": ("q_proj", True),
@@ -84,23 +69,15 @@ def read(keys: Keys) -> None:
         reduces_last(keys, remedy="a loop without no_backward_sync", preset=False)
 
 
-@cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-        Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
-    )
-    return found
-
-
 def _model(keys: Keys) -> Mapping[str, Any]:
     """Find the model, and return its sizes; empty if a file or a Hub id has them."""
-    own = {ours: keys.whole(f"model_config.{theirs}") for theirs, ours in _SIZES.items()}
+    own = {ours: keys.whole(key) for key, ours in keys.table["sizes"].items()}
     if None not in (own["hidden_size"], own["num_attention_heads"], own["num_hidden_layers"]):
         keys.read("model_name")
         return _described(keys, {name: size for name, size in own.items() if size is not None})
     key = "checkpoint_dir" if keys.has("checkpoint_dir") else "model_name"
     name = str(keys.get(key, "")).rstrip("/")
-    sizes = _table()["models"].get(name.rpartition("/")[2].lower())
+    sizes = models("litgpt")["models"].get(name.rpartition("/")[2].lower())
     if sizes is not None and not (keys.file.path.parent / name).is_dir():
         return keys.take_model(sizes, key)
     if name:
@@ -117,11 +94,9 @@ def _described(keys: Keys, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ("bias", "parallel_residual", "attn_bias", "norm_qk", "post_mlp_norm", "scale_embeddings"):
         if keys.on(f"model_config.{name}", name in ("bias", "parallel_residual")):
             keys.refuse(f"model_config.{name}", "Llama's blocks do not have it; give the model's config.json")
-    vocabulary, multiple = (
-        keys.whole("model_config.vocab_size", 50254),
-        keys.whole("model_config.padding_multiple", 512),
-    )
-    padded = keys.whole("model_config.padded_vocab_size") or -(-(vocabulary or 1) // (multiple or 1)) * (multiple or 1)
+    vocabulary = keys.whole("model_config.vocab_size", 50254) or 1
+    multiple = keys.whole("model_config.padding_multiple", 512) or 1
+    padded = keys.whole("model_config.padded_vocab_size") or -(-vocabulary // multiple) * multiple
     keys.read(*keys.matching("model_config.*"))
     return keys.take_model(
         {"like": "llama2-7b", "num_key_value_heads": sizes["num_attention_heads"], **sizes, "vocab_size": padded}
@@ -148,10 +123,8 @@ def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) 
     total = keys.whole("train.global_batch_size", 16 if tuned else 512) or 1
     steps = total // devices // micro
     if not steps:
-        raise UsageError(
-            f"{keys.file.path}: got train.global_batch_size = {total}; expected at least {micro} sequences for each of "
-            f"{devices} devices"
-        )
+        expected = f"at least {micro} sequences for each of {devices} devices"
+        raise keys.error(f"got train.global_batch_size = {total}; expected {expected}")
     keys.give("micro_batches", steps, "train.global_batch_size")
     keys.global_batch = steps * micro * devices
     longest = config.get("max_position_embeddings")
@@ -165,11 +138,10 @@ def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) 
 
 def _adapters(keys: Keys, config: Mapping[str, Any]) -> None:
     chosen = [module for end, (module, default) in _ADAPTED.items() if keys.on(f"lora_{end}", default)]
-    if config.get("model_type") in _table()["joined"]["families"]:
+    if config.get("model_type") in models("litgpt")["joined"]["families"]:
         joined = any(module in ("q_proj", "k_proj", "v_proj") for module in chosen)
         chosen = ["qkv"] * joined + [module for module in chosen if module in ("mlp",)]
         if keys.on("lora_projection"):
             chosen.append("attention")
-    dropout = keys.number("lora_dropout", 0.05)
-    said = f"r={keys.whole('lora_r', 8)},targets={'+'.join(chosen)}" + (f",dropout={dropout:g}" if dropout else "")
-    keys.give("lora", said, "lora_r", "lora_dropout", *(f"lora_{end}" for end in _ADAPTED))
+    came_from = (f"lora_{end}" for end in _ADAPTED)
+    low_rank(keys, "lora_r", 8, "lora_dropout", 0.05, "+".join(chosen), *came_from)

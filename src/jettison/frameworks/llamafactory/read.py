@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from jettison.frameworks.run_file import Keys
 from jettison.frameworks.trainer_keys import (
-    MICRO_BATCH,
     compiled,
     fsdp,
+    full_length,
     half,
     low_rank,
     optimizer,
@@ -19,36 +17,21 @@ from jettison.frameworks.trainer_keys import (
     targets,
 )
 
-TOKENS: Final = 2048
-"""``hparams/data_args.py``, ``cutoff_len``."""
-
 
 def read(keys: Keys) -> None:
     """Read the file, with defaults of ``hparams`` and of ``hparams/parser.py``."""
     if keys.form == "v1":
         _of_v1(keys)
         return
-    if keys.has("model_name_or_path"):
-        keys.model = str(keys.get("model_name_or_path"))
-    if keys.field("micro_batch") is None:
-        keys.give("micro_batch", MICRO_BATCH)
-    if keys.field("seq") is None:
-        keys.give("seq", TOKENS)
     stage = keys.text("stage", "sft")
     if stage not in ("sft", "pt"):
         keys.refuse("stage", f"{stage} is not modelled; expected sft or pt")
-    if keys.on("packing", stage == "pt") or keys.on("neat_packing"):
-        keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
-    else:
-        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
+    full_length(keys, packed=keys.on("packing", stage == "pt") or keys.on("neat_packing"))
     _adapters(keys)
     # ``model/model_utils/checkpointing.py``, ``prepare_model_for_training``
     on = not keys.on("disable_gradient_checkpointing")
     keys.give("recompute", "full" if on else "none", "disable_gradient_checkpointing")
     keys.read("gradient_checkpointing", "gradient_checkpointing_kwargs", why="disable_gradient_checkpointing counts")
-    if keys.on("enable_liger_kernel"):
-        keys.give("kernels", "liger", "enable_liger_kernel")
-        keys.give("loss", "fused", "enable_liger_kernel")
     if keys.on("use_unsloth"):
         if keys.field("lora") is None:
             keys.refuse("use_unsloth", "it is modelled only with adapters")
@@ -60,8 +43,6 @@ def read(keys: Keys) -> None:
     # ``model/model_utils/checkpointing.py``, ``_get_gradient_checkpointing_kwargs``
     reentrant(keys, default=keys.on("use_reentrant_gc", True))
     optimizer(keys, "optim", "adamw")
-    if keys.on("use_muon"):
-        keys.give("optimizer", "muon", "use_muon")
     mixed = half(keys)
     # ``model/adapter.py``, ``init_adapter``: trained parameters are cast to fp32, unless pure_bf16; others are loaded
     # in the compute dtype (``model/patcher.py``, ``patch_config``)
@@ -86,15 +67,13 @@ def _adapters(keys: Keys) -> None:
         keys.read("lora_rank", "lora_dropout", "lora_target")
         return
     products = targets(keys, "lora_target", "all-linear")
-    rank, dropout = keys.whole("lora_rank", 8), keys.number("lora_dropout", 0.0)
-    assert rank is not None and dropout is not None
-    low_rank(keys, rank, products, dropout, "finetuning_type", "lora_rank", "lora_target", "lora_dropout")
+    low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, products, "finetuning_type", "lora_target")
     if keys.text("quantization_method", "bnb") not in ("bnb", "bitsandbytes", "0"):
         keys.refuse("quantization_method", "expected bnb: other quantizations are not modelled")
     bits = keys.whole("quantization_bit")
     if bits == 4:
-        double = keys.on("double_quantization", True)
-        keys.give("base", "nf4-double" if double else "nf4", "quantization_bit", "double_quantization")
+        double = "-double" * keys.on("double_quantization", True)
+        keys.give("base", f"nf4{double}", "quantization_bit", "double_quantization")
     elif bits == 8:
         keys.give("base", "int8", "quantization_bit")
     elif bits is not None:
@@ -103,28 +82,21 @@ def _adapters(keys: Keys) -> None:
 
 def _of_v1(keys: Keys) -> None:
     """Read ``v1/config``: weights in the checkpoint's dtype, torch's AdamW, its own FSDP2."""
-    keys.model = str(keys.get("model"))
-    if keys.field("seq") is None:
-        keys.give("seq", TOKENS)
-    keys.give("kernels", "llamafactory-v1")
     on = keys.on("enable_activation_checkpointing", True)
     keys.give("recompute", "full" if on else "none", "enable_activation_checkpointing")
     kind = keys.text("peft_config.name", "none")
     if kind == "lora":
-        rank, dropout = keys.whole("peft_config.r", 8), keys.number("peft_config.lora_dropout", 0.05)
-        assert rank is not None and dropout is not None
         products = targets(keys, "peft_config.target_modules", "all-linear")
-        low_rank(keys, rank, products, dropout, *keys.matching("peft_config.[!aen]*"))
+        others = keys.matching("peft_config.[!aen]*")
+        low_rank(keys, "peft_config.r", 8, "peft_config.lora_dropout", 0.05, products, *others)
         bits = keys.whole("quant_config.quantization_bit")
         if bits == 4 and keys.text("quant_config.name") in ("bnb", "auto"):
-            double = keys.on("quant_config.double_quantization", True)
-            keys.give("base", "nf4-double" if double else "nf4", "quant_config.quantization_bit", "quant_config.name")
+            double = "-double" * keys.on("quant_config.double_quantization", True)
+            keys.give("base", f"nf4{double}", "quant_config.quantization_bit", "quant_config.name")
         elif bits is not None:
             keys.refuse("quant_config.quantization_bit", "expected 4, by bnb")
     elif kind != "none":
         keys.refuse("peft_config.name", f"{kind} is not modelled; expected lora")
-    if keys.text("kernel_config.name", "auto") == "auto":
-        keys.read("kernel_config.name")
     way = keys.text("dist_config.name", "none")
     if way == "fsdp2":
         fsdp(keys, "dist_config.")

@@ -29,12 +29,8 @@ _PER_NODE: Final = ("nproc_per_node", "gpus_per_node", "ntasks_per_node", "$GPUS
 _NODES: Final = ("nnodes", "nodes", "num_nodes", "$NNODES", "$NUM_NODES", "$NODES")
 _WORLD: Final = ("$WORLD_SIZE", "$WORLD")
 
-
 _EXPERTS: Final = (
-    "expert_tensor_parallel_size",
-    "expert_model_parallel_size",
-    "moe_token_dispatcher_type",
-    "moe_grouped_gemm",
+    *("expert_tensor_parallel_size", "expert_model_parallel_size", "moe_token_dispatcher_type", "moe_grouped_gemm"),
 )
 
 
@@ -90,28 +86,17 @@ def _dataclasses(keys: Keys) -> None:
     if keys.form == "recipe":
         _recipe(keys)
     if keys.has("num_query_groups"):
-        _set(keys, "num_query_groups", "group_query_attention", True)
-    opposite = {
-        "add_bias_linear": "disable_bias_linear",
-        "share_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
-        "gradient_accumulation_fusion": "no_gradient_accumulation_fusion",
-        "masked_softmax_fusion": "no_masked_softmax_fusion",
-        "grad_reduce_in_fp32": "grad_reduce_in_bf16",
-    }
-    for field, argument in opposite.items():
+        keys.read("num_query_groups")
+        keys.values["group_query_attention"] = True
+    for field, argument in keys.table["opposites"].items():
         if keys.has(field):
-            _set(keys, field, argument, not keys.on(field))
+            keys.values[argument] = not keys.on(field)
     activation = " ".join(keys.text(name) for name in keys.matching("activation_func", "activation_func.*"))
     gated = keys.on("gated_linear_unit")
     keys.read("gated_linear_unit", *keys.matching("activation_func.*"))
     if gated and "silu" not in activation and "swiglu" not in activation:
         keys.refuse("gated_linear_unit", "gates other than SiLU are not modelled here: give MODEL before --from")
     keys.values |= {"swiglu": gated, "squared_relu": "squared_relu" in activation}
-
-
-def _set(keys: Keys, field: str, argument: str, value: bool) -> None:
-    keys.read(field)
-    keys.values[argument] = value
 
 
 def _recipe(keys: Keys) -> None:
@@ -126,10 +111,7 @@ def _recipe(keys: Keys) -> None:
         keys.refuse("mixed_precision", f"expected one of {', '.join(keys.table['precisions'])}")
     said = {key: keys.values[key] for key in ("bf16", "fp16", "fp8_format") if keys.has(key)}
     keys.values |= {**keys.table["precisions"].get(name, {}), **said}
-    keys.values.setdefault("use_distributed_optimizer", True)
-    keys.values.setdefault("cross_entropy_loss_fusion", True)
-    keys.values.setdefault("fp8_recipe", "tensorwise")
-    keys.values.setdefault("moe_token_dispatcher_type", "alltoall")
+    keys.values = {**keys.table["recipe"], **keys.values}
     if keys.on("skip_getting_attention_mask_from_dataset", True):
         keys.values["no_create_attention_mask_in_dataloader"] = True
 
@@ -141,18 +123,16 @@ def _of_deepspeed(keys: Keys) -> None:
     if str(keys.get("num_experts", 1)).strip("[]'") == "1":
         keys.values["num_experts"] = None
     keys.values["transformer_impl"] = "local"
-    for name in ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder"):
-        if keys.on(name):
-            keys.values["use_flash_attn"] = True
+    flash = [f"use_flash_attn_{kind}" for kind in ("v1", "v2", "triton", "builder")]
+    if [*filter(keys.on, flash)]:
+        keys.values["use_flash_attn"] = True
 
 
 def _deepspeed(keys: Keys) -> None:
     """Read the settings of DeepSpeed's engine: sharding, precision, checkpointing."""
     engine = keys.named("deepspeed_config")
     said = {} if engine is None else engine.values
-    stage = keys.whole("zero_stage")
-    if stage is None:
-        stage = said.get("zero_optimization.stage")
+    stage = keys.whole("zero_stage", said.get("zero_optimization.stage"))
     if isinstance(stage, int) and 0 <= stage <= 3:
         keys.give("zero", stage, "zero_stage", "deepspeed_config")
     else:
@@ -170,9 +150,7 @@ def _deepspeed(keys: Keys) -> None:
         keys.give("precision", "bf16", "fp16", "bf16")  # as many bytes in fp16
     else:
         keys.give("precision", "fp32")
-    keys.give("kernels", "megatron")
     keys.give("loss", "vocab-parallel")
-    keys.read("deepspeed", "no_pipeline_parallel", "deepspeed_activation_checkpointing")
     if keys.on("checkpoint_activations") or keys.text("recompute_method"):
         keys.give("recompute", "full", "checkpoint_activations", "recompute_method")
     if keys.field("pp", 1) > 1:
@@ -184,23 +162,15 @@ def _deepspeed(keys: Keys) -> None:
 
 def _devices(keys: Keys) -> None:
     """Read the number of GPUs from the script, unless the command line has it."""
-    if keys.gpus is not None:
-        for name in (*_PER_NODE, *_NODES):
-            keys.read(name)
-        return
-    each, nodes = (_first(keys, names) for names in (_PER_NODE, _NODES))
-    world = _first(keys, _WORLD)
-    keys.gpus = each * (nodes or 1) if each else world
+    each, nodes, world = (_first(keys, names) for names in (_PER_NODE, _NODES, _WORLD))
+    if keys.gpus is None:
+        keys.gpus = each * (nodes or 1) if each else world
 
 
 def _first(keys: Keys, names: Sequence[str]) -> int | None:
     """Return the first of these values that is a whole number."""
-    found = None
-    for name in names:
-        value = keys.get(name)
-        if found is None and str(value).isdecimal() and int(value) > 0:
-            found = int(value)
-    return found
+    values = [str(keys.get(name)) for name in names]
+    return next((int(value) for value in values if value.isdecimal() and int(value) > 0), None)
 
 
 def _batch(keys: Keys) -> None:
@@ -223,10 +193,8 @@ def _batch(keys: Keys) -> None:
     if keys.gpus == 0:
         return
     if micro < 1 or total % (micro * dp):
-        raise UsageError(
-            f"{keys.file.path}: {_written(keys, 'global_batch_size')} {total} is no multiple of {micro} sequences x "
-            f"{dp} replicas; give the run's --gpus"
-        )
+        said = f"{_written(keys, 'global_batch_size')} {total}"
+        raise keys.error(f"{said} is no multiple of {micro} sequences x {dp} replicas; give the run's --gpus")
     keys.give("micro_batches", total // (micro * dp), "global_batch_size", "step_batch_size_schedule")
 
 
@@ -256,7 +224,9 @@ def config(keys: Keys) -> Mapping[str, Any]:
     """
     hidden, heads = _size(keys, "hidden_size"), _size(keys, "num_attention_heads")
     gated = keys.on("swiglu") or keys.on("quick_geglu")
-    learned = _positions(keys)
+    positions = _position_kind(keys)
+    if positions == "relative":
+        keys.refuse("position_embedding_type", "relative positions are not modelled for this model")
     bias = not keys.on("disable_bias_linear")
     latent = keys.on("multi_latent_attention")
     pattern = _pattern(keys)
@@ -274,8 +244,8 @@ def config(keys: Keys) -> Mapping[str, Any]:
         "intermediate_size": ffn,
         "vocab_size": _vocabulary(keys),
         "max_position_embeddings": keys.whole("max_position_embeddings") or keys.whole("seq_length") or 1024,
-        "learned_positions": learned,
-        "rotary": _position_kind(keys) in ("rope", "yarn", "mrope"),
+        "learned_positions": positions == "learned_absolute",
+        "rotary": positions in ("rope", "yarn", "mrope"),
         "partial_rotary_factor": keys.number("rotary_percent", 1.0),
         "tie_word_embeddings": not keys.on("untie_embeddings_and_output_weights"),
         "rms_norm": keys.text("normalization", "layernorm") == "rmsnorm",
@@ -298,14 +268,14 @@ def config(keys: Keys) -> Mapping[str, Any]:
     if latent and bias:
         keys.notes.append("biases with multi-head latent attention are not counted")
     if heads % found["num_key_value_heads"]:
-        raise UsageError(f"{keys.file.path}: {heads} heads do not share {found['num_key_value_heads']} query groups")
+        raise keys.error(f"{heads} heads do not share {found['num_key_value_heads']} query groups")
     return found
 
 
 def _size(keys: Keys, name: str) -> int:
     found = keys.whole(name)
     if found is None or found < 1:
-        raise UsageError(f"{keys.file.path}: got {_written(keys, name)} {found}; expected a whole number of 1 or more")
+        raise keys.error(f"got {_written(keys, name)} {found}; expected a whole number of 1 or more")
     return found
 
 
@@ -315,14 +285,6 @@ def _position_kind(keys: Keys) -> str:
     if keys.on("no_position_embedding"):
         return "none"
     return keys.text("position_embedding_type", "learned_absolute")
-
-
-def _positions(keys: Keys) -> bool:
-    """Does the model have learned position embeddings?"""
-    kind = _position_kind(keys)
-    if kind == "relative":
-        keys.refuse("position_embedding_type", "relative positions are not modelled for this model")
-    return kind == "learned_absolute"
 
 
 def _activation(keys: Keys) -> str:
@@ -343,20 +305,15 @@ def _vocabulary(keys: Keys) -> int:
     said = next((size for name, size in keys.table["vocabularies"].items() if fnmatchcase(known, name)), None)
     found = padded or keys.whole("vocab_size") or said
     if found is None:
-        key = next(
-            name for name in ("tokenizer_model", "tokenizer_type", "vocab_file", "hidden_size") if keys.has(name)
-        )
+        key = next(filter(keys.has, ("tokenizer_model", "tokenizer_type", "vocab_file", "hidden_size")))
         instead = "add --vocab-size 128256, or give MODEL before --from"
         keys.refuse(key, f"only its files have the size of the vocabulary: {instead}")
         return 0
     if not keys.has("vocab_size") and padded is None:
         keys.notes.append(f"a vocabulary of {found} tokens before padding, that of {known.strip(':')}")
     multiple = (keys.whole("make_vocab_size_divisible_by") or 128) * keys.field("tp", 1)
-    return found if padded or not _pads(keys) else -(-found // multiple) * multiple
-
-
-def _pads(keys: Keys) -> bool:
-    return keys.form != "recipe" or keys.on("should_pad_vocab")
+    pads = keys.form != "recipe" or keys.on("should_pad_vocab")
+    return -(-found // multiple) * multiple if pads and not padded else found
 
 
 def _experts(keys: Keys, layers: int, ffn: int) -> dict[str, Any]:
@@ -453,7 +410,7 @@ def frequencies(keys: Keys, name: str, layers: int, *, first: bool) -> list[int]
             found = []
     if len(found) != layers:
         got = f"{_written(keys, name)} {value}"
-        raise UsageError(f"{keys.file.path}: got {got}; expected a number, or a list of {layers} such as ([0]*3+[1]*9)")
+        raise keys.error(f"got {got}; expected a number, or a list of {layers} such as ([0]*3+[1]*9)")
     return found
 
 
@@ -498,13 +455,10 @@ def _pipeline(keys: Keys) -> None:
         sizes[0] -= ends[0]
         sizes[-1] -= ends[1]
         keys.give("stage_layers", ",".join(map(str, sizes)), "account_for_embedding_in_pipeline_split")
-    uneven = [
-        f"{end}:{count}" for end in ("first", "last") if (count := keys.whole(f"decoder_{end}_pipeline_num_layers"))
-    ]
+    ends_of = {end: f"decoder_{end}_pipeline_num_layers" for end in ("first", "last")}
+    uneven = [f"{end}:{count}" for end, key in ends_of.items() if (count := keys.whole(key))]
     if uneven and stages > 1:
-        keys.give(
-            "stage_layers", ",".join(uneven), *(f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
-        )
+        keys.give("stage_layers", ",".join(uneven), *ends_of.values())
     if keys.on("defer_embedding_wgrad_compute") and stages > 1:
         keys.give("wgrad_deferral_limit", keys.whole("wgrad_deferral_limit") or 0, "defer_embedding_wgrad_compute")
         if not keys.whole("wgrad_deferral_limit"):
@@ -585,7 +539,6 @@ def _precision(keys: Keys) -> None:
         recipe = keys.text("fp8_recipe", "delayed")
         history = keys.whole("fp8_amax_history_len", 1)
         keys.give("fp8_recipe", f"{recipe}:{history}" if recipe == "delayed" else recipe, "fp8_format", "fp8_recipe")
-        keys.read("fp8_amax_history_len")
         if keys.on("fp8_param_gather"):
             keys.give("fp8_param_gather", True, "fp8_param_gather")
         if keys.on("first_last_layers_bf16"):
@@ -633,28 +586,25 @@ def _recompute(keys: Keys) -> None:
     if keys.on("checkpoint_activations"):
         granularity = "full"
     method, number = keys.text("recompute_method"), keys.whole("recompute_num_layers", 1)
-    said: tuple[str, ...] = (
-        *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"),
-    )
+    said = ["recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"]
     if keys.has("activations_checkpoint_method"):  # its name until 2022
         granularity, method = "full", keys.text("activations_checkpoint_method")
         number = keys.whole("activations_checkpoint_num_layers", 1)
-        said = ("activations_checkpoint_method", "activations_checkpoint_num_layers")
+        said = ["activations_checkpoint_method", "activations_checkpoint_num_layers"]
     if granularity == "full":
         word = f"block:{number}" if method == "block" else f"every:{number}" if number and number > 1 else "full"
         keys.give("recompute", word, *said)
     elif granularity == "selective":
-        modules = list(words(keys.get("recompute_modules"))) or ["core_attn"]
-        if keys.on("moe_layer_recompute"):
-            modules = [*dict.fromkeys([*modules, "moe"])]
-        keys.give("recompute_modules", ",".join(modules), *said, "recompute_modules")
+        modules = [*words(keys.get("recompute_modules"))] or ["core_attn"]
+        modules += ["moe"] * keys.on("moe_layer_recompute")
+        keys.give("recompute_modules", ",".join(dict.fromkeys(modules)), *said, "recompute_modules")
     elif granularity:
         keys.refuse("recompute_granularity", "expected full or selective")
     else:
         keys.read(*said, "recompute_modules", why="no effect without --recompute-granularity")
     if keys.on("fine_grained_activation_offloading"):
-        modules = list(words(keys.get("offload_modules")))
-        keys.give("offload_modules", ",".join(modules) or None, "offload_modules", "fine_grained_activation_offloading")
+        sent = ",".join(words(keys.get("offload_modules"))) or None
+        keys.give("offload_modules", sent, "offload_modules", "fine_grained_activation_offloading")
 
 
 def words(value: Any) -> Iterator[str]:
@@ -672,9 +622,7 @@ def _optimizer(keys: Keys) -> None:
         keys.give("optimizer", word, "optimizer", "no_use_layer_wise_param_layout")
     elif name == "sgd":
         keys.give("optimizer", "sgd-momentum" if keys.number("sgd_momentum", 0.9) else "sgd", "optimizer")
-    elif name == "adam":
-        keys.read("optimizer")
-    else:
+    elif name != "adam":
         keys.refuse("optimizer", "expected adam, sgd or muon")
     if sharded:
         keys.give("zero", 1, "use_distributed_optimizer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from typing import Final
 
-from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import Keys
 
 _CONFIG: Final = "model.model_config."
@@ -13,15 +12,12 @@ _SIZES: Final = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("max_position_embeddings", "vocab_size"),
 )
-_NO_EXPERTS: Final = "parallelism.expert_parallel_size"
 
 
-def read(keys: Keys, prefix: str = "") -> None:
+def read(keys: Keys) -> None:
     """Read the model, the precision, and the defaults of ``ParallelismArgs``."""
-    if keys.whole(_NO_EXPERTS, 1) == 1:
-        keys.read(_NO_EXPERTS)
-    else:
-        keys.refuse(_NO_EXPERTS, "experts of nanotron are not modelled")
+    if keys.whole("parallelism.expert_parallel_size", 1) != 1:
+        keys.refuse("parallelism.expert_parallel_size", "experts of nanotron are not modelled")
     _model(keys)
     tensor, stages = keys.field("tp", 1), keys.field("pp", 1)
     if tensor > 1 and not keys.has("parallelism.tp_mode"):
@@ -30,7 +26,6 @@ def read(keys: Keys, prefix: str = "") -> None:
         keys.drop("sp")
     if keys.field("sp") and not keys.on("parallelism.tp_recompute_allgather", True):
         keys.give("gathered_inputs", True, "parallelism.tp_recompute_allgather")
-    keys.read("parallelism.tp_recompute_allgather")
     if stages == 1:
         keys.drop("schedule")
     else:
@@ -49,7 +44,6 @@ def read(keys: Keys, prefix: str = "") -> None:
 def _model(keys: Keys) -> None:
     """Read the model's sizes; its code is ``models/llama.py``, which is modelled, or ``models/qwen.py``."""
     names = list(keys.matching(f"{_CONFIG}*"))
-    keys.read("model.make_vocab_size_divisible_by")
     if keys.asked_model is not None or not keys.has(f"{_CONFIG}hidden_size"):
         keys.read(*names)
         return
@@ -61,7 +55,7 @@ def _model(keys: Keys) -> None:
                 return
     sizes = {name: keys.whole(f"{_CONFIG}{name}") for name in _SIZES}
     if missing := [name for name in _SIZES if name != "num_key_value_heads" and not sizes[name]]:
-        raise UsageError(f"{keys.file.path}: {_CONFIG}{missing[0]} is missing; expected a whole number")
+        raise keys.error(f"{_CONFIG}{missing[0]} is missing; expected a whole number")
     vocabulary, multiple = sizes["vocab_size"], keys.whole("model.make_vocab_size_divisible_by", 1)
     assert vocabulary is not None and multiple is not None
     multiple *= keys.field("tp", 1)
@@ -89,9 +83,8 @@ def _precision(keys: Keys) -> None:
         keys.give("precision", "fp32", "model.dtype")
         keys.give("gradients", "one-by-one")
     elif dtype == "bfloat16":
-        keys.give(
-            "precision", "bf16-grad32" if wide else "bf16-pure", "model.dtype", "optimizer.accumulate_grad_in_fp32"
-        )
+        word = "bf16-grad32" if wide else "bf16-pure"
+        keys.give("precision", word, "model.dtype", "optimizer.accumulate_grad_in_fp32")
         if not wide:
             keys.give("gradients", "one-by-one", "optimizer.accumulate_grad_in_fp32")
     else:

@@ -9,18 +9,14 @@ torchtitan/distributed/utils.py (maybe_enable_amp), torchtitan/distributed/activ
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Collection, Iterator, Mapping
-from functools import cache
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from math import prod
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import split_name
-from jettison.frameworks.run_file import Keys
+from jettison.frameworks.run_file import Keys, models
 
 _OLD: Final = ("training.batch_size", "training.compile", "model.norm_type", "experimental.*parallel*")
 """Keys of versions before 28 July 2025, when FSDP's units and the norm's kernel changed."""
@@ -30,25 +26,12 @@ _TOKENS: Final = "training.num_tokens_per_microbatch_per_dp_rank"
 _LONGEST: Final = "training.max_context_length"
 _WIDE: Final = ("output", "lm_head", "router.gate", "moe.router.gate", "auto_filter_small_kn")
 """Linear layers that torchao keeps in 16 bits; only the time of small GEMMs depends on them."""
-_ADAPTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "wq": ("q_proj",),
-        "wk": ("k_proj",),
-        "wv": ("v_proj",),
-        "wkv": ("k_proj", "v_proj"),
-        "wqkv": ("qkv_proj",),
-        "wo": ("o_proj",),
-        "w1": ("gate_proj",),
-        "w2": ("down_proj",),
-        "w3": ("up_proj",),
-    }
-)
 
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
     python = keys.form == "python"
-    depth = _sized(keys, *(_registered(keys) if python else _named(keys)))
+    depth = _sized(keys)
     _layout(keys)
     (_tokens if keys.has(_TOKENS) or keys.has(_LONGEST) else _batch)(keys)
     if keys.field("pp", 1) > 1:
@@ -63,33 +46,29 @@ def read(keys: Keys) -> None:
     _others(keys)
 
 
-@cache
-def _models() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-        Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
-    )
-    return found
-
-
-def _named(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
-    """Return the model's name, its flavor, and their keys."""
-    return keys.text("model.name", "llama3"), keys.text("model.flavor", "debugmodel"), ("model.name", "model.flavor")
-
-
 def _registered(keys: Keys) -> tuple[str, str, tuple[str, ...]]:
-    """Read ``model_spec=model_registry("8B")``; the folder names the model: models/NAME/config_registry.py."""
+    """Return the model's name, its flavor, and their keys.
+
+    Of ``model_spec=model_registry("8B")`` the folder names the model: models/NAME/config_registry.py.
+    """
+    if keys.form != "python":
+        said = ("model.name", "model.flavor")
+        return keys.text(said[0], "llama3"), keys.text(said[1], "debugmodel"), said
     flavor_key = "model_spec.flavor" if keys.has("model_spec.flavor") else "model_spec.0"
     by = keys.text("model_spec").removesuffix("model_registry").rstrip("_")
     path, function = split_name(keys.file.path)
     folder = path.resolve().parent.name.lower()
-    known = [one for one in _models() if one == (by or folder)]
-    known = known or [one for one in sorted(_models(), key=len, reverse=True) if (function or "").startswith(one)]
+    longest = sorted(models("torchtitan"), key=len, reverse=True)
+    known = [one for one in longest if one == (by or folder)]
+    known = known or [one for one in longest if (function or "").startswith(one)]
     return (known or [by or folder])[0], keys.text(flavor_key, "debugmodel"), ("model_spec", flavor_key)
 
 
-def _sized(keys: Keys, name: str, flavor: str, said: tuple[str, ...]) -> int:
+def _sized(keys: Keys) -> int:
     """Find the model, and return its number of layers; 0 if unknown."""
-    name = _models()["names"].get(name, name)
+    name, flavor, said = _registered(keys)
+    name = models("torchtitan")["names"].get(name, name)
+    flavors = models("torchtitan").get(name, {})
     for key in ("hf_transformers.model", "hf_model"):  # transformers' model code under torchtitan's trainer
         if keys.has(key):
             keys.model = str(keys.get(key))
@@ -97,10 +76,10 @@ def _sized(keys: Keys, name: str, flavor: str, said: tuple[str, ...]) -> int:
             keys.give("kernels", "huggingface")
             return 0
     kernel = _FLEX.search(flavor)
-    if kernel and flavor not in _models().get(name, {}):
+    if kernel and flavor not in flavors:
         flavor = flavor[: kernel.start()]
         keys.give("attention", "flex" if kernel[1].startswith("flex") else "flash", said[-1])
-    sizes = _models().get(name, {}).get(flavor)
+    sizes = flavors.get(flavor)
     if sizes is None:
         keys.read(*said)
         keys.notes.append(f"the sizes of torchtitan's {name} {flavor} are unknown; give the model by name")
@@ -115,11 +94,6 @@ def _found(keys: Keys, name: str) -> str:
     return next((f"{one}.{name}" for one in sections if keys.has(f"{one}.{name}")), f"parallelism.{name}")
 
 
-def _others_product(keys: Keys) -> int:
-    """Number of ranks of one data-parallel replica."""
-    return prod(keys.field(axis, 1) for axis in ("tp", "pp", "cp"))
-
-
 def _layout(keys: Keys) -> None:
     replicate_key, shard_key = (_found(keys, f"data_parallel_{kind}_degree") for kind in ("replicate", "shard"))
     if keys.has("training.data_parallel_degree"):
@@ -127,23 +101,22 @@ def _layout(keys: Keys) -> None:
         if keys.text("training.data_parallel_type", "fsdp") == "ddp":
             replicate_key, shard_key = shard_key, replicate_key
     replicas, shards = keys.whole(replicate_key, 1) or 1, keys.whole(shard_key, -1) or 1
+    each = prod(keys.field(axis, 1) for axis in ("tp", "pp", "cp"))
     if replicas == -1:  # DDP over all devices
         replicas, shards = keys.share("tp", "pp", "cp"), 1
     if shards == -1:
         over = keys.share("tp", "pp", "cp")
         if over % replicas:
-            raise UsageError(
-                f"{keys.file.path}: {over} data-parallel ranks, which {replicate_key} = {replicas} does not divide"
-            )
+            raise keys.error(f"{over} data-parallel ranks, which {replicate_key} = {replicas} does not divide")
         shards = over // replicas
     elif "dp" not in keys.asked and keys.gpus and keys.share("tp", "pp", "cp") != replicas * shards:
         raise UsageError(
-            f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees need "
-            f"{replicas * shards * _others_product(keys)}; omit --gpus, or give --dp"
+            f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees need {replicas * shards * each}; omit --gpus, "
+            "or give --dp"
         )
     keys.give("dp", replicas * shards, shard_key, replicate_key)
     if keys.gpus is None:
-        keys.gpus = keys.field("dp", 1) * _others_product(keys)
+        keys.gpus = keys.field("dp", 1) * each
     if shards > 1 or keys.field("cp", 1) > 1 or keys.form == "python":  # fully_shard
         if replicas > 1:
             keys.give("zero_replicas", replicas, replicate_key)
@@ -160,14 +133,12 @@ def _layout(keys: Keys) -> None:
     if keys.field("cp", 1) > 1:
         key = _found(keys, "context_parallel_rotate_method")
         keys.give("cp_comm_type", "ring" if keys.text(key, "allgather") == "alltoall" else "gather", key)
-    keys.read(_found(keys, "context_parallel_rotate_method"))
     experts = keys.whole("parallelism.expert_parallel_degree", 1) or 1
     if experts > 1:
         keys.give("ep", experts, "parallelism.expert_parallel_degree")
         if keys.field("tp", 1) > 1:
             key = "parallelism.expert_tensor_parallel_degree"
             keys.give("expert_tp", keys.whole(key, 1) or 1, key)
-    keys.read("parallelism.expert_tensor_parallel_degree")
 
 
 def _batch(keys: Keys) -> None:
@@ -181,9 +152,9 @@ def _batch(keys: Keys) -> None:
     ranks = keys.field("dp", 1)
     if total is not None and total > 0:
         if total % (local * ranks):
-            raise UsageError(
-                f"{keys.file.path}: training.global_batch_size = {total}, which {local} sequences on each of {ranks} "
-                "data-parallel ranks do not divide"
+            raise keys.error(
+                f"training.global_batch_size = {total}, which {local} sequences on each of {ranks} data-parallel ranks "
+                "do not divide"
             )
         keys.give("micro_batches", total // (local * ranks), "training.global_batch_size")
         keys.global_batch = total
@@ -205,9 +176,7 @@ def _tokens(keys: Keys) -> None:
     step = tokens * keys.field("dp", 1) * passes
     if total > 0:
         if total % step:
-            raise UsageError(
-                f"{keys.file.path}: got {total_key} = {total}; expected a multiple of {step} tokens of a pass"
-            )
+            raise keys.error(f"got {total_key} = {total}; expected a multiple of {step} tokens of a pass")
         keys.give("micro_batches", total // step, total_key)
     keys.global_batch = max(total, step) // longest
 
@@ -231,7 +200,7 @@ def _pipeline(keys: Keys, depth: int) -> None:
         size = keys.whole(key, 1) or 1
         number = max(1, local // size)
     if local % size:
-        raise UsageError(f"{keys.file.path}: a batch of {local} sequences, which {key} = {size} does not divide")
+        raise keys.error(f"a batch of {local} sequences, which {key} = {size} does not divide")
     if "micro_batch" not in keys.asked:
         keys.give("micro_batch", size, key)
         keys.give("micro_batches", number, key)
@@ -279,7 +248,7 @@ def _cut(keys: Keys, depth: int, pp: int, virtual: int) -> list[int]:
     first, last = first or 0, last or 0
     stages = -(-(depth + first + last) // each) if each else pp * virtual
     if stages % pp or stages > depth + first + last:
-        raise UsageError(f"{keys.file.path}: {stages} stages of {depth} layers do not fit {pp} pipeline ranks")
+        raise keys.error(f"{stages} stages of {depth} layers do not fit {pp} pipeline ranks")
     share, more = divmod(depth + first + last, stages)
     found = [share + (at < more) for at in range(stages)]
     found[0] -= first
@@ -379,9 +348,10 @@ def _narrowed(converter: Mapping[str, Any], key: str, known: Collection[str]) ->
 
 def _adapters(keys: Keys, key: str, converter: Mapping[str, Any]) -> str:
     names = converter.get("target_modules")
-    if not isinstance(names, list) or not all(name in _ADAPTED for name in names):
-        return f"LoRA's target_modules = {names}; expected some of {', '.join(_ADAPTED)}"
-    targets = dict.fromkeys(word for name in names for word in _ADAPTED[name])
+    known = keys.table["targets"]
+    if not isinstance(names, list) or not all(name in known for name in names):
+        return f"LoRA's target_modules = {names}; expected some of {', '.join(known)}"
+    targets = dict.fromkeys(word for name in names for word in known[name])
     rank, alpha = converter.get("rank", 8), converter.get("alpha", 16.0)
     keys.give("lora", f"r={rank},alpha={alpha:g},targets={'+'.join(targets)}", key)
     if keys.text("training.dtype", "float32") == "float32":
@@ -391,15 +361,6 @@ def _adapters(keys: Keys, key: str, converter: Mapping[str, Any]) -> str:
 
 def _listed(keys: Keys, key: str) -> list[str]:
     return [str(one).lower() for one in keys.listed(key)]
-
-
-def _sections(keys: Keys, *names: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield options of FP8 GEMMs by section, which was renamed three times."""
-    for name in names:
-        for prefix in (name, f"quantize.linear.{name}", f"quantize.dense.{name}"):
-            found = {key[len(prefix) + 1 :]: key for key in keys.matching(f"{prefix}.*")}
-            if found:
-                yield name, found
 
 
 def _products(keys: Keys) -> None:
@@ -418,15 +379,14 @@ def _products(keys: Keys) -> None:
     if unknown:
         keys.refuse("model.converters", f"{', '.join(unknown)} is not modelled; expected float8 or mx")
     last = {name.rpartition(".")[2] for name in narrow}
-    for name, options in _sections(keys, "float8", "mx"):
-        if name not in last:
-            keys.read(*options.values())  # of a converter that is off
+    for name in {"float8", "mx"} - last:  # of a converter that is off
+        keys.read(*keys.matching(f"{name}.*", f"quantize.linear.{name}.*", f"quantize.dense.{name}.*"))
     if not last:
-        keys.read("training.enable_fsdp_float8_all_gather")
         return
-    (name, *_) = sorted(last)
-    options = dict(next((found for kind, found in _sections(keys, name) if kind == name), {}))
-    recipe_key, filter_key = options.get("recipe_name", ""), options.get("filter_fqns", "")
+    name = min(last)
+    sections = (f"{place}{name}." for place in ("", "quantize.linear.", "quantize.dense."))
+    section = next((one for one in sections if keys.some(f"{one}*")), f"{name}.")
+    recipe_key, filter_key = f"{section}recipe_name", f"{section}filter_fqns"
     recipe = keys.text(recipe_key, "tensorwise" if name == "float8" else "mxfp8")
     keys.give(
         "fp8_recipe",
@@ -435,10 +395,11 @@ def _products(keys: Keys) -> None:
         recipe_key,
         "float8.enable_float8_linear",
     )
-    gather_key = options.get("enable_fsdp_float8_all_gather", "training.enable_fsdp_float8_all_gather")
+    gather_key = f"{section}enable_fsdp_float8_all_gather"
+    if gather_key not in keys.values:
+        gather_key = "training.enable_fsdp_float8_all_gather"
     if keys.on(gather_key) and name == "float8" and recipe == "tensorwise":
         keys.give("fp8_param_gather", True, gather_key)
-    keys.read(gather_key)
     wide = [one for one in _listed(keys, filter_key) if one not in _WIDE]
     if wide:
         keys.refuse(filter_key, "other exceptions from FP8 are not modelled; expected output or router.gate")
@@ -456,10 +417,6 @@ def _precision(keys: Keys) -> None:
 
 
 def _others(keys: Keys) -> None:
-    if keys.on("training.enable_cpu_offload"):
-        keys.give("offload_optimizer", "fsdp2", "training.enable_cpu_offload")
-    if keys.on("optimizer.early_step_in_backward"):
-        keys.give("gradients", "in-backward", "optimizer.early_step_in_backward")
     old = list(keys.matching(*_OLD))
     if old:
         if keys.field("zero", 3) == 3 and keys.field("pp", 1) == 1:
@@ -471,8 +428,7 @@ def _others(keys: Keys) -> None:
     compiled = keys.on("compile.enable") or keys.on("training.compile")
     components = _listed(keys, "compile.components") if keys.has("compile.components") else ["model", "loss"]
     if compiled and "model" in components:
-        keys.compile = True
-        keys.read("compile.enable", "training.compile", "compile.components", why="--compile")
+        keys.compiles("compile.enable", "training.compile", "compile.components")
     split = keys.field("tp", 1) > 1
     whole = keys.on(_found(keys, "disable_loss_parallel")) or not keys.on("training.enable_loss_parallel", True)
     if split and whole:
@@ -489,7 +445,6 @@ def _others(keys: Keys) -> None:
     key = moved if keys.has(moved) else _found(keys, "enable_async_tensor_parallel")
     if keys.on(key) and compiled and split:
         keys.give("tp_comm_overlap", True, key)
-    keys.read(key)
 
 
 def _stepped(group: Any) -> str:

@@ -7,36 +7,17 @@ torchtune/training/quantization.py (convert_to_float8_training), torchtune/modul
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
-from jettison.core.errors import UsageError
-from jettison.frameworks.run_file import Keys
+from jettison.frameworks.run_file import Keys, models
+from jettison.frameworks.trainer_keys import low_rank
 
-_SIZES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "vocab_size": "vocab_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "embed_dim": "hidden_size",
-        "intermediate_dim": "intermediate_size",
-        "max_seq_len": "max_position_embeddings",
-        "tie_word_embeddings": "tie_word_embeddings",
-        "head_dim": "head_dim",
-    }
-)
 _MLP: Final = ("gate_proj", "down_proj", "up_proj")
 _ENDS: Final = frozenset({"tok_embeddings", "output"})
 
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
-    keys.give("kernels", "torchtune")
     builder = _model(keys)
     _layout(keys)
     _sequence(keys)
@@ -49,28 +30,13 @@ def read(keys: Keys) -> None:
             keys.notes.append("temporary copies of one parameter in an unfused step are not counted")
         fused = alone or keys.on("optimizer.fused")
         keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.fused", "optimizer._component_")
-    keys.read("optimizer.fused")
-    if keys.on("optimizer_in_bwd"):
-        keys.give("gradients", "in-backward", "optimizer_in_bwd")
     if keys.on("enable_fp8_training"):
         recipe = keys.get("fp8_recipe_name")
         keys.give("fp8_recipe", str(recipe or "tensorwise"), "fp8_recipe_name", "enable_fp8_training")
         if recipe is None:
             keys.give("fp8_param_gather", True)
-    keys.read("fp8_recipe_name")
-    compiled = keys.get("compile", False)
-    if compiled is True or any(map(keys.on, keys.matching("compile.model"))):
-        keys.compile = True
-        keys.read("compile", why="--compile")
-    keys.read(*keys.matching("compile.*"))
-
-
-@cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
-    found: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-        Path(__file__).with_name("models.toml").read_text(encoding="utf-8")
-    )
-    return found
+    if keys.get("compile", False) is True or keys.on("compile.model"):
+        keys.compiles("compile")
 
 
 def _model(keys: Keys) -> str:
@@ -78,15 +44,14 @@ def _model(keys: Keys) -> str:
     key = "model._component_"
     builder = str(keys.get(key, "")).rpartition(".")[2]
     plain = builder.removeprefix("q").removeprefix("lora_") if "lora_" in builder else builder
-    sizes = next(
-        (sizes for name, sizes in _table()["models"].items() if plain in (name, f"{name}_base", f"{name}_instruct")),
-        None,
-    )
-    given = {ours: keys.get(f"model.{theirs}") for theirs, ours in _SIZES.items() if keys.has(f"model.{theirs}")}
+    table = models("torchtune")
+    known = (sizes for name, sizes in table["models"].items() if plain in (name, f"{name}_base", f"{name}_instruct"))
+    sizes = next(known, None)
+    given = {ours: keys.get(key) for key, ours in keys.table["sizes"].items() if keys.has(key)}
+    if sizes is None and "hidden_size" in given:
+        sizes = table["builders"].get(plain)
     if sizes is not None:
         keys.take_model({**sizes, **given}, key)
-    elif plain in _table()["builders"] and "hidden_size" in given:
-        keys.take_model({**_table()["builders"][plain], **given}, key)
     else:
         keys.notes.append(f"the sizes of torchtune's {builder or 'model'} are unknown; give the model by name")
     return builder
@@ -102,17 +67,14 @@ def _layout(keys: Keys) -> None:
     if shards == -1:
         over = keys.share("tp", "cp")
         if over % replicas:
-            raise UsageError(
-                f"{keys.file.path}: {over} data-parallel ranks, which data_parallel_replicate_dim = {replicas} does "
-                "not divide"
+            raise keys.error(
+                f"{over} data-parallel ranks, which data_parallel_replicate_dim = {replicas} does not divide"
             )
         shards = over // replicas
     keys.give("dp", replicas * shards, "data_parallel_shard_dim", "data_parallel_replicate_dim")
     if keys.gpus is None:
         keys.gpus = replicas * shards * keys.field("tp", 1) * keys.field("cp", 1)
-    accumulated = keys.field("micro_batches", 1)
-    keys.give("micro_batches", accumulated)
-    keys.global_batch = keys.field("micro_batch", 1) * accumulated * keys.field("dp", 1)
+    keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * keys.field("dp", 1)
     if keys.field("dp", 1) * keys.field("cp", 1) > 1:
         keys.give("zero", 3)
         reshard = keys.on("fsdp_reshard_after_forward", True)
@@ -131,7 +93,6 @@ def _layout(keys: Keys) -> None:
         for key in ("fsdp_cpu_offload", "fsdp.cpu_offload"):
             if keys.on(key):
                 keys.give("offload_optimizer", "fsdp2", key)
-    keys.read("fsdp_reshard_after_forward", "memory_efficient_fsdp_wrap", "fsdp_cpu_offload", "fsdp.cpu_offload")
 
 
 def _sequence(keys: Keys) -> None:
@@ -146,7 +107,6 @@ def _sequence(keys: Keys) -> None:
         keys.notes.append(
             "the file has no sequence length, and batches are padded to their longest sequence: give --seq"
         )
-    keys.read("dataset.packed", "dataset.max_seq_len")
 
 
 def _recompute(keys: Keys) -> None:
@@ -161,20 +121,16 @@ def _recompute(keys: Keys) -> None:
         keys.give("recompute", mode, "ac_mode")
     else:
         keys.refuse("ac_mode", "expected full, or selective with ac_option op or a number")
-    if keys.on("enable_activation_offloading"):
-        keys.give("offload", True, "enable_activation_offloading")
 
 
 def _adapters(keys: Keys, builder: str) -> None:
     targets = [str(name).replace("output_proj", "o_proj") for name in keys.listed("model.lora_attn_modules")]
     mlp = keys.on("model.apply_lora_to_mlp")
-    rank, dropout = keys.whole("model.lora_rank", 8), keys.number("model.lora_dropout", 0.0)
     if not builder.removeprefix("q").startswith("lora_"):
         return
-    said = f"r={rank},targets={'+'.join([*targets, *(_MLP if mlp else ())])}" + (
-        f",dropout={dropout:g}" if dropout else ""
-    )
-    keys.give("lora", said, "model.lora_rank", "model.lora_attn_modules", "model.apply_lora_to_mlp")
+    products = "+".join([*targets, *(_MLP if mlp else ())])
+    came_from = ("model.lora_attn_modules", "model.apply_lora_to_mlp")
+    low_rank(keys, "model.lora_rank", 8, "model.lora_dropout", 0.0, products, *came_from)
     if builder.startswith("qlora_") or keys.on("model.quantize_base"):
         keys.give("base", "nf4-double", "model._component_", "model.quantize_base")  # torchao's NF4Tensor
 

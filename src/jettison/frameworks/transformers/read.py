@@ -11,6 +11,7 @@ from jettison.frameworks.trainer_keys import (
     checkpointing,
     compiled,
     follow,
+    full_length,
     half,
     low_rank,
     optimizer,
@@ -41,7 +42,6 @@ def read(keys: Keys) -> None:
             "it is read as a Trainer's, since no key is TRL's, whose defaults differ: for TRL give a script with trl "
             "sft --config"
         )
-    keys.model = str(keys.get("model_name_or_path")) if keys.has("model_name_or_path") else None
     for script in keys.matching(*_OTHERS):
         keys.values[f"trainer {script[1:]}"] = True
         keys.refuse(f"trainer {script[1:]}", "generation and reward models during training are not modelled")
@@ -56,8 +56,6 @@ def read(keys: Keys) -> None:
     mixed = half(keys, default=trl)
     weights = _weights(keys, trl=trl)
     checkpointing(keys, default=trl)
-    if keys.on("activation_offloading"):
-        keys.give("offload", True, "activation_offloading")
     if keys.on("use_liger_kernel"):
         keys.give("kernels", "liger", "use_liger_kernel")
         _liger(keys)
@@ -99,16 +97,14 @@ def adapters(keys: Keys, *, trl: bool) -> None:
                 keys.refuse(key, "quantized weights cannot be trained without use_peft")
         return
     products = targets(keys, "lora_target_modules", DEFAULT_TARGETS)
-    rank, dropout = keys.whole("lora_r", 16), keys.number("lora_dropout", 0.05)
-    assert rank is not None and dropout is not None
-    low_rank(keys, rank, products, dropout, "use_peft", "lora_r", "lora_target_modules", "lora_dropout")
+    low_rank(keys, "lora_r", 16, "lora_dropout", 0.05, products, "use_peft", "lora_target_modules")
     if keys.on("load_in_8bit") or keys.on("load_in_4bit"):
         keys.give("precision", "bf16-pure")  # ``sft_trainer.py``: adapters on quantized weights are cast to bf16
     if keys.on("load_in_8bit"):
         keys.give("base", "int8", "load_in_8bit")
     if keys.on("load_in_4bit"):
-        double = keys.on("use_bnb_nested_quant")
-        keys.give("base", "nf4-double" if double else "nf4", "load_in_4bit", "use_bnb_nested_quant")
+        double = "-double" * keys.on("use_bnb_nested_quant")
+        keys.give("base", f"nf4{double}", "load_in_4bit", "use_bnb_nested_quant")
         if keys.text("bnb_4bit_quant_type", "nf4") not in ("nf4", "fp4"):
             keys.refuse("bnb_4bit_quant_type", "expected nf4 or fp4")
         if keys.text("dtype", keys.text("torch_dtype", "float32")) in ("float32", "fp32"):
@@ -125,11 +121,11 @@ def _sequence(keys: Keys, *, trl: bool) -> None:
     keys.read(*cut)
     if keys.field("seq") is None:
         keys.note("it has no sequence length: give --seq, such as --seq 2048")
-    if keys.on("packing") or keys.on("padding_free"):
+    packed = keys.on("packing") or keys.on("padding_free")
+    if packed:
         keys.read("packing", "padding_free", why="sequences of full length")
-        keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
-    elif trl:
-        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
+    if packed or trl:
+        full_length(keys, packed=packed)
 
 
 def _weights(keys: Keys, *, trl: bool) -> str:
