@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from playwright.sync_api import sync_playwright
 
-from jettison.report.snapshot import timelines_page
+from jettison.report.snapshot import packed_timeline, timelines_page
 from support.chromium import find_chromium
 from support.snapshot_cases import random_timeline
 
@@ -49,7 +49,7 @@ def main() -> None:
     asked = parser.parse_args()
     timeline = random_timeline(asked.births)
     began = time.perf_counter()
-    html = timelines_page("benchmark", [("allocations by chance", timeline)])
+    html = timelines_page("benchmark", [packed_timeline(timeline) | {"name": "allocations by chance"}])
     made = time.perf_counter() - began
     print(f"{len(timeline.allocation):,} events, a page of {len(html) / 1e6:.1f} MB made in {made:.1f} s")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:

@@ -14,7 +14,7 @@ from torch.cuda import _memory_viz
 
 from jettison.core.errors import UsageError
 from jettison.diagnose import snapshot as reader
-from jettison.diagnose.snapshot import read_snapshot, snapshot_of
+from jettison.diagnose.snapshot import FREE_BLOCK, PENDING_BLOCK, read_snapshot, snapshot_of
 from jettison.diagnose.snapshot_file import GRANULARITY_BYTES, snapshot_content, write_snapshot
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.report.snapshot import by_module_and_role, by_role, compare_timelines
@@ -67,6 +67,26 @@ def test_segments_alone_are_what_is_there() -> None:
     device = snapshot_of(small_snapshot()["segments"], "old").busiest
     assert device.timeline.peak_bytes == device.timeline.end_bytes == 500 + 512 + 4096
     assert device.timeline.peak_event == -1
+
+
+def test_blocks_segments_and_stacks_are_read() -> None:
+    """A block that is freed and still in use by a stream is neither allocated nor free."""
+    content = small_snapshot()
+    content["segments"][0]["blocks"][0]["state"] = "active_pending_free"
+    device = snapshot_of(content, "small").busiest
+    first, second = device.segments
+    assert [(b.address, b.nbytes, b.allocation) for b in first.blocks] == [
+        (0, 2048, PENDING_BLOCK),
+        (2048, 1536, FREE_BLOCK),
+        (3584, 512, 1),
+        (4096, 512, 4),
+        (4608, 1024, FREE_BLOCK),
+    ]
+    assert (first.allocated_bytes, first.free_pieces_bytes) == (1024, (1536, 1024))
+    assert device.addresses.tolist() == [2048, 3584, 4096, 1 << 21, 4096]
+    assert [len(device.stacks[n]) for n in device.stack_of] == [0, 2, 5, 1, 2]
+    (grown,) = device.reserved_changes
+    assert (grown.event, grown.address, grown.nbytes, grown.is_mapped) == (2, 1 << 21, second.total_bytes, False)
 
 
 def test_out_of_memory_is_a_mark() -> None:

@@ -24,7 +24,7 @@ from jettison.report.snapshot import (
     varints,
 )
 from support.browser import Open, axe_violations, no_sideways_scroll
-from support.snapshot_cases import random_timeline, small_snapshot
+from support.snapshot_cases import FORWARD, fragmented_snapshot, random_timeline, small_snapshot
 
 
 def unpacked(data: bytes) -> list[int]:
@@ -100,7 +100,7 @@ def test_estimate_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_page_in_a_browser(tmp_path: Path, open_page: Open) -> None:
     timeline = random_timeline(6000, most_live=300)
     path = tmp_path / "page.html"
-    path.write_text(timelines_page("by chance", [("first", timeline)]), encoding="utf-8")
+    path.write_text(timelines_page("by chance", [packed_timeline(timeline) | {"name": "first"}]), encoding="utf-8")
     opened = open_page(path)
     page = opened.page
     assert page.evaluate("document.querySelector('canvas.main').dataset.draws") != "0"
@@ -137,10 +137,70 @@ def test_the_page_in_a_browser(tmp_path: Path, open_page: Open) -> None:
 
 
 @pytest.mark.browser
+def test_segments_and_stacks_in_a_browser(tmp_path: Path, open_page: Open) -> None:
+    """Segments at every event are those that the allocator had, and an allocation shows its whole stack."""
+    content, states = fragmented_snapshot()
+    device = snapshot_of(content, "fragmented").busiest
+    path = tmp_path / "page.html"
+    path.write_text(snapshot_page(snapshot_of(content, "fragmented")), encoding="utf-8")
+    opened = open_page(path)
+    page = opened.page
+    found = page.evaluate(
+        """() => {
+          const data = J.timeline.read(J.data("timelines")[0]), memory = J.timeline.memory(data);
+          return Array.from({ length: data.events }, (_, e) => {
+            const segments = memory.segmentsAt(e), sums = memory.summary(segments);
+            const blocks = (s) => s.blocks.map((b) => [b.at, b.size, b.number < 0 ? -1 : data.nbytes[b.number]]);
+            return [segments.map(blocks), memory.reserved(e), sums.largest, sums.unusable, sums.allocated];
+          });
+        }"""
+    )
+    assert len(found) == len(states) == len(device.timeline.live_bytes)
+    for state, live, (segments, reserved, largest, unusable, allocated) in zip(
+        states, device.timeline.live_bytes, found, strict=True
+    ):
+        assert [[tuple(one) for one in own] for own in segments] == state
+        pieces = [size for own in state for _, size, requested in own if requested < 0]
+        assert reserved == sum(size for own in state for _, size, _ in own)
+        assert (largest, unusable) == (max(pieces, default=0), sum(n for n in pieces if n < max(pieces)))
+        assert allocated == live
+    page.locator("canvas.main").focus()
+    for key in ("ArrowUp", "Enter"):
+        page.keyboard.press(key)
+    chosen = page.locator(".allocation")
+    assert "addresses" in chosen.inner_text() and page.evaluate("document.activeElement.className") == "allocation"
+    page.locator(".map canvas[tabindex]").focus()
+    for key in ("ArrowDown", "Home", "ArrowRight", "End"):
+        page.keyboard.press(key)
+    assert "in a segment of" in page.locator(".map .read").inner_text()
+    forward = next(n for n, frames in enumerate(device.stacks) if len(frames) == len(FORWARD))
+    number = int(np.nonzero((device.stack_of == forward) & (device.timeline.died >= len(states)))[0][0])
+    segment, at = next(
+        (s, n)
+        for s, one in enumerate(sorted(device.segments, key=lambda s: (-s.total_bytes, s.address)))
+        for n, block in enumerate(one.blocks)
+        if block.allocation == number
+    )
+    page.get_by_role("button", name="Go to the end").click()
+    page.locator(".map canvas[tabindex]").focus()
+    for key in (*["ArrowDown"] * (segment + 1), *["ArrowRight"] * at, "Enter"):
+        page.keyboard.press(key)
+    assert f"({device.timeline.nbytes[number]}B)" in chosen.inner_text()
+    assert chosen.locator("li").count() == len(FORWARD) - 1
+    page.get_by_label("C++ frames").check()
+    assert chosen.locator("li").count() == len(FORWARD)
+    assert not axe_violations(opened)
+    assert no_sideways_scroll(opened, 390)
+
+
+@pytest.mark.browser
 def test_many_events_pan_smoothly(tmp_path: Path, open_page: Open) -> None:
     """How smoothly a million do is for the benchmark; here, that a drawing's work does not grow with the events."""
     path = tmp_path / "page.html"
-    path.write_text(timelines_page("many", [("many", random_timeline(60_000, most_live=900))]), encoding="utf-8")
+    path.write_text(
+        timelines_page("many", [packed_timeline(random_timeline(60_000, most_live=900)) | {"name": "many"}]),
+        encoding="utf-8",
+    )
     opened = open_page(path, width=1440)
     spent = opened.page.evaluate(
         """async () => {

@@ -91,3 +91,70 @@ def random_timeline(births: int, *, seed: int = 0, most_live: int = 3000) -> Mem
             live.append(writer.allocate(chance.randrange(1, 4096) * 512, labels[made % 256], time_ns))
             made += 1
     return writer.timeline()
+
+
+State = list[list[tuple[int, int, int]]]
+"""Segments: address, size and requested bytes of each block, -1 where it is free."""
+
+
+def fragmented_snapshot(events: int = 300, *, seed: int = 0) -> tuple[dict[str, Any], list[State]]:
+    """A snapshot of the large pool of a caching allocator, and its segments after each event.
+
+    Best fit in segments of 20 MiB (or of the request); what is left of a block is split off above 1 MiB; free
+    neighbours merge; now and then free segments go back to the driver.
+    """
+    chance, mib = random.Random(seed), 1 << 20
+    segments: dict[int, list[tuple[int, int, int]]] = {}
+    live: dict[int, int] = {}  # address to its segment
+    trace: list[dict[str, Any]] = []
+    states: list[State] = []
+    stacks = (FORWARD, OPTIMIZER, ENGINE)
+
+    def happened(action: str, address: int, nbytes: int) -> None:
+        frames = stacks[nbytes % 3] if action == "alloc" else []
+        trace.append(event(action, address, nbytes, frames, len(trace)))
+
+    def allocate(nbytes: int) -> None:
+        wide = -(-nbytes // 512) * 512
+        free = [(b[1], at, b) for at, own in segments.items() for b in own if b[2] < 0 and b[1] >= wide]
+        if not free:
+            size = 20 * mib if wide < 10 * mib else -(-wide // (2 * mib)) * 2 * mib
+            at = (1 << 40) + len(trace) * 64 * mib
+            segments[at] = [(at, size, -1)]
+            happened("segment_alloc", at, size)
+            free = [(size, at, segments[at][0])]
+        size, at, found = min(free)
+        rest = size - wide if size - wide > mib else 0
+        own, place = segments[at], segments[at].index(found)
+        own[place : place + 1] = [(found[0], size - rest, nbytes), (found[0] + size - rest, rest, -1)][: 1 + bool(rest)]
+        live[found[0]] = at
+        happened("alloc", found[0], nbytes)
+
+    def free(address: int) -> None:
+        at = live.pop(address)
+        merged: list[tuple[int, int, int]] = []
+        for start, size, nbytes in segments[at]:
+            if start == address:
+                happened("free_requested", address, nbytes)
+                happened("free_completed", address, nbytes)
+                nbytes = -1
+            if merged and nbytes < 0 and merged[-1][2] < 0:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size, -1)
+            else:
+                merged.append((start, size, nbytes))
+        segments[at] = merged
+
+    for _ in range(events):
+        if live and chance.random() < 0.45:
+            free(chance.choice(sorted(live)))
+        else:
+            allocate(chance.randrange(mib + 1, 16 * mib))
+        states.append([list(own) for _, own in sorted(segments.items())])
+        if chance.random() < 0.1 and len(states) < events:
+            for at in [at for at, own in segments.items() if len(own) == 1 and own[0][2] < 0]:
+                happened("segment_free", at, segments.pop(at)[0][1])
+    written = [
+        segment(at, [block(a, n, max(0, r), "active_allocated" if r >= 0 else "inactive", FORWARD) for a, n, r in own])
+        for at, own in sorted(segments.items())
+    ]
+    return small_snapshot() | {"segments": written, "device_traces": [trace]}, states

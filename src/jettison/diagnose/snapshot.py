@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ from jettison.diagnose.frames import (
 )
 from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, never_falls
 from jettison.diagnose.plain_pickle import load_plain
-from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
+from jettison.memory.timeline import Ints, Label, MemoryTimeline, TimelineWriter
 
 GRADIENTS: Final = "gradients"
 LEAST_TO_GROW: Final = 6
@@ -51,7 +51,22 @@ MOST_EVENTS: Final = 20_000_000
 """Events and blocks of a snapshot, together."""
 _BORN = ("alloc",)
 _DIED = ("free_requested", "free", "free_completed")
-_ALLOCATED = ("active_allocated", "active_pending_free_request")
+_GROWN = ("segment_alloc", "segment_map")
+_SHRUNK = ("segment_free", "segment_unmap")
+_ALLOCATED = "active_allocated"
+_PENDING = ("active_pending_free", "active_awaiting_free")
+"""Freed, and still in use by a stream: torch's sources write the first, its documentation the second."""
+FREE_BLOCK: Final = -1
+PENDING_BLOCK: Final = -2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A piece of a segment. ``allocation``: its number in the timeline, or `FREE_BLOCK`, or `PENDING_BLOCK`."""
+
+    address: int
+    nbytes: int
+    allocation: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +78,20 @@ class Segment:
 
     address: int
     total_bytes: int
-    allocated_bytes: int
     stream: int
-    blocks: int
-    free_pieces_bytes: tuple[int, ...] = ()
+    blocks: tuple[Block, ...]
     is_expandable: bool = False
     is_private: bool = False
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of allocated blocks, as rounded by the allocator."""
+        return sum(block.nbytes for block in self.blocks if block.allocation >= 0)
+
+    @property
+    def free_pieces_bytes(self) -> tuple[int, ...]:
+        """Bytes of each block that a request could get."""
+        return tuple(block.nbytes for block in self.blocks if block.allocation == FREE_BLOCK)
 
     @property
     def is_split(self) -> bool:
@@ -86,11 +109,26 @@ class OutOfMemory:
     label: Label
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReservedChange:
+    """Segments grow (or shrink, with ``nbytes`` below 0) before event ``event``.
+
+    ``is_mapped``: a part of an expandable segment, which is mapped and unmapped piece by piece.
+    """
+
+    event: int
+    address: int
+    nbytes: int
+    is_mapped: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceSnapshot:
     """One device.
 
     Args:
+        addresses: of the timeline's allocations.
+        stacks: different stacks, the innermost frame first; ``stack_of``: the stack of each allocation.
         complete: nothing was freed whose allocation is not in the trace.
         step_ends: numbers of events after which a training step has ended, in order; see `_StepEnds`.
         has_stacks: allocations have stacks; with ``context="state"`` only what is there at the end has one.
@@ -100,6 +138,10 @@ class DeviceSnapshot:
     timeline: MemoryTimeline
     segments: tuple[Segment, ...]
     complete: bool
+    addresses: Ints
+    stack_of: Ints
+    stacks: tuple[tuple[Frame, ...], ...]
+    reserved_changes: tuple[ReservedChange, ...] = ()
     out_of_memory: tuple[OutOfMemory, ...] = ()
     step_ends: tuple[int, ...] = ()
     has_stacks: bool = True
@@ -247,20 +289,25 @@ class _SnapshotReader:
                 pairs.append((str(place.get("name", ""))[:400], str(place.get("filename", ""))[:400], _line(place)))
             key = tuple(pairs)
             if key not in known:
-                known[key] = _LabelledStack(label=label_of_frames(key), ends=ends_step(key)) if key else _NO_STACK
+                known[key] = _LabelledStack.of(key) if key else _NO_STACK
             known[id(frames)] = known[key]
         return known[id(frames)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LabelledStack:
-    """A stack's label, and whether it ends a step (`ends_step`)."""
+    """A stack, its label, and whether it ends a step (`ends_step`)."""
 
+    frames: tuple[Frame, ...]
     label: Label
-    ends: str = ""
+    ends: str
+
+    @classmethod
+    def of(cls, frames: tuple[Frame, ...]) -> _LabelledStack:
+        return cls(frames=frames, label=label_of_frames(frames), ends=ends_step(frames))
 
 
-_NO_STACK: Final = _LabelledStack(label=label_of_frames(()))
+_NO_STACK: Final = _LabelledStack.of(())
 
 
 def _line(frame: Mapping[str, Any]) -> int:
@@ -272,16 +319,14 @@ def _kind(value: object) -> str:
     return "missing" if value is None else repr(value)[:40] if isinstance(value, int | str) else type(value).__name__
 
 
-def _blocks(reader: _SnapshotReader, segments: list[Mapping[str, Any]]) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-    """Address, bytes and entry of each allocated block."""
-    for segment in segments:
-        at = reader.whole(segment, "address", 0)
-        for entry in segment["blocks"]:
-            block = reader.dictionary(entry, "a block")
-            size = reader.whole(block, "size")
-            if block.get("state") in _ALLOCATED:
-                yield reader.whole(block, "address", at), _requested(reader, block, size), block
-            at += size
+def _blocks(reader: _SnapshotReader, segment: Mapping[str, Any]) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    """Address, bytes and entry of each block of a segment."""
+    at = reader.whole(segment, "address", 0)
+    for entry in segment["blocks"]:
+        block = reader.dictionary(entry, "a block")
+        size = reader.whole(block, "size")
+        yield reader.whole(block, "address", at), size, block
+        at += size
 
 
 def _requested(reader: _SnapshotReader, block: Mapping[str, Any], size: int) -> int:
@@ -345,17 +390,32 @@ def _device(
     writer = TimelineWriter(f"device {index}")
     known: dict[object, _LabelledStack] = {}
     live: dict[int, int] = {}
-    stacks: dict[int, _LabelledStack] = {}
+    addresses: list[int] = []
+    stacks: list[_LabelledStack] = []
     ends, notes = _StepEnds(), _annotated(reader, index)[::-1]
     early = _unseen(reader, events)
     complete = not early
-    for address, size, entry in early:
-        live[address] = writer.already(size, reader.stack(entry, known).label)
+    allocated = [
+        (address, size, block)
+        for segment in segments
+        for address, size, block in _blocks(reader, segment)
+        if block.get("state") == _ALLOCATED
+    ]
+
+    def begin(address: int, stack: _LabelledStack, number: int) -> None:
+        live[address] = number
+        addresses.append(address)
+        stacks.append(stack)
+
+    for address, size in early:
+        begin(address, _NO_STACK, writer.already(size, _NO_STACK.label))
     born = {reader.whole(e, "addr", 0) for e in events if e.get("action") in _BORN}
-    for address, size, block in _blocks(reader, segments):
+    for address, size, block in allocated:
         if address not in born and address not in live:
-            live[address] = writer.already(size, reader.stack(block, known).label)
-    last, failed = 0, []
+            stack = reader.stack(block, known)
+            begin(address, stack, writer.already(_requested(reader, block, size), stack.label))
+    first = len(stacks)
+    last, failed, reserved = 0, [], list[ReservedChange]()
     for event in events:
         action = event.get("action")
         time_ns = reader.whole(event, "time_us", last // 1000) * 1000
@@ -366,8 +426,7 @@ def _device(
             address, stack = reader.whole(event, "addr"), reader.stack(event, known)
             if address in live:  # its end was not recorded
                 writer.free(live.pop(address), time_ns)
-            live[address] = writer.allocate(reader.whole(event, "size"), stack.label, time_ns)
-            stacks[address] = stack
+            begin(address, stack, writer.allocate(reader.whole(event, "size"), stack.label, time_ns))
             ends.allocated(stack)
             ends.mark(stack.ends, writer.events)
         elif action in _DIED:
@@ -376,8 +435,12 @@ def _device(
             if gone is not None:
                 writer.free(gone, time_ns)
                 stack = reader.stack(event, known)
-                if stack is not stacks.get(address):  # frees without a stack have the allocation's
+                if gone < first or stack is not stacks[gone]:  # frees without a stack have the allocation's
                     ends.mark(stack.ends, writer.events)
+        elif action in _GROWN or action in _SHRUNK:
+            address, nbytes = reader.whole(event, "addr"), reader.whole(event, "size") * (1 if action in _GROWN else -1)
+            mapped = action in ("segment_map", "segment_unmap")
+            reserved.append(ReservedChange(event=writer.events, address=address, nbytes=nbytes, is_mapped=mapped))
         elif action == "oom":
             asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
             writer.mark(f"out of memory: {format_bytes(asked)} asked for, {format_bytes(free)} free")
@@ -385,23 +448,32 @@ def _device(
             failed.append(OutOfMemory(event=writer.events, asked_bytes=asked, free_bytes=free, label=label))
         elif action == "user_defined":
             writer.mark(str(event.get("user_metadata", "") or "mark")[:200])
-    for address, _, block in _blocks(reader, segments):
-        if address in live and stacks.get(address, _NO_STACK) is _NO_STACK:  # recorded with context="state"
-            writer.relabel(live[address], reader.stack(block, known).label)
+    has_stacks = any(stack is not _NO_STACK for stack in stacks[first:])
+    for address, _, block in allocated:
+        number = live.get(address, -1)
+        if number >= 0 and (number < first or stacks[number] is _NO_STACK):  # recorded with context="state"
+            stacks[number] = reader.stack(block, known)
+            writer.relabel(number, stacks[number].label)
+    different = {id(stack): stack for stack in stacks}
+    places = {key: place for place, key in enumerate(different)}
     return DeviceSnapshot(
         index=index,
-        has_stacks=any(stack is not _NO_STACK for stack in stacks.values()),
+        has_stacks=has_stacks,
         timeline=writer.timeline(),
-        segments=tuple(_segments(reader, segments)),
+        segments=tuple(_segment(reader, segment, live) for segment in segments),
         complete=complete,
+        addresses=np.array(addresses, np.int64),
+        stack_of=np.array([places[id(stack)] for stack in stacks], np.int64),
+        stacks=tuple(stack.frames for stack in different.values()),
+        reserved_changes=tuple(reserved),
         out_of_memory=tuple(failed),
         step_ends=ends.found(),
     )
 
 
-def _unseen(reader: _SnapshotReader, events: list[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
-    """Find frees whose allocation is not in the trace: address, bytes, and the event."""
-    found: list[tuple[int, int, Mapping[str, Any]]] = []
+def _unseen(reader: _SnapshotReader, events: list[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Find frees whose allocation is not in the trace: address and bytes."""
+    found: dict[int, int] = {}
     live: set[int] = set()
     dying: set[int] = set()
     for event in events:
@@ -413,25 +485,26 @@ def _unseen(reader: _SnapshotReader, events: list[Mapping[str, Any]]) -> list[tu
         elif action in _DIED:
             address = reader.whole(event, "addr")
             if address not in live and address not in dying:
-                found.append((address, reader.whole(event, "size"), {"frames": []}))
+                found.setdefault(address, reader.whole(event, "size"))
             live.discard(address)
             (dying.discard if action == "free_completed" else dying.add)(address)
-    return [next(group) for _, group in groupby(sorted(found, key=lambda f: f[0]), key=lambda f: f[0])]
+    return sorted(found.items())
 
 
-def _segments(reader: _SnapshotReader, segments: list[Mapping[str, Any]]) -> Iterator[Segment]:
-    for segment in segments:
-        blocks = segment["blocks"]
-        yield Segment(
-            address=reader.whole(segment, "address", 0),
-            total_bytes=reader.whole(segment, "total_size"),
-            allocated_bytes=sum(b["size"] for b in blocks if b.get("state") in _ALLOCATED),
-            stream=reader.whole(segment, "stream", 0),
-            blocks=len(blocks),
-            free_pieces_bytes=tuple(b["size"] for b in blocks if b.get("state") not in _ALLOCATED),
-            is_expandable=segment.get("is_expandable") is True,
-            is_private=segment.get("segment_pool_id", (0, 0)) not in ((0, 0), [0, 0]),
-        )
+def _segment(reader: _SnapshotReader, segment: Mapping[str, Any], live: Mapping[int, int]) -> Segment:
+    blocks = []
+    for address, size, entry in _blocks(reader, segment):
+        state = entry.get("state")
+        number = live.get(address, PENDING_BLOCK) if state == _ALLOCATED else FREE_BLOCK
+        blocks.append(Block(address=address, nbytes=size, allocation=PENDING_BLOCK if state in _PENDING else number))
+    return Segment(
+        address=reader.whole(segment, "address", 0),
+        total_bytes=reader.whole(segment, "total_size"),
+        stream=reader.whole(segment, "stream", 0),
+        blocks=tuple(blocks),
+        is_expandable=segment.get("is_expandable") is True,
+        is_private=segment.get("segment_pool_id", (0, 0)) not in ((0, 0), [0, 0]),
+    )
 
 
 # facts ----------------------------------------------------------------------------------------------------------------
@@ -448,19 +521,15 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
     at = timeline.start_bytes if moment < 0 else int(timeline.live_bytes[moment])
     label = _where(timeline, moment) if failed is None else failed.label
     steps = step_bounds(device, len(timeline.allocation) if failed is None else moment + 1)
-    pieces = [
-        piece
-        for segment in device.segments
-        if segment.is_split and not segment.is_private
-        for piece in segment.free_pieces_bytes
-    ]
+    split = [segment for segment in device.segments if segment.is_split and not segment.is_private]
+    pieces = [piece for segment in split for piece in segment.free_pieces_bytes]
     return MemoryFacts(
         source=snapshot.name,
         failed=failed is not None,
         asked_bytes=None if failed is None else failed.asked_bytes,
         free_bytes=None if failed is None else failed.free_bytes,
         allocated_bytes=at,
-        unused_bytes=_unused(device, at) if device.segments else None,
+        unused_bytes=(_unused(device, at) if failed else sum(pieces)) if device.segments else None,
         private_bytes=sum(sum(s.free_pieces_bytes) for s in device.segments if s.is_private),
         largest_piece_bytes=max(pieces, default=0) if device.segments else None,
         expandable=_expandable(snapshot, device),
@@ -507,9 +576,6 @@ def _expandable(snapshot: Snapshot, device: DeviceSnapshot) -> bool | None:
 
 def _unused(device: DeviceSnapshot, live_bytes: int) -> int:
     """Bytes reserved and unused at that moment. Segments are from the end: tensors freed since were in use then."""
-    if not device.out_of_memory:
-        split = [segment for segment in device.segments if segment.is_split and not segment.is_private]
-        return sum(sum(segment.free_pieces_bytes) for segment in split)
     allocated = sum(segment.allocated_bytes for segment in device.segments)
     died_since = max(0, live_bytes - device.timeline.end_bytes)
     private = sum(sum(segment.free_pieces_bytes) for segment in device.segments if segment.is_private)
@@ -552,8 +618,7 @@ def _steps(timeline: MemoryTimeline, bounds: list[tuple[int, int]], last_peak: i
         for step, (low, high) in enumerate(bounds)
     ]
     if last_peak is not None and found:
-        last = found[-1]
-        found[-1] = StepBytes(step=last.step, between_bytes=last.between_bytes, peak_bytes=last_peak)
+        found[-1] = replace(found[-1], peak_bytes=last_peak)
     return tuple(found)
 
 

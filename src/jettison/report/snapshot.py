@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 from rich.console import Group, RenderableType
 
 from jettison.core.units import format_bytes, format_percent
+from jettison.diagnose.frames import Frame, is_python
 from jettison.diagnose.snapshot import DeviceSnapshot, Snapshot
 from jettison.memory.timeline import Ints, LabelBytes, MemoryTimeline
 from jettison.report.page import page
@@ -23,6 +24,7 @@ PANELS: Final = (
     "panels/timeline_data.js",
     "panels/timeline_canvas.js",
     "panels/timeline_svg.js",
+    "panels/memory_map.js",
     "panels/memory_timeline.js",
 )
 
@@ -60,10 +62,9 @@ class SnapshotReport:
     def html(self) -> str:
         """One HTML file."""
         both = (self.snapshot,) if self.other is None else (self.snapshot, self.other)
-        timelines = [(f"{one.name}, {d.timeline.title}", d.with_gradients) for one in both for d in one.devices]
         return timelines_page(
             " against ".join(one.name for one in both),
-            timelines,
+            [packed_device(d) | {"name": f"{one.name}, {d.timeline.title}"} for one in both for d in one.devices],
             self.difference,
             names=tuple(one.name for one in both),
         )
@@ -81,27 +82,25 @@ def snapshot_page(snapshot: Snapshot, other: Snapshot | None = None) -> str:
 
 def timelines_page(
     title: str,
-    timelines: list[tuple[str, MemoryTimeline]],
+    timelines: list[dict[str, Any]],
     difference: PeakDifference | None = None,
     *,
     names: tuple[str, ...] = (),
 ) -> str:
-    """A page of timelines by name; where there are two sides, with how they differ."""
+    """A page of packed timelines, each with a ``name``; where there are two sides, with how they differ."""
     changes = [] if difference is None else difference.changes
     data = {
-        "timelines": [packed_timeline(timeline) | {"name": name} for name, timeline in timelines],
+        "timelines": timelines,
         "names": list(names),
-        "changes": [
-            [c.module, c.role, c.before_bytes, c.after_bytes, c.before_count, c.after_count, c.verdict] for c in changes
-        ],
+        "changes": [[*astuple(change), change.verdict] for change in changes],
     }
     return page(f"Memory over time: {title}", intro=_INTRO, scripts=PANELS, data=data, styles=("panels/timeline.css",))
 
 
 _INTRO = (
-    "Bytes that are allocated after each event, stacked by what they are for. Each column is the highest moment that "
-    "it covers; the thin line is the lowest. Point at an allocation, or walk with the keys, to see what it is and how "
-    "long it lives."
+    "Bytes that are allocated after each event, stacked by role. Each column is the highest moment that it covers; the "
+    "thin line is the lowest, the dashed one what is reserved. Click an allocation, or choose one with the arrow keys, "
+    "for its size, its lifetime and its stack."
 )
 
 
@@ -199,7 +198,7 @@ def _difference_table(difference: PeakDifference, before: str, after: str) -> Re
 
 def packed_timeline(timeline: MemoryTimeline) -> dict[str, Any]:
     """Data of `panels/memory_timeline.js`. See NOTE [ Packed timelines ]."""
-    timeline = _in_order(timeline)
+    timeline, _ = _in_order(timeline)
     births = np.cumsum(timeline.is_birth)
     before = int((timeline.born < 0).sum())
     back = np.where(timeline.is_birth, 0, before + births - timeline.allocation)
@@ -223,6 +222,50 @@ def packed_timeline(timeline: MemoryTimeline) -> dict[str, Any]:
         "size_of": _text(size_of),
         "label_of": _text(label_of),
     }
+
+
+def packed_device(device: DeviceSnapshot) -> dict[str, Any]:
+    """Data of a recorded device: its timeline, and where allocations lie. See NOTE [ Packed timelines ]."""
+    _, order = _in_order(device.timeline)
+    last = len(device.timeline.allocation) - 1
+    addresses, address_of = _by_frequency(device.addresses[order])
+    number = np.argsort(order)
+    frames, nodes, ends = _stack_tree(device.stacks)
+    memory = {
+        "addresses": addresses.tolist(),
+        "address_of": _text(address_of),
+        "frames": [[*frame, int(is_python(frame))] for frame in frames],
+        "nodes": nodes,
+        "ends": ends,
+        "stack_of": _text(device.stack_of[order]),
+        "segments": [
+            [
+                *(one.address, one.total_bytes, one.stream, int(one.is_private), int(one.is_expandable)),
+                [[b.nbytes, int(number[b.allocation]) if b.allocation >= 0 else b.allocation] for b in one.blocks],
+            ]
+            for one in device.segments
+        ],
+        "changes": [
+            [min(one.event, last), one.address, one.nbytes, int(one.is_mapped)] for one in device.reserved_changes
+        ],
+    }
+    return packed_timeline(device.with_gradients) | {"memory": memory}
+
+
+def _stack_tree(stacks: Sequence[tuple[Frame, ...]]) -> tuple[list[Frame], list[list[int]], list[int]]:
+    """Frames, nodes of a tree as the node outside (-1: none) and a frame, and each stack's innermost node.
+
+    Stacks of a step share most of their outer frames.
+    """
+    frames: dict[Frame, int] = {}
+    nodes: dict[tuple[int, int], int] = {}
+    ends = []
+    for stack in stacks:
+        node = -1
+        for frame in reversed(stack):
+            node = nodes.setdefault((node, frames.setdefault(frame, len(frames))), len(nodes))
+        ends.append(node)
+    return list(frames), [list(key) for key in nodes], ends
 
 
 def varints(values: Ints) -> bytes:
@@ -253,23 +296,15 @@ def _by_frequency(values: Ints) -> tuple[Ints, Ints]:
     return different[order], rank[places] if len(values) else places
 
 
-def _in_order(timeline: MemoryTimeline) -> MemoryTimeline:
-    """With allocations numbered as they are born."""
+def _in_order(timeline: MemoryTimeline) -> tuple[MemoryTimeline, Ints]:
+    """The timeline with allocations numbered as they are born, and the number before of each."""
     order = np.argsort(timeline.born, kind="stable")
-    if (order == np.arange(len(order))).all():
-        return timeline
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    return MemoryTimeline(
-        title=timeline.title,
+    return replace(
+        timeline,
         nbytes=timeline.nbytes[order],
         label_of=timeline.label_of[order],
-        labels=timeline.labels,
-        allocation=rank[timeline.allocation],
-        is_birth=timeline.is_birth,
-        time_ns=timeline.time_ns,
-        marks=timeline.marks,
-    )
+        allocation=np.argsort(order)[timeline.allocation],
+    ), order
 
 
 # peaks of two timelines -----------------------------------------------------------------------------------------------
@@ -343,19 +378,10 @@ def compare_timelines(before: MemoryTimeline, after: MemoryTimeline) -> PeakDiff
     old = by_module_and_role(before.shares(before.peak_event))
     new = by_module_and_role(after.shares(after.peak_event))
     changes = []
-    for key in {**old, **new}:
-        before_bytes, before_count = old.get(key, (0, 0))
-        after_bytes, after_count = new.get(key, (0, 0))
-        changes.append(
-            PeakChange(
-                module=key[0],
-                role=key[1],
-                before_bytes=before_bytes,
-                after_bytes=after_bytes,
-                before_count=before_count,
-                after_count=after_count,
-            )
-        )
+    for module, role in {**old, **new}:
+        (had, of), (has, now) = old.get((module, role), (0, 0)), new.get((module, role), (0, 0))
+        one = PeakChange(module=module, role=role, before_bytes=had, after_bytes=has, before_count=of, after_count=now)
+        changes.append(one)
     changes.sort(key=lambda change: (-abs(change.change_bytes), -change.after_bytes, change.module, change.role))
     return PeakDifference(
         before_peak_bytes=before.peak_bytes, after_peak_bytes=after.peak_bytes, changes=tuple(changes)

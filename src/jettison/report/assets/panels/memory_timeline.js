@@ -14,18 +14,21 @@
   };
 
   const timeline = (source, place) => {
-    const data = J.timeline.read(source), key = (name) => `${name}${place || ""}`;
+    const data = J.timeline.read(source), memory = J.timeline.memory(data);
+    data.reserves = memory;
+    const key = (name) => `${name}${place || ""}`;
     const by = J.select({ key: key("by"), label: "stacked by", options: ["role", "module"], value: "role" });
     const axis = J.select({ key: key("axis"), label: "across", options: [{ value: "event", label: "events" }, { value: "time", label: "time" }], value: "event" });
     const canvas = el("canvas", {
       class: "main", tabindex: "0", role: "application", "aria-roledescription": "timeline",
-      "aria-label": `${source.name}: bytes allocated over time. Left and right move, plus and minus zoom, comma and full stop go to the event before and after, up and down choose an allocation, P goes to the peak, 0 shows everything`,
+      "aria-label": `${source.name}: bytes allocated over time. Left and right move, plus and minus zoom, comma and full stop go to the event before and after, up and down choose an allocation, Enter goes to its stack, P goes to the peak, 0 shows everything`,
     });
     const view = J.timeline.canvas(canvas, data), read = el("p", { class: "read caption" });
     const live = el("p", { class: "unseen", "aria-live": "polite" });
     const legend = el("ul", { class: "legend" }), rows = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `What is allocated at one event of ${source.name}` });
     const id = `timeline-${place}`, title = el("h2", { id: `${id}-title` }, source.name);
     const button = (text, label, act) => el("button", { type: "button", "aria-label": label, onclick: act }, text);
+    const one = el("div", { class: "allocation", tabindex: "-1", role: "region", "aria-label": `The chosen allocation of ${source.name}`, hidden: true });
     const details = el("details", { open: true }, el("summary", {}, ""), rows);
     const node = el(
       "section", { class: "figure timeline", id, "aria-labelledby": title.id }, title,
@@ -34,12 +37,18 @@
         button("◀", "Earlier", () => pan(-0.25)), button("▶", "Later", () => pan(0.25)),
         button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)),
         button("all", "Show everything", () => whole()), button("peak", "Go to the peak", () => toPeak()),
+        button("end", "Go to the end", () => to_event(data.events - 1)),
         button("SVG", `Save ${source.name} as SVG`, () => J.save.download(`${id}.svg`, new Blob([svg()], { type: "image/svg+xml" }))),
         button("PNG", `Save ${source.name} as PNG`, async () => J.save.download(`${id}.png`, await J.save.pngBlob(svg()))),
         button("CSV", `Save what is allocated at the chosen event of ${source.name} as CSV`, () => J.save.download(`${id}.csv`, new Blob([J.save.csv({ columns: COLUMNS, rows: data.rows(cursor) })], { type: "text/csv" })))),
-      read, live, details,
+      read, live, one, details,
     );
     document.querySelector("main").append(node);
+    const map = memory && J.timeline.map({
+      data, memory, view, place, name: source.name, groups: () => groups(), describe: (number) => describe(data, number),
+      choose: (number) => to_event(cursor, number),
+    });
+    if (map) node.after(map.node);
 
     const grouping = new Map();
     const groups = () => {
@@ -50,12 +59,12 @@
       }
       return grouping.get(how);
     };
-    let [from, to] = view.span(axis.value()), cursor = data.peak_event, chosen = null, frames = 0;
+    let [from, to] = view.span(axis.value()), cursor = data.peak_event, chosen = null, pointed = null, frames = 0;
     const wanted = () => ({ axis: axis.value(), from, to });
     const svg = () => J.timeline.svg(data, view, groups(), wanted(), source.name);
     const draw = () => {
       const began = performance.now();
-      view.draw(wanted(), groups(), { cursor, chosen });
+      view.draw(wanted(), groups(), { cursor, chosen: pointed ?? chosen });
       canvas.dataset.ms = (performance.now() - began).toFixed(1);
       canvas.dataset.draws = frames += 1;
     };
@@ -98,10 +107,38 @@
       return `Event ${J.format.grouped(event)}, ${J.format.seconds(data.time[event] / 1e9)}: ${sign}${J.format.bytes(data.nbytes[number])} ${[module, role].filter(Boolean).join(", ")}; then ${after}.`;
     };
     const tabulate = () => {
-      const found = data.rows(cursor), rest = found.slice(100);
+      const found = data.rows(cursor).map(([module, ...row]) => [module || "no stack", ...row]), rest = found.slice(100);
       details.firstChild.textContent = `Allocated after event ${J.format.grouped(cursor)}${cursor === data.peak_event ? ", the peak" : ""}: ${J.format.exact(data.after(cursor))}`;
       if (rest.length) found.splice(100, rest.length, [`${rest.length} more`, "", d3.sum(rest, (row) => row[2]), d3.sum(rest, (row) => row[3])]);
       rows.replaceChildren(J.table({ columns: COLUMNS, rows: found }));
+    };
+    const cpp = J.toggle({ key: key("cpp"), label: "C++ frames" });
+    const show = () => { // all of one allocation, and its stack
+      one.hidden = chosen === null;
+      if (chosen === null) return;
+      const born = data.born[chosen], died = data.died[chosen], [module, role, site] = data.labels[data.labelOf[chosen]];
+      const when = (event) => `event ${J.format.grouped(event)}, ${J.format.seconds(data.time[event] / 1e9)}`;
+      const facts = [
+        ["allocation", [module, role].filter(Boolean).join(", ") || "no stack"], ["site", site === module ? "" : site], ["size", J.format.exact(data.nbytes[chosen])],
+        ["allocated", born < 0 ? "before the first event" : when(born)],
+        ["freed", died >= data.events ? "not before the end" : `${when(died)}${born < 0 ? "" : `: after ${J.format.seconds((data.time[died] - data.time[born]) / 1e9)}`}`],
+      ];
+      if (memory) {
+        const from = memory.address(chosen);
+        facts.splice(3, 0, ["addresses", `0x${from.toString(16)} to 0x${(from + memory.blockOf(chosen)).toString(16)}, a block of ${J.format.exact(memory.blockOf(chosen))}`]);
+      }
+      const stack = memory?.stack(chosen) ?? [], python = stack.filter((frame) => frame[3]), listed = cpp.value() || !python.length ? stack : python;
+      one.replaceChildren(
+        el("dl", { class: "facts" }, facts.filter(([, text]) => text).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)])),
+        ...(memory ? [
+          el("div", { class: "controls" }, stack.length ? `Stack, the innermost frame first: ${python.length} of Python, ${stack.length - python.length} of C++` : "It has no stack.", python.length && python.length < stack.length ? cpp.node : null),
+          el("ol", { class: "scroll stack", tabindex: "0", role: "list", "aria-label": "Stack" }, listed.map(([name, file, line, own]) => el("li", { class: own ? null : "cpp" }, own || line ? `${file}:${line} ` : "", el("code", {}, name)))),
+        ].filter((part) => stack.length || part.tagName !== "OL") : []),
+      );
+    };
+    const amounts = () => {
+      const levels = groups().levels(cursor, new Float64Array(groups().count));
+      legend.querySelectorAll("output").forEach((output, group) => (output.textContent = J.format.bytes(group < levels.length ? levels[group] : memory.reserved(cursor))));
     };
     const to_event = (event, allocation = null) => {
       cursor = Math.max(-1, Math.min(data.events - 1, event));
@@ -109,6 +146,9 @@
       const at = placeOf(cursor);
       if (at < from || at > to) move(at - (to - from) / 2, at + (to - from) / 2);
       say(allocation === null ? moment(cursor) : `${moment(cursor)} ${describe(data, allocation)}`);
+      show();
+      amounts();
+      map?.show(cursor, chosen);
       tabulate();
       keep();
       soon();
@@ -130,7 +170,7 @@
       "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1 / 0.7), 0: whole, p: toPeak, P: toPeak,
       Home: () => move(view.span(axis.value())[0], view.span(axis.value())[0] + to - from),
       End: () => move(view.span(axis.value())[1] - (to - from), view.span(axis.value())[1]),
-      ",": () => to_event(cursor - 1), ".": () => to_event(cursor + 1), ArrowUp: () => choose(1), ArrowDown: () => choose(-1),
+      ",": () => to_event(cursor - 1), ".": () => to_event(cursor + 1), ArrowUp: () => choose(1), ArrowDown: () => choose(-1), Enter: () => one.focus(),
     };
     canvas.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
@@ -160,9 +200,9 @@
       if (!drag) {
         const hit = view.at(x, y);
         if (hit && hit.event !== undefined) read.textContent = hit.allocation === null ? moment(hit.event) : describe(data, hit.allocation);
-        const before = chosen;
-        chosen = hit?.allocation ?? null;
-        if (before !== chosen) soon();
+        const before = pointed;
+        pointed = hit?.allocation ?? null;
+        if (before !== pointed) soon();
         return;
       }
       drag.moved ||= Math.abs(x - drag.x) > 3;
@@ -191,8 +231,10 @@
       legend.replaceChildren(...groups().names.map((name, i) => {
         const tile = el("canvas", { width: 40, height: 28, "aria-hidden": "true" });
         view.swatch(tile, i);
-        return el("li", {}, tile, name);
-      }));
+        return el("li", {}, tile, name, el("output"));
+      }), ...(memory ? [el("li", {}, el("span", { class: "dashed", "aria-hidden": "true" }), "reserved", el("output"))] : []));
+      amounts();
+      map?.refresh();
     };
     const fromState = () => {
       const [least, most] = view.span(axis.value());
@@ -208,6 +250,7 @@
         whole();
       }
       if (changed.has(key("by"))) explain();
+      if (changed.has(key("cpp"))) show();
       if (changed.has(key("axis")) || changed.has(key("by"))) draw();
     });
     const fit = () => {

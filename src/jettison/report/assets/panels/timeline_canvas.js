@@ -100,9 +100,10 @@ J.timeline.canvas = (canvas, data) => {
     return { tops, low, picked };
   };
 
+  const reserves = data.reserves ?? null, highest = Math.max(1, data.peak_bytes, reserves?.most ?? 0) * 1.04;
   const draw = (view, groups, { cursor = null, chosen = null } = {}) => {
     const box = plot(), { ratio } = paints, wide = Math.floor(box.w), found = columns(view, groups, wide);
-    const highest = Math.max(1, data.peak_bytes) * 1.04, y = (bytes) => box.y + box.h * (1 - bytes / highest);
+    const y = (bytes) => box.y + box.h * (1 - bytes / highest);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.fillStyle = paints.paper;
     context.fillRect(0, 0, width, height);
@@ -113,18 +114,19 @@ J.timeline.canvas = (canvas, data) => {
       context.fillStyle = paints.soft;
       context.fillText(J.format.tick(tick), box.x - 7, y(tick));
     }
-    raster(found, groups, box, highest, wide);
+    raster(found, groups, box, wide);
     if (chosen !== null) outline(view, groups, chosen, box, y, wide, found);
+    if (reserves) line(found, box, y, wide);
     axis(view, box);
     marks(view, box);
     if (cursor !== null) rule(position(view, cursor, box), box, paints.ink, [], "");
     rule(position(view, data.peak_event, box), box, paints.limit, [4, 3], `peak ${J.format.bytes(data.peak_bytes)}`);
     drawStrip(view);
-    shown = { view, groups, found, box, wide, highest };
+    shown = { view, groups, found, box, wide };
   };
 
   // The stack, pixel by pixel: filling patterns along outlines of a thousand columns takes a canvas many times as long.
-  const raster = (found, groups, box, highest, wide) => {
+  const raster = (found, groups, box, wide) => {
     const { ratio, fills, solid, pixels: [paper, line, ink] } = paints;
     const w = wide * ratio, h = Math.round(box.h * ratio), size = 8 * ratio;
     if (!image || image.width !== w || image.height !== h) image = context.createImageData(w, h);
@@ -165,8 +167,21 @@ J.timeline.canvas = (canvas, data) => {
     context.textAlign = left ? "right" : "left";
     if (text) context.fillText(text, x + (left ? -5 : 5), box.y - 12);
   };
+  const line = (found, box, y, wide) => {
+    context.strokeStyle = paints.ink;
+    context.lineWidth = 1.4;
+    context.setLineDash([6, 3]);
+    context.beginPath();
+    for (let x = 0; x < wide; x += 1) context.lineTo(box.x + x, y(reserves.reserved(found.picked[x])));
+    context.stroke();
+    context.setLineDash([]);
+  };
   const axis = (view, box) => {
     const count = Math.max(2, Math.floor(box.w / 110)), seconds = view.axis === "time";
+    context.fillStyle = paints.ink;
+    context.textAlign = "right";
+    context.fillText("allocated", box.x - 7, box.y - 12);
+    context.fillText(seconds ? "time" : "event", box.x - 7, box.y + box.h + 13);
     context.textAlign = "center";
     context.fillStyle = paints.soft;
     for (const tick of d3.ticks(view.from, view.to, count)) {
@@ -242,7 +257,7 @@ J.timeline.canvas = (canvas, data) => {
       const [from, to] = span(shown.view.axis);
       return { overview: from + ((px - low.x) / low.w) * (to - from) };
     }
-    const { box, wide, found, highest, groups } = shown, x = Math.max(0, Math.min(wide - 1, Math.floor(px - box.x)));
+    const { box, wide, found, groups } = shown, x = Math.max(0, Math.min(wide - 1, Math.floor(px - box.x)));
     const event = found.picked[x], bytes = (1 - (py - box.y) / box.h) * highest;
     const group = found.tops.findIndex((top) => bytes < top[x]);
     if (group < 0 || bytes < 0) return { event, allocation: null };
@@ -258,5 +273,6 @@ J.timeline.canvas = (canvas, data) => {
     pen.fillStyle = pen.createPattern(paints.fills[index % 8].tile, "repeat");
     pen.fillRect(0, 0, tile.width, tile.height);
   };
-  return { draw, columns, resize, restyle, at, span, swatch, plot: () => plot() };
+  const fill = (pen, index) => pen.createPattern(paints.fills[index % 8].tile, "repeat");
+  return { draw, columns, resize, restyle, at, span, swatch, fill, plot: () => plot() };
 };

@@ -2,17 +2,17 @@
 // A stretch of a timeline as a vector drawing, for files: what the canvas shows, with its legend, column by column.
 J.timeline.svg = (data, view, groups, stretch, title) => {
   const WIDE = 900, PLACES = 2, scale = (stretch.to - stretch.from) / WIDE, seconds = stretch.axis === "time" ? 1e9 : 1;
-  const { tops, low } = view.columns(stretch, groups, WIDE);
+  const { tops, low, picked } = view.columns(stretch, groups, WIDE);
   const at = (column) => (stretch.from + (column + 0.5) * scale) / seconds;
   const peak = (seconds > 1 ? data.time[data.peak_event] : data.peak_event) / seconds;
-  const highest = Math.max(1, data.peak_bytes) * 1.04;
+  const highest = Math.max(1, data.peak_bytes, data.reserves?.most ?? 0) * 1.04;
   // columns where one of two series changes, and those before them: steps need no others
   const turns = (...series) => d3.range(WIDE).filter((c) => c === 0 || c === WIDE - 1 || series.some((s) => s[c] !== s[c - 1] || s[c] !== s[c + 1]));
   const zero = new Float64Array(WIDE);
   const drawn = J.plot({
     width: 1080, height: 460, marginBottom: 44,
     x: { label: seconds > 1 ? "seconds" : "event", domain: [stretch.from / seconds, stretch.to / seconds], tickFormat: seconds > 1 ? J.format.seconds : J.format.grouped },
-    y: J.byteAxis("bytes allocated", highest, 5),
+    y: J.byteAxis(data.reserves ? "bytes allocated; dashed: reserved" : "bytes allocated", highest, 5),
     marks: [
       groups.names.map((_, g) => {
         const below = g ? tops[g - 1] : zero;
@@ -21,6 +21,7 @@ J.timeline.svg = (data, view, groups, stretch, title) => {
         });
       }),
       Plot.lineY(turns(low), { x: at, y: (c) => low[c], curve: "step", stroke: "currentColor", strokeWidth: 0.6 }),
+      data.reserves ? Plot.lineY(d3.range(WIDE), { x: at, y: (c) => data.reserves.reserved(picked[c]), curve: "step", stroke: "currentColor", strokeDasharray: "6 3" }) : [],
       peak >= stretch.from / seconds && peak <= stretch.to / seconds
         ? [
             Plot.ruleX([peak], { stroke: "var(--limit)", strokeDasharray: "4 3" }),
