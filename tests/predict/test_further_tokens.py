@@ -119,7 +119,7 @@ def test_a_search_has_them_on_the_last_stage() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"kernels": "pytorch"}, "only Megatron-Core builds them"),
+        ({"kernels": "pytorch"}, "whose code does not build them: give --kernels megatron"),
         ({"loss": "chunked"}, "give vocab-parallel, native or te"),
     ],
 )

@@ -162,7 +162,7 @@ def test_parts_run_again_and_take_time() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"recompute_modules": "mlp", "kernels": "pytorch"}, "only Megatron-Core"),
+        ({"recompute_modules": "mlp", "kernels": "pytorch"}, "whose code has none: give --kernels megatron"),
         ({"recompute_modules": "gdn_norm_out"}, "expected some of core_attn"),
         ({"recompute_modules": "mla_up_proj"}, "which no layer of dense has"),
         ({"recompute_modules": "moe_act"}, "which no layer of dense has"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jettison.spec.kernels import kernel_names, kernels
+from jettison.spec.frameworks import named
+from jettison.spec.kernels import kernels
 
-KERNELS = {name: kernels(name) for name in kernel_names()}
+KERNELS = {name: kernels(name) for name in named("kernels")}
 MEGATRON, PYTORCH, HUGGINGFACE = KERNELS["megatron"], KERNELS["pytorch"], KERNELS["huggingface"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jettison.core.objects import Same
+from jettison.spec.frameworks import named
 
 # names in bytecode ----------------------------------------------------------------------------------------------------
 
@@ -149,10 +150,8 @@ _WIDE_BUILTINS = {**dict.fromkeys(("exec", "eval", "__import__"), Wide.MODULES),
 
 
 _LIBRARIES = (
-    *("torch", "numpy", "jettison", "transformers", "_pytest", "pytest"),
-    *("accelerate", "peft", "trl", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
-    *("datasets", "filelock", "fsspec", "huggingface_hub", "jinja2", "markupsafe", "packaging", "safetensors"),
-    *("tokenizers", "tqdm", "yaml"),
+    *("torch", "numpy", "jettison", "_pytest", "pytest", *named("packages")),
+    *("filelock", "fsspec", "jinja2", "markupsafe", "packaging", "safetensors", "tqdm", "yaml"),
     *("pandas", "pyarrow", "polars", "scipy", "sklearn", "matplotlib", "PIL"),
 )
 """Packages whose globals are not walked: half a second for each block of a model with adapters (20,000 values)."""

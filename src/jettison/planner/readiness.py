@@ -23,6 +23,7 @@ from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign
 from jettison.runtime.compiled import check_compiler
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.structure import refuse_checkpointing
+from jettison.spec.frameworks import named
 
 BLOCKS: Final = "blocks"
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -277,7 +278,7 @@ def as_one(optimizer: Optimizers) -> torch.optim.Optimizer | None:
     return JointOptimizer([_own(one) for one in optimizer])
 
 
-_WRAP: Final = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+_WRAP: Final = frozenset(name for name, package in named("packages").items() if package.get("wraps_optimizers"))
 """Libraries whose ``prepare``, ``setup`` or ``optimizers()`` return a wrapper without state. Its step may wait for the
 last of several micro-batches (accelerate/optimizer.py), and some cannot be copied (Lightning's ``__getattr__``,
 lightning/pytorch/core/optimizer.py).

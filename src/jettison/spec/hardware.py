@@ -361,7 +361,7 @@ def _stacks(
 ) -> tuple[SoftwareStack, ...]:
     """Software stacks of a file, with the file's figures as defaults."""
     if not isinstance(section, dict):
-        raise UsageError(f"{who}: got stacks = {section}; expected sections such as [stacks.nemo]")
+        raise UsageError(f"{who}: got stacks = {section}; expected sections such as [stacks.NAME]")
     found = []
     for name, table in section.items():
         where = f"{who}, section [stacks.{name}]"

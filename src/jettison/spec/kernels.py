@@ -270,9 +270,9 @@ def typed(fields: dict[str, Any]) -> dict[str, Any]:
     return {key: _TYPES[key](value) if key in _TYPES else value for key, value in fields.items()}
 
 
-def kernel_names() -> tuple[str, ...]:
-    """Names of all kernel sets."""
-    return tuple(named("kernels"))
+def sets_with(choice: str) -> str:
+    """Names of the kernel sets that have a choice, for messages."""
+    return " or ".join(name for name in named("kernels") if getattr(kernels(name), choice))
 
 
 @cache

@@ -16,6 +16,7 @@ from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import non_defaults
+from jettison.spec.frameworks import named
 from jettison.spec.model import (
     Attention,
     LatentAttention,
@@ -204,7 +205,7 @@ class Layout:
         if self.schedule is Schedule.ZERO_BUBBLE_V:
             self._check_v()
         if self.stage_buffers and self.keeps_received:
-            raise UsageError("got --stage-buffers, which torch has, and --keep-received, which Megatron has; give one")
+            raise UsageError("got --stage-buffers and --keep-received, which are of two frameworks; give one of them")
         self._check_experts()
         if self.expert_shards * self.zero_replicas < 1 or (self.dp * self.cp // self.ep) % self.zero_replicas:
             raise UsageError(
@@ -221,8 +222,8 @@ class Layout:
             )
         if self.keeps_received or self.keeps_stage_outputs:
             raise UsageError(
-                f"got the schedule {self.schedule} with --keep-received or --keep-stage-outputs, which are Megatron's; "
-                "expected --stage-buffers, which is torch's, or none"
+                f"got the schedule {self.schedule} with --keep-received or --keep-stage-outputs, which other "
+                "frameworks have; expected --stage-buffers, or none"
             )
 
     def _check_groups(self) -> None:
@@ -544,11 +545,6 @@ def exchange_misfit(layout: Layout, model: ModelSpec) -> str:
 # Uneven layers of pipeline stages: values of --stage-layers -----------------------------------------------------------
 
 
-EXPECTED = (
-    "layers of each stage (5,4,4,3), of the first and the last (first:3,last:5), Megatron's Et*5|t*4|t*4|t*3L, or "
-    "nanotron"
-)
-BY_COST = "nanotron"
 _LETTERS = "EtmL"
 _MOST_ITEMS = 1 << 16
 """Upper limit of a layout string's length with its repetitions expanded, far above any model's."""
@@ -561,13 +557,13 @@ def cut_of(text: str, model: ModelSpec, *, pp: int, virtual: int) -> tuple[int, 
         UsageError: of `stage_layers` or `stages_by_cost`, or a model or pipeline that nanotron does not have.
     """
     layers = model.depth - model.further
-    if text != BY_COST:
+    if text not in named("stage_rules"):
         return stage_layers(text, layers=layers, chunks=pp * virtual, further=model.further)
     first = model.layers[0]
     if not (isinstance(first, Layer) and isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)):
-        raise UsageError(f"got --stage-layers {BY_COST}; its rule is for dense Llamas, and {model.name} is none")
+        raise UsageError(f"got --stage-layers {text}; its rule is for dense Llamas, and {model.name} is none")
     if virtual > 1:
-        raise UsageError(f"got --stage-layers {BY_COST} with --virtual-stages {virtual}; {BY_COST} does not have them")
+        raise UsageError(f"got --stage-layers {text} with --virtual-stages {virtual}; {text} does not have them")
     h, heads = model.hidden, first.attention.heads
     layer_cost = 4 * heads * (h // heads) * h + 3 * first.mlp.ffn * h
     return stages_by_cost(layers=layers, layer_cost=layer_cost, head_cost=model.vocab * h, stages=pp)
@@ -595,7 +591,10 @@ def stage_layers(text: str, *, layers: int, chunks: int, further: int = 0) -> tu
     elif re.fullmatch(rf"[{_LETTERS}|()*\d,]+", text):
         found = _pattern(text, further)
     else:
-        raise UsageError(f"got --stage-layers {text!r}; expected {EXPECTED}")
+        raise UsageError(
+            f"got --stage-layers {text!r}; expected layers of each stage (5,4,4,3), of the first and the last "
+            f"(first:3,last:5), a layout string such as Et*5|t*4|t*4|t*3L, or {', '.join(named('stage_rules'))}"
+        )
     check_stage_layers(found, layers=layers, chunks=chunks)
     return found
 
@@ -625,8 +624,8 @@ def stages_by_cost(*, layers: int, layer_cost: int, head_cost: int, stages: int)
             stage += 1
     if stage != stages - 1:
         raise UsageError(
-            f"--stage-layers {BY_COST} puts the head on stage {stage} of 0 to {stages - 1} and the loss on the next, "
-            "which is not modelled: give the layers of each stage, or fewer stages"
+            f"this rule of --stage-layers puts the head on stage {stage} of 0 to {stages - 1} and the loss on the "
+            "next, which is not modelled: give the layers of each stage, or fewer stages"
         )
     return tuple(counts)
 

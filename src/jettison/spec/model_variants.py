@@ -17,7 +17,7 @@ from typing import Final
 
 from jettison.core.errors import UsageError
 from jettison.spec.fp8 import RECIPES, WIDE, Fp8Recipe, Library, Rule
-from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.kernels import Kernels, Loss, sets_with
 from jettison.spec.model import AnyLayer, Arrangement, Attention, Layer, ModelSpec
 
 ALL: Final = "*"
@@ -46,9 +46,9 @@ def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool 
     last = _pattern(model) or model.layers[-1]
     why = ""
     if not kernels.builds_mtp:
-        why = f"with --kernels {kernels.name}; only Megatron-Core builds them: give --kernels megatron"
+        why = f"with --kernels {kernels.name}, whose code does not build them: give --kernels {sets_with('builds_mtp')}"
     elif kernels.loss in _WITHOUT_LOGITS:
-        why = f"with --loss {kernels.loss}, which Megatron-Core does not have; give vocab-parallel, native or te"
+        why = f"with --loss {kernels.loss}, which the framework does not have; give vocab-parallel, native or te"
     elif not isinstance(last, Layer) or last.arrangement is not Arrangement.PRE or model.final_norm is None:
         why = f"and {model.name}, whose layers are not pre-norm with a final norm"
     elif last.lone or (last.scan is not None) or (not _pattern(model) and any(map(_mixes, model.described))):
@@ -87,7 +87,8 @@ def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
         UsageError: another format, an unknown recipe, or layers that the model does not have.
     """
     if recipe.library is not Library.TE:
-        raise UsageError(f"got --quant-recipe with {recipe.library}'s recipe {recipe.name}; give --kernels megatron")
+        instead = f"give --kernels {sets_with('te_products')}"
+        raise UsageError(f"got --quant-recipe with {recipe.library}'s recipe {recipe.name}; {instead}")
     own = model.depth - model.further
     wide: set[int] = set()
     rules: list[Rule] = []

@@ -9,7 +9,7 @@ from math import isqrt
 from typing import Final
 
 from jettison.core.errors import UsageError
-from jettison.spec.kernels import Kernels
+from jettison.spec.kernels import Kernels, sets_with
 from jettison.spec.model import Attention, LatentAttention, Mlp, ModelSpec, Moe
 
 # lists of modules -----------------------------------------------------------------------------------------------------
@@ -61,8 +61,8 @@ def check_parts(model: ModelSpec, kernels: Kernels, names: Iterable[str], *, own
     """
     if not kernels.module_lists:
         raise UsageError(
-            f"got lists of modules with --kernels {kernels.name}; only Megatron-Core has them: give --kernels "
-            "megatron or --like megatron-0.19, or another mode of --recompute"
+            f"got lists of modules with --kernels {kernels.name}, whose code has none: give --kernels "
+            f"{sets_with('module_lists')}, or another mode of --recompute"
         )
     there = _there(model, kernels, own_norms=own_norms)
     for name in names:

@@ -12,7 +12,17 @@ from jettison.core.errors import UsageError
 from jettison.core.objects import summary
 from jettison.spec.anchor import RunAnchor
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
-from jettison.spec.kernels import WORKSPACES, ContextExchange, Device, Documents, Kernels, Loss, Scans, Workspaces
+from jettison.spec.kernels import (
+    WORKSPACES,
+    ContextExchange,
+    Device,
+    Documents,
+    Kernels,
+    Loss,
+    Scans,
+    Workspaces,
+    sets_with,
+)
 from jettison.spec.layout import GradientSync, Layout, exchange_misfit
 from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, ModelSpec, Moe, Pooling, SelectiveScan
 from jettison.spec.precision import (
@@ -310,7 +320,7 @@ def _pairs(run: Run) -> Iterator[str]:
         )
     if run.layout.tp * run.layout.cp > 1:
         ways = f"--tp {run.layout.tp}" if run.layout.tp > 1 else f"--cp {run.layout.cp}"
-        yield f"got --loss dpo with {ways}; TRL does not shard its head: give another --loss"
+        yield f"got --loss dpo with {ways}; its head is not sharded: give another --loss"
 
 
 def _packed(run: Run) -> Iterator[str]:
@@ -322,14 +332,14 @@ def _packed(run: Run) -> Iterator[str]:
     scans = [layer.scan.words for layer in run.model.described if layer.scan is not None]
     if scans:
         yield (
-            f"got --packed; layers of {run.model.name} have a {scans[0]}, whose state transformers' code carries "
-            "from one document to the next: drop --packed"
+            f"got --packed; layers of {run.model.name} have a {scans[0]}, whose state is carried from one document to "
+            "the next: drop --packed"
         )
     if run.layout.cp > 1:
         yield f"got --packed with --cp {run.layout.cp}; documents across ranks are not modelled: give --cp 1"
     if run.kernels.model_code and run.kernels.documents is Documents.VARLEN and run.micro_batch > 1:
         yield (
-            f"got --packed with --micro-batch {run.micro_batch}; with flash-attn transformers packs one row only "
+            f"got --packed with --micro-batch {run.micro_batch}; with flash-attn the model's code packs one row only "
             "(modeling_flash_attention_utils.py, _is_packed_sequence): --micro-batch 1 and a longer --seq"
         )
 
@@ -386,7 +396,7 @@ def _narrow_base(run: Run) -> Iterator[str]:
     if recipe is None or recipe.library is not Library.TE:
         yield (
             f"got --lora with --precision {run.precision.name}; both are modelled for TransformerEngine only: give "
-            "--kernels megatron and --fp8-recipe, or --precision bf16"
+            f"--kernels {sets_with('te_products')} and --fp8-recipe, or --precision bf16"
         )
     elif tuning.base is not Base.PLAIN or run.layout.zero == 3:
         what = f"--base {tuning.base}" if tuning.base is not Base.PLAIN else "--zero 3"
@@ -411,8 +421,8 @@ def _parts(run: Run) -> Iterator[str]:
     scans = [layer.scan.words for layer in model.described if layer.scan is not None]
     if scans and run.layout.tp > 1 and not (run.kernels.shares_scans and run.kernels.scans is Scans.FUSED):
         yield (
-            f"got --tp {run.layout.tp}; layers of {model.name} have a {scans[0]}, whose heads "
-            "only Megatron-Core shards: give --kernels megatron with --ssm-kernels fused, or drop --tp"
+            f"got --tp {run.layout.tp}; layers of {model.name} have a {scans[0]}, whose heads only other kernels "
+            f"shard: give --kernels {sets_with('shares_scans')} with --ssm-kernels fused, or drop --tp"
         )
     if names := (*run.recompute.modules, *run.recompute.sent):
         check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))
@@ -488,9 +498,10 @@ def _recipe(run: Run) -> Iterator[str]:
     elif recipe.library is Library.TE and run.layout.zero == 3:
         why = "with --zero 3; FSDP's all-gather of TransformerEngine's weights is not modelled: give --zero 1"
     elif recipe.library is Library.TORCHAO and any(layer.experts for layer in run.model.kinds):
-        why = f"and {run.model.name}, whose experts are not torchao's linear layers; give --kernels megatron"
+        instead = f"give --kernels {sets_with('te_products')}"
+        why = f"and {run.model.name}, whose experts are not torchao's linear layers; {instead}"
     elif names:
-        why = f"with the module {min(names)}, under which Megatron saves other inputs; drop the module"
+        why = f"with the module {min(names)}, under which layers save other inputs; drop the module"
     else:
         misfit = recipe_misfit(recipe, run.model, run.layout, seq=run.seq, micro_batch=run.micro_batch)
         why = f"where {misfit}" if misfit else ""
@@ -617,7 +628,7 @@ def check_scans(model: ModelSpec, kernels: Kernels) -> None:
         )
     if kernels.scans is Scans.FUSED and any(isinstance(scan, SelectiveScan) for scan in scans):
         raise UsageError(
-            f"got --ssm-kernels fused; mamba-ssm's selective scan, of {model.name}, is not modelled: give written"
+            f"got --ssm-kernels fused; the fused kernel of {model.name}'s scans is not modelled: give written"
         )
 
 
