@@ -307,7 +307,7 @@ def test_scans_are_asked_for_where_there_are_some() -> None:
 
     assert asked("qwen3_5_text", "fused") == "fused"
     assert asked("jamba", "written") == "written"
-    with pytest.raises(UsageError, match="got --ssm-kernels fused; mamba-ssm's selective scan, of tiny,"):
+    with pytest.raises(UsageError, match="got --ssm-kernels fused; the fused kernel of tiny's scans"):
         asked("jamba", "fused")
     with pytest.raises(UsageError, match="got --ssm-kernels fused; tiny has no state-space or linear-attention layer"):
         asked("llama", "fused")

@@ -14,7 +14,7 @@
     [reached]                       # efficiencies of large kernels and transfers: see `Reached`
     [microseconds]                  # latencies: see `Delays`
     [edges]                         # fp32 = [52, 80, 57]: see `Edges`; default: tiles over multiprocessors
-    [attention]                     # efficiencies of fused attention by dtype and head width: see `attention_rates`
+    [attention]                     # efficiencies of fused attention by dtype and head width: see `AttentionRates`
     reached_source, delays_source = "…"
     note = "…"                      # printed with times on this device
     [stacks.NAME]                   # source = "…", and the figures of --stack NAME:
@@ -26,7 +26,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from functools import cache, lru_cache
@@ -42,12 +42,6 @@ from jettison.spec.kernels import Device
 _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")
 """Usable share of memory by default: HBM devices report 98 to 99 %, GDDR with error correction 92 %."""
-_SIZES: Final = ("memory", "usable", "host_memory")
-_TEXTS: Final = ("name", *_SIZES, "source", "usable_source", "reached_source", "delays_source", "note")
-_COUNTS: Final = ("units", "node")
-_FLAG: Final = "synchronous"
-_RATES: Final = ("fp32", "tf32", "bf16", "fp8", "fp4")
-_SECTIONS: Final = ("teraflops", "gigabytes_per_second", "reached", "microseconds", "edges", "attention", "stacks")
 _BANDWIDTHS: Final = ("memory", "link", "host", "network")
 
 
@@ -281,6 +275,47 @@ def _closest(wanted: str, names: Sequence[str]) -> str:
     return f"the closest are {', '.join(close)}" if close else f"expected one of {', '.join(names)}"
 
 
+# Hardware files -------------------------------------------------------------------------------------------------------
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 < value <= 1 and float(value) > 0
+
+
+def _are(fits: Callable[[Any], bool], count: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) == count and all(map(fits, value))
+
+
+_Kind = tuple[Callable[[Any], bool], str]
+"""Check of a value, and what is expected, for messages."""
+_ANY: Final[_Kind] = (lambda _: True, "")
+_TEXT: Final[_Kind] = (lambda value: isinstance(value, str), "text in quotation marks")
+_SIZE: Final[_Kind] = (_TEXT[0], f'{_TEXT[1]}, such as "80GiB"')
+_COUNT: Final[_Kind] = (lambda value: type(value) is int and value > 0, "a whole number of 1 or more")
+_FLAG: Final[_Kind] = (lambda value: isinstance(value, bool), "true or false")
+_NUMBER: Final[_Kind] = (lambda value: _is_number(value) and value > 0, "a number above 0")
+_SHARE: Final[_Kind] = (_is_share, "a share above 0 and at most 1")
+_EDGES: Final[_Kind] = (_are(lambda value: _is_number(value) and value >= 0, 3), "three numbers, such as [50, 80, 60]")
+_SHARES: Final[_Kind] = (_are(_is_share, 2), "shares of a forward and a backward, such as [0.74, 0.61]")
+_COLUMNS: Final[_Kind] = (
+    lambda value: type(value) is int and value >= 0,
+    "a whole number of columns, such as edge = 700",
+)
+_SIZES: Final = ("memory", "usable", "host_memory")
+_SECTIONS: Final = ("teraflops", "gigabytes_per_second", "reached", "microseconds", "edges", "attention", "stacks")
+_KINDS: Final[Mapping[str, _Kind]] = {
+    **dict.fromkeys(("name", "source", "usable_source", "reached_source", "delays_source", "note"), _TEXT),
+    **dict.fromkeys(_SIZES, _SIZE),
+    **dict.fromkeys(("units", "node"), _COUNT),
+    "synchronous": _FLAG,
+    **dict.fromkeys(_SECTIONS, _ANY),
+}
+
+
 def _read(path: Path) -> Hardware:
     who = f"hardware file {path}"
     try:
@@ -291,8 +326,8 @@ def _read(path: Path) -> Hardware:
         raise UsageError(f"{who} is not UTF-8 text; expected a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{who} is not TOML: {str(error).splitlines()[0]}") from None
-    _known(who, table, (*_TEXTS, *_COUNTS, _FLAG, *_SECTIONS))
-    given: dict[str, Any] = {key: _value(who, key, table[key]) for key in (*_TEXTS, *_COUNTS, _FLAG) if key in table}
+    _check(who, table, _KINDS)
+    given: dict[str, Any] = {key: value for key, value in table.items() if key not in _SECTIONS}
     if "memory" not in given:
         raise UsageError(f'{who} has no memory; expected a line such as memory = "80GiB"')
     sizes = {key: _bytes(who, key, given.pop(key)) for key in _SIZES if key in given}
@@ -300,39 +335,36 @@ def _read(path: Path) -> Hardware:
         sizes["usable"] = int(sizes["memory"] * _UNSTATED_USABLE)
         given["usable_source"] = f"estimated: {_UNSTATED_USABLE:.0%} of memory"
     given |= {f"{key}_bytes": size for key, size in sizes.items()}
-    rates = _numbers(who, table, "teraflops", _RATES, 10**12)
-    widths = _numbers(who, table, "gigabytes_per_second", _BANDWIDTHS, 10**9)
+    rates = _rates(who, table, "teraflops", [f.name for f in fields(Throughput)], 10**12)
+    widths = _rates(who, table, "gigabytes_per_second", _BANDWIDTHS, 10**9)
     given |= {f"{key}_bytes_per_second": width for key, width in widths.items()}
+    edges = _section(who, table, "edges", dict.fromkeys((f.name for f in fields(EdgesOf)), _EDGES))
     reached = _reached(who, table, Reached(), Delays())
     return Hardware(
         **{"name": path.stem} | given | reached,
         flops_per_second=Throughput(**rates),
-        edges=_edges(who, table.get("edges", {})),
-        stacks=_stacks(who, table.get("stacks", {}), **reached),
+        edges=EdgesOf(**{name: Edges(*map(float, values)) for name, values in edges.items()}),
+        stacks=tuple(_stacks(who, table, **reached)),
     )
 
 
-def _known(who: str, table: Mapping[str, Any], expected: Collection[str]) -> None:
-    for key in table:
-        if key not in expected:
-            raise UsageError(f"{who}: got the key {key!r}; expected some of {', '.join(expected)}")
+def _check(where: str, table: Mapping[str, Any], kinds: Mapping[str, _Kind]) -> None:
+    """Reject unknown keys, and values of another kind."""
+    for key, value in table.items():
+        if key not in kinds:
+            raise UsageError(f"{where}: got the key {key!r}; expected some of {', '.join(kinds)}")
+        fits, expected = kinds[key]
+        if not fits(value):
+            raise UsageError(f"{where}: got {key} = {value}; expected {expected}")
 
 
-def _value(who: str, key: str, value: Any) -> Any:
-    """Validate a value outside of sections by the type of its key."""
-    if key in _COUNTS:
-        fits, expected = (
-            isinstance(value, int) and not isinstance(value, bool) and value > 0,
-            "a whole number of 1 or more",
-        )
-    elif key == _FLAG:
-        fits, expected = isinstance(value, bool), "true or false"
-    else:
-        example = ', such as "80GiB"' if key in _SIZES else ""
-        fits, expected = isinstance(value, str), f"text in quotation marks{example}"
-    if not fits:
-        raise UsageError(f"{who}: got {key} = {value}; expected {expected}")
-    return value
+def _section(who: str, table: Mapping[str, Any], key: str, kinds: Mapping[str, _Kind]) -> Mapping[str, Any]:
+    """Return a checked section; empty without one."""
+    section = table.get(key, {})
+    if not isinstance(section, dict):
+        raise UsageError(f"{who}: got {key} = {section}; expected a section [{key}] with some of {', '.join(kinds)}")
+    _check(f"{who}, section [{key}]", section, kinds)
+    return section
 
 
 def _bytes(who: str, key: str, text: str) -> int:
@@ -342,36 +374,43 @@ def _bytes(who: str, key: str, text: str) -> int:
         raise UsageError(f"{who}: {key}: {error}") from None
 
 
+def _rates(who: str, table: Mapping[str, Any], key: str, names: Iterable[str], unit: int) -> dict[str, int]:
+    """Read the numbers of a section, times ``unit``."""
+    given = _section(who, table, key, dict.fromkeys(names, _NUMBER))
+    for name, value in given.items():
+        if not int(value * unit):
+            got = f"got {name} = {value}, which is less than 1 a second"
+            raise UsageError(f"{who}, section [{key}]: {got}; expected more")
+    return {name: int(value * unit) for name, value in given.items()}
+
+
 def _reached(who: str, table: Mapping[str, Any], reached: Reached, delays: Delays) -> dict[str, Any]:
     """Efficiencies and latencies of a file or one of its stacks, with the given ones as defaults."""
-    shares = _section(who, table, "reached", [f.name for f in fields(Reached)])
-    for name, value in shares.items():
-        if value > 1 or not float(value):
-            raise UsageError(f"{who}, section [reached]: got {name} = {value}; expected a share above 0 and at most 1")
-    stated = _section(who, table, "microseconds", [f.name for f in fields(Delays)])
+    shares = _section(who, table, "reached", dict.fromkeys((f.name for f in fields(Reached)), _SHARE))
+    stated = _section(who, table, "microseconds", dict.fromkeys((f.name for f in fields(Delays)), _NUMBER))
     return {
         "reached": replace(reached, **{name: float(value) for name, value in shares.items()}),
         "delays": replace(delays, **{name: float(value) / 1e6 for name, value in stated.items()}),
-        "attention": attention_rates(who, table.get("attention")),
+        "attention": _attention(who, table),
     }
 
 
 def _stacks(
-    who: str, section: object, reached: Reached, delays: Delays, attention: AttentionRates | None
-) -> tuple[SoftwareStack, ...]:
-    """Software stacks of a file, with the file's figures as defaults."""
+    who: str, table: Mapping[str, Any], reached: Reached, delays: Delays, attention: AttentionRates | None
+) -> Iterator[SoftwareStack]:
+    """Yield the software stacks of a file, with the file's figures as defaults."""
+    section = table.get("stacks", {})
     if not isinstance(section, dict):
         raise UsageError(f"{who}: got stacks = {section}; expected sections such as [stacks.NAME]")
-    found = []
-    for name, table in section.items():
+    kinds = {"source": _TEXT, **dict.fromkeys(("reached", "microseconds", "attention"), _ANY)}
+    for name, own in section.items():
         where = f"{who}, section [stacks.{name}]"
-        if not isinstance(table, dict):
-            raise UsageError(f"{where}: got {table}; expected a section")
-        _known(where, table, ("source", "reached", "microseconds", "attention"))
-        own = _reached(where, table, reached, delays)
-        own["attention"] = own["attention"] or attention
-        found.append(SoftwareStack(name=name, source=_value(where, "source", table.get("source", "")), **own))
-    return tuple(found)
+        if not isinstance(own, dict):
+            raise UsageError(f"{where}: got {own}; expected a section")
+        _check(where, own, kinds)
+        found = _reached(where, own, reached, delays)
+        found["attention"] = found["attention"] or attention
+        yield SoftwareStack(name=name, source=own.get("source", ""), **found)
 
 
 @lru_cache(maxsize=256)
@@ -383,51 +422,6 @@ def _under(hardware: Hardware, stack: str) -> Hardware:
         return hardware
     reached, delays, attention = found.reached, found.delays, found.attention
     return replace(hardware, reached=reached, delays=delays, attention=attention, reached_source=found.source)
-
-
-def _edges(who: str, section: object) -> EdgesOf:
-    """Read the section [edges]: three numbers for each dtype."""
-    names = [f.name for f in fields(EdgesOf)]
-    if not isinstance(section, dict):
-        raise UsageError(f"{who}: got edges = {section}; expected a section [edges] with some of {', '.join(names)}")
-    _known(f"{who}, section [edges]", section, names)
-    for name, given in section.items():
-        if (
-            not isinstance(given, list)
-            or len(given) != 3
-            or not all(_is_number(value) and value >= 0 for value in given)
-        ):
-            raise UsageError(
-                f"{who}, section [edges]: got {name} = {given}; expected three numbers, such as [50, 80, 60]"
-            )
-    return EdgesOf(**{name: Edges(*map(float, given)) for name, given in section.items()})
-
-
-def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[str], unit: int) -> dict[str, int]:
-    """Read the numbers of a section, times ``unit``."""
-    given = _section(who, table, key, expected)
-    for name, value in given.items():
-        if not int(value * unit):
-            raise UsageError(
-                f"{who}, section [{key}]: got {name} = {value}, which is less than 1 a second; expected more"
-            )
-    return {name: int(value * unit) for name, value in given.items()}
-
-
-def _section(who: str, table: Mapping[str, Any], key: str, expected: Collection[str]) -> dict[str, int | Decimal]:
-    """Read the positive numbers of a section."""
-    section = table.get(key, {})
-    if not isinstance(section, dict):
-        raise UsageError(f"{who}: got {key} = {section}; expected a section [{key}] with some of {', '.join(expected)}")
-    _known(f"{who}, section [{key}]", section, expected)
-    for name, value in section.items():
-        if not (_is_number(value) and value > 0):
-            raise UsageError(f"{who}, section [{key}]: got {name} = {value}; expected a number above 0")
-    return dict(section)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()
 
 
 # Efficiency of fused attention by dtype and head width: the section [attention] of a file
@@ -471,36 +465,19 @@ class AttentionRates:
         return back if backward else ahead
 
 
-def attention_rates(who: str, section: object) -> AttentionRates | None:
-    """Read the section [attention] of a file; None: no such section. A `UsageError` names the invalid key."""
-    if section is None:
+def _attention(who: str, table: Mapping[str, Any]) -> AttentionRates | None:
+    """Read the section [attention]; None without one."""
+    if "attention" not in table:
         return None
-    where = f"{who}, section [attention]"
-    if not isinstance(section, Mapping):
-        raise UsageError(f"{who}: got attention = {section}; expected a section [attention]")
-    for key in section:
-        if key not in ("edge", *_KEYS):
-            raise UsageError(f"{where}: got the key {key!r}; expected some of edge, {', '.join(_KEYS)}")
-    edge = section.get("edge")
-    if isinstance(edge, bool) or not isinstance(edge, int) or edge < 0:
-        raise UsageError(f"{where}: got edge = {edge}; expected a whole number of columns, such as edge = 700")
-    if "bf16_128" not in section:
-        raise UsageError(f"{where}: got no bf16_128; expected at least that, such as bf16_128 = [0.74, 0.61]")
-    return AttentionRates(edge=edge, shares=tuple(_row(where, key, section[key]) for key in _KEYS if key in section))
-
-
-def _row(where: str, key: str, given: object) -> tuple[str, int, float, float]:
-    values = given if isinstance(given, list) else []
-    if len(values) != 2 or not all(_is_share(value) for value in values):
-        raise UsageError(
-            f"{where}: got {key} = {given}; expected shares of a forward and a backward, such as [0.74, 0.61]"
-        )
-    dtype, width = key.split("_")
-    return dtype, int(width), float(values[0]), float(values[1])
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | Decimal) and not isinstance(value, bool) and 0 < value <= 1
+    section = _section(who, table, "attention", {"edge": _COLUMNS, **dict.fromkeys(_KEYS, _SHARES)})
+    if missing := {"edge", "bf16_128"} - section.keys():
+        expected = "at least edge = 700 and bf16_128 = [0.74, 0.61]"
+        raise UsageError(f"{who}, section [attention]: got no {min(missing)}; expected {expected}")
+    shares = []
+    for key in filter(section.__contains__, _KEYS):
+        (dtype, width), (ahead, back) = key.split("_"), section[key]
+        shares.append((dtype, int(width), float(ahead), float(back)))
+    return AttentionRates(edge=section["edge"], shares=tuple(shares))
 
 
 # A device that is slower, or faster, than its file --------------------------------------------------------------------
