@@ -150,11 +150,6 @@ def against_outside(facts: MemoryFacts) -> tuple[Change, ...]:
     return (*found, *of_trainer(facts))
 
 
-def against_size(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Check shapes."""
-    return (change("size.shapes", where=f" (at {facts.site})" if facts.site else ""),)
-
-
 def against_one_tensor(facts: MemoryFacts) -> tuple[Change, ...]:
     """Avoid a tensor larger than the device: attention scores, or logits."""
     if facts.logits:
@@ -188,12 +183,8 @@ def against_elsewhere(facts: MemoryFacts) -> tuple[Change, ...]:
     found: list[Change] = []
     if facts.failure is Failure.KILLED:
         more = str(2 * -(-facts.total_bytes // GIB)) if facts.total_bytes else "MORE"
-        found.append(change("killed.kernel"))
-        found += [
-            change(f"killed.{name}", more=more)
-            for name, words in _HOST_LIMITS.items()
-            if any(word in facts.what for word in words)
-        ]
+        limits = [name for name, words in _HOST_LIMITS.items() if any(word in facts.what for word in words)]
+        found += [change("killed.kernel"), *(change(f"killed.{name}", more=more) for name in limits)]
     elif facts.what == "pinned memory":
         found.append(change("host.pinned"))
     return (*found, *changes("host", "workers", "copies"), *record(facts))
@@ -265,26 +256,17 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
     return tuple(found)
 
 
-def budget_mib(facts: MemoryFacts) -> int | None:
-    """Return the budget for tensors, never more than the device; None if it is not known.
-
-    It is the sum of their bytes and free ones, or a peak that fitted before.
-    """
-    if facts.allocated_bytes is None or facts.free_bytes is None:
-        return None
-    went_through = max((step.peak_bytes or 0 for step in facts.steps[:-1]), default=0)
-    budget = max(facts.allocated_bytes + facts.free_bytes, went_through)
-    if facts.total_bytes is not None:
-        most = int(facts.total_bytes * HEADROOM) if facts.shared_bytes else facts.total_bytes
-        budget = min(budget, most)
-    return budget // MIB
-
-
 def _plan(facts: MemoryFacts) -> tuple[Change, ...]:
-    mib = budget_mib(facts)
-    if not mib:
+    """Plan for the bytes of tensors and the free ones, or a peak that fitted before; never for more than the device."""
+    if facts.allocated_bytes is None or facts.free_bytes is None:
         return ()
-    budget = f"{mib}MiB"
+    went_through = max((step.peak_bytes or 0 for step in facts.steps[:-1]), default=0)
+    most = max(facts.allocated_bytes + facts.free_bytes, went_through)
+    if facts.total_bytes is not None:
+        most = min(most, int(facts.total_bytes * HEADROOM) if facts.shared_bytes else facts.total_bytes)
+    if most < MIB:
+        return ()
+    budget = f"{most // MIB}MiB"
     first = _trainer(facts).change("plan", budget=budget) or (change("peak.auto", budget=budget),)
     return (*first, change("peak.plan", budget=budget))
 

@@ -15,7 +15,7 @@ import torch
 from jettison.core.errors import UsageError
 from jettison.core.progress import Progress, silent
 from jettison.core.units import MIB, format_bytes
-from jettison.diagnose.fit import NEVER, Calibration, LinkFit, Measured, fit
+from jettison.diagnose.fit import NEVER, Calibration, Measured, fit
 from jettison.diagnose.probes import (
     GIVE_UP_SECONDS,
     Clock,
@@ -114,7 +114,7 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
         hooks=(slots, took["layers"], took["layers with hooks"]),
         gap=_gap(device, clock, say) if on_gpu else None,
         host=_host(device, clock, say) if on_gpu else None,
-        link=_link(ranks, device, say) if ranks else None,
+        link=measure_link(ranks, device.type, say) if ranks else None,
     )
 
 
@@ -123,11 +123,8 @@ def _attention(
 ) -> tuple[tuple[float, float, float], ...]:
     listed = list(attention_probes(sizes, pool))
     took = undisturbed([probe for *_, one, both in listed for probe in (one, both)], clock, seconds=seconds, say=say)
-    return tuple(
-        (flops, took[one.name], took[both.name])
-        for _, flops, one, both in listed
-        if one.name in took and both.name in took
-    )
+    known = [(flops, one.name, both.name) for _, flops, one, both in listed if {one.name, both.name} <= took.keys()]
+    return tuple((flops, took[one], took[both]) for flops, one, both in known)
 
 
 def _gap(device: torch.device, clock: Clock, say: Progress) -> float:
@@ -137,10 +134,8 @@ def _gap(device: torch.device, clock: Clock, say: Progress) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CHAIN):
             x.add_(1.0)
-    took = undisturbed(
-        [Probe("gaps between kernels", lambda _turn: graph.replay())], clock, seconds=1.0, needed=True, say=say
-    )
-    return took["gaps between kernels"] / CHAIN
+    probe = Probe("gaps between kernels", lambda _turn: graph.replay())
+    return undisturbed([probe], clock, seconds=1.0, needed=True, say=say)[probe.name] / CHAIN
 
 
 def _host(device: torch.device, clock: Clock, say: Progress, seconds: float = 2.0) -> tuple[int, float, float]:
@@ -149,18 +144,10 @@ def _host(device: torch.device, clock: Clock, say: Progress, seconds: float = 2.
     return HOST_BYTES, took[there.name], took[back.name]
 
 
-def host_link(device: torch.device, say: Progress = silent) -> float:
+def host_link(device: torch.device) -> float:
     """Bytes a second between an accelerator and its host, in the slower direction: half a second's measuring."""
-    nbytes, there, back = _host(device, clock_for(device), say, seconds=0.5)
+    nbytes, there, back = _host(device, clock_for(device), silent, seconds=0.5)
     return nbytes / max(there, back)
-
-
-def _link(ranks: int, device: torch.device, say: Progress) -> LinkFit:
-    say(f"collectives between {ranks} ranks")
-    return measure_link(ranks, device.type)
-
-
-# device properties -------------------------------------------------------------------------------------------------
 
 
 def describe(device: torch.device) -> Hardware:
@@ -195,11 +182,7 @@ def describe(device: torch.device) -> Hardware:
 
 def host_bytes() -> tuple[int, int]:
     """Return total and available memory of the machine; equal where Linux's /proc/meminfo is missing."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.strip()}
+    kib = {name: int(rest.split()[0]) for name, rest in _of_linux("meminfo") if rest.strip()}
     if "MemTotal" not in kib:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total, total
@@ -208,12 +191,17 @@ def host_bytes() -> tuple[int, int]:
 
 def cpu_name() -> str:
     """Return the CPU's model name in Linux, or the architecture's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    named = (value.strip() for name, value in _of_linux("cpuinfo") if name.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def _of_linux(name: str) -> list[tuple[str, str]]:
+    """Names and values of a file of /proc; none where it is missing."""
+    try:
+        lines = Path("/proc", name).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [(name, value) for name, _, value in (line.partition(":") for line in lines)]
 
 
 # a hardware file ------------------------------------------------------------------------------------------------------
@@ -226,18 +214,15 @@ def hardware_toml(found: Calibration) -> str:
 
 def _head(h: Hardware) -> Iterator[str]:
     yield f"name = {_quoted(h.name)}"
-    yield f'memory = "{h.memory_bytes // MIB}MiB"'
-    yield f'usable = "{h.usable_bytes // MIB}MiB"'
-    if h.host_memory_bytes is not None:
-        yield f'host_memory = "{h.host_memory_bytes // MIB}MiB"'
+    sizes = {"memory": h.memory_bytes, "usable": h.usable_bytes, "host_memory": h.host_memory_bytes}
+    yield from (f'{name} = "{nbytes // MIB}MiB"' for name, nbytes in sizes.items() if nbytes is not None)
     yield f"units = {h.units}"
     yield f"node = {h.node}"
     if h.synchronous:
         yield "synchronous = true"
-    yield f"source = {_quoted(h.source)}"
-    yield f"usable_source = {_quoted(h.usable_source)}"
-    for key in ("reached_source", "delays_source"):
-        yield f"{key} = {_quoted(h.source)}"
+    sources = (h.source, h.usable_source, h.source, h.source)
+    for key, source in zip(("source", "usable_source", "reached_source", "delays_source"), sources, strict=True):
+        yield f"{key} = {_quoted(source)}"
 
 
 def _sections(h: Hardware) -> Iterator[str]:
@@ -268,11 +253,8 @@ def _section(name: str, values: dict[str, float]) -> Iterator[str]:
 
 def _number(value: float) -> str:
     """Format four significant digits without an exponent."""
-    return (
-        f"{value:.9f}".rstrip("0").rstrip(".")
-        if value < 0.001
-        else f"{float(f'{value:.4g}'):.6f}".rstrip("0").rstrip(".")
-    )
+    text = f"{value:.9f}" if value < 0.001 else f"{float(f'{value:.4g}'):.6f}"
+    return text.rstrip("0").rstrip(".")
 
 
 def _quoted(text: str) -> str:
@@ -311,14 +293,9 @@ def figures(found: Calibration) -> list[tuple[str, str]]:
     rates = asdict(h.flops_per_second)
     rows += [(f"{dtype} matmuls", f"{rate / 1e12:.4g} TFLOP/s") for dtype, rate in rates.items() if rate is not None]
     reached = h.reached
-    rows += [
-        (
-            "efficiency",
-            f"{reached.matmul:.0%} of it for matmuls, {reached.attention:.0%} for attention, "
-            f"{reached.attention_backward:.0%} for its backward",
-        ),
-        ("error of matmuls", f"{found.error:.0%} (median of {len(found.comparisons)})"),
-    ]
+    attention = f"{reached.attention:.0%} for attention, {reached.attention_backward:.0%} for its backward"
+    rows.append(("efficiency", f"{reached.matmul:.0%} of it for matmuls, {attention}"))
+    rows.append(("error of matmuls", f"{found.error:.0%} (median of {len(found.comparisons)})"))
     if h.memory_bytes_per_second is not None:
         width = h.memory_bytes_per_second / 1e9
         rows.append(("memory bandwidth", f"{width:.4g} GB/s, {reached.memory:.0%} of it in a training step"))

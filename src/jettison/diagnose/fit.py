@@ -96,13 +96,13 @@ class Calibration:
 
 def fit(measured: Measured, bare: Hardware) -> Calibration:
     """Fit the figures of a machine; ``bare`` has its name, memory and units."""
-    edges = EdgesOf()
-    if measured.gap is None:
-        rates, edges = _curves(measured)
-        share = 1.0
+    edges, (slots, plain, hooked), (kernels, seconds) = EdgesOf(), measured.hooks, measured.tiny
+    if measured.gap is None:  # of a CPU, on which all of an op's latency is its kernel's
+        (rates, edges), share = _curves(measured), 1.0
+        kernel, dispatch = seconds / kernels, NEVER
     else:
         rates, share = _products(measured, bare)
-    kernel, dispatch = _delays(measured)
+        kernel, dispatch = max(NEVER, measured.gap), seconds / kernels
     memory, streamed = _memory(measured, kernel)
     first = next(iter(measured.products))
     forward, backward = _attention(measured, rates[first], kernel)
@@ -114,26 +114,27 @@ def fit(measured: Measured, bare: Hardware) -> Calibration:
         reached=replace(
             Reached(), matmul=share, matmul_fp8=share, memory=streamed, attention=forward, attention_backward=backward
         ),
-        delays=replace(Delays(), kernel=kernel, dispatch=dispatch, hook=_hook(measured)),
+        delays=replace(Delays(), kernel=kernel, dispatch=dispatch, hook=max(NEVER, (hooked - plain) / slots)),
     )
     if measured.host is not None:
         nbytes, *ways = measured.host
         found = replace(
             found, host_bytes_per_second=round(nbytes / max(ways)), reached=replace(found.reached, host=1.0)
         )
-    if measured.link is not None:
-        found = _linked(found, measured.link)
-    return Calibration(hardware=found, comparisons=_compared(measured, found))
-
-
-def _linked(found: Hardware, link: LinkFit) -> Hardware:
-    return replace(
-        found,
-        node=link.ranks,
-        link_bytes_per_second=round(link.bytes_per_second),
-        reached=replace(found.reached, link=1.0),
-        delays=replace(found.delays, link=max(NEVER, link.step_seconds)),
+    if (link := measured.link) is not None:
+        found = replace(
+            found,
+            node=link.ranks,
+            link_bytes_per_second=round(link.bytes_per_second),
+            reached=replace(found.reached, link=1.0),
+            delays=replace(found.delays, link=max(NEVER, link.step_seconds)),
+        )
+    compared = (
+        MatmulComparison(product=product, seconds=seconds, estimated_seconds=product_seconds(product, found))
+        for samples in measured.products.values()
+        for product, seconds in samples
     )
+    return Calibration(hardware=found, comparisons=tuple(compared))
 
 
 def _products(measured: Measured, bare: Hardware) -> tuple[dict[str, float], float]:
@@ -190,20 +191,6 @@ def _throughput(rates: Mapping[str, float]) -> Throughput:
     return Throughput(**{_NAMES[dtype]: round(rate) for dtype, rate in rates.items()})
 
 
-def _delays(measured: Measured) -> tuple[float, float]:
-    """Latency of a kernel and of its dispatch; on CPU all of it is the kernel's."""
-    kernels, seconds = measured.tiny
-    if measured.gap is None:
-        return seconds / kernels, NEVER
-    return max(NEVER, measured.gap), seconds / kernels
-
-
-def _hook(measured: Measured) -> float:
-    """Host time of hooks for each saved tensor."""
-    slots, plain, hooked = measured.hooks
-    return max(NEVER, (hooked - plain) / slots)
-
-
 def _memory(measured: Measured, kernel: float) -> tuple[float, float]:
     """Bytes per second of a large copy, and the efficiency in a step."""
     nbytes, seconds = measured.stream
@@ -222,11 +209,3 @@ def _attention(measured: Measured, rate: float, kernel: float) -> tuple[float, f
     if not forward:
         return Reached().attention, Reached().attention_backward
     return min(1.0, statistics.median(forward) / rate), min(1.0, statistics.median(backward) / rate)
-
-
-def _compared(measured: Measured, found: Hardware) -> tuple[MatmulComparison, ...]:
-    return tuple(
-        MatmulComparison(product=product, seconds=seconds, estimated_seconds=product_seconds(product, found))
-        for samples in measured.products.values()
-        for product, seconds in samples
-    )

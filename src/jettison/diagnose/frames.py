@@ -50,12 +50,10 @@ def label_of_frames(frames: Sequence[Frame]) -> Label:
     if frames and frames[-1][1] == OWN:
         role, module, _ = frames[0]
         return Label(module=module, role=role, site=frames[-1][0] if len(frames) > 1 else "")
-    python = [frame for frame in (_slashed(f) for f in frames) if is_python(frame)]
-    place = place_of(python)
+    python = [frame for frame in map(_slashed, frames) if is_python(frame)]
     inner = next((frame for frame in python if not is_torch(frame[1])), python[0] if python else None)
-    return Label(
-        module=place or _node(frames), role=role_of(frames), site="" if inner is None else text_of_frame(inner)
-    )
+    site = "" if inner is None else text_of_frame(inner)
+    return Label(module=place_of(python) or _node(frames), role=role_of(frames), site=site)
 
 
 def frames_of_label(label: Label) -> list[dict[str, str | int]]:
@@ -70,7 +68,7 @@ def frames_of_original(trace: str) -> list[Frame]:
 
 def place_of(frames: Sequence[Frame]) -> str:
     """The first Python frame of the user's code, else of a library, else of torch; "" where no frame is Python's."""
-    python = [frame for frame in (_slashed(f) for f in frames) if is_python(frame)]
+    python = (frame for frame in map(_slashed, frames) if is_python(frame))
     found = min(python, key=lambda frame: _rank(frame[1]), default=None)
     return "" if found is None else text_of_frame(found)
 

@@ -76,27 +76,29 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
             "snapshot of torch.cuda.memory._dump_snapshot, or what jettison.watch() wrote"
         )
     form, found = first
-    spaced, tight = (form.read(one, found) for one in joined(text, found.start(), form.window))
-    figures = tight if _read(tight) > _read(spaced) else spaced
-    trace = _traceback(lines_before(text, found.start()))
+    at = found.start()
+    read = [form.read(one, found) for one in joined(text, at, form.window)]
+    figures = max(read, key=lambda one: sum(value is not None for value in one.values()))
+    before = text[max(0, at - 400 * MOST_LINES) : at].split("\n")[-MOST_LINES:]
+    trace, pins = _traceback(lines_of_rank(text, at, before))
+    if pins and figures.get("failure") is Failure.LIBRARY and figures.get("what") == "the driver":
+        figures |= {"failure": Failure.HOST, "device": "cpu", "what": "pinned memory"}
+    figures.setdefault("expandable", _expandable(text))
     notes = list(figures.pop("notes", ()))
     times = count_messages(text)
     if times > 1:
         notes.append(f"memory ran out {times} times in this log: this is the first")
-    notes += _loaded(text, found.start()) if trace.phase is StepPhase.PARAMETERS else []
+    if trace.get("phase") is StepPhase.PARAMETERS:  # a model's progress bar, before or after the traceback
+        bars = _SHARDS.findall(text[max(0, at - 20_000) : at + 20_000])
+        notes += [f"{bars[-1][0]} of {bars[-1][1]} shards of the checkpoint were loaded"] if bars else []
     return MemoryFacts(
         source=name,
         failed=True,
-        phase=trace.phase,
-        site=trace.place,
-        logits=trace.logits,
-        trainer=trace.trainer,
-        evaluating=trace.evaluating,
-        own_optimizer=trace.own_optimizer,
-        colocated=trace.evaluating or names_server(text),
-        steps=_steps(text[: found.start()]),
+        colocated=trace.get("evaluating", False) or names_server(text),
+        steps=_steps(text[:at]),
         notes=tuple(notes),
-        **_pinned({"expandable": _expandable(text)} | figures, trace),
+        **trace,
+        **figures,
     )
 
 
@@ -108,32 +110,16 @@ def _expandable(text: str) -> bool | None:
     return True if re.search(r"expandable_segments['\"]?\s*[:=]\s*true", settings, re.IGNORECASE) else None
 
 
-def _loaded(text: str, at: int) -> list[str]:
-    """Note how many shards of a model were loaded, from its progress bar before or after the traceback."""
-    bars = _SHARDS.findall(text[max(0, at - 20_000) : at + 20_000])
-    return [f"{bars[-1][0]} of {bars[-1][1]} shards of the checkpoint were loaded"] if bars else []
+def _traceback(lines: list[str]) -> tuple[Figures, bool]:
+    """Facts of the traceback that ends right before a message; and whether memory of the host was to be pinned.
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Trace:
-    """Facts of one traceback."""
-
-    phase: StepPhase = StepPhase.UNKNOWN
-    place: str = ""
-    trainer: str = ""
-    logits: bool = False
-    evaluating: bool = False
-    own_optimizer: bool = False
-    pinned: bool = False
-
-
-def _traceback(lines: list[str]) -> _Trace:
-    """The traceback that ends right before a message; its beginning may be cut off."""
+    Its beginning may be cut off.
+    """
     begin = max((at for at, line in enumerate(lines) if _BEGINS.search(line)), default=0)
     numbered = [(at, frame) for at, line in enumerate(lines) if at >= begin and (frame := _frame(line)) is not None]
     frames = [frame for _, frame in reversed(numbered)]
     if not frames:
-        return _Trace()
+        return {}, False
     last = max((at for at, (_, file, _) in numbered if not is_torch(file.replace("\\", "/"))), default=numbered[-1][0])
     near = lines[last:]  # from the innermost frame outside of torch
     files = ["/" + file.replace("\\", "/") for _, file, _ in frames]
@@ -143,16 +129,16 @@ def _traceback(lines: list[str]) -> _Trace:
         phase = StepPhase.SAVING
     elif phase is StepPhase.UNKNOWN and any(file.endswith("torch/nn/utils/clip_grad.py") for file in files):
         phase = StepPhase.OPTIMIZER  # activations are freed by then
-    return _Trace(
-        phase=phase,
-        place=place_of(frames),
-        trainer=trainer_of(files),
-        logits=speaks_of_logits(*near),
-        evaluating=(any(pattern_of("evaluates").fullmatch(function) for function in functions) or in_server(files))
-        and "backward" not in functions,
-        own_optimizer=phase is StepPhase.OPTIMIZER and not any(_TORCHS_OWN.search(file) for file in files),
-        pinned=any("pin_memory" in text for text in (*functions[:3], *files[:3], *near)),
-    )
+    evaluates = any(pattern_of("evaluates").fullmatch(function) for function in functions) or in_server(files)
+    found = {
+        "phase": phase,
+        "site": place_of(frames),
+        "trainer": trainer_of(files),
+        "logits": speaks_of_logits(*near),
+        "evaluating": evaluates and "backward" not in functions,
+        "own_optimizer": phase is StepPhase.OPTIMIZER and not any(_TORCHS_OWN.search(file) for file in files),
+    }
+    return found, any("pin_memory" in text for text in (*functions[:3], *files[:3], *near))
 
 
 def _frame(line: str) -> Frame | None:
@@ -163,13 +149,6 @@ def _frame(line: str) -> Frame | None:
             file = parts["file"] if not parts["file"].startswith("Cell In") else f"<{parts['file']}>"
             return parts["function"] or "<module>", file, int(parts.get("line") or 0)
     return None
-
-
-def _pinned(figures: dict[str, Any], trace: _Trace) -> dict[str, Any]:
-    """A driver's error where memory of the host was to be pinned is the host's."""
-    if figures.get("failure") is not Failure.LIBRARY or figures.get("what") != "the driver" or not trace.pinned:
-        return figures
-    return figures | {"failure": Failure.HOST, "device": "cpu", "what": "pinned memory"}
 
 
 def _steps(before: str) -> tuple[StepBytes, ...]:
@@ -185,14 +164,11 @@ def _steps(before: str) -> tuple[StepBytes, ...]:
             continue
         number = int(step[1].replace(",", ""))
         first = number if first is None else min(first, number)
-        if number == first and last >= first + RESTARTS_FROM:
-            epoch += 1
+        epoch += number == first and last >= first + RESTARTS_FROM
         last = number
         found.setdefault((epoch, number), nbytes)
-    in_order = sorted(found.items())
-    if epoch:
-        return tuple(StepBytes(step=at, between_bytes=nbytes) for at, (_, nbytes) in enumerate(in_order))
-    return tuple(StepBytes(step=number, between_bytes=nbytes) for (_, number), nbytes in in_order)
+    in_order = enumerate(sorted(found.items()))
+    return tuple(StepBytes(step=at if epoch else step, between_bytes=n) for at, ((_, step), n) in in_order)
 
 
 def _allocated(line: str) -> int | None:
@@ -259,7 +235,8 @@ class MessageForm:
         """Read its figures, in bytes; None where one is not there."""
         read: defaultdict[str, int | None] = defaultdict(lambda: None)
         for name, patterns in self.figures.items():
-            sizes = (_first(text, pattern, binary=self.binary) for pattern in patterns)
+            matches = (re.search(_filled(pattern), text) for pattern in patterns)
+            sizes = (size_of(match[1], match[2], binary=self.binary) for match in matches if match)
             read[name] = next((size for size in sizes if size is not None), None)
         return read
 
@@ -292,11 +269,6 @@ def count_messages(text: str) -> int:
     return sum(len(form.begins.findall(text, at)) for form, at in first)
 
 
-def _read(figures: Mapping[str, Any]) -> int:
-    """Count the figures that were read."""
-    return sum(value is not None for value in figures.values())
-
-
 def size_of(number: str, unit: str, *, binary: bool = False) -> int | None:
     """Return the bytes of a figure; None where it is no number.
 
@@ -310,11 +282,6 @@ def size_of(number: str, unit: str, *, binary: bool = False) -> int | None:
         return None
 
 
-def _first(text: str, pattern: str, *, binary: bool = False) -> int | None:
-    found = re.search(_filled(pattern), text)
-    return None if found is None else size_of(found[1], found[2], binary=binary)
-
-
 def _known(nbytes: int | None) -> int | None:
     """Drop the largest figure that there is: the driver does not say, or there is no limit."""
     return None if nbytes is None or nbytes >= EXBI else nbytes
@@ -324,16 +291,10 @@ def _known(nbytes: int | None) -> int | None:
 
 
 def _allocator(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
-    """PyTorch's caching allocator; without a request's size it says nothing else."""
-    figures = _accounted(form, text, found)
-    if figures["asked_bytes"] is None:
-        return {"device": figures["device"], "notes": (_NO_FIGURES,)}
-    return figures
-
-
-def _accounted(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
-    """An allocator that says who holds the device."""
-    sizes = form.sizes(text)
+    """PyTorch's allocators, which say who holds the device; without a request's size they say nothing else."""
+    sizes, device = form.sizes(text), found.expand(form.device).lower()
+    if sizes["asked"] is None:
+        return {"device": device, "notes": (_NO_FIGURES,)}
     allocated, reserved = sizes["allocated"], sizes["reserved"]
     processes = re.findall(rf"Process \d+ has {_SIZE} memory in use", text)
     figures = held_figures(
@@ -345,7 +306,6 @@ def _accounted(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
         own=_known(sizes["own"]),
         processes=tuple(one for pair in processes if (one := _known(size_of(*pair))) is not None),
     )
-    device = found.expand(form.device).lower()
     return {"device": device, "asked_bytes": sizes["asked"], **_limited(figures, _known(sizes["allowed"]))}
 
 
@@ -442,7 +402,7 @@ def _server(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
 
 _READERS: Final[Mapping[str, Callable[[MessageForm, str, re.Match[str]], Figures]]] = {
     reader.__name__.removeprefix("_"): reader
-    for reader in (_allocator, _accounted, _mps, _named, _killed, _shared, _nccl, _driver, _xla, _server)
+    for reader in (_allocator, _mps, _named, _killed, _shared, _nccl, _driver, _xla, _server)
 }
 
 
@@ -471,7 +431,7 @@ def held_figures(
         processes: bytes of each other process. In a container a process is listed under a number that it does not know
             itself: it is the one that holds as much as PyTorch, or a little more.
     """
-    held = (allocated or 0) + (unused or 0)
+    held, others = (allocated or 0) + (unused or 0), sum(processes)
     if total == 0:
         total = free = None  # the driver does not say
     notes: list[str] = []
@@ -482,22 +442,18 @@ def held_figures(
         notes.append("the driver calls more free than the device has left: memory that is shared with the host")
     if own is None and processes:
         size = total or held
-        near = [one for one in processes if held - SLACK * size <= one <= held + MOST_OUTSIDE * size]
-        mine = min(near, default=None)
-        if mine is not None:
-            own = mine
-            rest = list(processes)
-            rest.remove(mine)
-            processes = tuple(rest)
+        near = (one for one in processes if held - SLACK * size <= one <= held + MOST_OUTSIDE * size)
+        own = min(near, default=None)
+        if own is not None:
+            others -= own
             notes.append(
                 "one of the processes that the message lists is this one: in a container it has another number"
             )
     if free is None and total is not None and allocated is not None:
-        free = max(0, total - max(held, own or 0) - sum(processes))
+        free = max(0, total - max(held, own or 0) - others)
         notes.append("what is free is not stated: it is what the others leave, at most")
     figures = _figures(total, free, allocated, unused, private) | {"notes": tuple(notes)}
     outside = max(0, own - held) if own is not None else 0
-    others = sum(processes)
     if total is None or free is None or allocated is None:
         return figures | {"outside_bytes": outside, "other_processes_bytes": others}
     rest_bytes = max(0, total - free - held)
@@ -585,15 +541,9 @@ def _split(line: str) -> tuple[str, str]:
     return tag, line
 
 
-def line_around(text: str, at: int) -> str:
-    """Return the line of a position, up to that position."""
-    return text[text.rfind("\n", 0, at) + 1 : at]
-
-
-def lines_before(text: str, at: int) -> list[str]:
-    """Return the lines that lead to a position, without prefixes; of interleaved ranks those of the same rank."""
-    tag = tag_of(line_around(text, at))
-    lines = text[max(0, at - 400 * MOST_LINES) : at].split("\n")[-MOST_LINES:]
+def lines_of_rank(text: str, at: int, lines: list[str]) -> list[str]:
+    """Return lines without prefixes; of interleaved ranks those of the rank whose line a position is in."""
+    tag = tag_of(text[text.rfind("\n", 0, at) + 1 : at])
     return [without_prefix(line) for line in lines if not tag or tag_of(line) in ("", tag)]
 
 
@@ -602,7 +552,6 @@ def joined(text: str, at: int, length: int) -> tuple[str, str]:
 
     A terminal cuts a figure in two where a line is full; a formatter does so at a space, which may stay or go.
     """
-    tag = tag_of(line_around(text, at))
     first, *more = text[at : at + length].split("\n")
-    lines = [_TRAILING.sub("", first), *(without_prefix(line) for line in more if not tag or tag_of(line) in ("", tag))]
+    lines = [_TRAILING.sub("", first), *lines_of_rank(text, at, more)]
     return " ".join(" ".join(lines).split()), " ".join("".join(lines).split())

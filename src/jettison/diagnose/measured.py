@@ -40,32 +40,23 @@ def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int) -> 
     """
     if path.suffix in (".json", ".gz") and is_trace(path):
         profile = profile_steps(read_profile(path))
-        at_peak = profile.reserved_at_peak
-        return MeasuredRun(
-            allocated=at_peak and at_peak[0], reserved=at_peak and at_peak[1], step=profile.ns / profile.steps / 1e9
-        )
+        allocated, reserved = profile.reserved_at_peak or (None, None)
+        return MeasuredRun(allocated=allocated, reserved=reserved, step=profile.ns / profile.steps / 1e9)
     with path.open("rb") as file:
         begin = file.read(2)
     if len(begin) == 2 and begin[0] == 0x80:
         device = read_snapshot(path).busiest
         if not len(device.timeline.allocation):
             raise UsageError(f"{path} has no events: it shows one moment, and no peak of a step")
-        return MeasuredRun(
-            allocated=device.timeline.peak_bytes, reserved=max(device.reserved_bytes, device.timeline.peak_bytes)
-        )
-    return _of_log(path, tokens_per_device, micro_batches)
-
-
-def _of_log(path: Path, tokens_per_device: float, micro_batches: int) -> MeasuredRun:
+        peak = device.timeline.peak_bytes
+        return MeasuredRun(allocated=peak, reserved=max(device.reserved_bytes, peak))
     if path.stat().st_size > MOST_READ_BYTES:
         raise UsageError(f"{path} has {path.stat().st_size} bytes; cut out some steps")
     text = re.sub(r"\x1b\[[0-9;]*m", "", decoded(path.read_bytes()))
     found: dict[str, list[float]] = defaultdict(list)
-    for entry in named("logs").values():
-        for pattern in entry["patterns"]:
-            for match in re.finditer(pattern, text):
-                for name, value in match.groupdict().items():
-                    found[name].append(_number(value))
+    for pattern in (pattern for entry in named("logs").values() for pattern in entry["patterns"]):
+        for name, value in (group for match in re.finditer(pattern, text) for group in match.groupdict().items()):
+            found[name].append(_number(value))
     peaks: dict[str, int] = {}
     for name in ("allocated", "reserved", "device"):
         sizes = [round(value * size) for unit, size in _BYTES.items() for value in found[f"{name}_{unit}"]]

@@ -15,6 +15,7 @@ A source with too little information is *unknown*.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from statistics import median
 from typing import Final
 
@@ -22,7 +23,7 @@ from jettison.core.units import MIB, format_gib, format_percent
 from jettison.diagnose import advice
 from jettison.diagnose.advice import device_of
 from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase
-from jettison.diagnose.finding import Change, Finding, FindingKind, changes
+from jettison.diagnose.finding import Change, Finding, FindingKind, change, changes
 from jettison.diagnose.growth import FIRST_STEPS, grown_bytes
 
 HIGHER_PEAK: Final = 1.05
@@ -49,7 +50,8 @@ def diagnose_memory(facts: MemoryFacts) -> Finding:
     if asked is not None and asked >= (ABSURD * facts.total_bytes if facts.total_bytes else ABSURD_BYTES):
         return _size_error(facts, asked)
     if facts.failure is not Failure.REQUEST:
-        return _elsewhere(facts)
+        kind, claim = _OF_FAILURE[facts.failure](facts)
+        return _finding(kind, claim, facts, advice.against_elsewhere(facts))
     growth = grown_bytes(facts)
     short = facts.short_bytes
     if growth and (short is None or not facts.failed or growth >= short):
@@ -70,7 +72,9 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
     if unused >= short and (not loading or unused >= MUCH * total):  # weights that are read in leave no holes
         return _fragmentation(facts, short)
     if facts.private_bytes and unused + facts.private_bytes >= short:
-        return _private(facts, short)
+        held = format_gib(facts.private_bytes)
+        claim = f"private pools (CUDA graphs) hold {held} unused; {format_gib(short)} are missing"
+        return _finding(FindingKind.FRAGMENTATION, claim, facts, changes("private_pools"))
     if facts.other_processes_bytes >= max(short, MUCH_OTHERS * total):
         return _others(facts, short)
     if facts.outside_bytes >= much:
@@ -80,14 +84,11 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
     return None
 
 
-# what it was ----------------------------------------------------------------------------------------------------------
-
-
 def _finding(
-    kind: FindingKind, claim: str, facts: MemoryFacts, advised: tuple[Change, ...] = (), evidence: tuple[str, ...] = ()
+    kind: FindingKind, claim: str, facts: MemoryFacts, advised: Iterable[Change], evidence: Iterable[str] = ()
 ) -> Finding:
     """Return a finding whose evidence ends with the moment."""
-    return Finding(kind=kind, claim=claim, evidence=(*evidence, *_moment(facts)), changes=advised)
+    return Finding(kind=kind, claim=claim, evidence=(*evidence, *_moment(facts)), changes=tuple(advised))
 
 
 def _asked(facts: MemoryFacts) -> str:
@@ -107,7 +108,7 @@ def _leak(facts: MemoryFacts, growth: int) -> Finding:
     if not facts.survivors:
         evidence.append(_levels(facts.steps))
     claim = f"a leak: {format_gib(growth // steps)} more stay allocated after each step"
-    return _finding(FindingKind.LEAK, claim, facts, advice.against_leak(facts), tuple(evidence))
+    return _finding(FindingKind.LEAK, claim, facts, advice.against_leak(facts), evidence)
 
 
 def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
@@ -126,13 +127,7 @@ def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
         evidence.append(f"the pieces are {share} of the device: it is all but full, and the next request fails as well")
         advised += advice.against_peak(facts, short, shape=False)
     claim = f"fragmentation: {format_gib(short)} beyond what is free are there, in pieces"
-    return _finding(FindingKind.FRAGMENTATION, claim, facts, advised, tuple(evidence))
-
-
-def _private(facts: MemoryFacts, short: int) -> Finding:
-    held = format_gib(facts.private_bytes)
-    claim = f"private pools (CUDA graphs) hold {held} unused; {format_gib(short)} are missing"
-    return _finding(FindingKind.FRAGMENTATION, claim, facts, changes("private_pools"))
+    return _finding(FindingKind.FRAGMENTATION, claim, facts, advised, evidence)
 
 
 def _others(facts: MemoryFacts, short: int) -> Finding:
@@ -159,21 +154,17 @@ def _size_error(facts: MemoryFacts, asked: int) -> Finding:
     size = "more than 1 EiB" if asked >= 1 << 60 else format_gib(asked)
     times = f", {asked // facts.total_bytes:,} times the device" if facts.total_bytes and asked < 1 << 60 else ""
     claim = f"a size error: {size} were asked for at once{times}; no device has that, and no plan helps"
-    return _finding(FindingKind.SIZE, claim, facts, advice.against_size(facts))
+    advised = change("size.shapes", where=f" (at {facts.site})" if facts.site else "")
+    return _finding(FindingKind.SIZE, claim, facts, (advised,))
 
 
-def _elsewhere(facts: MemoryFacts) -> Finding:
-    """Describe a failure other than a request of PyTorch's allocator on a device."""
-    kind, claim = _OF_FAILURE[facts.failure](facts)
-    return _finding(kind, claim, facts, advice.against_elsewhere(facts))
+# failures other than a request of PyTorch's allocator on a device -----------------------------------------------------
 
 
 def _killed(facts: MemoryFacts) -> tuple[FindingKind, str]:
     if not _SAYS_MEMORY.search(facts.what):
-        return (
-            FindingKind.HOST,
-            "the process was killed with SIGKILL, as it is when the host's memory runs out; no device said so",
-        )
+        claim = "the process was killed with SIGKILL, as it is when the host's memory runs out; no device said so"
+        return FindingKind.HOST, claim
     used = "" if facts.allocated_bytes is None else f"; the process held {format_gib(facts.allocated_bytes)} of it"
     limit = "" if facts.total_bytes is None else f", of {format_gib(facts.total_bytes)} that were allowed"
     return FindingKind.HOST, f"the process was killed: the host's memory ran out, not a device's{used}{limit}"
@@ -232,7 +223,9 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
     short, asked = facts.short_bytes, facts.asked_bytes or 0
     evidence = list(_moment(facts))
     if facts.failed and short is not None:
-        evidence.insert(0, _missing(facts, short))
+        unused = f", and {format_gib(facts.unused_bytes)} lie unused between tensors" if facts.unused_bytes else ""
+        there = f"{format_gib(asked)} were asked for, {format_gib(facts.free_bytes or 0)} were free{unused}"
+        evidence.insert(0, f"{there}: {format_gib(short)} are missing")
     if growth:
         evidence.append(f"in addition, steps have left {format_gib(growth)} behind: less than is missing")
     shape = _by_shape(facts)
@@ -260,19 +253,6 @@ def _peak(facts: MemoryFacts, growth: int) -> Finding:
     return Finding(kind=FindingKind.PEAK, claim=claim, evidence=tuple(evidence), changes=advised)
 
 
-# what it rests on -----------------------------------------------------------------------------------------------------
-
-
-def _missing(facts: MemoryFacts, short: int) -> str:
-    unused = ""
-    if facts.unused_bytes:
-        unused = f", and {format_gib(facts.unused_bytes)} lie unused between tensors"
-    return (
-        f"{format_gib(facts.asked_bytes or 0)} were asked for, {format_gib(facts.free_bytes or 0)} were free{unused}: "
-        f"{format_gib(short)} are missing"
-    )
-
-
 def _moment(facts: MemoryFacts) -> tuple[str, ...]:
     """Phase and line, the largest parts, and the holders of the rest of the device."""
     found = []
@@ -288,16 +268,13 @@ def _moment(facts: MemoryFacts) -> tuple[str, ...]:
         found.append(f"{format_gib(part.nbytes)} ({share}): {part.module or 'no stack'}{_role(part.role)}{inner}")
     words = device_of(facts.device).outside
     rounding = SLACK * (facts.total_bytes or 0)  # of figures with two decimals
-    for nbytes, what in (
-        (facts.outside_bytes, f"of this process are not PyTorch's: {words}"),
-        (facts.other_processes_bytes, "are other processes'"),
-        (facts.unaccounted_bytes, f"are another process's, or this one's outside of PyTorch: {words}"),
-        (facts.private_bytes, "are held unused in private pools (CUDA graphs)"),
-        (
-            facts.shared_bytes,
-            "are above the device's capacity: the driver has them in shared or virtual memory, slowly",
-        ),
-    ):
+    for what, nbytes in {
+        f"of this process are not PyTorch's: {words}": facts.outside_bytes,
+        "are other processes'": facts.other_processes_bytes,
+        f"are another process's, or this one's outside of PyTorch: {words}": facts.unaccounted_bytes,
+        "are held unused in private pools (CUDA graphs)": facts.private_bytes,
+        "are above the device's capacity: the driver has them in shared or virtual memory, slowly": facts.shared_bytes,
+    }.items():
         if nbytes > max(MIB, 0 if nbytes != facts.unaccounted_bytes else rounding):
             found.append(f"{format_gib(nbytes)} {what}")
     return (*found, *facts.notes)

@@ -201,9 +201,6 @@ class OperandPool:
             self._kept_bytes -= self._kept.popleft().nbytes
 
 
-# matmuls --------------------------------------------------------------------------------------------------------------
-
-
 def product_probes(sizes: Sizes, pool: OperandPool, dtype: str) -> Iterator[tuple[Product, Probe]]:
     """Yield each y = x W^T, and both matmuls of its backward, as autograd calls them."""
     for m, n, k in sizes.products:
@@ -225,9 +222,6 @@ def _call(
     return run
 
 
-# attention ------------------------------------------------------------------------------------------------------------
-
-
 def attention_probes(sizes: Sizes, pool: OperandPool) -> Iterator[tuple[str, float, Probe, Probe]]:
     """Yield causal attention: name, unmasked FLOPs of its forward, the forward, and forward with backward."""
     for b, a, s, d in sizes.attention:
@@ -245,9 +239,6 @@ def attention_probes(sizes: Sizes, pool: OperandPool) -> Iterator[tuple[str, flo
         flops = 4.0 * b * a * s * s * d * (s + 1) / (2 * s)
         name = f"attention {b} x {a} x {s} x {d}"
         yield name, flops, Probe(name, forward), Probe(f"{name}, forward and backward", both)
-
-
-# memory ---------------------------------------------------------------------------------------------------------------
 
 
 def stream_probe(sizes: Sizes, device: torch.device) -> tuple[int, Probe]:
@@ -345,13 +336,9 @@ class KernelCounter(TorchDispatchMode):
         written = [t for t in made if func._schema.is_mutable or t.untyped_storage().data_ptr() not in given]
         if written:
             self.kernels += 1
-            self.nbytes += sum(map(_extent, [*read, *written]))
+            # expanded elements once
+            self.nbytes += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *written))
         return out
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes of a tensor in memory, expanded elements once."""
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def counted(step: Callable[[int], None]) -> KernelCounter:
@@ -367,7 +354,7 @@ SMALL_BYTES, LARGE_BYTES = 4 << 10, 32 << 20
 WARM_UP, ROUNDS = 2, 9
 
 
-def measure_link(ranks: int, device: str) -> LinkFit:
+def measure_link(ranks: int, device: str, say: Progress = silent) -> LinkFit:
     """Measure small and large all-gathers and all-reduces.
 
     Args:
@@ -377,6 +364,7 @@ def measure_link(ranks: int, device: str) -> LinkFit:
     Raises:
         UsageError: fewer than two ranks, fewer devices than ranks, or a torch without distribution.
     """
+    say(f"collectives between {ranks} ranks")
     if not distributed.is_available():
         raise UsageError("this torch was built without torch.distributed; drop --ranks")
     if distributed.is_initialized():

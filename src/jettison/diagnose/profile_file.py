@@ -25,8 +25,9 @@ RECOMPUTES: Final = "jettison.recompute"
 """Annotation of a plan's recomputation, in traces that `jettison profile` makes."""
 MODULE: Final = "nn.Module: "
 """Prefixes of modules' calls: torch's with ``with_stack=True``, and those of `jettison profile`."""
+OPTIMIZER_STEP: Final = "Optimizer.step#"
+LOADER: Final = "enumerate(DataLoader)"
 _STEP: Final = "ProfilerStep#"
-_OPTIMIZER: Final = "Optimizer.step#"
 _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
 _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _UNMARKED: Final = "step"
@@ -171,7 +172,8 @@ def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
             )
         kind = event.get("cat")
         kind = _OLD.get(kind, kind) if isinstance(kind, str) else ""
-        if event.get("ph") != "X" or not (kind in kinds or (kind == "python_function" and _is_module(event))):
+        is_module = kind == "python_function" and str(event.get("name")).startswith(MODULE)
+        if event.get("ph") != "X" or not (kind in kinds or is_module):
             continue
         start: Any = event.get("ts")
         length: Any = event.get("dur", 0)
@@ -191,10 +193,6 @@ def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
         )
 
 
-def _is_module(event: Mapping[str, Any]) -> bool:
-    return str(event.get("name")).startswith(MODULE)
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
 
@@ -206,21 +204,16 @@ def _track(event: Mapping[str, Any]) -> str:
 def _steps(
     annotations: tuple[ProfilerSlice, ...], work: tuple[ProfilerSlice, ...]
 ) -> tuple[tuple[int, ProfilerSlice], ...]:
-    marked = [one for one in annotations if one.name.startswith(_STEP)]
+    marked = [(one.name.removeprefix(_STEP), one) for one in annotations if one.name.startswith(_STEP)]
     if marked:
-        return tuple((_number(one.name), one) for one in marked)
+        return tuple((int(text) if text.isdecimal() else 0, one) for text, one in marked)
     begin, end = min(one.start_ns for one in work), max(one.end_ns for one in work)
-    ends = [one.end_ns for one in annotations if one.name.startswith(_OPTIMIZER)]
+    ends = [one.end_ns for one in annotations if one.name.startswith(OPTIMIZER_STEP)]
     edges = [begin, *ends[:-1], end] if ends else [begin, end]
     return tuple(
         (at, ProfilerSlice(name=f"step {at}", kind=_UNMARKED, start_ns=a, end_ns=b, track="", args={}))
         for at, (a, b) in enumerate(pairwise(edges))
     )
-
-
-def _number(name: str) -> int:
-    text = name.removeprefix(_STEP)
-    return int(text) if text.isdecimal() else 0
 
 
 def _memory(events: list[Any]) -> Iterator[MemoryPoint]:

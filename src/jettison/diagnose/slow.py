@@ -33,18 +33,26 @@ LEAST_STATE_BYTES: Final = 32 * MIB
 
 def slow_findings(profile: StepProfile) -> tuple[Finding, ...]:
     """Find what makes a trace's steps slow, the costliest first where there is a cost in time."""
-    found = [*_communication(profile), *_data(profile), *_copies(profile), *_gaps(profile), *_first(profile)]
-    return (*found, *_state(profile), *_fragments(profile))
+    found = [*_communication(profile), *_data(profile), *_copies(profile), *_gaps(profile)]
+    steps = list(profile.step_ns.items())
+    if len(steps) > 2:
+        (number, first), *others = steps
+        found += slow_first(number, first / 1e9, median(ns for _, ns in others) / 1e9)
+    found += _state(profile.state_bytes, max(profile.peak_bytes.values(), default=0))
+    return (*found, *(_held(*profile.reserved_at_peak, False) if profile.reserved_at_peak else ()))
 
 
 def snapshot_findings(facts: MemoryFacts, device: DeviceSnapshot) -> tuple[Finding, ...]:
-    """Find what a memory snapshot shows."""
-    found = [diagnose_memory(facts)]
-    kept = [found[0]] if facts.failed or found[0].kind is FindingKind.LEAK else []
+    """Find what a memory snapshot shows; state that the optimizer allocated once in it, and kept, among it."""
+    found = diagnose_memory(facts)
+    kept = [found] if facts.failed or found.kind is FindingKind.LEAK else []
     allocated = facts.allocated_bytes or 0
     if not facts.failed and facts.unused_bytes is not None:
         kept += _held(allocated, allocated + facts.unused_bytes, facts.expandable is True)
-    return (*kept, *_first_state(device))
+    timeline = device.timeline
+    alive = (n for n in timeline.alive(len(timeline.allocation) - 1).tolist() if timeline.born[n] >= 0)
+    state = [n for n in alive if timeline.labels[timeline.label_of[n]].role == "optimizer"]
+    return (*kept, *_state(int(timeline.nbytes[state].sum()) if state else 0, timeline.peak_bytes))
 
 
 def _share(profile: StepProfile, ns: int) -> str:
@@ -58,15 +66,11 @@ def _communication(profile: StepProfile) -> Iterator[Finding]:
     hidden = 1 - profile.exposed_ns / max(1, profile.communication_ns)
     evidence = [f"{format_percent(hidden)} of the time of collectives overlaps with computation"]
     evidence += [f"{name}: {_share(profile, ns)} exposed" for name, ns in list(profile.collectives.items())[:3] if ns]
-    most = next(iter(profile.collectives), "")
     if profile.exposed_after_backward_ns > 0.5 * profile.exposed_ns:
         evidence.append("most of it runs after the last computation of backward")
-    if most in ("AllGather", "ReduceScatter"):
-        advised = "fully_shard"
-    else:
-        advised = "buckets" if most == "AllReduce" else "search"
+    advised = {"AllGather": "fully_shard", "ReduceScatter": "fully_shard", "AllReduce": "buckets"}
     claim = f"exposed communication takes {_share(profile, profile.exposed_ns)}"
-    changed = changes("communication", advised)
+    changed = changes("communication", advised.get(next(iter(profile.collectives), ""), "search"))
     yield Finding(kind=FindingKind.EXPOSED_COMMUNICATION, claim=claim, evidence=tuple(evidence), changes=changed)
 
 
@@ -129,7 +133,10 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
     median_time = format_seconds(profile.median_kernel_ns / 1e9)
     evidence = [f"{each:,} kernel{'s' * (each != 1)} a step, {median_time} in the median"]
     if once:
-        evidence.append(_one_pause(profile))
+        at, spans = waiting.longest_at_ns, profile.step_spans.items()
+        number = next((number for number, (start, end) in spans if start <= at < end), None)
+        where = "between steps" if number is None else f"in step {number}"
+        evidence.append(f"{format_seconds(waiting.longest_ns / 1e9)} of it are one pause, {where}")
     settings = [setting for setting in ("compile", "fused") if setting not in profile.settings] or ["graphs"]
     claim = f"the device waits for the host to launch kernels: {_share(profile, waiting.host_ns)}"
     yield Finding(
@@ -138,21 +145,6 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
         evidence=tuple(evidence),
         changes=changes("gaps", *(["pause"] if once else settings if small else ["stacks"])),
     )
-
-
-def _one_pause(profile: StepProfile) -> str:
-    at = profile.waiting.longest_at_ns
-    number = next((number for number, (start, end) in profile.step_spans.items() if start <= at < end), None)
-    where = "between steps" if number is None else f"in step {number}"
-    return f"{format_seconds(profile.waiting.longest_ns / 1e9)} of it are one pause, {where}"
-
-
-def _first(profile: StepProfile) -> Iterator[Finding]:
-    steps = list(profile.step_ns.items())
-    if len(steps) < 3:
-        return
-    (number, first), *others = steps
-    yield from slow_first(number, first / 1e9, median(ns for _, ns in others) / 1e9)
 
 
 def slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[Finding]:
@@ -167,26 +159,7 @@ def slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[F
     )
 
 
-# memory ---------------------------------------------------------------------------------------------------------------
-
-
-def _state(profile: StepProfile) -> Iterator[Finding]:
-    peak = max(profile.peak_bytes.values(), default=0)
-    yield from _state_finding(profile.state_bytes, peak)
-
-
-def _first_state(device: DeviceSnapshot) -> Iterator[Finding]:
-    """Report state that the optimizer allocated once in the snapshot, and kept."""
-    timeline = device.timeline
-    kept = timeline.alive(len(timeline.allocation) - 1)
-    made = [
-        n for n in kept.tolist() if timeline.born[n] >= 0 and timeline.labels[timeline.label_of[n]].role == "optimizer"
-    ]
-    nbytes = int(timeline.nbytes[made].sum()) if made else 0
-    yield from _state_finding(nbytes, timeline.peak_bytes)
-
-
-def _state_finding(nbytes: int, peak_bytes: int) -> Iterator[Finding]:
+def _state(nbytes: int, peak_bytes: int) -> Iterator[Finding]:
     if nbytes < max(LEAST_STATE_BYTES, STATE * peak_bytes):
         return
     yield Finding(
@@ -195,11 +168,6 @@ def _state_finding(nbytes: int, peak_bytes: int) -> Iterator[Finding]:
         evidence=("the step after the first one peaks higher by as much: that it fits says nothing before then",),
         changes=(change("steps.state", budget=f"{-(-peak_bytes // MIB)}MiB"),),
     )
-
-
-def _fragments(profile: StepProfile) -> Iterator[Finding]:
-    if profile.reserved_at_peak is not None:
-        yield from _held(*profile.reserved_at_peak, False)
 
 
 def _held(allocated: int, reserved: int, expandable: bool) -> Iterator[Finding]:

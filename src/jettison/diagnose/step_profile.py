@@ -17,7 +17,7 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
-from jettison.diagnose.profile_file import RECOMPUTES, MemoryPoint, ProfilerSlice, ProfilerTrace
+from jettison.diagnose.profile_file import LOADER, OPTIMIZER_STEP, RECOMPUTES, MemoryPoint, ProfilerSlice, ProfilerTrace
 
 Span = tuple[int, int]
 """Beginning and end, in nanoseconds."""
@@ -124,20 +124,22 @@ class StepProfile:
 
 def profile_steps(trace: ProfilerTrace) -> StepProfile:
     """Profile the steps of a trace; see NOTE [ Phases of a trace ]."""
-    steady = _steady(trace.steps)
+    steady = [one for _, one in trace.steps]
+    if len(steady) >= 3 and steady[0].ns > SLOW_FIRST * median(one.ns for one in steady[1:]):
+        del steady[0]
     start = steady[0].start_ns
     end = max(steady[-1].end_ns, max((one.end_ns for one in trace.device), default=0))
     phases = host_phases(trace)
     again = _recompute(trace, phases[BACKWARD])
     work = [one for one in trace.device if one.end_ns > start] or _outermost(trace)
     compute = joined(_spans(one for one in work if one.kind in ("kernel", "cpu_op") and not is_collective(one)))
-    talk = [one for one in (*work, *_gloo(trace)) if is_collective(one)]
+    gloo = [one for one in trace.annotations if one.name.startswith("gloo:")]
+    talk = [one for one in (*work, *gloo) if is_collective(one)]
     exposed = without(joined(_spans(talk)), compute)
     busy = within(joined(_spans([*work, *talk])), start, end)
     has_device = bool(trace.device)
     kernels = [one.ns for one in work if one.kind == "kernel" and one.start_ns >= start]
-    launched = _launches(trace, [(one.start_ns, one.end_ns) for one in again]) if has_device else None
-    ran_again = launched if launched is not None else _spans(again)
+    ran_again = _launches(trace, joined(_spans(again))) if has_device else _spans(again)
     points = [(point.at_ns, point.allocated_bytes, point.reserved_bytes) for point in busiest_memory(trace)]
     return StepProfile(
         steps=len(steady),
@@ -161,7 +163,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         again_flops=sum(op_flops(one.name, one.args) for one in again if start <= one.start_ns < end),
         peak_bytes=_peaks(points, phases),
         state_bytes=_state(trace, points),
-        reserved_at_peak=_reserved(points),
+        reserved_at_peak=max(((allocated, reserved) for _, allocated, reserved in points if reserved), default=None),
     )
 
 
@@ -175,13 +177,6 @@ def _settings(trace: ProfilerTrace) -> frozenset[str]:
     return frozenset(name for name, seen in signs.items() if seen)
 
 
-def _steady(steps: Sequence[tuple[int, ProfilerSlice]]) -> list[ProfilerSlice]:
-    found = [one for _, one in steps]
-    if len(found) >= 3 and found[0].ns > SLOW_FIRST * median(one.ns for one in found[1:]):
-        return found[1:]
-    return found
-
-
 def _spans(slices: Iterable[ProfilerSlice]) -> list[Span]:
     return [(one.start_ns, one.end_ns) for one in slices]
 
@@ -191,13 +186,11 @@ def _spans(slices: Iterable[ProfilerSlice]) -> list[Span]:
 
 def host_phases(trace: ProfilerTrace) -> dict[str, list[Span]]:
     """Spans of the host by phase. See NOTE [ Phases of a trace ]."""
-    data = joined(_spans(one for one in trace.annotations if one.name.startswith("enumerate(DataLoader)")))
-    optimizer = joined(_spans(one for one in trace.annotations if one.name.startswith("Optimizer.step#")))
+    data = joined(_spans(one for one in trace.annotations if one.name.startswith(LOADER)))
+    optimizer = joined(_spans(one for one in trace.annotations if one.name.startswith(OPTIMIZER_STEP)))
     engine = joined(_spans(one for one in trace.ops if one.name.startswith(ENGINE)))
     taken = joined([*data, *optimizer, *engine])
-    forward = joined(
-        (one.start_ns, one.end_ns) for one in trace.ops if is_numbered(one) and not _inside(one.start_ns, taken)
-    )
+    forward = joined(_spans(one for one in trace.ops if is_numbered(one) and not _inside(one.start_ns, taken)))
     marks = sorted(
         (span, name)
         for name, spans in ((DATA, data), (FORWARD, forward), (BACKWARD, engine), (OPTIMIZER, optimizer))
@@ -206,16 +199,13 @@ def host_phases(trace: ProfilerTrace) -> dict[str, list[Span]]:
     found: dict[str, list[Span]] = {name: [] for name in PHASES}
     before = ""
     for (start, end), name in marks:
-        if name == before and not _crosses_step(found[name][-1][1], start, trace):
-            found[name][-1] = found[name][-1][0], max(end, found[name][-1][1])
+        first, last = found[name][-1] if name == before else (start, start)
+        if name == before and not any(last <= one.start_ns <= start for _, one in trace.steps):
+            found[name][-1] = first, max(end, last)
         else:
             found[name].append((start, end))
         before = name
     return {name: joined(spans) for name, spans in found.items()}
-
-
-def _crosses_step(end: int, start: int, trace: ProfilerTrace) -> bool:
-    return any(end <= one.start_ns <= start for _, one in trace.steps)
 
 
 def is_numbered(op: ProfilerSlice) -> bool:
@@ -263,13 +253,8 @@ def is_collective(one: ProfilerSlice) -> bool:
     return one.name.startswith(("nccl", "rccl", "gloo:"))
 
 
-def _gloo(trace: ProfilerTrace) -> list[ProfilerSlice]:
-    return [one for one in trace.annotations if one.name.startswith("gloo:")]
-
-
-def _launches(trace: ProfilerTrace, around: list[Span]) -> list[Span]:
+def _launches(trace: ProfilerTrace, spans: list[Span]) -> list[Span]:
     """Kernels that were launched in these spans."""
-    spans = joined(around)
     numbers = {one.args.get("correlation") for one in trace.runtime if _inside(one.start_ns, spans)}
     return _spans(one for one in trace.device if one.args.get("correlation") in numbers)
 
@@ -373,7 +358,7 @@ def _peaks(points: list[Point], phases: Mapping[str, list[Span]]) -> dict[str, i
 
 def _state(trace: ProfilerTrace, points: list[Point]) -> int:
     """Allocated bytes that the trace's first optimizer step adds, if later ones add none."""
-    steps = sorted(_spans(one for one in trace.annotations if one.name.startswith("Optimizer.step#")))
+    steps = sorted(_spans(one for one in trace.annotations if one.name.startswith(OPTIMIZER_STEP)))
     if not points or len(steps) < 2:
         return 0
     times = [at for at, _, _ in points]
@@ -386,19 +371,14 @@ def _state(trace: ProfilerTrace, points: list[Point]) -> int:
     return rises[0] if rises[0] > 0 and max(rises[1:]) < 0.2 * rises[0] else 0
 
 
-def _reserved(points: list[Point]) -> tuple[int, int] | None:
-    """Allocated and reserved bytes at the peak; None: nothing is reserved (the host)."""
-    return max(((allocated, reserved) for _, allocated, reserved in points if reserved), default=None)
-
-
 # spans of time --------------------------------------------------------------------------------------------------------
 
 
-def joined(spans: Iterable[Span], *, gap: int = 0) -> list[Span]:
-    """Merge overlapping spans, and neighbours with at most ``gap`` between them; in order."""
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Merge spans that overlap or touch; in order."""
     found: list[Span] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1] + gap:
+        if found and start <= found[-1][1]:
             found[-1] = found[-1][0], max(found[-1][1], end)
         else:
             found.append((start, end))

@@ -13,11 +13,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jettison.diagnose.profile_file import MODULE, RECOMPUTES, MemoryPoint, ProfilerSlice, ProfilerTrace
+from jettison.diagnose.profile_file import (
+    LOADER,
+    MODULE,
+    OPTIMIZER_STEP,
+    RECOMPUTES,
+    MemoryPoint,
+    ProfilerSlice,
+    ProfilerTrace,
+)
 from jettison.diagnose.step_profile import (
     BACKWARD,
     DATA,
@@ -35,8 +43,6 @@ OTHER: Final = "other"
 ROLES: Final = (DATA, FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, OTHER)
 BEFORE: Final = "before the trace"
 """Role of bytes that were allocated before the trace: parameters, and the optimizer's state after its first step."""
-_OPTIMIZER_STEP: Final = "Optimizer.step#"
-_LOADER: Final = "enumerate(DataLoader)"
 _REENTRANT: Final = "CheckpointFunction"
 """Around operators that it keeps autograd from numbering."""
 _WEIGHTED: Final = ("linear", "addmm", "mm", "matmul", "bmm")
@@ -84,17 +90,17 @@ class ModuleProfile:
 def profile_modules(trace: ProfilerTrace, window: Span) -> ModuleProfile:
     """Attribute time in a window, and bytes at the peak. See NOTE [ Modules of a trace ]."""
     sweep = _TraceWalk(trace)
-    ns: defaultdict[TracePlace, int] = defaultdict(int)
-    start, end = window
+    own = sweep.own
     if trace.device:
+        own = []
         for one in trace.device:
-            if start <= one.start_ns < end:
-                place = sweep.launched.get(one.args.get("correlation"), TracePlace())
-                ns[TracePlace("communication" if is_collective(one) else place.module, place.role or OTHER)] += one.ns
-    else:
-        for place, at, length in sweep.own:
-            if start <= at < end:
-                ns[TracePlace(place.module, place.role or OTHER)] += length
+            place = sweep.launched.get(one.args.get("correlation"), TracePlace())
+            module = "communication" if is_collective(one) else place.module
+            own.append((TracePlace(module, place.role), one.start_ns, one.ns))
+    ns: defaultdict[TracePlace, int] = defaultdict(int)
+    for place, at, length in own:
+        if window[0] <= at < window[1]:
+            ns[TracePlace(place.module, place.role or OTHER)] += length
     return ModuleProfile(
         named=bool(trace.modules), ns={place: n for place, n in ns.items() if n > 0}, peak=_peak(sweep.born)
     )
@@ -125,7 +131,7 @@ class _TraceWalk:
         """Place by sequence number and thread of an autograd node's forward."""
         self._nodes: dict[str, TracePlace] = {}
         """Last node of backward of each thread."""
-        marks = [one for one in trace.annotations if one.name.startswith((_OPTIMIZER_STEP, _LOADER, RECOMPUTES))]
+        marks = [one for one in trace.annotations if one.name.startswith((OPTIMIZER_STEP, LOADER, RECOMPUTES))]
         items: list[ProfilerSlice | MemoryPoint] = [*marks, *trace.modules, *trace.ops, *trace.runtime]
         items += busiest_memory(trace)
         items.sort(key=_begins)
@@ -146,9 +152,9 @@ class _TraceWalk:
 
     def _marked(self, one: ProfilerSlice, top: _Open) -> TracePlace:
         """Place inside of an annotation or of a module's call."""
-        if one.name.startswith(_OPTIMIZER_STEP):
-            return TracePlace(one.name.removeprefix(_OPTIMIZER_STEP), OPTIMIZER)
-        if one.name.startswith(_LOADER):
+        if one.name.startswith(OPTIMIZER_STEP):
+            return TracePlace(one.name.removeprefix(OPTIMIZER_STEP), OPTIMIZER)
+        if one.name.startswith(LOADER):
             return TracePlace("data loader", DATA)
         role = RECOMPUTE if top.place.role in (BACKWARD, RECOMPUTE) else top.place.role or FORWARD
         if one.name == RECOMPUTES:
@@ -213,18 +219,24 @@ def _called(op: ProfilerSlice) -> str:
     return name
 
 
-# bytes ----------------------------------------------------------------------------------------------------------------
-
-
 def _peak(born: list[tuple[MemoryPoint, TracePlace]]) -> dict[TracePlace, int]:
     """Bytes by place at the highest moment; see `ModuleProfile.peak`."""
     if not born or any(point.address is None for point, _ in born):  # as in older traces
         return {}
     at = max(range(len(born)), key=lambda number: born[number][0].allocated_bytes)
-    live = dict(_live(born[: at + 1]))
-    steps = [number for number in range(at + 1, len(born)) if born[number][1].role == OPTIMIZER]
-    lasts = steps[0] if steps else len(born)
-    freed = _first_freed(born, at + 1)
+    live: dict[int | None, tuple[int, TracePlace]] = {}
+    for point, place in born[: at + 1]:
+        if point.delta_bytes > 0:
+            live[point.address] = point.delta_bytes, place
+        else:
+            live.pop(point.address, None)
+    freed: dict[int | None, int] = {}  # by address, the next event that frees it
+    lasts = len(born)
+    for number, (point, place) in enumerate(born[at + 1 :], start=at + 1):
+        if point.delta_bytes < 0:
+            freed.setdefault(point.address, number)
+        if place.role == OPTIMIZER:
+            lasts = min(lasts, number)
     found: defaultdict[TracePlace, int] = defaultdict(int)
     for address, (nbytes, place) in live.items():
         last = freed.get(address, len(born))
@@ -235,24 +247,3 @@ def _peak(born: list[tuple[MemoryPoint, TracePlace]]) -> dict[TracePlace, int]:
     if rest > 0:
         found[TracePlace("", BEFORE)] = rest
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _live(born: list[tuple[MemoryPoint, TracePlace]]) -> Iterator[tuple[int | None, tuple[int, TracePlace]]]:
-    """Allocations that are not freed: address, bytes and place."""
-    live: dict[int | None, tuple[int, TracePlace]] = {}
-    for point, place in born:
-        if point.delta_bytes > 0:
-            live[point.address] = point.delta_bytes, place
-        else:
-            live.pop(point.address, None)
-    yield from live.items()
-
-
-def _first_freed(born: list[tuple[MemoryPoint, TracePlace]], start: int) -> dict[int | None, int]:
-    """Index of the first event from ``start`` on that frees each address."""
-    found: dict[int | None, int] = {}
-    for number in range(start, len(born)):
-        point = born[number][0]
-        if point.delta_bytes < 0:
-            found.setdefault(point.address, number)
-    return found
