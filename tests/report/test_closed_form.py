@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
 from jettison.formula.sums import GuardBook, Sum, constant, positive, sum_of, symbol
@@ -131,9 +130,7 @@ def test_the_document_equals_the_ordinary_walk(data) -> None:
     document = json.loads(json.dumps(closed_form_document([form])))
     for point in points:
         reader = Reader(document, point)
-        try:
-            form.table(choice.key, point)
-        except UsageError:  # another walk: nothing is said about it
+        if not any(table.holds(point) for table in form[choice.key]):  # another walk: nothing is said about it
             assert not any(reader.holds(table) for table in document["tables"])
             continue
         assert reader.figures(0, choice.key) == walked(model, layer, choice, point)
@@ -147,7 +144,7 @@ def test_a_guard_keeps_a_table_from_sizes_at_which_the_walk_goes_another_way() -
     assert table.holds(one | {"s": 77})
     assert not table.holds(one | {"b": 2}), "two sequences are copied into one batch of matrices"
     form = form_of(PAPER, layer, [choice], [one, one | {"b": 2}, one | {"b": 3}])
-    assert len(form.tables[choice.key]) == 2
+    assert len(form[choice.key]) == 2
 
 
 def test_a_traced_size_refuses_what_a_sum_cannot_say() -> None:

@@ -7,9 +7,12 @@ while a model runs are also `RuntimeError`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jettison.core.units import Bytes, format_bytes
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class JettisonError(Exception):
@@ -158,3 +161,10 @@ def install(extra: str) -> str:
         extra: of ``[project.optional-dependencies]`` in pyproject.toml.
     """
     return f"pip install '.[{extra}]' in a clone of Jettison"
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first wrong key of a document, what is wrong with it, and the number of such keys."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "the document"
+    return f"{where}: {first['msg']} (one of {error.error_count()})"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, overload
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import UsageError, first_problem
 from jettison.core.objects import summary
 from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
 
@@ -193,6 +193,16 @@ def document(layers: Mapping[str, int], entries: Iterable[SavedTensor]) -> dict[
     }
 
 
+def storage_roles(entries: Iterable[SavedTensor], mesh_sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Role and bytes of each storage on a rank: the role of its first entry, its largest size."""
+    roles: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        roles.setdefault(entry.storage, entry.role)
+        sizes[entry.storage] = max(sizes.get(entry.storage, 0), entry.local_storage_bytes(mesh_sizes))
+    return [(roles[storage], nbytes) for storage, nbytes in sizes.items()]
+
+
 def read_document(text: str | bytes) -> tuple[tuple[str, ...], tuple[SavedTensor, ...]]:
     """The layers of a document, in order, and its entries.
 
@@ -204,9 +214,7 @@ def read_document(text: str | bytes) -> tuple[tuple[str, ...], tuple[SavedTensor
     try:
         found: LedgerDocument = _adapter().validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise UsageError(f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})") from error
+        raise UsageError(f"not a {SCHEMA} document: {first_problem(error)}") from error
     return tuple(entry.layer for entry in found.layers), found.entries
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from jettison.core.units import GIB, format_bytes, format_percent, format_seconds, listed
 from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
-from jettison.cost.layer import Class, PriceModel
+from jettison.cost.layer import Class
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import Limit, available_bytes
 from jettison.predict.forecast import forecast
@@ -26,6 +26,7 @@ from jettison.predict.ranges import FitRule, fit_budgets
 from jettison.predict.stage_time import Item, Timing
 from jettison.predict.stages import RegionGroup, StageRegion, walk
 from jettison.predict.time import Estimate, estimate
+from jettison.report.tables import span
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
@@ -140,26 +141,17 @@ def trilemma(found: Estimate) -> Trilemma:
     """Everything that `--explain` adds to an estimate."""
     timing = Timing(run=found.run, hardware=found.hardware, execution=found.execution)
     options, offload = tuple(_options(found)), _offload(timing)
+    totals = dict.fromkeys(Class, 0.0)
+    for item in (item for chunk in walk(found.run)[found.busiest] for item in timing.items(chunk)):
+        for kind, seconds in item.prices.by_class(item.region).items():
+            totals[kind] += item.count * found.run.micro_batches * seconds
     return Trilemma(
-        kinds=_kinds(found, timing),
+        kinds=tuple(totals.items()),
         options=options,
         trades=tuple(trades(found.run, found.hardware, found.execution)),
         offload=offload,
         sentences=tuple(_sentences(found, options, offload)),
     )
-
-
-def _kinds(found: Estimate, timing: Timing) -> tuple[tuple[Class, float], ...]:
-    totals = dict.fromkeys(Class, 0.0)
-    for chunk in walk(found.run)[found.busiest]:
-        for item in timing.items(chunk):
-            seconds = item.prices.by_class(item.region)
-            for kind in Class:
-                totals[kind] += item.count * found.run.micro_batches * seconds[kind]
-    return tuple(totals.items())
-
-
-# alternatives ---------------------------------------------------------------------------------------------------------
 
 
 def _options(found: Estimate) -> Iterator[RecomputeOption]:
@@ -189,43 +181,38 @@ def _options(found: Estimate) -> Iterator[RecomputeOption]:
 def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> list[Trade]:
     """The saved tensors of the run's most frequent layer, largest first, each against all others being kept."""
     layer = max(run.model.kinds, key=run.model.layers.count)
-    region = layer_region(run.scene, layer)
+    region, reached = layer_region(run.scene, layer), hardware.reached.host
     prices = Timing(run=run, hardware=hardware, execution=execution or execution_of(run)).prices(layer)
-    buffers, smallest = region.program.buffers, SMALLEST * region.saved_bytes
-    saved = dict.fromkeys(slot.buffer for slot in region.program.slots)
-    found = [_trade(prices, region, b) for b in saved if not buffers[b].free and buffers[b].nbytes >= smallest]
+    found = []
+    for buffer in dict.fromkeys(slot.buffer for slot in region.program.slots):
+        nbytes, closure = region.program.buffers[buffer].nbytes, region.program.closure(buffer)
+        if region.program.buffers[buffer].free or nbytes < SMALLEST * region.saved_bytes:
+            continue
+        again = limit = None
+        if closure.anchor is None and closure.ops:
+            again = prices.seconds(region, frozenset(closure.ops)).again.seconds
+            limit = 2 * nbytes / again if again else None
+        role, path = called(region, buffer)
+        trade = Trade(
+            role=role,
+            path=path,
+            nbytes=nbytes,
+            again_seconds=again,
+            moved_seconds=None if hardware.host_bytes_per_second is None else host_seconds(nbytes, hardware),
+            break_even_bytes_per_second=limit,
+            links=tuple(x.name for x in LINKS if limit is not None and x.bytes_per_second * reached > limit),
+        )
+        found.append(trade)
     return sorted(found, key=lambda row: -row.nbytes)
-
-
-def _trade(prices: PriceModel, region: Region, buffer: int) -> Trade:
-    hardware, nbytes = prices.hardware, region.program.buffers[buffer].nbytes
-    closure = region.program.closure(buffer)
-    again = limit = None
-    if closure.anchor is None and closure.ops:
-        again = prices.seconds(region, frozenset(closure.ops)).again.seconds
-        limit = 2 * nbytes / again if again else None
-    role, path = called(region, buffer)
-    return Trade(
-        role=role,
-        path=path,
-        nbytes=nbytes,
-        again_seconds=again,
-        moved_seconds=None if hardware.host_bytes_per_second is None else host_seconds(nbytes, hardware),
-        break_even_bytes_per_second=limit,
-        links=tuple(
-            link.name for link in LINKS if limit is not None and link.bytes_per_second * hardware.reached.host > limit
-        ),
-    )
 
 
 def called(region: Region, buffer: int) -> tuple[str, str]:
     """Name of a saved tensor (several, where several tensors share a storage), and where it is read."""
-    storages = {index: storage for storage, index in region.buffers.items()}
     found = [
         (saved.role, step.path)
         for step in region.tape.steps
         for saved in step.saved
-        if saved.value.storage == storages[buffer] and saved.role
+        if region.buffers[saved.value.storage] == buffer and saved.role
     ]
     return (", ".join(dict.fromkeys(role for role, _ in found)), found[0][1]) if found else (HELD, "")
 
@@ -249,37 +236,33 @@ def _offload(timing: Timing) -> LayerOffload | None:
     forward, backward = plain.seconds.forward.seconds, plain.seconds.backward_seconds
     at_hand = HostLink(name=f"{hardware.name}'s own", bytes_per_second=hardware.host_bytes_per_second)
     known = hardware.host_bytes_per_second in {link.bytes_per_second for link in LINKS}
-    trips = []
-    for link in LINKS if known else (at_hand, *LINKS):
+
+    def trip(link: HostLink) -> LinkTrip:
         took = host_seconds(nbytes, replace(hardware, host_bytes_per_second=link.bytes_per_second))
-        hides, quicker = took <= min(forward, backward), 2 * took < again
-        trips.append(LinkTrip(link=link, one_way_seconds=took, hides=hides, quicker=quicker))
-    one_way = host_seconds(nbytes, hardware)
+        return LinkTrip(link=link, one_way_seconds=took, hides=took <= min(forward, backward), quicker=2 * took < again)
+
+    own = trip(at_hand)
     return LayerOffload(
         layer_bytes=nbytes,
-        one_way_seconds=one_way,
+        one_way_seconds=own.one_way_seconds,
         forward_seconds=forward,
         backward_seconds=backward,
         again_seconds=again,
-        ways=tuple(trips),
-        hides=one_way <= min(forward, backward),
+        ways=tuple(map(trip, LINKS if known else (at_hand, *LINKS))),
+        hides=own.hides,
         break_even_bytes_per_second=2 * nbytes / again,
     )
-
-
-# in words -------------------------------------------------------------------------------------------------------------
 
 
 def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: LayerOffload | None) -> Iterator[str]:
     parts = found.breakdown
     named = {
-        "compute": parts.compute,
         "communication": parts.communication,
         "the pipeline's bubble": parts.bubble,
         "recompute": parts.recompute,
         "the optimizer and dispatch": parts.other,
     }
-    largest = max((name for name in named if name != "compute"), key=lambda name: named[name])
+    largest = max(named, key=lambda name: named[name])
     yield (
         f"Of a step of {format_seconds(found.step_seconds)}, {format_percent(parts.compute / found.step_seconds)} is "
         f"compute; the largest other part is {largest}, {format_seconds(named[largest])}."
@@ -288,8 +271,7 @@ def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: L
     if not fitting:
         yield "None of these ways to keep activations fits the device."
     else:
-        rule = fitting[0].rule
-        best = min((one for one in fitting if one.rule is rule), key=lambda option: option.step_seconds)
+        best = min((one for one in fitting if one.rule is fitting[0].rule), key=lambda option: option.step_seconds)
         assert best.rule is not None
         took, peak = format_seconds(best.step_seconds), format_bytes(best.peak_bytes)
         yield f"The quickest that {best.rule.words} is {best.recompute}, {took} a step at a peak of {peak}."
@@ -337,17 +319,16 @@ class Reason:
         return sum(max(0.0, self.way_seconds - beside) for beside in (self.forward_seconds, self.backward_seconds))
 
     def __str__(self) -> str:
-        return "; ".join(self._words()) or "everything fits"
-
-    def _words(self) -> Iterator[str]:
+        words = []
         if self.again:
             spent, freed = format_seconds(self.again_seconds), format_bytes(self.freed_bytes)
-            yield f"recomputes {listed(self.again, MOST_NAMED)}: {spent} for {freed}"
+            words.append(f"recomputes {listed(self.again, MOST_NAMED)}: {spent} for {freed}")
         if self.moved:
             shortest = min(self.forward_seconds, self.backward_seconds)
             exposed = f", {format_seconds(self.stalled_seconds)} exposed" if self.stalled_seconds else ""
             took = f"{format_seconds(self.way_seconds)} each way, with {format_seconds(shortest)} to overlap{exposed}"
-            yield f"offloads {listed(self.moved, MOST_NAMED)}: {took}"
+            words.append(f"offloads {listed(self.moved, MOST_NAMED)}: {took}")
+        return "; ".join(words) or "everything fits"
 
 
 def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
@@ -356,36 +337,27 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
     timing = Timing(run=run, hardware=device, execution=execution_of(run))
     found: dict[str, Reason] = {}
     known: dict[tuple[object, ...], Reason] = {}
-    for stage in answer.forecast.stages:
-        for chunk in (chunk for chunk in stage.parts if chunk):
-            for at, part in enumerate(chunk):
-                if part.is_layer:
-                    beside = _following(chunk, at)
-                    key = (part.region, part.chosen, *((other.region, other.chosen) for other in beside))
-                    if key not in known:
-                        known[key] = _reason(timing, part, beside)
-                    found[part.name] = replace(known[key], layer=part.name)
+    for chunk in (chunk for stage in answer.forecast.stages for chunk in stage.parts):
+        for at, part in ((at, part) for at, part in enumerate(chunk) if part.is_layer):
+            after = at + (part.segment if part.first else 1)  # the region or segment that its copies overlap with
+            beside = chunk[after : after + chunk[after].segment] if after < len(chunk) else ()
+            key = (part.region, part.chosen, *((other.region, other.chosen) for other in beside))
+            if key not in known:
+                known[key] = _reason(timing, part, beside)
+            found[part.name] = replace(known[key], layer=part.name)
     return {name: found[name] for name in run.model.layer_names}
-
-
-def _following(chunk: Sequence[StageRegion], at: int) -> Sequence[StageRegion]:
-    """Region or segment after a layer or its segment, whose passes overlap with its copies."""
-    part = chunk[at]
-    after = at + (part.segment if part.first else 1)
-    return chunk[after : after + chunk[after].segment] if after < len(chunk) else ()
 
 
 def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion]) -> Reason:
     took, beside = _timed(timing, part).seconds, [_timed(timing, other).seconds for other in following]
-    where = whereabouts(part)
     program = part.region.program
     moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
     return Reason(
         layer=part.name,
-        again=_names(part.region, [b for b, place in where.items() if place == AGAIN]),
+        again=_names(part, AGAIN),
         freed_bytes=program.kept_bytes(program.saved_buffers()) - (program.kept_bytes(part.kept) if part.first else 0),
         again_seconds=took.again.seconds,
-        moved=_names(part.region, [b for b, place in where.items() if place == THERE]),
+        moved=_names(part, THERE),
         moved_bytes=moved,
         way_seconds=host_seconds(moved, timing.hardware) if moved else 0.0,
         forward_seconds=beside[0].forward.seconds if beside else 0.0,
@@ -402,9 +374,11 @@ def whereabouts(part: StageRegion) -> Mapping[int, str]:
     return {b: THERE if b in moved else HERE if b in stays else AGAIN for b in wanted}
 
 
-def _names(region: Region, buffers: list[int]) -> tuple[str, ...]:
-    ordered = sorted(buffers, key=lambda b: -region.program.buffers[b].nbytes)
-    return tuple(dict.fromkeys(tensor_name(region, b) for b in ordered))
+def _names(part: StageRegion, wanted: str) -> tuple[str, ...]:
+    """Names of a region's tensors in one place, largest first."""
+    found = [b for b, place in whereabouts(part).items() if place == wanted]
+    found.sort(key=lambda b: -part.region.program.buffers[b].nbytes)
+    return tuple(dict.fromkeys(tensor_name(part.region, b) for b in found))
 
 
 def tensor_name(region: Region, buffer: int) -> str:
@@ -426,6 +400,9 @@ class Flip:
     layers: tuple[str, ...]
     nbytes: int
 
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.before} -> {self.after} in {span(self.layers, brief=True)}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NextGiB:
@@ -444,13 +421,16 @@ def what_if(answer: AutoForecast, *, steps: int = MOST_STEPS) -> Iterator[NextGi
     for _ in range(steps):
         if before.seconds <= 0.0 and before.host_bytes == 0:
             return
-        after = choose(
-            answer.forecast.run, before.budget_bytes + GIB, answer.hardware, host_budget_bytes=answer.host_budget_bytes
-        )
-        yield NextGiB(
-            answer=after, saved_seconds=before.step_seconds - after.step_seconds, flips=tuple(flips(before, after))
-        )
+        budget, host = before.budget_bytes + GIB, answer.host_budget_bytes
+        after = choose(answer.forecast.run, budget, answer.hardware, host_budget_bytes=host)
+        saved = before.step_seconds - after.step_seconds
+        yield NextGiB(answer=after, saved_seconds=saved, flips=tuple(flips(before, after)))
         before = after
+
+
+def flips_text(changed: Sequence[Flip]) -> str:
+    """The changes in a line."""
+    return "; ".join(map(str, changed)) or "nothing"
 
 
 def flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
@@ -462,19 +442,11 @@ def flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
             if places[buffer] != place:
                 key = (tensor_name(old.region, buffer), place, places[buffer])
                 found[key].append((old.name, old.region.program.buffers[buffer].nbytes))
+    changed = []
     for (tensor, was, becomes), where in found.items():  # layers that only change parts with each other
         back = found.get((tensor, becomes, was), [])
         both = min(len(where), len(back))
         del where[len(where) - both :], back[len(back) - both :]
-    changed = [
-        Flip(
-            tensor=tensor,
-            before=was,
-            after=becomes,
-            layers=tuple(dict.fromkeys(name for name, _ in where)),
-            nbytes=sum(nbytes for _, nbytes in where),
-        )
-        for (tensor, was, becomes), where in found.items()
-        if where
-    ]
+        layers, nbytes = tuple(dict.fromkeys(name for name, _ in where)), sum(nbytes for _, nbytes in where)
+        changed += [Flip(tensor=tensor, before=was, after=becomes, layers=layers, nbytes=nbytes)] if where else []
     yield from sorted(changed, key=lambda flip: (-flip.nbytes, flip.tensor))

@@ -15,8 +15,8 @@ is the ledger's, to the byte.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -74,13 +74,7 @@ def step_trace(title: str, memory: Forecast, found: Estimate, *, by_tensor: bool
 
 def chrome_json(trace: StepTrace) -> str:
     """The file's text, an event a line."""
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in chrome_events(trace))
-    about = json.dumps(_about(trace))
-    return f'{{"displayTimeUnit":"ns","otherData":{about},"traceEvents":[\n{lines}\n]}}\n'
-
-
-def _about(trace: StepTrace) -> dict[str, Any]:
-    return {
+    about = {
         "schema": "jettison.timeline/1",
         "title": trace.title,
         "step_seconds": trace.estimate.step_seconds,
@@ -89,12 +83,20 @@ def _about(trace: StepTrace) -> dict[str, Any]:
         "replayed_peak_bytes": [timeline.peak_bytes for timeline in trace.memory],
         "stage_peak_bytes": [stage.peak.nbytes for stage in trace.forecast.stages],
     }
+    return _file_text(about, chrome_events(trace))
+
+
+def _file_text(about: dict[str, Any], events: Iterable[dict[str, Any]]) -> str:
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    return f'{{"displayTimeUnit":"ns","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
 
 
 def chrome_events(trace: StepTrace) -> Iterator[dict[str, Any]]:
     """All events."""
     for stage in trace.forecast.stages:
-        yield from _names(stage)
+        names = [name for chunk in stage.groups for group in chunk for name in group.names]
+        of = f" ({names[0]} to {names[-1]})" if names else ""
+        yield from _names(stage.index, f"stage {stage.index}{of}", _TRACKS)
         own, sent = trace.passes[stage.index], [sent_to_host(trace.forecast.run, chunk) for chunk in stage.groups]
         for number in range(STEPS):
             offset = number * trace.step_ns
@@ -110,13 +112,11 @@ def chrome_events(trace: StepTrace) -> Iterator[dict[str, Any]]:
         yield from _arrows(trace, number * trace.step_ns, number)
 
 
-def _names(stage: Stage) -> Iterator[dict[str, Any]]:
-    names = [name for chunk in stage.groups for group in chunk for name in group.names]
-    of = f" ({names[0]} to {names[-1]})" if names else ""
-    yield {"ph": "M", "pid": stage.index, "name": "process_name", "args": {"name": f"stage {stage.index}{of}"}}
-    yield {"ph": "M", "pid": stage.index, "name": "process_sort_index", "args": {"sort_index": stage.index}}
-    for tid, text in _TRACKS.items():
-        yield {"ph": "M", "pid": stage.index, "tid": tid, "name": "thread_name", "args": {"name": text}}
+def _names(pid: int, title: str, tracks: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    for tid, text in tracks.items():
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": text}}
 
 
 def _us(time_ns: int) -> float:
@@ -130,9 +130,9 @@ def _slice(pid: int, tid: int, name: str, kind: str, begin: int, end: int, args:
 
 def _pass(pid: int, played: PassSlices, offset: int) -> Iterator[dict[str, Any]]:
     """A slice around a pass, and those within."""
-    step = played.step
-    args = {} if step is None else {"micro-batch": step.micro_batch, "chunk": step.chunk}
-    if step is not None:
+    args = {}
+    if (step := played.step) is not None:
+        args = {"micro-batch": step.micro_batch, "chunk": step.chunk}
         name = f"{_PASSES[step.work]} {step.micro_batch}" + (f" chunk {step.chunk}" if step.chunk else "")
         yield _slice(pid, DEVICE, name, "pass", offset + played.begin_ns, offset + played.end_ns, args)
     for one in played.slices:
@@ -176,17 +176,12 @@ def timelines_json(title: str, timelines: Sequence[MemoryTimeline]) -> str:
         "clock": "allocations and frees in their order, one a microsecond",
         "peak_bytes": [timeline.peak_bytes for timeline in timelines],
     }
-    events = [event for pid, timeline in enumerate(timelines) for event in _untimed(timeline, pid)]
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-    return f'{{"displayTimeUnit":"ns","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+    return _file_text(about, (event for pid, timeline in enumerate(timelines) for event in _untimed(timeline, pid)))
 
 
 def _untimed(timeline: MemoryTimeline, pid: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": timeline.title}}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-    yield {"ph": "M", "pid": pid, "tid": DEVICE, "name": "thread_name", "args": {"name": "phases"}}
-    last = len(timeline.time_ns)
-    ends = [*(mark.event for mark in timeline.marks[1:]), last]
+    yield from _names(pid, timeline.title, {DEVICE: "phases"})
+    ends = [*(mark.event for mark in timeline.marks[1:]), len(timeline.time_ns)]
     for mark, end in zip(timeline.marks, ends, strict=True):
         if end > mark.event:
             begin_ns, end_ns = int(timeline.time_ns[mark.event]), int(timeline.time_ns[end - 1]) + 1000
@@ -196,44 +191,34 @@ def _untimed(timeline: MemoryTimeline, pid: int) -> Iterator[dict[str, Any]]:
 
 def counters(timeline: MemoryTimeline, pid: int) -> Iterator[dict[str, Any]]:
     """Bytes allocated, and by role: at each time the highest, then what is left of it where that is less."""
-    totals: defaultdict[str, int] = defaultdict(int)
     roles = [label.role for label in timeline.labels]
+    totals = dict.fromkeys(roles, 0)
     for number in range(len(timeline.nbytes)):
         if timeline.born[number] < 0:
             totals[roles[timeline.label_of[number]]] += int(timeline.nbytes[number])
-    groups = list(dict.fromkeys(roles))
     now = sum(totals.values())
-    yield from _counts(pid, 0, now, totals, groups)
-    last, highest, top = now, now, dict(totals)
+    yield from _counts(pid, 0, now, totals)
+    events: dict[int, list[tuple[int, bool]]] = {0: []}
     rows = zip(timeline.allocation.tolist(), timeline.is_birth.tolist(), timeline.time_ns.tolist(), strict=True)
-    time_ns = 0
-    for number, is_birth, at in rows:
-        if at != time_ns:
-            yield from _moment(pid, time_ns, (last, highest, now), top, totals, groups)
-            time_ns, last, highest, top = at, now, now, dict(totals)
-        nbytes = int(timeline.nbytes[number])
-        change = nbytes if is_birth else -nbytes
-        totals[roles[timeline.label_of[number]]] += change
-        now += change
-        if now > highest:
-            highest, top = now, dict(totals)
-    yield from _moment(pid, time_ns, (last, highest, now), top, totals, groups)
+    for number, is_birth, time_ns in rows:
+        events.setdefault(time_ns, []).append((number, is_birth))
+    for time_ns, changes in events.items():
+        before = highest = now
+        for number, is_birth in changes:
+            change = int(timeline.nbytes[number]) * (1 if is_birth else -1)
+            totals[roles[timeline.label_of[number]]] += change
+            now += change
+            if now > highest:
+                highest, top = now, dict(totals)
+        if highest > max(before, now):
+            yield from _counts(pid, time_ns, highest, top)
+        yield from _counts(pid, time_ns, now, totals)
 
 
-def _moment(
-    pid: int, time_ns: int, levels: tuple[int, int, int], top: dict[str, int], totals: dict[str, int], groups: list[str]
-) -> Iterator[dict[str, Any]]:
-    """Args: levels: before this time, the highest at it, and after it."""
-    before, highest, after = levels
-    if highest > max(before, after):
-        yield from _counts(pid, time_ns, highest, top, groups)
-    yield from _counts(pid, time_ns, after, totals, groups)
-
-
-def _counts(pid: int, time_ns: int, total: int, by_role: dict[str, int], groups: list[str]) -> Iterator[dict[str, Any]]:
+def _counts(pid: int, time_ns: int, total: int, by_role: dict[str, int]) -> Iterator[dict[str, Any]]:
     common = {"ph": "C", "pid": pid, "ts": _us(time_ns)}
     yield common | {"name": ALLOCATED, "args": {"bytes": total}}
-    yield common | {"name": ROLES, "args": {name: by_role.get(name, 0) for name in groups}}
+    yield common | {"name": ROLES, "args": dict(by_role)}
 
 
 # allocations ----------------------------------------------------------------------------------------------------------

@@ -76,11 +76,6 @@ class EstimateReport:
         return self.figures.verdict(usable_bytes=self.found.hardware.usable_bytes)
 
     @property
-    def fits(self) -> bool:
-        """Does the peak leave the device its allowance?"""
-        return self.memory.peak_bytes <= self.available_bytes
-
-    @property
     def warnings(self) -> Iterator[str]:
         """Warnings for a reader."""
         run, device = self.found.run, self.found.hardware
@@ -105,7 +100,7 @@ class EstimateReport:
     def document(self) -> dict[str, Any]:
         """For programs. Seconds are of one step on the busiest stage, bytes of the worst rank."""
         found, run, training = self.found, self.found.run, self.training
-        device = found.hardware.under(found.execution.stack)
+        device, replay = found.hardware.under(found.execution.stack), found.replay
         more = {} if self.trilemma is None else _explanation(self.trilemma)
         return document(
             "jettison.estimate/1",
@@ -125,11 +120,24 @@ class EstimateReport:
             model_flops=found.model_flops(),
             breakdown={f"{name}_seconds": getattr(found.breakdown, name) for name in PARTS},
             busiest_stage=found.busiest,
-            stages=[_stage(found, index) for index in range(len(found.stages))],
+            stages=[
+                part(
+                    "EstimateStage",
+                    stage=index,
+                    busy_seconds=replay.busy[index],
+                    bubble_seconds=replay.bubble[index],
+                    forward_seconds=sum(stage.forward),
+                    backward_seconds=sum(stage.backward),
+                    recompute_seconds=sum(part.seconds for part in stage.again),
+                    end_seconds=stage.end,
+                    optimizer_seconds=stage.optimizer,
+                )
+                for index, stage in enumerate(found.stages)
+            ],
             peak_bytes=self.memory.peak_bytes,
             offloaded_optimizer=self.memory.host_states and asdict(self.memory.host_states),
             available_bytes=self.available_bytes,
-            fits=self.fits,
+            fits=self.memory.peak_bytes <= self.available_bytes,
             fit_rule=self.fit_rule,
             figures=self.figures.document(),
             verdict=str(self.verdict),
@@ -149,24 +157,6 @@ class EstimateReport:
         return Group(*(part for table in tables for part in ("", table)))
 
 
-# for programs ---------------------------------------------------------------------------------------------------------
-
-
-def _stage(found: Estimate, index: int) -> dict[str, Any]:
-    stage = found.stages[index]
-    return part(
-        "EstimateStage",
-        stage=index,
-        busy_seconds=found.replay.busy[index],
-        bubble_seconds=found.replay.bubble[index],
-        forward_seconds=sum(stage.forward),
-        backward_seconds=sum(stage.backward),
-        recompute_seconds=sum(part.seconds for part in stage.again),
-        end_seconds=stage.end,
-        optimizer_seconds=stage.optimizer,
-    )
-
-
 def _explanation(trilemma: Trilemma) -> dict[str, Any]:
     from jettison.report.alternatives import LINKS
 
@@ -178,9 +168,6 @@ def _explanation(trilemma: Trilemma) -> dict[str, Any]:
         "offload": trilemma.offload and asdict(trilemma.offload),
         "sentences": list(trilemma.sentences),
     }
-
-
-# for people -----------------------------------------------------------------------------------------------------------
 
 
 def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
@@ -217,9 +204,10 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
 
 def _parts_table(found: Estimate) -> FittedTable:
     of = f" of stage {found.busiest}" if len(found.stages) > 1 else ""
-    parts = {name: getattr(found.breakdown, name) for name in PARTS}
-    rows = [(name, format_seconds(n), format_percent(n / found.step_seconds)) for name, n in parts.items()]
-    table = grid(f"Where the time{of} goes", ("part",), ("seconds", "share"), rows)
+    table = grid(f"Where the time{of} goes", ("part",), ("seconds", "share"))
+    for name in PARTS:
+        seconds = getattr(found.breakdown, name)
+        table.add_row(name, format_seconds(seconds), format_percent(seconds / found.step_seconds))
     table.add_section()
     table.add_row("step", format_seconds(found.step_seconds), "")
     return table
@@ -229,9 +217,8 @@ def _stages_table(found: Estimate) -> FittedTable:
     """Neighbours that are alike as one row; of many rows, the first and the last."""
     cells = []
     for stage, busy, bubble in zip(found.stages, found.replay.busy, found.replay.bubble, strict=True):
-        again = sum(part.seconds for part in stage.again)
-        cells.append([*map(format_seconds, (sum(stage.forward), sum(stage.backward), again, busy, bubble))])
-        cells[-1].append(format_seconds(stage.optimizer))
+        passes = sum(stage.forward), sum(stage.backward), sum(part.seconds for part in stage.again)
+        cells.append([*map(format_seconds, (*passes, busy, bubble, stage.optimizer))])
     groups = [[i for i, _ in same] for _, same in groupby(enumerate(cells), key=lambda each: each[1])]
     half = MOST_STAGES // 2
     shown = groups if len(groups) <= MOST_STAGES else groups[:half] + groups[-half:]
@@ -257,61 +244,47 @@ def _explanation_tables(trilemma: Trilemma) -> Iterator[RenderableType]:
 
 def _options_table(options: tuple[RecomputeOption, ...]) -> FittedTable:
     plain = next(option.step_seconds for option in options if option.recompute == "none")
-    rows = [
-        (
+    table = grid("Ways to keep activations", ("recompute",), ("step", "against none", "MFU", "peak", "fits"))
+    for option in options:
+        table.add_row(
             f"{option.recompute} (as it is)" if option.current else option.recompute,
             format_seconds(option.step_seconds),
             format_change(option.step_seconds / plain - 1),
             format_percent(option.mfu),
             format_bytes(option.peak_bytes),
             "no" if option.rule is None else option.rule.words,
+            style="bold" if option.current else "",
         )
-        for option in options
-    ]
-    current = [index for index, option in enumerate(options) if option.current]
-    right = ("step", "against none", "MFU", "peak", "fits")
-    return grid("Ways to keep activations", ("recompute",), right, rows, bold=current)
+    return table
 
 
 def _trips_table(offload: LayerOffload) -> FittedTable:
     """A whole layer over each link."""
-    even = f"{offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
     title = (
         f"A layer's {format_bytes(offload.layer_bytes)}: recomputed in {format_seconds(offload.again_seconds)}, "
-        f"as quick as moved at {even}"
+        f"as quick as moved at {offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
     )
-    rows = [
-        (
-            trip.link.name,
-            f"{trip.link.bytes_per_second / 1e9:,.0f}",
-            format_seconds(trip.one_way_seconds),
-            format_seconds(2 * trip.one_way_seconds),
-            "yes" if trip.hides else "no",
-            "yes" if trip.quicker else "no",
-        )
-        for trip in offload.ways
-    ]
-    return grid(title, ("link",), ("GB/s one way", "out", "out and back", "hides", "quicker unhidden"), rows)
+    table = grid(title, ("link",), ("GB/s one way", "out", "out and back", "hides", "quicker unhidden"))
+    for trip in offload.ways:
+        width, out = f"{trip.link.bytes_per_second / 1e9:,.0f}", trip.one_way_seconds
+        said = ("yes" if holds else "no" for holds in (trip.hides, trip.quicker))
+        table.add_row(trip.link.name, width, format_seconds(out), format_seconds(2 * out), *said)
+    return table
 
 
 def _trades_table(trades: tuple[Trade, ...], *, moved: bool) -> FittedTable:
     """Args: moved: there is a host to move it to."""
-    left = ("tensor", "read by")
-    if not moved:
-        rows = [(trade.role, trade.path, format_bytes(trade.nbytes), _again(trade)) for trade in trades]
-        return grid("What a layer saves", left, ("bytes", "recomputed"), rows)
-    right = ("bytes", "again", "one way to the host", "break-even link")
-    title, last = "What a layer saves: recomputed or moved", "moving is quicker over"
-    table = grid(title, left, right, last=(last,))
+    rows = []
     for trade in trades:
+        again = "never" if trade.again_seconds is None else format_seconds(trade.again_seconds)
         way = "" if trade.moved_seconds is None else format_seconds(trade.moved_seconds)
         limit = trade.break_even_bytes_per_second
         even = "" if limit is None else f"{limit / 1e9:,.0f} GB/s"
         links = f"{trade.links[0]} and quicker" if trade.links else "none"
         links = "any" if trade.again_seconds is None else links
-        table.add_row(trade.role, trade.path, format_bytes(trade.nbytes), _again(trade), way, even, links)
-    return table
-
-
-def _again(trade: Trade) -> str:
-    return "never" if trade.again_seconds is None else format_seconds(trade.again_seconds)
+        rows.append((trade.role, trade.path, format_bytes(trade.nbytes), again, way, even, links))
+    left = ("tensor", "read by")
+    if not moved:
+        return grid("What a layer saves", left, ("bytes", "recomputed"), [row[:4] for row in rows])
+    right = ("bytes", "again", "one way to the host", "break-even link")
+    return grid("What a layer saves: recomputed or moved", left, right, rows, last=("moving is quicker over",))

@@ -8,15 +8,17 @@ account of the step is kept here that could disagree with the first.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_percent
-from jettison.formula.region import Region, layer_region
+from jettison.formula.region import layer_region
+from jettison.ledger.ledger import storage_roles
 from jettison.memory.span import Phase
 from jettison.memory.step import Moment, StageLoad, moments
 from jettison.memory.unit import Halves, Unit, WeightStep
@@ -139,12 +141,16 @@ def explain(found: Forecast, *, budgets: Sequence[FitBudget] = (), hardware: Har
     stage, run = found.worst, found.run
     moment = stage.peak
     parts = peak_parts(stage)
-    recompute = _compare(found, _modes(run))
-    parallel = _compare(found, _sequence_parallelism(run))
-    sharding = _compare(found, _sharding(run))
+    recompute, parallel, sharding = (
+        tuple(_compare(found, changes(run))) for changes in (_modes, _sequence_parallelism, _sharding)
+    )
     changes = None
     if budgets and found.peak_bytes > budgets[0].nbytes and run.recompute.mode is not Mode.AUTO:
         changes = fitting_changes(run, budgets, usual_hardware(run.kernels.device) if hardware is None else hardware)
+    held = {name for name, nbytes in found.layer_bytes() if nbytes}
+    roles: Counter[str] = Counter()
+    for part in (part for chunk in stage.parts for part in chunk if part.name in held):
+        roles.update(region_roles(part, run.layout.mesh_sizes, part.kept))
     return Explanation(
         stage=stage.index,
         peak_bytes=found.peak_bytes,
@@ -152,7 +158,7 @@ def explain(found: Forecast, *, budgets: Sequence[FitBudget] = (), hardware: Har
         where=moment.where,
         in_flight=stage.in_flight,
         parts=parts,
-        roles=_roles(found, stage),
+        roles=_shares(roles.most_common()),
         core=_core(run),
         recompute=recompute,
         sequence_parallelism=parallel,
@@ -164,9 +170,6 @@ def explain(found: Forecast, *, budgets: Sequence[FitBudget] = (), hardware: Har
             remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found)), changes),
         ),
     )
-
-
-# what there is --------------------------------------------------------------------------------------------------------
 
 
 def peak_parts(stage: Stage) -> tuple[PeakShare, ...]:
@@ -209,21 +212,21 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
     """The stage as if it held nothing but what some fields say."""
     zeros = frozenset[str]().union(*_PARTS.values()) - kept
-    chunks = tuple(
-        tuple(replace(_without(unit, zeros), halves=_of_halves(unit.halves, zeros)) for unit in chunk)
-        for chunk in load.chunks
-    )
-    lifetimes = tuple(
-        each for each in load.lifetimes if (GRADIENT_COPIES if each.name == GRADIENT_COPIES else "lifetimes") in kept
-    )
-    transfers = load.transfers if "transfers" in kept else ()
-    return replace(_without(load, zeros), chunks=chunks, lifetimes=lifetimes, transfers=transfers)
 
+    def halved(halves: Halves | None) -> Halves | None:
+        steps = () if halves is None else tuple(_without(step, zeros) for step in halves.steps)
+        return halves and replace(_without(halves, zeros), steps=steps)
 
-def _of_halves(halves: Halves | None, zeros: frozenset[str]) -> Halves | None:
-    if halves is None:
-        return None
-    return replace(_without(halves, zeros), steps=tuple(_without(step, zeros) for step in halves.steps))
+    return replace(
+        _without(load, zeros),
+        chunks=tuple(
+            tuple(replace(_without(unit, zeros), halves=halved(unit.halves)) for unit in chunk) for chunk in load.chunks
+        ),
+        lifetimes=tuple(
+            one for one in load.lifetimes if (GRADIENT_COPIES if one.name == GRADIENT_COPIES else "lifetimes") in kept
+        ),
+        transfers=load.transfers if "transfers" in kept else (),
+    )
 
 
 def _without(it: T, zeros: frozenset[str]) -> T:
@@ -242,29 +245,11 @@ def _whole(load: StageLoad) -> StageLoad:
     return replace(nothing, chunks=chunks)
 
 
-def _roles(found: Forecast, stage: Stage) -> tuple[PeakShare, ...]:
-    mesh = found.run.layout.mesh_sizes
-    held = {name for name, nbytes in found.layer_bytes() if nbytes}
-    of_region: dict[tuple[Region, frozenset[int]], Counter[str]] = {}
-    total: Counter[str] = Counter()
-    for part in (part for chunk in stage.parts for part in chunk if part.name in held):
-        key = part.region, part.kept
-        if key not in of_region:
-            of_region[key] = region_roles(part, mesh, part.kept)
-        total.update(of_region[key])
-    return _shares(total.most_common())
-
-
 def region_roles(part: StageRegion, mesh: dict[str, int], kept: frozenset[int]) -> Counter[str]:
-    """Bytes of what stays of a region. A storage that several ops save has the role of the first, its largest size."""
-    roles: dict[str, str] = {}
-    sizes: defaultdict[str, int] = defaultdict(int)
-    for entry in part.region.entries(part.name, kept):
-        roles.setdefault(entry.storage, entry.role)
-        sizes[entry.storage] = max(sizes[entry.storage], entry.local_storage_bytes(mesh))
+    """Bytes of what stays of a region."""
     found: Counter[str] = Counter()
-    for storage, role in roles.items():
-        found[role] += sizes[storage]
+    for role, nbytes in storage_roles(part.region.entries(part.name, kept), mesh):
+        found[role] += nbytes
     return found
 
 
@@ -274,9 +259,6 @@ def _shares(parts: Iterable[tuple[str, int]]) -> tuple[PeakShare, ...]:
     return tuple(
         PeakShare(name=name, nbytes=nbytes, fraction=nbytes / whole if whole else 0.0) for name, nbytes in known
     )
-
-
-# the attention core ---------------------------------------------------------------------------------------------------
 
 
 def _core(run: Run) -> Core:
@@ -320,64 +302,55 @@ def _crossover(run: Run, layer: AnyLayer) -> int | None:
 
 # what if --------------------------------------------------------------------------------------------------------------
 
+Changes = Mapping[str, Callable[[], Run]]
+"""By flag, the run under it; `UsageError` where no such run is described."""
 
-def _modes(run: Run) -> Iterator[tuple[str, Run]]:
+
+def _modes(run: Run) -> Changes:
     modes = [(word, Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)) for word in MODES]
     if run.recompute.mode is not Mode.AUTO:
         sent = f" --offload-modules {','.join(run.recompute.sent)}" if run.recompute.sent else ""
         modes.append((f"{run.recompute}{sent}", replace(run.recompute, whole=0)))
-    seen: set[Recompute] = set()
+    named: dict[Recompute, str] = {}
     for word, recompute in modes:
-        if recompute not in seen:
-            seen.add(recompute)
-            try:
-                yield f"--recompute {word}", replace(run, recompute=recompute)
-            except UsageError:  # of compiled layers not every mode is known
-                continue
+        named.setdefault(recompute, f"--recompute {word}")
+    return {word: partial(replace, run, recompute=recompute) for recompute, word in named.items()}
 
 
-def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:
-    if run.layout.tp == 1:
-        return
-    for word, on in (("--no-sp", False), ("--sp", True)):
+def _sequence_parallelism(run: Run) -> Changes:
+    def changed(sp: bool) -> Run:
+        return replace(run, layout=replace(run.layout, sp=sp))
+
+    return {"--no-sp": partial(changed, False), "--sp": partial(changed, True)} if run.layout.tp > 1 else {}
+
+
+def _sharding(run: Run) -> Changes:
+    def changed(zero: int) -> Run:
+        return replace(run, layout=run.layout.at_zero(zero))
+
+    stages = [zero for zero in (1, 3) if zero in run.states_on_host.zeros] if run.layout.shards > 1 else []
+    return {f"--zero {zero}": partial(changed, zero) for zero in stages}
+
+
+def _compare(found: Forecast, changes: Changes) -> Iterator[Variant]:
+    for change, changed in changes.items():
         try:
-            yield word, replace(run, layout=replace(run.layout, sp=on))
-        except UsageError:  # the sequence does not divide over the ranks
+            run = changed()
+        except UsageError:  # of compiled layers not every mode is known, of some optimizers not every ZeRO stage
             continue
-
-
-def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
-    if run.layout.shards > 1:
-        for zero in (1, 3):
-            if zero not in run.states_on_host.zeros:
-                continue
-            try:
-                yield f"--zero {zero}", replace(run, layout=run.layout.at_zero(zero))
-            except UsageError:  # of some optimizers and recipes not every stage is described
-                continue
-
-
-def _compare(found: Forecast, runs: Iterable[tuple[str, Run]]) -> tuple[Variant, ...]:
-    return tuple(
-        _variant(change, found if run == found.run else forecast(run), current=run == found.run) for change, run in runs
-    )
-
-
-def _variant(change: str, found: Forecast, *, current: bool) -> Variant:
-    forward = sum(part.region.flops for part in found.parts)
-    again = sum(recomputed_flops(found))
-    return Variant(
-        change=change,
-        current=current,
-        peak_bytes=found.peak_bytes,
-        layer_bytes=max(
-            nbytes for part, (_, nbytes) in zip(found.parts, found.layer_bytes(), strict=True) if part.is_layer
-        ),
-        activation_bytes=found.worst.activation_bytes,
-        recompute_flops=again,
-        of_forward=again / forward,
-        of_step=again / (FORWARDS_OF_A_STEP * forward),
-    )
+        other = found if run == found.run else forecast(run)
+        forward, again = sum(part.region.flops for part in other.parts), sum(recomputed_flops(other))
+        saved = zip(other.parts, other.layer_bytes(), strict=True)
+        yield Variant(
+            change=change,
+            current=other is found,
+            peak_bytes=other.peak_bytes,
+            layer_bytes=max(nbytes for part, (_, nbytes) in saved if part.is_layer),
+            activation_bytes=other.worst.activation_bytes,
+            recompute_flops=again,
+            of_forward=again / forward,
+            of_step=again / (FORWARDS_OF_A_STEP * forward),
+        )
 
 
 def recomputed_flops(found: Forecast) -> Iterator[int]:
@@ -418,25 +391,21 @@ def remarks(found: Forecast, budget_bytes: int | None) -> Iterator[Remark]:
                 f"again at once: the peak is {format_bytes(peak)}, with --recompute full {format_bytes(full)}",
             )
     if mode.offload:
-        yield from _offloading(found)
+        plain = forecast(replace(run, recompute=replace(mode, offload=False)))
+        if peak >= plain.peak_bytes:
+            held, before = found.worst.activation_bytes, plain.worst.activation_bytes
+            yield Remark(
+                code="offload-misses-peak",
+                text=f"offloading lowers what is held between the passes from {format_bytes(before)} to "
+                f"{format_bytes(held)}, but not the peak ({format_bytes(plain.peak_bytes)} without it, "
+                f"{format_bytes(peak)} with it), which is reached {_place(found.worst.peak)}",
+            )
     if budget_bytes is not None and found.first_step_peak_bytes <= budget_bytes < peak:
         yield Remark(
             code="second-step-exceeds",
             text=f"the first step fits ({format_bytes(found.first_step_peak_bytes)}), the second does not "
             f"({format_bytes(peak)}): only the first optimizer step allocates "
             f"{format_bytes(found.worst.static.state)} of state",
-        )
-
-
-def _offloading(found: Forecast) -> Iterator[Remark]:
-    plain = forecast(replace(found.run, recompute=replace(found.run.recompute, offload=False)))
-    held, before = found.worst.activation_bytes, plain.worst.activation_bytes
-    if found.peak_bytes >= plain.peak_bytes:
-        yield Remark(
-            code="offload-misses-peak",
-            text=f"offloading lowers what is held between the passes from {format_bytes(before)} to "
-            f"{format_bytes(held)}, but not the peak ({format_bytes(plain.peak_bytes)} without it, "
-            f"{format_bytes(found.peak_bytes)} with it), which is reached {_place(found.worst.peak)}",
         )
 
 

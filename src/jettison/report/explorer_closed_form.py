@@ -23,10 +23,11 @@ A table holds for sizes at which every guard's sum is equal to 0 (zero), or abov
 from __future__ import annotations
 
 import shlex
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -71,13 +72,13 @@ def closed_forms(subjects: Sequence[PageModel]) -> dict[str, Any]:
         for layer in subject.model.described
         if has_names(layer) and not (layer.source and subject.model.pair)
     ]
-    structures = list(dict.fromkeys(structure(subject.model, layer) for subject, layer in kinds))
-    forms = [_form([k for k in kinds if structure(k[0].model, k[1]) == each]) for each in structures]
+    alike: dict[str, list[tuple[PageModel, Layer]]] = {}
+    for subject, layer in kinds:
+        alike.setdefault(structure(subject.model, layer), []).append((subject, layer))
+    forms = list(alike)
     return {
-        "document": closed_form_document(forms),
-        "layers": [
-            _layer(subject, layer, structures.index(structure(subject.model, layer))) for subject, layer in kinds
-        ],
+        "document": closed_form_document(map(_form, alike.values())),
+        "layers": [_layer(subject, layer, forms.index(structure(subject.model, layer))) for subject, layer in kinds],
         "sequences": list(SEQUENCES),
         "micro_batches": list(MICRO_BATCHES),
         "ranks": list(RANKS),
@@ -120,12 +121,11 @@ def _divides(model: ModelSpec, t: int) -> bool:
 
 def _form(kinds: Sequence[tuple[PageModel, Layer]]) -> ClosedForm:
     """The tables that any position of the page's controls needs for these layers, which are alike but for sizes."""
-    points: list[dict[str, int]] = []
-    for subject, layer in kinds:
-        points += [
-            sizes_of(subject.model, layer, s=s, b=b, t=t)
-            for s, b, t in product(SEQUENCES, MICRO_BATCHES, ranks_of(subject.model))
-        ]
+    points = [
+        sizes_of(subject.model, layer, s=s, b=b, t=t)
+        for subject, layer in kinds
+        for s, b, t in product(SEQUENCES, MICRO_BATCHES, ranks_of(subject.model))
+    ]
     first, layer = kinds[0]
     return form_of(first.model, layer, all_choices(first.model), points)
 
@@ -133,7 +133,6 @@ def _form(kinds: Sequence[tuple[PageModel, Layer]]) -> ClosedForm:
 def _layer(subject: PageModel, layer: Layer, form: int) -> dict[str, Any]:
     """One entry of the page's choice of models."""
     model, run = subject.model, subject.run
-    sizes = sizes_of(model, layer, s=1, b=1)
     return {
         "argument": shlex.quote(subject.argument),
         "label": subject.label + _which(model, layer),
@@ -141,7 +140,7 @@ def _layer(subject: PageModel, layer: Layer, form: int) -> dict[str, Any]:
         "layers": Counter(model.layers)[layer],
         "name": model.layer_names[model.layers.index(layer)],
         "form": form,
-        "sizes": {name: n for name, n in sizes.items() if name not in ("s", "b", "t")},
+        "sizes": named_sizes(model, layer),
         "ranks": ranks_of(model),
         "seq": run.source_seq if layer.source else run.seq,
         "micro_batch": subject.micro_batch,
@@ -164,10 +163,7 @@ def _which(model: ModelSpec, layer: Layer) -> str:
     return f", {mlp}{f', window {layer.window}' if layer.window is not None else ''} (layers {where})"
 
 
-# closed form ----------------------------------------------------------------------------------------------------------
-#
-# tables of a layer --------------------------------------------------------------------------------------------------
-
+# tables of a layer ----------------------------------------------------------------------------------------------------
 
 MODES: Final = tuple(
     str(m) for m in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
@@ -215,36 +211,22 @@ class Table:
     transfers: tuple[SumTransfer, ...]
     forward_flops: Sum
     attention_flops: Sum
-    again_flops: tuple[tuple[str, Sum], ...]  # by mode: the least that backward needs
-    rerun_flops: tuple[tuple[str, Sum], ...]  # by mode: where a checkpointed part runs to its end
+    again_flops: tuple[Sum, ...]  # by mode: the least that backward needs
+    rerun_flops: tuple[Sum, ...]  # by mode: where a checkpointed part runs to its end
     parameters: Sum  # on one rank
 
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Is it the table for these sizes?"""
-        return all(guard.same(sizes) for guard in self.guards)
+    def holds(self, sizes: Mapping[str, int], known: dict[SizeGuard, bool] | None = None) -> bool:
+        """Is it the table for these sizes? ``known``: what guards say there, which many tables share."""
+        known = {} if known is None else known
+        return all(known[g] if g in known else known.setdefault(g, g.same(sizes)) for g in self.guards)
 
     def layer_bytes(self, mode: str) -> Sum:
         """Saved bytes of one layer on one rank."""
         return _total(entry.nbytes for entry in self.entries if mode in entry.modes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClosedForm:
-    """The tables of all layers of one structure, by `Choices.key`; of one key as many as have other guards."""
-
-    structure: str
-    tables: Mapping[str, tuple[Table, ...]]
-
-    def table(self, key: str, sizes: Mapping[str, int]) -> Table:
-        """The one that holds for these sizes.
-
-        Raises:
-            UsageError: none does.
-        """
-        for table in self.tables.get(key, ()):
-            if table.holds(sizes):
-                return table
-        raise UsageError(f"no table of {key!r} holds for the sizes {dict(sizes)}; it was made for others")
+ClosedForm = Mapping[str, Sequence[Table]]
+"""The tables of all layers of one structure, by `Choices.key`; of one key as many as have other guards."""
 
 
 def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> RegionSignature:
@@ -276,17 +258,15 @@ def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[st
     again = {mode: frozenset(region.program.recompute_set(kept[mode])) for mode in MODES}
     rerun = {mode: to_the_end(region, kept[mode]) if mode == Mode.SELECTIVE else again[mode] for mode in MODES}
     steps = region.tape.steps
-    cuts = _cuts(region)
+    cuts = sorted({c.step for c in region.collectives if c.axis == "tp" and 0 < c.step < len(steps)})
     return Table(
-        parts=tuple(
-            _named_part(steps[first:stop]) for first, stop in zip([0, *cuts], [*cuts, len(steps)], strict=True)
-        ),
+        parts=tuple(_named_part(steps[first:stop]) for first, stop in pairwise([0, *cuts, len(steps)])),
         entries=tuple(_entries(region, kept, cuts)),
         transfers=tuple(_transfers(region, cuts)),
         forward_flops=_flops(steps, range(len(steps))),
         attention_flops=_flops(steps, [i for i, step in enumerate(steps) if step.name in (BATCHED, FLASH)]),
-        again_flops=tuple((mode, _flops(steps, again[mode])) for mode in MODES),
-        rerun_flops=tuple((mode, _flops(steps, rerun[mode])) for mode in MODES),
+        again_flops=tuple(_flops(steps, again[mode]) for mode in MODES),
+        rerun_flops=tuple(_flops(steps, rerun[mode]) for mode in MODES),
         parameters=_total(sum_of(weight.numel) for weight in region.weights),
         guards=tuple(book.guards),
     )
@@ -294,41 +274,26 @@ def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[st
 
 def sizes_of(model: ModelSpec, layer: Layer, *, s: int, b: int, t: int = 1, **ranks: int) -> dict[str, int]:
     """All named sizes of a layer in a batch."""
-    return model_sizes(model) | layer_sizes(layer) | {"s": s, "b": b, "t": t} | ranks
+    return named_sizes(model, layer) | {"s": s, "b": b, "t": t} | ranks
+
+
+def named_sizes(model: ModelSpec, layer: Layer) -> dict[str, int]:
+    """Sizes of a layer, whatever the batch."""
+    return model_sizes(model) | layer_sizes(layer)
 
 
 def form_of(
     model: ModelSpec, layer: Layer, choices: Iterable[Choices], sizes: Iterable[Mapping[str, int]]
 ) -> ClosedForm:
     """Return the tables of a structure that any of these sizes needs; walked only where no table holds yet."""
-    points = [(point, dict[SizeGuard, bool]()) for point in sizes]  # what guards say, which many tables share
+    points = [(point, dict[SizeGuard, bool]()) for point in sizes]
     tables: dict[str, list[Table]] = {}
     for choice in choices:
         found = tables.setdefault(choice.key, [])
         for point, known in points:
-            if (point["t"] > 1) == choice.parallel and not any(_holds(table, point, known) for table in found):
+            if (point["t"] > 1) == choice.parallel and not any(table.holds(point, known) for table in found):
                 found.append(table_of(*resized(model, layer, point), choice, point))
-    return ClosedForm(structure=structure(model, layer), tables={key: tuple(found) for key, found in tables.items()})
-
-
-def _holds(table: Table, sizes: Mapping[str, int], known: dict[SizeGuard, bool]) -> bool:
-    for guard in table.guards:
-        if guard not in known:
-            known[guard] = guard.same(sizes)
-        if not known[guard]:
-            return False
-    return True
-
-
-# parts of a layer -----------------------------------------------------------------------------------------------------
-
-
-def _cuts(region: Region) -> list[int]:
-    return sorted({c.step for c in region.collectives if c.axis == "tp" and 0 < c.step < len(region.tape.steps)})
-
-
-def _part(cuts: list[int], step: int) -> int:
-    return sum(cut <= step for cut in cuts)
+    return tables
 
 
 def _named_part(steps: list[TapeOp]) -> str:
@@ -355,14 +320,11 @@ def _transfers(region: Region, cuts: list[int]) -> Iterator[SumTransfer]:
         if c.axis == "tp":
             yield SumTransfer(
                 kind=c.kind,
-                part=_part(cuts, c.step),
+                part=bisect_right(cuts, c.step),
                 backward=c.backward,
                 nbytes=sum_of(c.nbytes),
                 wire=sum_of(ring_bytes(c.kind, c.nbytes, ranks)),
             )
-
-
-# entries --------------------------------------------------------------------------------------------------------------
 
 
 def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]) -> Iterator[SumEntry]:
@@ -388,7 +350,7 @@ def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]
             path=path,
             op=op,
             split=_split(value),
-            part=_part(cuts, index),
+            part=bisect_right(cuts, index),
             nbytes=sum_of(made.nbytes),
             modes=modes,
             reference=reference,
@@ -412,8 +374,6 @@ def _total(sums: Iterable[Sum]) -> Sum:
 
 
 # the document ---------------------------------------------------------------------------------------------------------
-
-SCHEMA: Final = "jettison.closed-form/1"
 
 
 class _Once(dict[Hashable, int]):
@@ -486,15 +446,15 @@ def closed_form_document(forms: Iterable[ClosedForm]) -> dict[str, Any]:
             "held": [total(one.layer_bytes(mode)) for mode in MODES],
             "forward": total(one.forward_flops),
             "attention": total(one.attention_flops),
-            "again": [total(flops) for _, flops in one.again_flops],
-            "rerun": [total(flops) for _, flops in one.rerun_flops],
+            "again": list(map(total, one.again_flops)),
+            "rerun": list(map(total, one.rerun_flops)),
             "parameters": total(one.parameters),
         }
         return tables.number(repr(packed), packed)
 
-    packed = [{key: list(map(table, of)) for key, of in form.tables.items()} for form in forms]
+    packed = [{key: list(map(table, of)) for key, of in form.items()} for form in forms]
     return {
-        "schema": SCHEMA,
+        "schema": "jettison.closed-form/1",
         "modes": list(MODES),
         "words": words.items_in_order,
         **pool.document(),

@@ -1,7 +1,7 @@
 """Data of the explorer's first panel, "Will it fit?": bytes of each region's passes as sums, and what a device leaves.
 
 The page folds them into a step: units, shards of ZeRO and a 1F1B schedule, as `memory.step` and `predict.fsdp2` do for
-PyTorch's kernels (decision 0114). What the page offers is what this module has: `Offered`.
+PyTorch's kernels (decision 0114).
 
 NOTE [ Passes as sums ]
 A region is walked through on sizes that remember their formulas (NOTE [ A formula is what the walk did ]), and its
@@ -45,7 +45,7 @@ from jettison.predict.ranges import Measure, lineage, residual
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.stages import NONE, kept_by
-from jettison.report.explorer_closed_form import MICRO_BATCHES, SumPool, ranks_of, sizes_of
+from jettison.report.explorer_closed_form import MICRO_BATCHES, SumPool, named_sizes, ranks_of, sizes_of
 from jettison.report.explorer_models import PageModel, page_models
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.kernels import Device
@@ -73,16 +73,15 @@ RANK: Final = "R"
 def will_it_fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """The passes' sums, each model's sizes and what it divides over, and devices."""
     subjects = [one for one in page_models(models) if _described(one)]
-    made = [(subject, kind) for subject in subjects for kind in subject.model.kinds]
-    structures = list(dict.fromkeys(_structure(subject.model, kind) for subject, kind in made))
-    forms = []
-    for each in structures:
-        forms.append(_form([(subject, kind) for subject, kind in made if _structure(subject.model, kind) == each]))
+    alike: dict[str, list[tuple[PageModel, AnyLayer]]] = {}
+    for subject in subjects:
+        for kind in subject.model.kinds:
+            alike.setdefault(_structure(subject.model, kind), []).append((subject, kind))
     devices = [hardware(name) for name in hardware_names() if not name.startswith("cpu")]
     fixed = fixed_allowance(Layout(), Device.CUDA)
     return {
-        "document": passes_document(forms),
-        "models": [_model(subject, structures) for subject in subjects],
+        "document": passes_document(map(_form, alike.values())),
+        "models": [_model(subject, list(alike)) for subject in subjects],
         "precisions": {name: _precision(run_of_page(subjects[0], precision=name).precision) for name in PRECISIONS},
         "sequences": SEQUENCES,
         "micro_batches": MICRO_BATCHES,
@@ -129,15 +128,16 @@ def _precision(held: Precision) -> dict[str, int]:
 
 def _model(subject: PageModel, structures: Sequence[str]) -> dict[str, Any]:
     """One entry of the choice of models."""
-    model, run = subject.model, run_of_page(subject)
+    model, run, kernels = subject.model, run_of_page(subject), subject.run.kernels
     tuned = run_of_page(subject, lora="16")
     return {
         "argument": shlex.quote(subject.argument),
         "label": subject.label,
         "asked": subject.asked,
         "kinds": [
-            {"form": structures.index(_structure(model, kind)), "sizes": _named_sizes(model, kind)}
+            {"form": structures.index(_structure(model, kind)), "sizes": named_sizes(model, kind)}
             for kind in model.kinds
+            if isinstance(kind, Layer)
         ],
         "layers": model.kind_numbers,
         "tied": model.tied_embeddings,
@@ -146,7 +146,11 @@ def _model(subject: PageModel, structures: Sequence[str]) -> dict[str, Any]:
         "longest": _longest(model),
         "seq": run.seq,
         "ranges": [_ranges(run), _ranges(tuned)],
-        "flags": _flags(subject),
+        "flags": " ".join(
+            f"--{flag} {theirs}"  # of the page's kernels, where a model's own are others
+            for own, (flag, theirs) in zip((kernels.name, kernels.attention), KERNELS.items(), strict=True)
+            if own != theirs
+        ),
     }
 
 
@@ -156,24 +160,11 @@ def _longest(model: ModelSpec) -> int:
     return max((s for s in SEQUENCES if s <= most), default=0)
 
 
-def _named_sizes(model: ModelSpec, kind: AnyLayer) -> dict[str, int]:
-    assert isinstance(kind, Layer)
-    return {name: n for name, n in sizes_of(model, kind, s=1, b=1).items() if name not in ("s", "b", "t")}
-
-
 def _layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
     try:
         return Layout(pp=pp).layers_per_chunk(model.depth)
     except UsageError:
         return ()
-
-
-def _flags(subject: PageModel) -> str:
-    """Flags of the page's kernels, where a model's own are others."""
-    own = subject.run.kernels
-    words = [f"--kernels {KERNELS['kernels']}"] if own.name != KERNELS["kernels"] else []
-    words += [f"--attention {KERNELS['attention']}"] if own.attention != KERNELS["attention"] else []
-    return " ".join(words)
 
 
 def _ranges(run: Run) -> list[list[float]]:
@@ -215,8 +206,7 @@ def _form(kinds: Iterable[tuple[PageModel, AnyLayer]]) -> PassForm:
     for key, of in points.items():
         positions = SizeGrid([sizes for *_, sizes in of])
         precision, *words = key.split()
-        tables = found.setdefault(key, [])
-        left = np.ones(len(of), dtype=bool)
+        tables, left = found.setdefault(key, []), np.ones(len(of), dtype=bool)
         while left.any():
             subject, layer, sizes = of[int(np.argmax(left))]
             asked: dict[str, Any] = {"seq": sizes["s"], "micro_batch": sizes["b"], "tp": sizes["t"], "cp": sizes["cp"]}
@@ -384,13 +374,12 @@ def passes_document(forms: Iterable[PassForm]) -> dict[str, Any]:
     """All forms in one document: NOTE [ Passes as sums ]."""
     pool = SumPool()
     tables: list[dict[str, Any]] = []
-    packed = []
-    for form in forms:
-        numbers = {}
-        for key, found in form.items():
-            numbers[key] = [len(tables) + at for at in range(len(found))]
-            tables += [{"guards": pool.guards(one.guards), "regions": _numbered(one.regions, pool)} for one in found]
-        packed.append(numbers)
+
+    def number(one: PassTable) -> int:
+        tables.append({"guards": pool.guards(one.guards), "regions": _numbered(one.regions, pool)})
+        return len(tables) - 1
+
+    packed = [{key: list(map(number, found)) for key, found in form.items()} for form in forms]
     return {"schema": "jettison.passes/1", **pool.document(), "forms": packed, "tables": tables}
 
 

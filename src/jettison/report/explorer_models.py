@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,9 @@ USUAL: Final = ("llama3-8b", "llama3-70b")
 """Beside them where nothing is asked for."""
 PUBLISHED_MICRO_BATCH: Final = {"gpt-22b": 4}
 """Table 3 again; the others train on one sequence at a time."""
+GPU: Final = "h100-80gb"
+MODEL: Final = "llama3-8b"
+"""Of panels about plans and steps, where no model is asked for."""
 MOST: Final = 8
 """Models that a page may be asked about: it stays below 1 MB, and is worked out within a minute or two."""
 SECONDS_DIGITS: Final = 9
@@ -64,16 +67,13 @@ def page_models(models: Sequence[str]) -> tuple[PageModel, ...]:
     if len(wanted) > MOST:
         raise UsageError(f"got {len(wanted)} models; a page holds at most {MOST}: write several pages")
     more = [name for name in (*PUBLISHED, *(() if wanted else USUAL)) if name not in wanted]
-    return tuple(_page_model(name, asked=name in wanted) for name in (*wanted, *more))
-
-
-def _page_model(argument: str, *, asked: bool) -> PageModel:
-    model, path = model_spec(argument), Path(argument)
-    file = (path.parent.name if path.suffix == ".json" else path.name) or model.name
-    return PageModel(argument=argument, label=argument if argument in PRESETS else file, model=model, asked=asked)
-
-
-# Runs and their commands ----------------------------------------------------------------------------------------------
+    found = []
+    for name in (*wanted, *more):
+        model, path = model_spec(name), Path(name)
+        file = (path.parent.name if path.suffix == ".json" else path.name) or model.name
+        label = name if name in PRESETS else file
+        found.append(PageModel(argument=name, label=label, model=model, asked=name in wanted))
+    return tuple(found)
 
 
 def run_of(model: str, **asked: Any) -> Run:
@@ -123,23 +123,20 @@ def usual_layout(model: str, hardware: Hardware) -> dict[str, Any]:
     the fewest replicas with everything sharded over them (ZeRO 3) under which it fits, with all that can be computed
     again; or the most of these.
     """
-    tp = next(_allowed(model, (8, 4, 2)), {})
-    found = tp
+
+    def divides(size: int) -> bool:
+        try:
+            return bool(run_of(model, tp=size))
+        except UsageError:
+            return False
+
+    found = tp = next(({"tp": size} for size in (8, 4, 2) if divides(size)), {})
     for replicas in (1, 8, 64, 512):
         found = tp | ({"dp": replicas, "zero": 3} if replicas > 1 else {})
         run = run_of(model, recompute="full", **found)
         if forecast(run).peak_bytes <= available_bytes(hardware, run):
             break
     return found
-
-
-def _allowed(model: str, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    for size in sizes:
-        try:
-            run_of(model, tp=size)
-        except UsageError:
-            continue
-        yield {"tp": size}
 
 
 def rounded(seconds: float) -> float:

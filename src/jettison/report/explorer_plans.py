@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Final
@@ -18,14 +18,10 @@ from jettison.predict.stages import FULL, NONE, StageRegion, kept_by
 from jettison.predict.time import estimate
 from jettison.report.alternatives import AGAIN, HERE, LINKS, THERE, flips, tensor_name, trades, whereabouts
 from jettison.report.explain import FORWARDS_OF_A_STEP, recomputed_flops
-from jettison.report.explorer_models import flags_text, line, planned, rounded, run_of, usual_layout
+from jettison.report.explorer_models import GPU, MODEL, flags_text, line, planned, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Recompute, round_sqrt
 from jettison.spec.run import Run
-
-GPU: Final = "h100-80gb"
-MODEL: Final = "llama3-8b"
-"""Shown where no model is asked for."""
 
 # The front: the fastest plan at each budget, what each does with every tensor, and what a GiB is worth ----------------
 
@@ -38,9 +34,8 @@ MOST_FLIPS: Final = 5
 
 def front_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """By model, the sweep with and without the host; of `MODEL` where none is asked for."""
-    if not models:
-        return {"models": [_front(MODEL, FRONT_FLAGS, MOST)]}
-    return {"models": [_front(model, usual_layout(model, hardware(GPU)), MOST_ASKED) for model in models]}
+    found = [_front(model, usual_layout(model, hardware(GPU)), MOST_ASKED) for model in models]
+    return {"models": found or [_front(MODEL, FRONT_FLAGS, MOST)]}
 
 
 def _front(model: str, asked: dict[str, Any], most: int) -> dict[str, Any]:
@@ -71,7 +66,10 @@ def _sweep(
 ) -> dict[str, Any]:
     flags = asked | {"offload": offload}
     run = run_of(model, recompute="auto", **flags)
-    smallest = _smallest(run, device)
+    try:
+        smallest = choose(run, GIB, device).minimum_budget_bytes
+    except Infeasible as error:
+        smallest = error.minimum_budget_bytes
     plans: list[AutoForecast] = []
     stages: Stages = {}
     for budget in budgets(smallest, forecast(run_of(model, **asked)).peak_bytes, most):
@@ -88,13 +86,6 @@ def _sweep(
         "patterns": patterns,
         "points": [_point(plan, before, row) for plan, before, row in zip(plans, [None, *plans], rows, strict=False)],
     }
-
-
-def _smallest(run: Run, device: Hardware) -> int:
-    try:
-        return choose(run, GIB, device).minimum_budget_bytes
-    except Infeasible as error:
-        return error.minimum_budget_bytes
 
 
 def _point(plan: AutoForecast, before: AutoForecast | None, row: list[list[int]]) -> dict[str, Any]:
@@ -117,17 +108,21 @@ def _grids(plans: Sequence[AutoForecast]) -> tuple[list[dict[str, Any]], list[st
     """Tensors of a layer; what layers do with them, a letter each; and by plan runs of layers that do the same."""
     shown = next(part for part in plans[0].forecast.parts if part.is_layer)
     named: dict[Region, Mapping[int, str]] = {shown.region: _named(shown)}  # plans of a sweep share their regions
-    names = list(named[shown.region].values())
     patterns: dict[str, int] = {}
+
+    def pattern(part: StageRegion) -> int:
+        """By name, since layers of several kinds have other buffers; a dot where a layer has no such tensor."""
+        if part.region not in named:
+            named[part.region] = _named(part)
+        letters = {named[part.region][buffer]: LETTERS[place] for buffer, place in whereabouts(part).items()}
+        text = "".join(letters.get(name, ".") for name in named[shown.region].values())
+        return patterns.setdefault(text, len(patterns))
+
     rows = []
     for plan in plans:
         parts = {part.name: part for part in plan.forecast.parts if part.is_layer}
-        own = []
-        for part in dict.fromkeys(parts[name] for name in plan.forecast.run.model.layer_names):
-            if part.region not in named:
-                named[part.region] = _named(part)
-            own.append(patterns.setdefault(_pattern(part, named[part.region], names), len(patterns)))
-        rows.append([[len(list(same)), number] for number, same in groupby(own)])
+        own = dict.fromkeys(parts[name] for name in plan.forecast.run.model.layer_names)
+        rows.append([[len(list(same)), number] for number, same in groupby(map(pattern, own))])
     buffers = shown.region.program.buffers
     tensors = [{"name": name, "nbytes": buffers[buffer].nbytes} for buffer, name in named[shown.region].items()]
     return tensors, list(patterns), rows
@@ -142,12 +137,6 @@ def _named(part: StageRegion) -> Mapping[int, str]:
         found[buffer] = f"{name} {times[name] + 1}" if times[name] else name
         times[name] += 1
     return found
-
-
-def _pattern(part: StageRegion, named: Mapping[int, str], names: Sequence[str]) -> str:
-    """By name, since layers of several kinds have other buffers; a dot where a layer has no such tensor."""
-    found = {named[buffer]: LETTERS[place] for buffer, place in whereabouts(part).items()}
-    return "".join(found.get(name, ".") for name in names)
 
 
 # Segments: checkpoints every k layers, in the first n layers, or in one layer in k ------------------------------------
@@ -178,10 +167,9 @@ def _segments(model: str, flags: dict[str, Any]) -> dict[str, Any]:
     layer = next(part for part in forecast(run).parts if part.is_layer)
     program = layer.region.program
 
-    def rows(kind: str) -> Iterator[list[Any]]:
-        for number in range(1, run.model.depth + 1):
-            recompute = Recompute.parse(f"{kind}:{number}", layers=run.model.depth)
-            yield [number, *_numbers(replace(run, recompute=recompute))]
+    def row(kind: str, number: int) -> list[Any]:
+        recompute = Recompute.parse(f"{kind}:{number}", layers=run.model.depth)
+        return [number, *_numbers(replace(run, recompute=recompute))]
 
     return {
         "name": model,
@@ -191,7 +179,7 @@ def _segments(model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "input_bytes": program.kept_bytes(kept_by(layer.region, FULL)),
         "none": _numbers(run),
         "commands": {kind: line("ledger", model, flags, f"--recompute {kind}:{{number}} --explain") for kind in KINDS},
-        "kinds": {kind: list(rows(kind)) for kind in KINDS},
+        "kinds": {kind: [row(kind, number) for number in range(1, run.model.depth + 1)] for kind in KINDS},
     }
 
 
@@ -236,12 +224,11 @@ def _offload(model: str, asked: dict[str, Any]) -> dict[str, Any]:
             "mix": _planned(model, asked, linked, offload=True),
         }
 
-    def tensors() -> Iterator[list[Any]]:
-        for trade in trades(plain, device):
-            limit = trade.break_even_bytes_per_second
-            again = None if trade.again_seconds is None else rounded(trade.again_seconds)
-            yield [trade.role, trade.nbytes, again, None if limit is None else round(limit / 1e9, 3)]
-
+    tensors = []
+    for trade in trades(plain, device):
+        limit = trade.break_even_bytes_per_second
+        again = None if trade.again_seconds is None else rounded(trade.again_seconds)
+        tensors.append([trade.role, trade.nbytes, again, None if limit is None else round(limit / 1e9, 3)])
     return {
         "name": model,
         "gpu": GPU,
@@ -253,7 +240,7 @@ def _offload(model: str, asked: dict[str, Any]) -> dict[str, Any]:
         "none_peak": forecast(plain).peak_bytes,
         "again": _planned(model, asked, device, offload=False),
         "rows": [row(gigabytes) for gigabytes in GIGABYTES],
-        "tensors": list(tensors()),
+        "tensors": tensors,
     }
 
 

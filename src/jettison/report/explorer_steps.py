@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -20,11 +19,9 @@ from jettison.predict.forecast import Forecast, Stage, played_load
 from jettison.predict.ranges import time_residual_of
 from jettison.predict.units import sent_to_host
 from jettison.report.explain import region_roles
-from jettison.report.explorer_models import answered, flags_text, line, rounded, run_of, usual_layout
+from jettison.report.explorer_models import GPU, MODEL, answered, flags_text, line, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
 
-GPU: Final = "h100-80gb"
-MODEL: Final = "llama3-8b"
 LAYOUTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("4 stages, 1F1B", {"pp": 4, "micro_batches": 8}),
     ("4 stages, 1F1B, everything recomputed", {"pp": 4, "micro_batches": 8, "recompute": "full"}),
@@ -101,12 +98,12 @@ class PlayedStage:
     @cached_property
     def instants(self) -> tuple[Instant, ...]:
         """Every unit of every pass, and the optimizer."""
-        optimizer = Instant(None, "", self.load.gradient_bytes, 0, self.load.optimizer_transient)
-        rows = ((one, *row) for one in self.actions for row in _unit_rows(one))
-        found = (
-            Instant(one, name, one.gradients + made, self.held(one) + h, rise) for one, name, h, made, rise in rows
-        )
-        return (*found, optimizer)
+        found = [
+            Instant(one, name, one.gradients + made, self.held(one) + held, rise)
+            for one in self.actions
+            for name, held, made, rise in _unit_rows(one)
+        ]
+        return (*found, Instant(None, "", self.load.gradient_bytes, 0, self.load.optimizer_transient))
 
     @cached_property
     def peak(self) -> Instant:
@@ -226,8 +223,7 @@ PARTS: Final = ("compute", "communication", "bubble", "recompute", "other")
 PAPER: Final = "arXiv 2205.05198"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Iteration:
+class Iteration(NamedTuple):
     """One model of Tables 3 and 5, on A100s of 80 GB; tests hold it against tests/facts.
 
     Args:
@@ -236,23 +232,19 @@ class Iteration:
     """
 
     model: str
-    asked: dict[str, Any]
     full_seconds: float
     selective_seconds: float
     mfu: float
     hfu: float
+    asked: dict[str, Any]
 
 
-def _published(model: str, full: float, selective: float, mfu: float, hfu: float, **asked: Any) -> Iteration:
-    found = {"tp": 8, **asked}
-    return Iteration(model=model, asked=found, full_seconds=full, selective_seconds=selective, mfu=mfu, hfu=hfu)
-
-
+_175B: Final = {"tp": 8, "pp": 8, "virtual_stages": 3, "micro_batches": 64}
 ITERATIONS: Final = {
-    "22B": _published("gpt-22b", 1.42, 1.10, 0.415, 0.437, micro_batch=4),
-    "175B": _published("gpt-175b", 18.13, 13.75, 0.514, 0.528, pp=8, virtual_stages=3, micro_batches=64),
-    "530B": _published("gpt-530b", 49.05, 37.83, 0.560, 0.570, pp=35, virtual_stages=3, micro_batches=280),
-    "1T": _published("gpt-1t", 94.42, 71.49, 0.563, 0.570, pp=64, micro_batches=512),
+    "22B": Iteration("gpt-22b", 1.42, 1.10, 0.415, 0.437, {"tp": 8, "micro_batch": 4}),
+    "175B": Iteration("gpt-175b", 18.13, 13.75, 0.514, 0.528, _175B),
+    "530B": Iteration("gpt-530b", 49.05, 37.83, 0.560, 0.570, _175B | {"pp": 35, "micro_batches": 280}),
+    "1T": Iteration("gpt-1t", 94.42, 71.49, 0.563, 0.570, {"tp": 8, "pp": 64, "micro_batches": 512}),
 }
 """Tables 3 and 5."""
 WAYS: Final = (
@@ -271,17 +263,15 @@ def time_data(models: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _iterations(name: str, model: str, gpu: str, asked: dict[str, Any], published: Iteration | None) -> dict[str, Any]:
-    device = hardware(gpu)
-    run = run_of(model, **asked)
     return {
         "name": name,
         "gpu": gpu,
-        "gpus": run.layout.world,
+        "gpus": run_of(model, **asked).layout.world,
         "layout": flags_text(asked),
         "source": PAPER if published else None,
         "published_mfu": published.mfu if published else None,
         "published_hfu": published.hfu if published else None,
-        "rows": list(_rows(model, device, asked, published)),
+        "rows": list(_rows(model, hardware(gpu), asked, published)),
     }
 
 

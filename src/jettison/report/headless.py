@@ -57,8 +57,7 @@ _NAME: Final = re.compile(r"[a-z0-9-]{1,40}")
 
 def find_browser() -> str | None:
     """Its program: the first of the usual names that there is."""
-    found = (shutil.which(name) for name in NAMES)
-    return next((path for path in found if path), next((path for path in _MAC if Path(path).is_file()), None))
+    return next((path for name in (*NAMES, *_MAC) if (path := shutil.which(name))), None)
 
 
 def require_browser() -> str:
@@ -85,29 +84,24 @@ def save_figures(html: str, folder: Path) -> list[Path]:
     program = require_browser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [path for name, svg, png in _drawn(program, html) for path in _written(folder, name, svg, png)]
+        found = {folder / name: content for name, content in _drawn(program, html)}
+        for path, content in found.items():
+            write_whole(path, content)
     except OSError as error:
         raise UsageError(f"--figures: cannot write to {folder}: {error.strerror or error}") from error
+    return list(found)
 
 
-def _written(folder: Path, name: str, svg: str, png: bytes) -> list[Path]:
-    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    write_whole(paths[0], svg)
-    write_whole(paths[1], png)
-    return paths
-
-
-def _drawn(program: str, html: str) -> Iterator[tuple[str, str, bytes]]:
-    found = None
-    for _ in range(_TRIES):  # on a busy machine it may leave before the last picture is there
-        found = _FIGURES.search(_dumped(program, html))
-        if found is not None:
-            break
+def _drawn(program: str, html: str) -> Iterator[tuple[str, str | bytes]]:
+    """Names and contents of files."""
+    tries = (_FIGURES.search(_dumped(program, html)) for _ in range(_TRIES))
+    found = next(filter(None, tries), None)  # on a busy machine it may leave before the last picture is there
     if found is None:
         raise UsageError(f"--figures: {program} did not draw the page; open it, and use the buttons under each figure")
     for figure in json.loads(base64.b64decode(found[1])):
         if _NAME.fullmatch(figure["id"]):
-            yield figure["id"], figure["svg"], base64.b64decode(figure["png"])
+            yield f"{figure['id']}.svg", figure["svg"]
+            yield f"{figure['id']}.png", base64.b64decode(figure["png"])
 
 
 def _dumped(program: str, html: str) -> str:

@@ -254,9 +254,6 @@ def request_document(asked: Resolved) -> dict[str, Any]:
     return with_former_names(RunRequest, settings)
 
 
-# Of a forecast --------------------------------------------------------------------------------------------------------
-
-
 def forecast_report(
     name: str,
     asked: Resolved,
@@ -332,13 +329,16 @@ def _phases(stage: Stage) -> Iterator[PhaseRow]:
         )
 
 
-# Warnings -------------------------------------------------------------------------------------------------------------
-
-
 def advice(asked: Resolved) -> tuple[str, ...]:
     """Remarks about a run, the weightiest first; empty where there are none."""
     run = asked.run
-    found = [*run.model.left_out, *_recompute(run), *_tensor_parallel(run)]
+    found = [*run.model.left_out]
+    if run.recompute.mode is Mode.SELECTIVE and run.kernels.attention is AttentionKernel.FLASH:
+        found.append(
+            "selective recomputation drops attention scores, which flash attention never stores: it saves nothing "
+            "here. Use --recompute selective-op, every:K or full"
+        )
+    found += _tensor_parallel(run)
     layout, model = run.layout, run.model
     if run.seq > model.max_positions:
         found.append(f"--seq {run.seq} is more than the {model.max_positions} positions that {model.name} is made for")
@@ -347,12 +347,7 @@ def advice(asked: Resolved) -> tuple[str, ...]:
     return (*found, *_idle(asked))
 
 
-_ALONE: Final = {
-    "without a pipeline; give --pp": ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers"),
-    "where nothing is sharded; give --zero": ("zero_replicas",),
-    "without context parallelism; give --cp": ("cp_comm_type",),
-}
-"""Flags that need another one, by what is said."""
+_OF_PIPELINES: Final = ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers")
 _OF_EXPERTS: Final = (
     "capacity_factor",
     "dispatcher",
@@ -366,16 +361,14 @@ _OF_EXPERTS: Final = (
 def _idle(asked: Resolved) -> Iterator[str]:
     """Flags that were typed and have no effect on this model or layout."""
     run, layout = asked.run, asked.run.layout
-    lacking = dict(zip(_ALONE, (layout.pp == 1, layout.zero == 0, layout.cp == 1), strict=True))
-    for why, names in _ALONE.items():
-        yield from (f"{flag_of(name)} does nothing {why}" for name in _typed(asked, names) if lacking[why])
-    if not any(layer.experts for layer in run.model.kinds):
-        idle = _typed(asked, _OF_EXPERTS)
-        yield from (f"{flag_of(name)} does nothing: {run.model.name} has no experts" for name in idle)
-
-
-def _typed(asked: Resolved, names: tuple[str, ...]) -> Iterator[str]:
-    return (name for name in names if name not in asked.assumed)
+    for lacking, names, why in (
+        (layout.pp == 1, _OF_PIPELINES, " without a pipeline; give --pp"),
+        (layout.zero == 0, ("zero_replicas",), " where nothing is sharded; give --zero"),
+        (layout.cp == 1, ("cp_comm_type",), " without context parallelism; give --cp"),
+        (not any(layer.experts for layer in run.model.kinds), _OF_EXPERTS, f": {run.model.name} has no experts"),
+    ):
+        typed = (name for name in names if lacking and name not in asked.assumed)
+        yield from (f"{flag_of(name)} does nothing{why}" for name in typed)
 
 
 UNEVEN: Final = 1.25
@@ -394,14 +387,6 @@ def routing(found: Forecast) -> Iterator[str]:
         f"tokens are taken to be spread evenly over the ranks of --ep; one that is sent {uneven:g} times its share "
         f"peaks at {format_bytes(peak)}, not {format_bytes(found.peak_bytes)} (--expert-imbalance {uneven:g})"
     )
-
-
-def _recompute(run: Run) -> Iterator[str]:
-    if run.recompute.mode is Mode.SELECTIVE and run.kernels.attention is AttentionKernel.FLASH:
-        yield (
-            "selective recomputation drops attention scores, which flash attention never stores: it saves nothing "
-            "here. Use --recompute selective-op, every:K or full"
-        )
 
 
 def _tensor_parallel(run: Run) -> Iterator[str]:

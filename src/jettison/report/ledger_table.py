@@ -13,6 +13,7 @@ from rich.text import Text
 from jettison.core.units import format_bytes, format_count, format_percent, format_seconds
 from jettison.formula.region import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
+from jettison.ledger.ledger import storage_roles
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import HostStates
 from jettison.predict.ranges import FitRule
@@ -26,7 +27,7 @@ from jettison.spec.run import Run
 if TYPE_CHECKING:
     from jettison.predict.changes import FittingChange
     from jettison.predict.largest import Edge, FitAnswer
-    from jettison.report.explain import Core, Explanation, Variant
+    from jettison.report.explain import Explanation
 
 MOST_STAGES = 20
 MOST_DIFFERENCES = 20
@@ -62,12 +63,12 @@ def _comparison_table(found: ComparedLedger) -> RenderableType:
     """Differences of two ledgers; of many, the first ones."""
     if not found.differences:
         return f"{found.path} has the same saved tensors in every layer, to the byte"
-    rows = [
-        (one.layer, describe(one.expected), describe(one.found), f"{one.delta_bytes:+,d}") for one in found.differences
-    ]
-    if len(rows) > MOST_DIFFERENCES:
-        rows[MOST_DIFFERENCES:] = [(f"and {len(rows) - MOST_DIFFERENCES} more", "", "", "")]
-    return grid(f"Compared with {found.path}", ("layer", "expected", "found"), ("bytes",), rows)
+    table = grid(f"Compared with {found.path}", ("layer", "expected", "found"), ("bytes",))
+    for one in found.differences[:MOST_DIFFERENCES]:
+        table.add_row(one.layer, describe(one.expected), describe(one.found), f"{one.delta_bytes:+,d}")
+    if len(found.differences) > MOST_DIFFERENCES:
+        table.add_row(f"and {len(found.differences) - MOST_DIFFERENCES} more")
+    return table
 
 
 def peak_sentence(report: LedgerReport) -> str:
@@ -224,29 +225,21 @@ def _layers_table(report: LedgerReport) -> FittedTable:
 
 
 def _roles_table(report: LedgerReport) -> FittedTable:
-    """Each storage once: by the role of its first entry, at its largest size."""
-    sizes: dict[str, int] = {}
-    owners: dict[str, str] = {}
-    for entry in report.ledger:
-        owners.setdefault(entry.storage, entry.role)
-        sizes[entry.storage] = max(sizes.get(entry.storage, 0), entry.local_storage_bytes(report.mesh_sizes))
     of_role: dict[str, list[int]] = {}
-    for storage, nbytes in sizes.items():
-        of_role.setdefault(owners[storage], []).append(nbytes)
-    whole = sum(sizes.values()) or 1
-    rows = sorted(((sum(found), role, len(found)) for role, found in of_role.items()), key=lambda r: (-r[0], r[1]))
-    return grid(
-        "By role, all layers together",
-        ("role",),
-        ("bytes", "storages", "share"),
-        [(role, format_bytes(n), str(count), format_percent(n / whole)) for n, role, count in rows],
-    )
+    for role, nbytes in storage_roles(report.ledger, report.mesh_sizes):
+        of_role.setdefault(role, []).append(nbytes)
+    whole = sum(map(sum, of_role.values())) or 1
+    table = grid("By role, all layers together", ("role",), ("bytes", "storages", "share"))
+    for role, sizes in sorted(of_role.items(), key=lambda item: (-sum(item[1]), item[0])):
+        table.add_row(role, format_bytes(sum(sizes)), str(len(sizes)), format_percent(sum(sizes) / whole))
+    return table
 
 
 def _stages_table(report: LedgerReport) -> FittedTable:
     right = ("in flight", "activations", "parameters", "gradients", "optimizer", "step 0", "peak")
     table = grid("Pipeline stages, on each rank", ("stage", "layers"), right, last=("peak is in",))
-    groups = [list(group) for _, group in groupby(report.stages, key=_figures)]
+    # all but a stage's number, the names of its layers, and where the peak is
+    groups = [list(group) for _, group in groupby(report.stages, key=lambda s: (*astuple(s)[2:-1], len(s.layers)))]
     half = MOST_STAGES // 2
     shown = -1
     for index, group in enumerate(groups):
@@ -258,11 +251,6 @@ def _stages_table(report: LedgerReport) -> FittedTable:
         table.add_row(*_stage_cells(group), style="bold" if worst else "")
         shown = index
     return table
-
-
-def _figures(stage: StageBytes) -> tuple[object, ...]:
-    """Figures of a stage: all but its number, the names of its layers, and where the peak is."""
-    return (*astuple(stage)[2:-1], len(stage.layers))
 
 
 def _stage_cells(group: list[StageBytes]) -> tuple[str, ...]:
@@ -285,9 +273,8 @@ def _phases_table(report: LedgerReport) -> FittedTable:
     table = grid(f"Peak of each phase{of}", ("phase", "worst at"), right)
     for name, phases in groups.items():
         worst = max(phases, key=lambda phase: phase.peak_bytes)
-        first = max(phase.first_step_peak_bytes or 0 for phase in phases)
-        peaks = ([format_bytes(first)] if known else []) + [format_bytes(worst.peak_bytes)]
-        table.add_row(name, worst.where or "", *peaks)
+        first = [max(phase.first_step_peak_bytes or 0 for phase in phases)] if known else []
+        table.add_row(name, worst.where or "", *map(format_bytes, (*first, worst.peak_bytes)))
     return table
 
 
@@ -317,18 +304,13 @@ def fit_tables(answer: FitAnswer) -> Iterator[FittedTable]:
 
 def changes_table(changes: Sequence[FittingChange]) -> FittedTable:
     """Settings with which a run fits, and what they cost."""
-    rows = [
-        (
-            one.flags,
-            format_bytes(one.peak_bytes),
-            "" if one.step_seconds is None else format_seconds(one.step_seconds),
-            "" if one.added_fraction is None else f"{100 * one.added_fraction:+.1f} %",
-            one.rule.words,
-        )
-        for one in changes
-    ]
     title = "Settings with which it fits, the fastest first"
-    return grid(title, ("change",), ("peak", "a step", "of a step"), rows, last=("how surely",))
+    table = grid(title, ("change",), ("peak", "a step", "of a step"), last=("how surely",))
+    for one in changes:
+        took = "" if one.step_seconds is None else format_seconds(one.step_seconds)
+        added = "" if one.added_fraction is None else f"{100 * one.added_fraction:+.1f} %"
+        table.add_row(one.flags, format_bytes(one.peak_bytes), took, added, one.rule.words)
+    return table
 
 
 def _edge(edge: Edge, *, on_device: bool) -> Iterator[str]:
@@ -349,30 +331,17 @@ def explanation_table(found: Explanation) -> RenderableType:
         ("bytes", "share"),
         [(part.name, format_bytes(part.nbytes), format_percent(part.fraction)) for part in found.parts],
     )
-    tried = (*found.recompute, *found.sequence_parallelism, *found.sharding)
-    variants = grid(
-        "The run with one thing changed",
-        ("change",),
-        ("peak", "activations", "a layer", "recomputed"),
-        map(_variant, tried),
-        bold=[index for index, variant in enumerate(tried) if variant.current],
-    )
-    remarks = (remark.text[:1].upper() + remark.text[1:] for remark in found.remarks)
-    lines = [*found.sentences, *_core(found.core), *remarks]
+    right = ("peak", "activations", "a layer", "recomputed")
+    variants = grid("The run with one thing changed", ("change",), right)
+    for one in (*found.recompute, *found.sequence_parallelism, *found.sharding):
+        change, style = (f"{one.change} (as it is)", "bold") if one.current else (one.change, "")
+        held = map(format_bytes, (one.peak_bytes, one.activation_bytes, one.layer_bytes))
+        variants.add_row(change, *held, f"{format_percent(one.of_forward)} of a forward", style=style)
+    lines, core = list(found.sentences), found.core
+    if core.saved_bytes:
+        share = f"{format_percent(core.saved_bytes / core.layer_bytes)} of a layer's bytes"
+        flops = f"{format_percent(core.flops / core.layer_flops)} of its FLOPs"
+        more = f"; it outweighs the rest from sequences of {core.crossover} on" if core.crossover else ""
+        lines.append(f"The attention core is {share} and {flops}{more}.")
+    lines += (remark.text[:1].upper() + remark.text[1:] for remark in found.remarks)
     return Group(parts, "", variants, "", *(Text(line) for line in lines))
-
-
-def _variant(variant: Variant) -> tuple[str, ...]:
-    change = f"{variant.change} (as it is)" if variant.current else variant.change
-    held = (variant.peak_bytes, variant.activation_bytes, variant.layer_bytes)
-    return (change, *map(format_bytes, held), f"{format_percent(variant.of_forward)} of a forward")
-
-
-def _core(core: Core) -> tuple[str, ...]:
-    """Share of the attention core, in a sentence."""
-    if not core.saved_bytes:
-        return ()
-    share = f"{format_percent(core.saved_bytes / core.layer_bytes)} of a layer's bytes"
-    flops = f"{format_percent(core.flops / core.layer_flops)} of its FLOPs"
-    more = f"; it outweighs the rest from sequences of {core.crossover} on" if core.crossover else ""
-    return (f"The attention core is {share} and {flops}{more}.",)

@@ -19,11 +19,11 @@ from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
 if TYPE_CHECKING:  # reading plans takes libraries that most commands can do without
     from jettison.frameworks.export import Exported
-    from jettison.frameworks.policy import Cost
+    from jettison.frameworks.policy import Cost, LayerPolicy
     from jettison.predict.allowance import Limit
     from jettison.predict.auto_recompute import AutoForecast
     from jettison.report.alternatives import NextGiB, Reason
-    from jettison.solve.plan import LayerPlan, Plan
+    from jettison.solve.plan import Plan
 
 SCHEMA = "jettison.plan/1"
 DESCRIBED = "description"
@@ -49,15 +49,12 @@ def plan_table(plan: Plan) -> RenderableType:
     if moves:
         rows.append(("on the host", exact(predicted.host_bytes)))
 
-    def cells(name: str, entry: LayerPlan) -> tuple[str, ...]:
-        moved = [format_bytes(entry.offloaded_bytes)] if moves else []
-        flops = format_flops(entry.recompute_flops)
-        return (name, str(entry.policy), format_bytes(entry.kept_bytes), *moved, flops)
-
-    same = alike(plan.layers, lambda e: (e.policy, e.kept_bytes, e.offloaded_bytes, e.recompute_flops))
     columns = ("kept", "on the host", "recomputed") if moves else ("kept", "recomputed")
-    layers = [cells(names, entry) for names, entry in same]
-    table = grid("What each layer does", ("layer", "policy"), columns, [*layers, cells(ROOT_NAME, plan.root)])
+    table = grid("What each layer does", ("layer", "policy"), columns)
+    same = alike(plan.layers, lambda e: (e.policy, e.kept_bytes, e.offloaded_bytes, e.recompute_flops))
+    for name, entry in (*same, (ROOT_NAME, plan.root)):
+        held = (entry.kept_bytes, entry.offloaded_bytes) if moves else (entry.kept_bytes,)
+        table.add_row(name, str(entry.policy), *map(format_bytes, held), format_flops(entry.recompute_flops))
     return Group(facts(rows), table)
 
 
@@ -88,26 +85,17 @@ def export_table(found: Exported) -> RenderableType:
     }
     cells = [(name, *map(say, costs)) for name, say in kinds.items()]
     whose = ("plan", found.target, *(one.words for one in found.alternatives))
-    same = alike(
-        found.policies, lambda p: (p.decision.policy, p.words or p.action, p.decision.kept_bytes, p.kept_bytes)
-    )
-    layers = [
-        (
-            name,
-            p.decision.policy,
-            p.words or str(p.action),
-            format_bytes(p.decision.kept_bytes),
-            format_bytes(p.kept_bytes),
-        )
-        for name, p in same
-    ]
-    parts: list[RenderableType] = [
-        facts(rows),
-        grid("What a step costs", ("",), whose, [row for row in cells if any(row[1:])]),
-        grid("What each layer does", ("layer", "plan", "exported"), ("kept in the plan", "kept"), layers),
-    ]
+    steps = grid("What a step costs", ("",), whose, [row for row in cells if any(row[1:])])
+    layers = grid("What each layer does", ("layer", "plan", "exported"), ("kept in the plan", "kept"))
+    for name, p in alike(found.policies, lambda p: (p.decision.policy, p.words or p.action, *_kept(p))):
+        layers.add_row(name, p.decision.policy, p.words or str(p.action), *map(format_bytes, _kept(p)))
     remarks = [*(("lost", text) for text in found.lost), *(("note", text) for text in found.notes)]
-    return Group(*parts, *([facts(remarks)] if remarks else []))
+    return Group(facts(rows), steps, layers, *([facts(remarks)] if remarks else []))
+
+
+def _kept(layer: LayerPolicy) -> tuple[int, int]:
+    """Kept bytes of a layer in the plan, and under the settings."""
+    return layer.decision.kept_bytes, layer.kept_bytes
 
 
 def infeasible_document(error: Infeasible, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -213,7 +201,18 @@ class ForecastPlan:
             ],
             reasons=[asdict(reason) for reason in self.reasons.values()],
             warnings=list(self.warnings),
-            what_if=None if self.what_if is None else [_next(row) for row in self.what_if],
+            what_if=None
+            if self.what_if is None
+            else [
+                part(
+                    "PlanNextGiB",
+                    row.answer,
+                    peak_bytes=row.answer.forecast.peak_bytes,
+                    saved_seconds=row.saved_seconds,
+                    flips=[asdict(flip) for flip in row.flips],
+                )
+                for row in self.what_if
+            ],
             made_by=self.made_by,
             request=self.made_by,
             hash=hashlib.sha256(text.encode()).hexdigest(),
@@ -254,47 +253,33 @@ class ForecastPlan:
         return f", with which 80 % of runs fit {limit.gpu}; up to --budget {format_bytes(limit.nbytes)} may fit"
 
     def _layers_table(self) -> FittedTable:
-        groups: dict[tuple[object, ...], list[LayerChoice]] = {}
-        for layer in self.layers:
-            moved = (layer.kept_bytes, layer.offloaded_bytes, layer.recompute_flops)
-            groups.setdefault((layer.policy, *moved, str(self.reasons[layer.layer])), []).append(layer)
-        rows = [
-            (
-                span([entry.layer for entry in same]),
-                same[0].policy,
-                str(self.reasons[same[0].layer]),
-                span([f".{stage}" for stage in dict.fromkeys(entry.stage for entry in same)], brief=True).lstrip("."),
-                format_bytes(same[0].kept_bytes),
-                format_bytes(same[0].offloaded_bytes),
-                format_flops(same[0].recompute_flops),
-            )
-            for same in groups.values()
-        ]
-        figures = ("stage", "kept", "on the host", "recomputed")
-        return grid("What each layer does with one micro-batch", ("layer", "policy", "why"), figures, rows)
+        groups: dict[tuple[str, str, int, int, int], list[LayerChoice]] = {}
+        for one in self.layers:
+            why = str(self.reasons[one.layer])
+            key = (one.policy, why, one.kept_bytes, one.offloaded_bytes, one.recompute_flops)
+            groups.setdefault(key, []).append(one)
+        right = ("stage", "kept", "on the host", "recomputed")
+        table = grid("What each layer does with one micro-batch", ("layer", "policy", "why"), right)
+        for (policy, why, kept, moved, flops), same in groups.items():
+            stages = span([f".{stage}" for stage in dict.fromkeys(one.stage for one in same)], brief=True).lstrip(".")
+            held = (format_bytes(kept), format_bytes(moved), format_flops(flops))
+            table.add_row(span([one.layer for one in same]), policy, why, stages, *held)
+        return table
 
 
 _LIVE = ("digest", "option", "kept", "offloaded", "packed", "price")
 """Keys of a layer that only a live model's plan has a value for."""
 
 
-def _next(row: NextGiB) -> dict[str, Any]:
-    answer, flips = row.answer, [asdict(flip) for flip in row.flips]
-    peak = answer.forecast.peak_bytes
-    return part("PlanNextGiB", answer, peak_bytes=peak, saved_seconds=row.saved_seconds, flips=flips)
-
-
 def _what_if_table(rows: Sequence[NextGiB]) -> FittedTable:
+    from jettison.report.alternatives import flips_text
+
     title = "What each next GiB would change"
     table = grid(title, ("budget", "tensors that change their place"), ("a step saves",))
     for row in rows:
-        words = [
-            f"{flip.tensor}: {flip.before} -> {flip.after} in {span(flip.layers, brief=True)}"
-            for flip in row.flips[:MOST_FLIPS]
-        ]
         more = len(row.flips) - MOST_FLIPS
-        text = "; ".join(words) + (f"; {more} more" if more > 0 else "")
-        table.add_row(format_bytes(row.answer.budget_bytes), text or "nothing", format_seconds(row.saved_seconds))
+        text = flips_text(row.flips[:MOST_FLIPS]) + (f"; {more} more" if more > 0 else "")
+        table.add_row(format_bytes(row.answer.budget_bytes), text, format_seconds(row.saved_seconds))
     if not rows:
         table.add_row("", "nothing is recomputed, and nothing moves", "")
     return table

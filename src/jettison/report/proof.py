@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import UsageError, first_problem
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_percent, format_ratio, format_seconds
 from jettison.ledger.levels import StepLevels
@@ -162,11 +162,7 @@ class Proof:
             TypeAdapter(_ProofHeader).validate_json(text, strict=True)
             return _adapter().validate_json(text, strict=True)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the document"
-            raise UsageError(
-                f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})"
-            ) from error
+            raise UsageError(f"not a {SCHEMA} document: {first_problem(error)}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +175,6 @@ def _adapter() -> TypeAdapter[Proof]:
     return TypeAdapter(Proof)
 
 
-# for people -----------------------------------------------------------------------------------------------------------
-
-
 def proof_table(proof: Proof) -> RenderableType:
     """Claims and what was seen, then predicted and observed bytes side by side."""
     verdict = "proven" if proof.passed else "NOT PROVEN: " + "; ".join(proof.failures())
@@ -189,13 +182,12 @@ def proof_table(proof: Proof) -> RenderableType:
     judged = (Text(verdict, style="bold green" if proof.passed else "bold red"), *lines)
     if not proof.layers:
         return Group(facts(_facts(proof)), *judged)
-    rows = []
+    title, right = "Bytes held between forward and backward", ("plain autograd", "predicted", "observed")
+    table = grid(title, ("layer", "policy"), right, last=("",))
     for names, entry in alike(proof.layers, lambda e: (e.policy, *_sides(e), e.counted)):
         agree = entry.predicted_bytes == entry.observed_bytes
         note = "not recorded" if not entry.counted else "" if agree else "differs"
-        rows.append((names, entry.policy, *map(format_bytes, _sides(entry)), note))
-    title, right = "Bytes held between forward and backward", ("plain autograd", "predicted", "observed")
-    table = grid(title, ("layer", "policy"), right, rows, last=("",))
+        table.add_row(names, entry.policy, *map(format_bytes, _sides(entry)), note)
     total = [sum(column) for column in zip(*map(_sides, proof.layers), strict=True)]
     table.add_section()
     table.add_row("total", "", *map(format_bytes, total), "" if proof.saved_bytes_agree else "differs")

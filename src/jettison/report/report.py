@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -46,8 +46,19 @@ class Report:
         return document(SCHEMA, subjects=[asdict(subject) for subject in self.subjects])
 
     def table(self) -> RenderableType:
-        """For people at a terminal."""
-        return report_table(self.subjects)
+        """For people at a terminal: the page's numbers, one document after the other, in tables for 80 columns."""
+        subjects = self.subjects
+        marks = [f"{mark}: " if len(subjects) > 1 else "" for mark in _NAMES[: len(subjects)]]
+        parts: list[RenderableType] = []
+        for subject, mark in zip(subjects, marks, strict=True):
+            style = {True: "bold green", False: "bold red", None: ""}[subject.holds]
+            said = [Text(text, style="" if number else style) for number, text in enumerate(subject.sentences)]
+            parts += [Text(f"{mark}{subject.kind} {subject.name}", style="bold"), *said, facts(subject.facts), Text("")]
+        parts += [_amounts(subjects), Text(""), _phases(subjects), Text("")]
+        for subject, mark in zip(subjects, marks, strict=True):
+            parts += [part for each in _of_one(subject, mark) for part in (each, Text(""))]
+        parts.append(_environment(subjects))
+        return Group(*(part for part in parts if not (isinstance(part, FittedTable) and not part.row_count)))
 
     def html(self) -> str:
         """The page."""
@@ -63,35 +74,16 @@ class Report:
         )
 
 
-# A report at a terminal: the same numbers as the page's, in tables that 80 columns are enough for ---------------------
-
-
-def report_table(subjects: Sequence[ReportSubject]) -> RenderableType:
-    """All there is to say, document after document where two are compared, and their numbers side by side."""
-    marks = [f"{mark}: " if len(subjects) > 1 else "" for mark in _NAMES[: len(subjects)]]
-    parts: list[RenderableType] = []
-    for subject, mark in zip(subjects, marks, strict=True):
-        style = {True: "bold green", False: "bold red", None: ""}[subject.holds]
-        said = [Text(text, style="" if number else style) for number, text in enumerate(subject.sentences)]
-        parts += [Text(f"{mark}{subject.kind} {subject.name}", style="bold"), *said, facts(subject.facts), Text("")]
-    parts += [_amounts(subjects), Text(""), _phases(subjects), Text("")]
-    for subject, mark in zip(subjects, marks, strict=True):
-        parts += _of_one(subject, mark)
-    parts.append(_environment(subjects))
-    return Group(*(part for part in parts if not (isinstance(part, FittedTable) and not part.row_count)))
-
-
 def _amounts(subjects: Sequence[ReportSubject]) -> FittedTable:
     found = [{amount.what: amount.nbytes for amount in subject.amounts} for subject in subjects]
-    names = list(dict.fromkeys(name for one in found for name in one))
     if len(found) == 1:
-        return grid("Budget and peaks", ("",), ("bytes",), [(name, exact(found[0][name])) for name in names])
-    rows = []
-    for name in names:
+        return grid("Budget and peaks", ("",), ("bytes",), [(name, exact(n)) for name, n in found[0].items()])
+    table = grid("Budget and peaks", ("",), ("A", "B", "B - A"))
+    for name in dict.fromkeys(name for one in found for name in one):
         before, after = (one.get(name) for one in found)
         change = None if before is None or after is None else after - before
-        rows.append((name, *map(_bytes, (before, after, change))))
-    return grid("Budget and peaks", ("",), ("A", "B", "B - A"), rows)
+        table.add_row(name, *map(_bytes, (before, after, change)))
+    return table
 
 
 def _bytes(value: int | None) -> str:
@@ -113,48 +105,44 @@ def _of_one(subject: ReportSubject, mark: str) -> Iterable[RenderableType]:
     if subject.peak_roles:
         rows = [(one.what, exact(one.nbytes)) for one in subject.peak_roles]
         yield grid(f"{mark}What the peak is made of", ("role",), ("bytes",), rows)
-        yield Text("")
     if subject.layers:
         yield _layers(subject.layers, mark)
-        yield Text("")
     if subject.next_gib:
         found = [(format_bytes(r.budget_bytes), r.changes, format_seconds(r.saved_seconds)) for r in subject.next_gib]
         columns = ("budget", "tensors that change their place")
         yield grid(f"{mark}What each next GiB would change", columns, ("a step saves",), found)
-        yield Text("")
     for each in subject.grids:
         yield _fates(each, mark)
-        yield Text("")
-    if subject.ratio is not None:
-        ratio = subject.ratio
+    if (ratio := subject.ratio) is not None:
         quartiles = f"quartiles {ratio.low:.2f} to {ratio.high:.2f}, {ratio.rounds} rounds"
         plain = format_seconds(ratio.plain_seconds)
         yield Text(f"{mark}step time {format_ratio(ratio.median)} plain autograd's {plain} ({quartiles})")
-        yield Text("")
 
 
 def _layers(layers: Sequence[SubjectLayer], mark: str) -> FittedTable:
     """Columns for what is known of any layer; neighbours that are alike are one row."""
-    columns: dict[str, Callable[[SubjectLayer], str]] = {
-        "plain": lambda row: _bytes(row.plain_bytes),
-        "predicted": lambda row: _bytes(row.predicted_bytes),
-        "measured": lambda row: _bytes(row.measured_bytes),
-        "on the host": lambda row: _bytes(row.host_bytes or None),
-        "again": lambda row: "" if not row.recompute_flops else format_flops(row.recompute_flops),
-    }
-    used = {name: value for name, value in columns.items() if any(value(row) for row in layers)}
 
-    def cells(row: SubjectLayer) -> tuple[str, ...]:
-        return (row.policy, *(value(row) for value in used.values()))
+    def figures(row: SubjectLayer) -> dict[str, str]:
+        return {
+            "plain": _bytes(row.plain_bytes),
+            "predicted": _bytes(row.predicted_bytes),
+            "measured": _bytes(row.measured_bytes),
+            "on the host": _bytes(row.host_bytes or None),
+            "again": format_flops(row.recompute_flops) if row.recompute_flops else "",
+        }
 
-    rows = [(names, *cells(row)) for names, row in alike(layers, cells)]
-    return grid(f"{mark}Held by each layer between forward and backward", ("layer", "policy"), tuple(used), rows)
+    used = [name for name in figures(layers[0]) if any(figures(row)[name] for row in layers)]
+    table = grid(f"{mark}Held by each layer between forward and backward", ("layer", "policy"), used)
+    for names, row in alike(layers, lambda row: (row.policy, *figures(row).values())):
+        table.add_row(names, row.policy, *(figures(row)[name] for name in used))
+    return table
 
 
 def _fates(found: Grid, mark: str) -> FittedTable:
     """Tensors by what happens to them: layers in short."""
     alone = found.title == ROOT_NAME
-    rows = []
+    whose, happens = (found.title, "happens") if alone else ("each layer", "happens in layers")
+    table = grid(f"{mark}Saved tensors of {whose}", ("tensor", happens), ("bytes",))
     for tensor, fates in zip(found.tensors, found.fates, strict=True):
         groups: dict[Fate, list[str]] = {}
         for layer, fate in zip(found.layers, fates, strict=True):
@@ -162,9 +150,8 @@ def _fates(found: Grid, mark: str) -> FittedTable:
                 groups.setdefault(fate, []).append(layer)
         words = [str(fate) if alone else f"{fate} {span(names, brief=True)}" for fate, names in groups.items()]
         name = f"{tensor.name}{f' of {tensor.path}' if tensor.path else ''}"
-        rows.append((name, "; ".join(words), format_bytes(tensor.nbytes) if tensor.dtype else ""))
-    whose, happens = (found.title, "happens") if alone else ("each layer", "happens in layers")
-    return grid(f"{mark}Saved tensors of {whose}", ("tensor", happens), ("bytes",), rows)
+        table.add_row(name, "; ".join(words), format_bytes(tensor.nbytes) if tensor.dtype else "")
+    return table
 
 
 def _environment(subjects: Sequence[ReportSubject]) -> FittedTable:

@@ -17,7 +17,7 @@ from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted,
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
 from jettison.search.branch_and_bound import REACH
-from jettison.search.evaluate import Evaluated, Seconds
+from jettison.search.evaluate import Evaluated
 from jettison.search.request import ANY
 from jettison.search.search import ALIKE, NothingFits, SearchAnswer, WithMore
 from jettison.spec.hardware import Hardware, hardware
@@ -73,8 +73,7 @@ class SearchReport:
     @property
     def sure(self) -> Residual:
         """Range of the times: all candidates are of one kind."""
-        template = self.answer.space.template
-        return time_residual(template, self.hardware.name)
+        return time_residual(self.answer.space.template, self.hardware.name)
 
     def figures(self, found: Evaluated) -> RunFigures:
         """Figures of a candidate."""
@@ -247,9 +246,8 @@ def rivals(answer: SearchAnswer) -> Iterator[Evaluated]:
 def sentences(answer: SearchAnswer, memory: Callable[[Evaluated], str]) -> Iterator[str]:
     """The answer in words; ``memory`` are those for a rival's bytes."""
     best = answer.best
-    shares = [
-        f"{_WORDS.get(name, name)} {format_percent(took / best.seconds.step)}" for name, took in _shares(best.seconds)
-    ]
+    parts = sorted(((took, name) for name, took in best.seconds.parts.items() if took > 0), key=lambda part: -part[0])
+    shares = [f"{_WORDS.get(name, name)} {format_percent(took / best.seconds.step)}" for took, name in parts]
     yield f"The fastest, {best.candidate.flags}: {', '.join(shares)}."
     yield from _recompute(answer)
     for found in rivals(answer):
@@ -274,9 +272,9 @@ def _recompute(answer: SearchAnswer) -> Iterator[str]:
         f"Without recompute it would take {format_seconds(plain.seconds.step)}, {format_seconds(saved)} less, and "
         f"{lacks}: {format_bytes(plain.needed_bytes)}."
     )
-    if best.figures.policies:
-        stages = "; ".join(f"stage {i}: {words}" for i, words in enumerate(best.figures.policies[:MOST_STAGES]))
-        more = "" if len(best.figures.policies) <= MOST_STAGES else "; ..."
+    if policies := best.figures.policies:
+        stages = "; ".join(f"stage {i}: {words}" for i, words in enumerate(policies[:MOST_STAGES]))
+        more = "" if len(policies) <= MOST_STAGES else "; ..."
         yield (
             f"The planner's layers, {stages}{more}. `jettison plan` with these flags and "
             f"--budget {best.candidate.budgets[0].nbytes}B has all of them."
@@ -312,13 +310,9 @@ def _difference(best: Evaluated, other: Evaluated) -> str:
     lost = other.seconds.step - best.seconds.step
     least = WORTH_SAYING * best.seconds.step
     parts = other.seconds.parts
-    changes = sorted(((parts[name] - took, name) for name, took in best.seconds.parts.items()), reverse=True)
-    more = [f"{format_seconds(change)} more {_WORDS.get(name, name)}" for change, name in changes if change > least]
-    less = [
-        f"{format_seconds(-change)} less {_WORDS.get(name, name)}"
-        for change, name in reversed(changes)
-        if change < -least
-    ]
+    changes = sorted((parts[name] - took, _WORDS.get(name, name)) for name, took in best.seconds.parts.items())
+    more = [f"{format_seconds(change)} more {word}" for change, word in reversed(changes) if change > least]
+    less = [f"{format_seconds(-change)} less {word}" for change, word in changes if change < -least]
     words = ", but ".join(", ".join(words) for words in (more, less) if words)
     return f"{format_seconds(lost)} ({format_percent(lost / best.seconds.step)}): {words or 'a little of everything'}"
 
@@ -326,16 +320,9 @@ def _difference(best: Evaluated, other: Evaluated) -> str:
 _WORDS: Final = {"communication": "exposed communication", "other": "optimizer and dispatch"}
 
 
-def _shares(seconds: Seconds) -> list[tuple[str, float]]:
-    return sorted(((n, t) for n, t in seconds.parts.items() if t > 0), key=lambda part: -part[1])
-
-
 def _mesh(found: Evaluated) -> tuple[int, ...]:
     layout = found.candidate.setup.layout
     return layout.tp, layout.pp, layout.cp, layout.ep
-
-
-# tables ---------------------------------------------------------------------------------------------------------------
 
 
 def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> FittedTable:
@@ -349,10 +336,10 @@ def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> Fitte
     columns = ("batch", "step", "range", "MFU", "tokens/s/GPU", "allocated", "device")
     table = grid(title, ("", "recompute", "fits"), (*(name for name, _ in axes), *columns))
     for number, found in enumerate(rows):
-        setup, seconds = found.candidate.setup, found.seconds
+        setup, seconds, whole = found.candidate.setup, found.seconds, found.figures.whole
         table.add_row(
             str(number + 1),
-            _plan(found),
+            replace(found.candidate.recompute, whole=0).words + (f", {whole} whole" if whole else ""),
             _SHORT[report.verdict(found)],
             *(values[number] for _, values in axes),
             f"{setup.micro_batch} x {setup.micro_batches}",
@@ -406,12 +393,6 @@ _AXES: Final[tuple[tuple[str, Callable[[Layout], str]], ...]] = (
 )
 
 
-def _plan(found: Evaluated) -> str:
-    recompute = found.candidate.recompute
-    text = replace(recompute, whole=0).words
-    return f"{text}, {found.figures.whole} whole" if found.figures.whole else text
-
-
 def _thinned(front: Sequence[Evaluated]) -> list[Evaluated]:
     """Rows far enough apart to be told from one another."""
     kept: list[Evaluated] = []
@@ -419,9 +400,6 @@ def _thinned(front: Sequence[Evaluated]) -> list[Evaluated]:
         if not kept or found.needed_bytes < (1 - STEP_OF_FRONT) * kept[-1].needed_bytes:
             kept.append(found)
     return kept[:SHOWN_ON_FRONT]
-
-
-# documents ------------------------------------------------------------------------------------------------------------
 
 
 def candidate_figures(found: Evaluated, template: Run, hardware: Hardware) -> RunFigures:

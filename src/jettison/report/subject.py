@@ -7,7 +7,7 @@ of document has an adapter below, and `read_subject` chooses among them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.errors import PlanMismatch, UsageError, first_problem
 from jettison.core.units import format_count, format_percent, format_seconds
 from jettison.ledger.levels import StepLevels
-from jettison.report.alternatives import Reason
+from jettison.predict.ranges import Range
+from jettison.report.alternatives import Flip, Reason, flips_text
 from jettison.report.plan import DESCRIBED, ROOT_NAME, LayerChoice
 from jettison.report.proof import SCHEMA as PROOF_SCHEMA
 from jettison.report.proof import LayerProof, Proof
-from jettison.report.tables import span
 from jettison.report.untrusted import all_printable, parse_json, read_text
 from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor
@@ -198,20 +198,17 @@ def _grids(layers: Sequence[LayerPlan | LayerProof], tensors: Sequence[PlanTenso
     """The layers, and apart from them what is around: it has other tensors. Tensors that mean the same in several
     layers are one row."""
     found = []
-    for title, part in (
-        ("layers", [one for one in layers if one.layer not in ("", ROOT_NAME)]),
-        (ROOT_NAME, [one for one in layers if one.layer in ("", ROOT_NAME)]),
-    ):
+    for title in ("layers", ROOT_NAME):
+        part = [one for one in layers if (one.layer in ("", ROOT_NAME)) is (title == ROOT_NAME)]
         columns = [dict(_named(layer, tensors)) for layer in part]
         kinds = list(dict.fromkeys(kind for column in columns for kind in column))
-        if kinds:
-            grid = Grid(
-                title=title,
-                layers=tuple(layer.layer or ROOT_NAME for layer in part),
-                tensors=tuple(kind for kind, _ in kinds),
-                fates=tuple(tuple(column.get(kind) for column in columns) for kind in kinds),
-            )
-            found.append(grid)
+        grid = Grid(
+            title=title,
+            layers=tuple(layer.layer or ROOT_NAME for layer in part),
+            tensors=tuple(kind for kind, _ in kinds),
+            fates=tuple(tuple(column.get(kind) for column in columns) for kind in kinds),
+        )
+        found += [grid] if kinds else []
     return tuple(found)
 
 
@@ -224,8 +221,7 @@ def _named(
     for one in tensors:
         if one.digest != layer.digest:
             continue
-        name = one.role or one.op
-        kind = TensorKind(name=name, path=one.path, shape=one.shape, dtype=one.dtype, nbytes=one.nbytes)
+        kind = TensorKind(name=one.role or one.op, path=one.path, shape=one.shape, dtype=one.dtype, nbytes=one.nbytes)
         seen[kind] = seen.get(kind, 0) + 1
         if one.buffer in packed:
             fate = Fate.PACK
@@ -346,7 +342,6 @@ def _plan_grids(plans: Sequence[Plan]) -> tuple[Grid, ...]:
 @dataclass(frozen=True, kw_only=True)
 class _Start:
     schema: str
-    step: int = 0
     world: int = 1
     layout: dict[str, int] = field(default_factory=dict)
     accumulation: int = 1
@@ -369,15 +364,11 @@ class _LogStep:
 
 @dataclass(frozen=True, kw_only=True)
 class _End:
-    step: int = 0
     stopped: str | None = None
     predicted_peak_bytes: int | None = None
-    budget_bytes: int | None = None
-    budget: str | None = None
     first_step_peak_bytes: dict[str, int] | None = None
     second_step_peak_bytes: dict[str, int] | None = None
     levels: StepLevels | None = None
-    mfu: float | None = None
     eval_loss: float | None = None
 
 
@@ -398,23 +389,14 @@ def run_subject(text: str, name: str, *, plans: Sequence[Plan] = ()) -> ReportSu
     budget = followed[0].budget_bytes if followed else None
     peak = max([*measured.values(), *peaks], default=None)
     within = None if budget is None or peak is None else peak <= budget
-    verdict = {
-        None: (),
-        True: ("the measured peak is within the budget",),
-        False: ("the measured peak is above the budget",),
-    }
     phases = {row.phase: row for row in _phases({"predicted": predicted})}
-    phases |= {
-        phase: PhaseBytes(
-            phase=phase, predicted_bytes=predicted.peak_of(phase) if predicted else None, measured_bytes=n
-        )
-        for phase, n in measured.items()
-    }
+    for phase, nbytes in measured.items():
+        phases[phase] = replace(phases.get(phase, PhaseBytes(phase=phase)), measured_bytes=nbytes)
     return ReportSubject(
         kind=SubjectKind.RUN,
         name=name,
         holds=within,
-        sentences=(*verdict[within], *_sentences(steps, end)),
+        sentences=tuple(_sentences(steps, end, within)),
         facts=tuple(_run_facts(start, steps, end)),
         amounts=_amounts(
             budget=budget, predicted_peak=end.predicted_peak_bytes or start.predicted_peak_bytes, measured_peak=peak
@@ -453,8 +435,7 @@ def _events(text: str, name: str) -> tuple[_Start, list[_LogStep], _End]:
         try:
             said = kinds[kind].validate_python(entry)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise UsageError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise UsageError(f"{where}: {first_problem(error)}") from None
         if kind == "step":
             steps[said.step] = said
         else:
@@ -465,14 +446,14 @@ def _events(text: str, name: str) -> tuple[_Start, list[_LogStep], _End]:
     return start, list(steps.values()), found["end"]
 
 
-def _sentences(steps: Sequence[_LogStep], end: _End) -> tuple[str, ...]:
-    if not steps:
-        return ("no step was logged",)
+def _sentences(steps: Sequence[_LogStep], end: _End, within: bool | None) -> Iterator[str]:
+    if within is not None:
+        yield f"the measured peak is {'within' if within else 'above'} the budget"
+    stopped = f", stopped by {end.stopped}" if end.stopped else ""
+    yield f"{steps[-1].step} steps{stopped}" if steps else "no step was logged"
     losses = [step.loss for step in steps if step.loss is not None]
-    found = [f"{steps[-1].step} steps" + (f", stopped by {end.stopped}" if end.stopped else "")]
     if losses:
-        found.append(f"loss from {losses[0]:.6f} to {losses[-1]:.6f}")
-    return tuple(found)
+        yield f"loss from {losses[0]:.6f} to {losses[-1]:.6f}"
 
 
 def _run_facts(start: _Start, steps: Sequence[_LogStep], end: _End) -> Iterator[tuple[str, str]]:
@@ -496,14 +477,7 @@ def _thinned(steps: Sequence[_LogStep]) -> Iterator[TrainStep]:
     every = -(-len(steps) // MOST_STEPS)
     for index, step in enumerate(steps):
         if index % max(1, every) == 0 or index == len(steps) - 1:
-            yield TrainStep(
-                step=step.step,
-                loss=step.loss,
-                step_seconds=step.step_seconds,
-                tokens_per_second=step.tokens_per_second,
-                peak_bytes=max(step.peak_bytes.values()) if step.peak_bytes else None,
-                measured=step.measured,
-            )
+            yield TrainStep(**asdict(step) | {"peak_bytes": max((step.peak_bytes or {}).values(), default=None)})
 
 
 # Plans of runs that only a spec describes -----------------------------------------------------------------------------
@@ -521,34 +495,18 @@ class _DescribedPredicted:
 class _DescribedStage:
     stage: int
     peak_bytes: int
-    in_flight: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DescribedFlip:
-    tensor: str
-    before: str
-    after: str
-    layers: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _DescribedNext:
     budget_bytes: int
     saved_seconds: float
-    flips: tuple[_DescribedFlip, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DescribedSeconds:
-    expected: float
-    low: float
-    high: float
+    flips: tuple[Flip, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _DescribedFigures:
-    step_seconds: _DescribedSeconds | None = None
+    step_seconds: Range | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -583,12 +541,14 @@ def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
         tensors=tuple(TensorKind(name=each, path="", shape=(), dtype="", nbytes=0) for each in tensors),
         fates=tuple(tuple(fate(reasons[layer], each) for layer in named) for each in tensors),
     )
+    expected = plan.figures.step_seconds  # older documents have only the modelled time
+    modelled = format_seconds(plan.predicted.step_seconds)
     facts = [
         ("model", plan.model),
         *(("left out", text) for text in plan.warnings),
         ("hardware", plan.hardware),
         ("recompute", f"{format_percent(plan.predicted.overhead_fraction)} of a step's time, predicted"),
-        ("step", _expected_step(plan)),
+        ("step", modelled if expected is None else expected.words(format_seconds)),
         ("layers", f"{format_count(len(plan.layers))} on {len(plan.stages)} pipeline stages"),
         ("hash", plan.hash),
     ]
@@ -607,22 +567,13 @@ def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
         grids=(grid,) if tensors else (),
         command=f"jettison plan {plan.model} --budget {plan.budget_bytes}B --format json",
         peak_roles=tuple(Amount(what=role, nbytes=nbytes) for role, nbytes in plan.peak_roles.items()),
-        next_gib=None if plan.what_if is None else tuple(map(_next_row, plan.what_if)),
+        next_gib=None
+        if plan.what_if is None
+        else tuple(
+            NextGiBRow(budget_bytes=row.budget_bytes, changes=flips_text(row.flips), saved_seconds=row.saved_seconds)
+            for row in plan.what_if
+        ),
     )
-
-
-def _expected_step(plan: _DescribedPlan) -> str:
-    """The step time that `plan` and `export` say: expected from published runs; as modelled in older documents."""
-    found = plan.figures.step_seconds
-    if found is None:
-        return format_seconds(plan.predicted.step_seconds)
-    return f"{format_seconds(found.expected)} ({format_seconds(found.low)} to {format_seconds(found.high)})"
-
-
-def _next_row(row: _DescribedNext) -> NextGiBRow:
-    changes = [f"{flip.tensor}: {flip.before} -> {flip.after} in {span(flip.layers, brief=True)}" for flip in row.flips]
-    text = "; ".join(changes) or "nothing"
-    return NextGiBRow(budget_bytes=row.budget_bytes, changes=text, saved_seconds=row.saved_seconds)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -668,9 +619,7 @@ def _subject(path: Path) -> ReportSubject:
         plan, about = Plan.from_json(text), TypeAdapter(_About).validate_json(text)
         return plan_subject(plan, name, about.environment or {})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise UsageError(f"{name}: {where}: {first['msg']} (one of {error.error_count()})") from None
+        raise UsageError(f"{name}: {first_problem(error)}") from None
     except (UsageError, PlanMismatch) as error:
         raise UsageError(f"{name}: {error}") from None
 

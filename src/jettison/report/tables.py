@@ -184,8 +184,6 @@ class FittedTable:
                 yield ""
             yield self._part(list(widths), "" if number else self.title, widths)
 
-    # what goes where ----------------------------------------------------------------------------------------------
-
     def _parts(self, width: int) -> list[dict[int, int]]:
         """Columns of each part with their widths; one part where everything fits."""
         every = range(len(self._columns))

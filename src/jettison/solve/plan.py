@@ -14,16 +14,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.errors import PlanMismatch, UsageError, first_problem
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_percent
 from jettison.ledger.levels import StepLevels
 from jettison.ledger.program import Program, Source
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
 
 SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
 KEYS = (
@@ -242,7 +239,7 @@ class Plan:
             stated: _PlanHeader = _header_adapter().validate_json(text, strict=True)
             plan: Plan = _adapter().validate_json(text, strict=True)
         except ValidationError as error:
-            raise _not_a_plan(error) from error
+            raise UsageError(f"not a {SCHEMA} document: {first_problem(error)}") from error
         if plan.hash != stated.hash:
             raise PlanMismatch(
                 f"the plan was changed after it was written: it states hash {stated.hash}, "
@@ -277,12 +274,6 @@ class _PlanHeader:
     schema: Literal["jettison.plan/1"]
     feasible: Literal[True]
     hash: str
-
-
-def _not_a_plan(error: ValidationError) -> UsageError:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the document"
-    return UsageError(f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})")
 
 
 @cache
