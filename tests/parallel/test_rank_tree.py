@@ -17,11 +17,19 @@ from torch import distributed as dist
 
 from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, BudgetVerdict, Round
-from jettison.parallel.ranks import FAN, branch, children, listed, parent
+from jettison.parallel.ranks import FAN, branch, children, listed
 from jettison.train.ranks import RankLost, World
 from support.patience import PATIENCE
 
 DIGESTS = {f"blocks.{number}": "0" * 16 for number in range(12)} | {"": "1" * 16}
+
+
+def parent(place: int) -> int:
+    """A place with its last digit in base 16 that is not 0 set to 0."""
+    span = FAN
+    while place % span == 0:
+        span *= FAN
+    return place - place % span
 
 
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 64, 257, 1000, 4097])

@@ -31,13 +31,18 @@ def find_blocks(model: nn.Module, regions: Iterable[str] | None = None) -> list[
             if name not in modules:
                 close = ", ".join(list(modules)[1:6])
                 raise UsageError(f"region {name!r} is not a module of {type(model).__name__}; it has {close}, ...")
-        return _disjoint(names)
+            for other in names:
+                if name.startswith(f"{other}."):
+                    raise UsageError(f"region {name!r} lies inside region {other!r}; give one of the two")
+        return list(dict.fromkeys(names))
     marked = [name for name, m in modules.items() if name and getattr(type(m), REGION_MARK, False)]
     if marked:
         return _outermost(marked)
     found: list[str] = []
     for name, module in modules.items():
-        if _is_list(module) and _is_stack(module):
+        members = [child for child in module._modules.values() if child is not None]  # repeated ones count each time
+        kinds = [type(child) for child in members if _is_composite(child)] if _is_list(module) else []
+        if len(set(kinds)) < len(kinds):
             prefix = f"{name}." if name else ""
             found.extend(prefix + child for child, m in module.named_children() if _is_composite(m))
     return _outermost(found)
@@ -59,15 +64,8 @@ def only_blocks(model: nn.Module) -> list[str]:
     return _outermost(found)
 
 
-def _is_stack(container: nn.Module) -> bool:
-    members = [child for child in container._modules.values() if child is not None]  # repeated ones count each time
-    kinds = [type(child) for child in members if _is_composite(child)]
-    return len(kinds) >= 2 and len(set(kinds)) < len(kinds)
-
-
 def _is_composite(module: nn.Module) -> bool:
-    own = sum(1 for m in module.modules() if next(m.parameters(recurse=False), None) is not None)
-    return own >= 2
+    return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules()) >= 2
 
 
 def _outermost(names: list[str]) -> list[str]:
@@ -78,18 +76,9 @@ def _outermost(names: list[str]) -> list[str]:
     return chosen
 
 
-def _disjoint(names: list[str]) -> list[str]:
-    for a in names:
-        for b in names:
-            if a != b and b.startswith(f"{a}."):
-                raise UsageError(f"region {b!r} lies inside region {a!r}; give one of the two")
-    return list(dict.fromkeys(names))
-
-
 def structural_keys(modules: dict[str, nn.Module]) -> dict[str, tuple[Any, ...]]:
-    """Key of each module that is equal for modules built alike: classes, parameter shapes, flags and settings.
-
-    An integer that equals every sibling's position in its container is an index, not a setting, and is omitted.
+    """Key of each module that is equal for modules built alike: classes, parameter shapes, flags and settings, but not
+    integers that equal every sibling's position in its container.
     """
     families: dict[str, list[str]] = {}
     for name in modules:
@@ -107,26 +96,20 @@ def structural_keys(modules: dict[str, nn.Module]) -> dict[str, tuple[Any, ...]]
 
 def _ordinals(siblings: dict[str, nn.Module]) -> set[tuple[str, str]]:
     """(module path, attribute) pairs whose value is the sibling's own position, in every sibling."""
-    if len(siblings) < 2:
-        return set()
-    found: set[tuple[str, str]] | None = None
+    found = []
     for name, module in siblings.items():
         last = name.rpartition(".")[2]
+        settings = ((path, *item) for path, m in module.named_modules() for item in vars(m).items())
         position = int(last) if last.isdigit() else -1
-        mine = {
-            (path, key)
-            for path, m in module.named_modules()
-            for key, value in vars(m).items()
-            if type(value) is int and value == position
-        }
-        found = mine if found is None else found & mine
-    return found or set()
+        found.append({(path, key) for path, key, value in settings if type(value) is int and value == position})
+    return set.intersection(*found) if len(found) > 1 else set()
 
 
 def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> tuple[Any, ...]:
+    plain = (bool, int, float, str, type(None))
     out: list[tuple[str, Any]] = []
     for key, value in sorted(vars(module).items()):
-        if isinstance(value, bool | int | float | str | type(None)):
+        if isinstance(value, plain):
             if (path, key) not in ordinals:
                 out.append((key, value))
         elif isinstance(value, types.FunctionType | types.BuiltinFunctionType):
@@ -134,12 +117,8 @@ def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> t
         elif isinstance(value, tuple) and all(isinstance(v, bool | int | float | str) for v in value):
             out.append((key, value))
         elif not (key.startswith("_") or callable(value) or attributes_of(value) is None):  # a configuration
-            plain = {
-                k: v
-                for k, v in attributes_of(value).items()
-                if issubclass(type(v), bool | int | float | str | type(None))
-            }
-            out.append((key, tuple(sorted(plain.items()))))
+            held = attributes_of(value).items()
+            out.append((key, tuple(sorted((k, v) for k, v in held if issubclass(type(v), plain)))))
     return tuple(out)
 
 
@@ -149,7 +128,4 @@ def _tensors(module: nn.Module) -> tuple[Any, ...]:
             return None
         return tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype), tensor.requires_grad
 
-    return (
-        tuple((name, meta(p)) for name, p in module._parameters.items()),
-        tuple((name, meta(b)) for name, b in module._buffers.items()),
-    )
+    return tuple(tuple((name, meta(t)) for name, t in table.items()) for table in (module._parameters, module._buffers))

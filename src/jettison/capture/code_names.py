@@ -13,9 +13,8 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from jettison.core.objects import Same
 from jettison.spec.frameworks import named
@@ -33,28 +32,18 @@ class Wide(enum.Enum):
     SUBCLASSES = enum.auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Names in one code object, including functions inside of it.
+class Names(NamedTuple):
+    """Names in one code object, including functions inside of it."""
 
-    Args:
-        mentioned: globals and attributes; strings as well if the code uses `globals`.
-        read: names that it may read, including strings: not those that it only assigns to.
-        assigned: attributes that it sets or deletes, except those of a method's own instance.
-        texts: string constants.
-        wide: see `Wide`.
-    """
-
-    mentioned: tuple[str, ...]
-    read: frozenset[str]
-    assigned: frozenset[str]
-    texts: frozenset[str]
+    read: frozenset[str]  # that it may read, strings included; not those that it only assigns to
+    assigned: frozenset[str]  # attributes that it sets or deletes, except those of a method's own instance
+    texts: frozenset[str]  # string constants
     wide: frozenset[Wide]
 
 
 @functools.lru_cache(maxsize=16384)
 def mentioned_in(code: types.CodeType) -> tuple[str, ...]:
-    """`Names.mentioned` alone, which needs no disassembly."""
+    """Globals and attributes that code names; strings as well if it uses `globals`."""
     texts = _texts(code.co_consts) if "globals" in code.co_names else ()
     inner = (name for one in _inner(code) for name in mentioned_in(one))
     return tuple(dict.fromkeys((*code.co_names, *texts, *inner)))
@@ -73,7 +62,6 @@ def names_in(code: types.CodeType) -> Names:
     if not _SETTERS.isdisjoint(code.co_names):
         assigned |= {text for text in texts if text.isidentifier()}
     return Names(
-        mentioned=mentioned_in(code),
         read=frozenset(read | texts).union(*(names.read for names in inner)),
         assigned=frozenset(assigned).union(*(names.assigned for names in inner)),
         texts=texts.union(*(names.texts for names in inner)),
@@ -81,17 +69,14 @@ def names_in(code: types.CodeType) -> Names:
     )
 
 
-_ASSIGN = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
 _SET = ("STORE_ATTR", "DELETE_ATTR")
+_ASSIGN = (*_SET, "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
 _SETTERS = frozenset(("setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"))
 
 
 def _texts(constants: Sequence[object]) -> frozenset[str]:
-    found = [one for one in constants if isinstance(one, str)]
-    for one in constants:
-        if isinstance(one, tuple | frozenset):
-            found += [text for text in one if isinstance(text, str)]
-    return frozenset(found)
+    inside = (text for one in constants if isinstance(one, tuple | frozenset) for text in one)
+    return frozenset(text for text in (*constants, *inside) if isinstance(text, str))
 
 
 _RUN = frozenset(("exec", "eval"))
@@ -100,17 +85,10 @@ _RUN = frozenset(("exec", "eval"))
 def _inner(code: types.CodeType) -> list[types.CodeType]:
     """Functions inside, and strings that the code may execute."""
     inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    if not _RUN.isdisjoint(code.co_names):
-        inner += [one for one in map(_compiled, _texts(code.co_consts)) if one is not None]
+    for text in () if _RUN.isdisjoint(code.co_names) else _texts(code.co_consts):
+        with contextlib.suppress(SyntaxError, ValueError):
+            inner.append(compile(text, "<text>", "exec"))
     return inner
-
-
-def _compiled(text: str) -> types.CodeType | None:
-    """The code that a string may be executed as."""
-    try:
-        return compile(text, "<text>", "exec")
-    except (SyntaxError, ValueError):
-        return None
 
 
 def _is_own_attribute(code: types.CodeType, steps: Sequence[dis.Instruction], at: int) -> bool:
@@ -169,10 +147,7 @@ def function_reach(function: types.FunctionType) -> Iterator[Any]:
 
 def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(table, name, value) of every global that a function's code mentions, in its file or as an attribute of another
-    file that it imports.
-
-    Args:
-        everywhere: also for functions of torch and of other large libraries.
+    file that it imports; ``everywhere``: also for functions of torch and of other large libraries.
     """
     if is_foreign(function.__module__) and not everywhere:
         return
@@ -222,17 +197,13 @@ def _library_owners(code: types.CodeType, table: Same[dict[str, Any]], _size: in
     left = [table.it.get(name, sys.modules.get(name)) for name in names]
     while left:
         owner = left.pop()
-        if id(owner) not in found and _may_be_assigned_to(owner):
+        if id(owner) in found or not isinstance(owner, types.ModuleType | type | types.FunctionType):
+            continue
+        if is_foreign(owner.__name__ if isinstance(owner, types.ModuleType) else str(owner.__module__)):
             found[id(owner)] = owner
             if not isinstance(owner, types.FunctionType):
                 left += [vars(owner).get(name) for name in names]
     return tuple(found.values())
-
-
-def _may_be_assigned_to(owner: Any) -> bool:
-    if isinstance(owner, types.ModuleType):
-        return is_foreign(owner.__name__)
-    return isinstance(owner, type | types.FunctionType) and is_foreign(str(owner.__module__))
 
 
 # owners of modules ----------------------------------------------------------------------------------------------------
@@ -243,7 +214,7 @@ def modules_by_name(function: types.FunctionType) -> list[types.ModuleType]:
     function's own package, and those that a string in its code names.
     """
     package = str(function.__module__).partition(".")[0]
-    found: list[Any] = [*_of_the_program(len(sys.modules))]  # sys.modules may hold any object
+    found: list[Any] = [*_of_the_program(len(sys.modules))]
     found += [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == package]
     found += [sys.modules[text] for text in names_in(function.__code__).texts if text in sys.modules]
     return [m for m in found if isinstance(m, types.ModuleType) and not is_foreign(m.__name__)]
@@ -290,16 +261,10 @@ def is_foreign(module: str | None) -> bool:
     A package of the user's own may share a library's name (``datasets``, ``token``): the location of its code decides.
     """
     name = str(module or "").partition(".")[0]  # a class may have a property for it
-    return name in _FOREIGN and (name in _OURS or _is_installed(name))
-
-
-_OURS = ("torch", "numpy", "jettison")  # imported already: no other package can have the name
-
-
-def _is_installed(name: str) -> bool:
-    """Whether the imported package of that name is Python's or was installed."""
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    if name not in _FOREIGN or name in ("torch", "numpy", "jettison"):  # imported already: no other can have the name
+        return name in _FOREIGN
+    found = sys.modules.get(name)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
     return file is None or _lies_among_libraries(name, file)  # built in, frozen, or not imported
 
 
@@ -343,10 +308,8 @@ NAMES_MODULES = cast(types.FunctionType, lambda: None)
 
 def is_code(value: Any) -> bool:
     """Whether a value is code or a descriptor, rather than data."""
-    return issubclass(type(value), (*NEVER_INSIDE, property, staticmethod, classmethod, *_OF_CLASSES))
-
-
-_OF_CLASSES = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
+    in_c = types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType
+    return issubclass(type(value), (*NEVER_INSIDE, property, staticmethod, classmethod, *in_c))
 
 
 def variables_of_callers() -> Iterator[tuple[str, Any]]:

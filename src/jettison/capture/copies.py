@@ -10,25 +10,15 @@ import sys
 import types
 import weakref
 from collections import ChainMap
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.kinds import (
-    CONTAINERS,
-    PLAIN,
-    OfTensor,
-    attributes_of,
-    is_lent,
-    is_ours,
-    items_of,
-    looks_at,
-    owner_of,
-    span_of,
-)
+from jettison.capture import kinds
+from jettison.capture.kinds import CONTAINERS, PLAIN, attributes_of, is_ours, items_of
 from jettison.capture.tensor_subclasses import is_in_memory, plain
 from jettison.core.errors import JettisonError, UnsupportedModule
 
@@ -64,8 +54,9 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     inside = share_finalized(value, memo)
     refused: Exception | None = None
     try:
-        for share in (_no_more, _what_refuses, _what_is_too_deep):
-            share(inside[:-1], memo)
+        for share in (None, _what_refuses, _what_is_too_deep):  # most values can be copied as they are
+            if share is not None:
+                share(inside[:-1], memo)
             try:
                 return _whole(value, memo)
             except JettisonError:
@@ -83,31 +74,29 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 def share_finalized(value: Any, memo: dict[int, Any]) -> list[Any]:
     """Make a copy share objects with a finalizer. Returns all that the copy refers to, innermost first."""
     inside = _inside(value, memo)
-    finalized = _finalized()
+    registered = dict(getattr(weakref.finalize, "_registry", {}))
+    finalized = {id(info.weakref()) for info in registered.values()}
     for one in inside:
-        if one is not value and not issubclass(type(one), nn.Module) and _has_finalizer(one, finalized):
+        kind = type(one)
+        is_finalized = id(one) in finalized or issubclass(kind, weakref.finalize) or has_finalizer(kind)
+        if is_finalized and one is not value and not issubclass(kind, nn.Module):
             memo[id(one)] = one
     return inside
 
 
 def without_finalizers(model: nn.Module, memo: dict[int, Any]) -> list[tuple[nn.Module, nn.Module]]:
     """Modules whose class has a finalizer, and empty ones for their copies, which have none."""
-    kinds: dict[type, Any] = {}  # blocks of one class stay of one class
+    made: dict[type, Any] = {}  # blocks of one class stay of one class
     found: list[tuple[nn.Module, nn.Module]] = []
     for module in model.modules():
-        if has_finalizer(type(module)) and id(module) not in memo:
-            if type(module) not in kinds:
-                kinds[type(module)] = _without_finalizer(type(module))
-            kind = kinds[type(module)]
-            found.append((module, kind.__new__(kind)))
-            memo[id(module)] = found[-1][1]
+        cls: Any = type(module)
+        if has_finalizer(cls) and id(module) not in memo:
+            if cls not in made:
+                names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+                made[cls] = type(cls)(cls.__name__, (cls,), {"__del__": _nothing, **names})
+            memo[id(module)] = made[cls].__new__(made[cls])
+            found.append((module, memo[id(module)]))
     return found
-
-
-def _without_finalizer(cls: Any) -> Any:
-    """The same class of modules, without the finalizer."""
-    told = {"__del__": _nothing, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), told)
 
 
 def _nothing(_self: Any) -> None:
@@ -115,24 +104,12 @@ def _nothing(_self: Any) -> None:
 
 
 def has_finalizer(cls: type) -> bool:
-    """Whether Python runs a method of the class when an instance is freed. Types made in C copy their contents,
-    or refuse.
-    """
+    """Whether Python runs a method of the class when an instance is freed. Types made in C are copied, or refuse."""
     run = next((vars(c)["__del__"] for c in cls.__mro__ if "__del__" in vars(c)), _nothing)
     return run is not _nothing and not isinstance(run, _METHODS_IN_C)
 
 
 _METHODS_IN_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
-
-
-def _has_finalizer(value: Any, finalized: Container[int]) -> bool:
-    return id(value) in finalized or issubclass(type(value), weakref.finalize) or has_finalizer(type(value))
-
-
-def _finalized() -> set[int]:
-    """Ids of objects that are registered with `weakref.finalize`."""
-    told = dict(getattr(weakref.finalize, "_registry", {}))
-    return {id(info.weakref()) for info in told.values()}
 
 
 def _inside(value: Any, memo: Mapping[int, Any]) -> list[Any]:
@@ -144,15 +121,13 @@ def _inside(value: Any, memo: Mapping[int, Any]) -> list[Any]:
         one, is_done = left.pop()
         if is_done:
             found.append(one)
-        elif id(one) not in seen and id(one) not in memo and _may_be_copied(type(one)):
+        elif id(one) not in seen and id(one) not in memo:
             seen.add(id(one))
+            if type(one) in _COPIED_AS_IS or issubclass(type(one), _NEVER_COPIED):
+                continue
             left.append((one, True))
             left += [(part, False) for part in _parts(one)]
     return found
-
-
-def _may_be_copied(kind: type) -> bool:
-    return kind not in _COPIED_AS_IS and not issubclass(kind, _NEVER_COPIED)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -178,15 +153,13 @@ def _whole(value: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
-def _no_more(_inside: Sequence[Any], _memo: dict[int, Any]) -> None:
-    """Share nothing more: most values can be copied as they are."""
-
-
 def _what_refuses(inside: Sequence[Any], memo: dict[int, Any]) -> None:
     """Share objects that cannot be copied even if all their referents can."""
     known = {**memo, **{id(one): one for one in inside}}
     for one in inside:
-        if id(one) in memo or _is_structure(one):
+        kind = type(one)
+        is_leaf = issubclass(kind, Tensor) and one.is_leaf
+        if id(one) in memo or is_leaf or kind in _STRUCTURES or issubclass(kind, nn.Module):
             continue
         del known[id(one)]
         try:
@@ -194,11 +167,6 @@ def _what_refuses(inside: Sequence[Any], memo: dict[int, Any]) -> None:
         except Exception:
             memo[id(one)] = one
         known[id(one)] = one
-
-
-def _is_structure(value: Any) -> bool:
-    kind = type(value)
-    return kind in _STRUCTURES or issubclass(kind, nn.Module) or (issubclass(kind, Tensor) and value.is_leaf)
 
 
 _STRUCTURES = frozenset((list, dict, tuple, set, frozenset))
@@ -224,13 +192,9 @@ def _what_is_too_deep(inside: Sequence[Any], memo: dict[int, Any]) -> None:
 
 
 def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any]) -> None:
-    """Copy a model's arrays that lie in other objects' memory into a memo of `copy.deepcopy`.
-
-    Copies of arrays that share memory share it as well. Those in a tensor's memory are known by their owner,
-    `OfTensor`: the fake tensor has no values.
-
-    Args:
-        tensors: the model's tensors.
+    """Copy a model's arrays that lie in other objects' memory into a memo of `copy.deepcopy`. Copies of arrays that
+    share memory share it as well. Those in the memory of ``tensors`` are known by their owner, `OfTensor`: the fake
+    tensor has no values.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -242,24 +206,20 @@ def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any
     real = [t for t in map(plain, tensors) if is_in_memory(t)] if arrays else []
     together: dict[int, list[Any]] = {}
     for one in arrays:
-        together.setdefault(id(owner_of(one)), []).append(one)
+        together.setdefault(id(kinds.owner_of(one)), []).append(one)
     for parts in together.values():
-        of_tensor = any(is_lent(one) or any(looks_at(one, tensor) for tensor in real) for one in parts)
+        of_tensor = any(kinds.is_lent(one) or any(kinds.looks_at(one, tensor) for tensor in real) for one in parts)
         if len(parts) == 1 and not of_tensor:
             continue
-        spans = [span_of(one) for one in parts]
+        spans = [kinds.span_of(one) for one in parts]
         start, end = min(first for first, _ in spans), max(last for _, last in spans)
         raw = numpy.frombuffer(bytearray(ctypes.string_at(start, end - start)), dtype=numpy.uint8)
-        memory = numpy.asarray(OfTensor(raw)) if of_tensor else raw
-        memo.update((id(one), _seen_in(one, start, memory, numpy)) for one in parts)
-
-
-def _seen_in(array: Any, start: int, raw: Any, numpy: Any) -> Any:
-    """An array of that form in the copy of its memory."""
-    at = array.__array_interface__["data"][0] - start
-    made = numpy.ndarray(array.shape, array.dtype, buffer=raw, offset=at, strides=array.strides)
-    made.flags.writeable = array.flags.writeable
-    return made
+        memory = numpy.asarray(kinds.OfTensor(raw)) if of_tensor else raw
+        for one in parts:
+            at = one.__array_interface__["data"][0] - start
+            made = numpy.ndarray(one.shape, one.dtype, buffer=memory, offset=at, strides=one.strides)
+            made.flags.writeable = one.flags.writeable
+            memo[id(one)] = made
 
 
 def held_in(value: Any, seen: set[int], *, ours: bool = True) -> Iterator[tuple[Any, bool]]:
@@ -289,10 +249,8 @@ def held_in(value: Any, seen: set[int], *, ours: bool = True) -> Iterator[tuple[
 
 
 def close_over_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Make functions among the attributes of a model's copied modules close over the copies.
-
-    Args:
-        copies: by id of the original, as `copy.deepcopy` leaves them in its memo.
+    """Make functions among the attributes of a model's copied modules close over the copies, which are by id of the
+    original.
     """
     for module in model.modules():
         attributes = vars(copies.get(id(module), module))
@@ -304,36 +262,30 @@ def close_over_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 def _over_copies(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """The module's copy; the method, of the copy; the function, over copies. Anything else unchanged.
-
-    Args:
-        made: by id of a function, its replacement: functions may close over themselves.
-    """
+    """A module's copy; a method of the copy; a function over copies; anything else. ``made``: functions, by id."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):
         own = _over_copies(value.__self__, copies, made)
         return value if own is value.__self__ else types.MethodType(value.__func__, own)
     if isinstance(value, functools.partial):
-        return _partial(value, copies, made)
+        function, *args = (_over_copies(one, copies, made) for one in (value.func, *value.args))
+        named = {name: _over_copies(one, copies, made) for name, one in value.keywords.items()}
+        own = (value.func, *value.args, *value.keywords.values())
+        changes = any(a is not b for a, b in zip((function, *args, *named.values()), own, strict=True))
+        return functools.partial(function, *args, **named) if changes else value
     if not isinstance(value, types.FunctionType) or not value.__closure__:
         return value
     if id(value) not in made:
         made[id(value)] = value
         cells = tuple(_cell(cell, copies, made) for cell in value.__closure__)
         if any(ours is not theirs for ours, theirs in zip(cells, value.__closure__, strict=True)):
-            made[id(value)] = _with_cells(value, cells)
+            function = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+            for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__"):
+                setattr(function, name, getattr(value, name))
+            vars(function).update(vars(value))
+            made[id(value)] = function
     return made[id(value)]
-
-
-def _partial(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    theirs = [value.func, *value.args, *value.keywords.values()]
-    ours = [_over_copies(one, copies, made) for one in theirs]
-    if all(a is b for a, b in zip(ours, theirs, strict=True)):
-        return value
-    function, *rest = ours
-    count = len(value.args)
-    return functools.partial(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
 
 
 def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:
@@ -343,11 +295,3 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
         return cell
     own = _over_copies(content, copies, made)
     return cell if own is content else types.CellType(own)
-
-
-def _with_cells(function: types.FunctionType, cells: tuple[types.CellType, ...]) -> types.FunctionType:
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
-    vars(made).update(vars(function))
-    return made

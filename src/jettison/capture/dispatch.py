@@ -81,20 +81,18 @@ class RealUntilFake(TorchDispatchMode):
             return which_device(*args)
         if desugars(types):
             return NotImplemented
-        has_real = has_fake = False
-        for leaf in op_leaves(args, kwargs):
-            if isinstance(leaf, FakeTensor):
-                has_fake = True
-            elif isinstance(leaf, torch.Tensor):
-                has_real = True
+        given = [isinstance(leaf, FakeTensor) for leaf in op_leaves(args, kwargs) if isinstance(leaf, Tensor)]
+        has_fake, has_real = True in given, False in given
         if has_fake and has_real and func._schema.is_mutable and func is not _UNSCALE:
             written = writes(func, args, kwargs)
             self.undo.note(written)
-            for tensor in written:
-                self._overshadow(tensor)
+            for storage in (t.untyped_storage() for t in written if not isinstance(t, FakeTensor)):
+                if self._shadow(storage) is None:
+                    shadow = torch.UntypedStorage(storage.nbytes(), device="meta")
+                    self.shadows[storage._cdata] = weakref.ref(storage), shadow
         if self.shadows and has_real and not func.is_view:
-            given, instead = (args, kwargs), tree_map(self._instead, (args, kwargs))
-            changed = zip(tree_leaves(given), tree_leaves(instead), strict=True)
+            instead = tree_map(self._instead, (args, kwargs))
+            changed = zip(tree_leaves((args, kwargs)), tree_leaves(instead), strict=True)
             if back := {id(new): old for old, new in changed if new is not old}:
                 out = func(*instead[0], **instead[1])
                 return tree_map(lambda leaf: back.get(id(leaf), leaf), out)
@@ -103,20 +101,15 @@ class RealUntilFake(TorchDispatchMode):
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if not has_real and seeded:
             return _drawn(func, args, kwargs)
+        is_empty = func._schema.name in ("aten::empty", "aten::empty_strided")
         # uninitialized: no forward decides by such values, and they may be as large as activations
-        if not has_real and _is_empty_float(func, kwargs):
+        if not has_real and is_empty and has_gradients(kwargs.get("dtype") or torch.get_default_dtype()):
             return func(*args, **kwargs)
-        with unset_fake_temporarily(), _unmoved_stream() if seeded else contextlib.nullcontext():
+        with unset_fake_temporarily(), forked_streams() if seeded else contextlib.nullcontext():
             self.undo.note(writes(func, args, kwargs))
             out = func(*args, **kwargs)
             self.undo.made(op_leaves(args, kwargs), out)
             return out
-
-    def _overshadow(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if not isinstance(tensor, FakeTensor) and self._shadow(storage) is None:
-            shadow = torch.UntypedStorage(storage.nbytes(), device="meta")
-            self.shadows[storage._cdata] = weakref.ref(storage), shadow
 
     def _shadow(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         known = self.shadows.get(storage._cdata)
@@ -144,9 +137,8 @@ FEW = 16  # elements of a draw that a forward may decide by
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """Random numbers: fake if they are many; if a forward may decide by them, real, and as large as they get.
-
-    A forward skips a part with some probability where a draw is below it: so everything runs, which takes most memory.
+    """Random numbers: fake if many; else real, and as large as they get, as a forward may skip parts where one is
+    small.
     """
     out = func(*args, **kwargs)
     if not isinstance(out, FakeTensor) or out.numel() > FEW or not out.is_floating_point():
@@ -155,28 +147,19 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.full(out.shape, 1 - torch.finfo(out.dtype).eps, dtype=out.dtype, device=out.device)
 
 
-@contextlib.contextmanager
-def _unmoved_stream() -> Iterator[None]:
-    """Leave the random stream unmoved, also for real tensors: so a repeated draw gives the same numbers."""
-    with torch.random.fork_rng(devices=_cuda_devices()):
-        yield
-
-
-def _is_empty_float(func: Any, kwargs: dict[str, Any]) -> bool:
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return func._schema.name in ("aten::empty", "aten::empty_strided") and has_gradients(dtype)
+def forked_streams() -> contextlib.AbstractContextManager[None]:
+    """Leave torch's random streams unmoved, so that a repeated draw gives the same numbers."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices=list(devices))
 
 
 @contextlib.contextmanager
 def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
-    """Allocate no model memory within the context, and restore every random generator.
-
-    Args:
-        values_known: the batch is real, so that values which depend on it alone are computed for real. Existing real
-            tensors are restored.
+    """Allocate no model memory within the context, and restore every random generator. With ``values_known`` the batch
+    is real: values that depend on it alone are computed for real, and existing tensors restored.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices()))
+        stack.enter_context(forked_streams())
         stack.enter_context(eagerly())
         stack.enter_context(mode)
         vars(mode)["thread"] = threading.get_ident()
@@ -186,10 +169,6 @@ def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
         if values_known:
             stack.enter_context(RealUntilFake(mode, undo))
         yield
-
-
-def _cuda_devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
 # events for recorders -------------------------------------------------------------------------------------------------
@@ -210,9 +189,7 @@ class ReadingWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__wrapped__", func) in _BY_HAND:  # see `isolation.handed_out`
             self.recorder.read_by_hand(args[0])
-        if func is torch._C._nn.one_hot:
-            return _one_hot(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (_one_hot if func is torch._C._nn.one_hot else func)(*args, **(kwargs or {}))
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -237,7 +214,8 @@ class CaptureMode(TorchDispatchMode):
             return which_device(*args)
         kwargs = kwargs or {}
         if desugars(types):
-            if self.recorders and draws(func, args, kwargs) and not _on_cpu(args):
+            on_cpu = all(t.device.type == "cpu" for t in op_leaves(args) if isinstance(t, Tensor))
+            if self.recorders and draws(func, args, kwargs) and not on_cpu:
                 # DTensor shifts the generator's state around the op, unseen by any recorder
                 self.recorders[-1].state_broken = True
             return NotImplemented
@@ -269,7 +247,7 @@ class CaptureMode(TorchDispatchMode):
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
                 ReadingWatch(recorder),
                 self._states_watched(),
-                eagerly(self._calls_compiled),
+                eagerly(lambda: self._refuse(CALLS_COMPILED)),
                 contextlib.nullcontext() if recorder.strict else self._hooks_may_be_off(recorder),
             ):
                 yield
@@ -279,9 +257,9 @@ class CaptureMode(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
 
-    def _calls_compiled(self) -> None:
+    def _refuse(self, problem: str) -> None:
         if not self.paused and self in _get_current_dispatch_mode_stack():  # not while a block is observed
-            self.recorders[-1].refuse(CALLS_COMPILED)
+            self.recorders[-1].refuse(problem)
 
     @contextlib.contextmanager
     def _hooks_may_be_off(self, recorder: OpRecorder) -> Iterator[None]:
@@ -315,11 +293,8 @@ class CaptureMode(TorchDispatchMode):
 
         def set_rng_state(state: Tensor) -> None:
             real(state)
-            listens = not self.paused and self in _get_current_dispatch_mode_stack()  # not while a block is observed
-            if listens and not sys._getframe(1).f_globals.get("__name__", "").startswith(
-                "jettison."
-            ):  # loans are known
-                self.recorders[-1].refuse(BY_HAND)
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("jettison."):  # loans are known
+                self._refuse(BY_HAND)
 
         places = (torch, torch.random)
         before = [place.set_rng_state for place in places]
@@ -330,10 +305,6 @@ class CaptureMode(TorchDispatchMode):
         finally:
             for place, function in zip(places, before, strict=True):
                 place.set_rng_state = function
-
-
-def _on_cpu(args: Any) -> bool:
-    return all(t.device.type == "cpu" for t in op_leaves(args) if isinstance(t, Tensor))
 
 
 def _in_transform() -> bool:
@@ -384,11 +355,8 @@ CALLS_COMPILED = "it calls a function that torch.compile has made, whose ops are
 
 @contextlib.contextmanager
 def eagerly(called: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Run functions that `torch.compile` returned op by op. Under a dispatch mode torch does so by itself, but then
-    never compiles them afterwards, and fails with ``fullgraph=True``.
-
-    Args:
-        called: called when one of them is.
+    """Run functions that `torch.compile` returned op by op, and tell ``called`` of each. Under a dispatch mode torch
+    does so by itself, but then never compiles them afterwards, and fails with ``fullgraph=True``.
     """
     if "torch._dynamo" not in sys.modules:  # which takes a second to import
         yield

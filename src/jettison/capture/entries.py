@@ -45,33 +45,25 @@ def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
     none either. See NOTE [ Whose bytes ].
     """
     expect_trace(trace)
+    chosen = kept or (lambda _name, program: program.saved_buffers())
     ids = {b.index: f"root#{b.index}" for b in trace.root.program.buffers}
     root = _RegionCall(trace=trace.root, module=trace.fake_model, layer=ROOT_LAYER, ids=ids)
-    entries = list(root.entries(_chosen(kept, "", trace.root.program)))
-    shared: list[SavedTensor] = []
+    entries = list(root.entries(chosen("", trace.root.program)))
+    known = {entry.storage for entry in entries}
     blocks: list[SavedTensor] = []
     for index, call in enumerate(trace.calls):
         cls = trace.classes[call.class_key]
         if cls.opaque:
             continue  # the trace's warnings name it
-        region = _region(trace, index, cls)
-        for entry in region.entries(_chosen(kept, call.name, cls.trace.program)):
-            if entry.role == "shared input":
-                shared.append(replace(entry, layer=ROOT_LAYER, path=f"{call.name}.{entry.path}"))
+        for entry in _region(trace, index, cls).entries(chosen(call.name, cls.trace.program)):
+            if entry.role == "shared input" and entry.storage not in known:
+                known.add(entry.storage)
+                entries.append(replace(entry, layer=ROOT_LAYER, path=f"{call.name}.{entry.path}"))
             blocks.append(entry)
-    known = {entry.storage for entry in entries}
-    for entry in shared:
-        if entry.storage not in known:
-            known.add(entry.storage)
-            entries.append(entry)
     outside = list(_outside(trace, root))
     names = dict.fromkeys(call.name for call in trace.calls)
     layers = (ROOT_LAYER, *names, *((OUTSIDE_LAYER,) if outside else ()))
     return Ledger((*entries, *blocks, *outside), layers=layers)
-
-
-def _chosen(kept: Kept | None, name: str, program: Program) -> frozenset[int]:
-    return program.saved_buffers() if kept is None else kept(name, program)
 
 
 @dataclass(kw_only=True)
@@ -82,12 +74,11 @@ class _RegionCall:
     module: nn.Module
     layer: str
     ids: dict[int, str]
-    prefix: str = ""
+    prefix: str = ROOT_LAYER
     arguments: list[Any] = field(default_factory=list)
     roles: Roles = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prefix = self.prefix or self.layer
         self.roles = Roles(trace=self.trace, module=self.module)
 
     def entries(self, kept: frozenset[int]) -> Iterator[SavedTensor]:
@@ -103,7 +94,10 @@ class _RegionCall:
             seen.add(ref)
             viewed.add(slot.buffer)
             yield self.entry(slot, "shared input" if shared else self.roles.role(slot, ref))
-        for b in sorted((kept | self._shared_reads(kept)) - viewed):
+        inputs = {b.index for b in program.buffers if b.source is Source.INPUT}  # within a segment, not held
+        shared_inputs = {b for b in inputs if program.buffers[b].free}
+        reads = {b for o in program.recompute_set(kept | inputs) for b in program.ops[o].inputs}
+        for b in sorted((kept | (reads & shared_inputs)) - viewed):
             buffer = program.buffers[b]
             if self._costs(b, kept) or buffer.source is Source.INPUT:
                 ref = self._view(buffer)
@@ -113,13 +107,6 @@ class _RegionCall:
     def _costs(self, b: int, kept: frozenset[int]) -> bool:
         """Whether a buffer is held and is not a parameter or registered buffer, in whatever version."""
         return b in kept and not self.trace.program.buffers[b].free and b not in self.trace.names
-
-    def _shared_reads(self, kept: frozenset[int]) -> frozenset[int]:
-        """Shared inputs that the recomputation of dropped buffers reads."""
-        program = self.trace.program
-        inputs = {b.index for b in program.buffers if b.source is Source.INPUT}  # within a segment, not held
-        reads = {b for o in program.recompute_set(kept | inputs) for b in program.ops[o].inputs}
-        return frozenset(b for b in reads if program.buffers[b].free and program.buffers[b].source is Source.INPUT)
 
     def entry(self, slot: Slot, role: str) -> SavedTensor:
         """The ledger entry of one held tensor."""
@@ -209,6 +196,7 @@ _SAVES_ITS_RESULT = (
 )
 _ATTENTION = ("_scaled_dot_product", "jettison.causal_rows")
 _SOFTMAX = ("_softmax", "_safe_softmax")
+_BY_SOURCE = {Source.RANDOM: "random state", Source.BLOCK: "block output", Source.OUTER: "captured tensor"}
 _MADE_BY = {
     **dict.fromkeys(_SOFTMAX, "softmax output"),
     **dict.fromkeys(("topk", "sort", "argsort", "argmax", "nonzero"), "discrete choice"),
@@ -242,11 +230,7 @@ class Roles:
         for op in self.program.ops:
             for b in op.inputs if base_name(op) not in _LOOKS_ONLY else ():
                 self.readers.setdefault(b, []).append(op)
-        self.norms = frozenset(
-            path
-            for path, m in self.module.named_modules()
-            if type(m).__name__.endswith("Norm") or type(m).__name__.endswith("LayerNorm")
-        )
+        self.norms = frozenset(path for path, m in self.module.named_modules() if type(m).__name__.endswith("Norm"))
 
     @property
     def program(self) -> Program:
@@ -270,13 +254,14 @@ class Roles:
         source = self.program.buffers[slot.buffer].source
         if source is Source.INPUT:
             return self._input_role(slot)
-        if source is Source.RANDOM:
-            return "random state"
-        if source is Source.BLOCK:
-            return "block output"
-        if source is Source.OUTER:
-            return "captured tensor"
-        return self._by_norm(slot) or self._by_producer(slot) or self._by_reader(slot, ref) or self._fallback(slot)
+        if source in _BY_SOURCE:
+            return _BY_SOURCE[source]
+        if role := self._by_norm(slot) or self._by_producer(slot) or self._by_reader(slot, ref):
+            return role
+        if (reader := self._reader(slot)) is not None:
+            return f"operand of {base_name(reader)}"
+        producer = self.producer(slot.buffer)
+        return f"result of {base_name(producer)}" if producer is not None else "saved tensor"
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -321,20 +306,14 @@ class Roles:
             return _MADE_BY[name]
         if name == "native_dropout":
             return "dropout output" if first else "dropout mask"
-        if self._is_mask(op):
+        makers = map(self.producer, op.inputs) if name in ("div_", "div") else ()
+        if name in ("bernoulli", "bernoulli_") or any(base_name(maker).startswith("bernoulli") for maker in makers):
             return "dropout mask"
         if name in _NORMS and not first:
             return "norm statistics"
         if name.startswith(_ATTENTION):
             return "attention output" if first else "attention statistics"
         return ""
-
-    def _is_mask(self, op: Op) -> bool:
-        name = base_name(op)
-        if name in ("bernoulli", "bernoulli_"):
-            return True
-        makers = [self.producer(b) for b in op.inputs]
-        return name in ("div_", "div") and any(m is not None and base_name(m).startswith("bernoulli") for m in makers)
 
     def _by_reader(self, slot: Slot, ref: TensorRef) -> str:
         op = self._reader(slot)
@@ -364,14 +343,11 @@ class Roles:
         return "product operand" if name in ("mul", "mul_") else ""
 
     def _attention_operand(self, op: Op, ref: TensorRef) -> str:
-        operands = self.trace.calls[op.index].args[:3]
         words = ("attention query", "attention key", "attention value")
-        exact = [word for word, operand in zip(words, operands, strict=False) if operand == ref]
-        if exact:
-            return exact[0]
-        buffers = [operand.buffer if isinstance(operand, TensorRef) else -1 for operand in operands]
-        found = [word for word, b in zip(words, buffers, strict=False) if b == ref.buffer]
-        if len(found) == 1:
+        operands = list(zip(words, self.trace.calls[op.index].args, strict=False))
+        exact = [word for word, one in operands if one == ref]
+        found = exact or [word for word, one in operands if isinstance(one, TensorRef) and one.buffer == ref.buffer]
+        if exact or len(found) == 1:
             return found[0]
         return "attention query, key and value" if found else "attention mask"
 
@@ -406,9 +382,3 @@ class Roles:
             if name not in _PRODUCTS and any(self._leads_to_softmax(o, steps - 1) for o in op.outputs):
                 return True
         return False
-
-    def _fallback(self, slot: Slot) -> str:
-        reader, producer = self._reader(slot), self.producer(slot.buffer)
-        if reader is not None:
-            return f"operand of {base_name(reader)}"
-        return f"result of {base_name(producer)}" if producer is not None else "saved tensor"

@@ -57,17 +57,6 @@ _INDEX, _RNN = aten.index.Tensor, aten.mkldnn_rnn_layer.default
 LARGEST_RNN_BYTES = 2**28
 
 
-def _refuse_other_thread(func: Any) -> None:
-    here = threading.get_ident()
-    one = next((one for one in threading.enumerate() if one.ident == here), None)
-    if one is None or type(one) is threading._DummyThread:  # autograd's thread, which has the modes of its caller
-        return
-    raise TraceError(
-        f"the forward computes ({func}) in a thread of its own ({one.name}): planning runs it on tensors without "
-        "values and sees one thread alone. Compute in the thread that calls the model"
-    )
-
-
 class StepFakeMode(QuickFakeMode):
     """A `FakeTensorMode` for operators whose fake kernel refuses arguments of the real one (`_RULES`), or returns
     something else (`_CORRECTIONS`).
@@ -86,11 +75,27 @@ class StepFakeMode(QuickFakeMode):
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.thread is not None and self.thread != threading.get_ident():
-            _refuse_other_thread(func)
+        if self.thread is not None and self.thread != (here := threading.get_ident()):
+            thread = next((one for one in threading.enumerate() if one.ident == here), None)
+            # autograd's thread, which has the modes of its caller, is none or a dummy
+            if thread is not None and type(thread) is not threading._DummyThread:
+                raise TraceError(
+                    f"the forward computes ({func}) in a thread of its own ({thread.name}): planning runs it on "
+                    "tensors without values and sees one thread alone. Compute in the thread that calls the model"
+                )
         ours = self.sparse or _is_ours_to_answer(func)
         if ours:
-            args, kwargs, found = self._before_torch(func, args, kwargs)
+            found = sparse_result(func, args, kwargs) if self.sparse and any(map(is_sparse, args[:2])) else None
+            if found is not None:
+                return found
+            if makes_sparse(func):
+                self.sparse = True
+                args, kwargs = with_fake_parts(args, kwargs)
+            args = with_places(func, args)
+            if func is _INDEX:
+                args = (args[0], _places(args[1]), *args[2:])
+            rule = _RULES.get(func)
+            found = None if rule is None else rule(func, args, kwargs, self.guesses)
             if found is not None:
                 return found
         if any(map(_is_real_view, args)):
@@ -98,7 +103,8 @@ class StepFakeMode(QuickFakeMode):
         out = super().dispatch(func, types, args, kwargs)
         self._note(func, args, out)
         correct = _CORRECTIONS.get(func) if ours else None
-        return out if correct is None else correct(args, kwargs, out)
+        on_cpu = isinstance(args[0], Tensor) and args[0].device.type == "cpu" if correct else False
+        return correct(args, kwargs, out) if correct is not None and on_cpu else out
 
     def remembered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         """See `QuickFakeMode`."""
@@ -111,22 +117,6 @@ class StepFakeMode(QuickFakeMode):
     def _note(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         if self.guesses and isinstance(out, FakeTensor) and out.dtype is torch.bool:
             _note_truth(func, args, out)
-
-    def _before_torch(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Arguments as torch's fake kernel takes them, and the answer if it is not needed."""
-        found = sparse_result(func, args, kwargs) if self.sparse and any(map(is_sparse, args[:2])) else None
-        if found is not None:
-            return args, kwargs, found
-        if makes_sparse(func):
-            self.sparse = True
-            args, kwargs = with_fake_parts(args, kwargs)
-        args = with_places(func, args)
-        if func is _INDEX:
-            args = (args[0], _places(args[1]), *args[2:])
-        rule = _RULES.get(func)
-        return args, kwargs, None if rule is None else rule(func, args, kwargs, self.guesses)
 
 
 @functools.cache
@@ -142,9 +132,7 @@ def _is_real_view(value: Any) -> bool:
 
 
 def _alone(value: Any) -> Any:
-    """A view of real numbers as complex ones, or the reverse, as a tensor of its own on the same memory. Torch fakes a
-    view by viewing a fake base, whose shape does not fit another dtype.
-    """
+    """A view of real numbers as complex ones, or the reverse, without its base, whose fake one could not be viewed."""
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or not value._is_view():
         return value
     if value._base is None or value.is_complex() == value._base.is_complex():
@@ -235,14 +223,17 @@ class _Faker:
             if isinstance(tensor, nn.Parameter):
                 return _as_parameter(tensor, wrapped)
             return wrapped.requires_grad_(tensor.requires_grad)
-        if is_traceable_wrapper_subclass(tensor) or _layout_of(tensor) is not torch.strided:  # these fake their parts
-            if is_sparse(tensor):
-                return self._sparse(tensor)
-            parts = self._mode.from_tensor(tensor)
-            return parts
+        with torch._C.DisableTorchFunctionSubclass():  # the user's class may count its calls
+            is_strided = tensor.layout is torch.strided
+        if is_traceable_wrapper_subclass(tensor) or not is_strided:  # these fake their parts
+            return self._sparse(tensor) if is_sparse(tensor) else self._mode.from_tensor(tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            device = self._device or tensor.device
-            fake: Tensor = FakeTensor(self._mode, self._meta(tensor), device)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            meta.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+            fake = self.of_meta(meta, tensor.device)
             if isinstance(tensor, nn.Parameter):
                 return _as_parameter(tensor, fake)
             return fake.requires_grad_(tensor.requires_grad)
@@ -261,19 +252,6 @@ class _Faker:
         """A fake tensor of a meta tensor's shape."""
         fake: Tensor = FakeTensor(self._mode, meta, self._device or device)
         return fake
-
-    def _meta(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
-        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-        shared = self._storages[storage._cdata]
-        return meta.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _layout_of(tensor: Tensor) -> torch.layout:
-    with torch._C.DisableTorchFunctionSubclass():  # the user's class may count its calls
-        return tensor.layout
 
 
 def _as_parameter(parameter: nn.Parameter, fake: Tensor) -> nn.Parameter:
@@ -294,12 +272,11 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 for one, in_object in held_in(value, seen, ours=False):
-                    if issubclass(type(one), Tensor) and (not in_object or _is_large(one)):
+                    # sparse tensors have no nbytes
+                    if issubclass(type(one), Tensor) and (
+                        not in_object or one.numel() * one.element_size() > MOST_SHARED
+                    ):
                         yield one
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() > MOST_SHARED  # sparse tensors have no nbytes
 
 
 # gaps of torch's fake kernels -----------------------------------------------------------------------------------------
@@ -318,9 +295,7 @@ def _places(indices: Sequence[Any]) -> list[Any]:
 
 
 def _grouped_mm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: bool) -> Tensor | None:
-    """Experts of mixtures: torch's fake kernel insists on bfloat16; the CPU's real one takes float32 and float16,
-    too. Its rows are padded to 16 bytes, as it allocates them.
-    """
+    """Experts of mixtures in float32 and float16, which torch's fake kernel refuses; rows are padded to 16 bytes."""
     (a, b), more = args[:2], dict(zip(("offs", "bias", "out_dtype"), args[2:], strict=False)) | kwargs
     if a.dtype is torch.bfloat16:
         return None
@@ -338,12 +313,7 @@ def _grouped_mm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: bool)
 
 
 def _ctc_loss(_: Any, args: tuple[Any, ...], __: dict[str, Any], ___: bool) -> tuple[Tensor, Tensor]:
-    """The loss of each row [n], and its alphas [n, t, 2 * longest target + 1], which depends on the targets' lengths.
-
-    Raises:
-        DynamicOutputShapeException: the lengths are unknown.
-        TraceError: they are on another device.
-    """
+    """The loss of each row [n], and its alphas [n, t, 2 * longest target + 1], which depends on the targets' lengths."""
     log_probs, target_lengths = args[0], args[3]
     if any(isinstance(n, Tensor) and n.device.type == "cpu" != log_probs.device.type for n in args[2:4]):
         raise TraceError(
@@ -406,16 +376,8 @@ if torch.distributed.is_available():  # the real one returns its argument, torch
     _RULES[torch.ops._c10d_functional.wait_tensor.default] = lambda _, args, *__: args[0]
 
 
-def _on_cpu(args: Sequence[Any]) -> bool:
-    return isinstance(args[0], Tensor) and args[0].device.type == "cpu"
-
-
 def _batch_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
-    """The CPU returns a contiguous (or channels-last) result, torch's fake kernel one of the input's strides, and
-    statistics of the weight's dtype, or the running mean's.
-    """
-    if not _on_cpu(args):
-        return out
+    """A contiguous, or channels-last, result; statistics have the weight's dtype, or the running mean's."""
     told = next((tensor for tensor in args[1:5] if isinstance(tensor, Tensor)), args[0])
     result = torch.empty_like(out[0], memory_format=suggest_memory_format(out[0]), requires_grad=False)
     return (result, *(one.new_empty(one.shape, dtype=told.dtype) for one in out[1:]))
@@ -424,32 +386,29 @@ def _batch_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
 def _layer_norm(args: Sequence[Any], _: Any, out: Any) -> Any:
     """The CPU gives statistics of the weight's type, torch's fake kernel of the input's."""
     weight = args[2]
-    if weight is None or weight.dtype is args[0].dtype or not _on_cpu(args):
+    if weight is None or weight.dtype is args[0].dtype:
         return out
     return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
 
 
 def _loss(args: Sequence[Any], _: Any, out: Any) -> Any:
     """The CPU returns one number on a storage with room for all terms."""
-    if out.dim() or out.device.type != "cpu":
+    if out.dim():
         return out
     return out.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
 
 
 def _col2im(args: Sequence[Any], _: Any, out: Any) -> Any:
     """The CPU returns a result on a storage with room for its argument."""
-    if not _on_cpu(args) or args[0].numel() <= out.numel():
+    if args[0].numel() <= out.numel():
         return out
     return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
 
 
 def _rnn(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
-    """Add the workspace that an LSTM layer of oneDNN keeps for backward. Only the real kernel knows its size, so it is
-    run, once per shape; if that would take much memory the size is bounded: by gates, states and their gradients, with
-    pages to spare.
+    """Add the workspace that an LSTM layer of oneDNN keeps for backward: the real kernel's, run once per shape, or a
+    bound (gates, states, their gradients) where a run would take much memory.
     """
-    if not _on_cpu(args):
-        return out
     steps, rows, inputs = args[0].shape
     hidden = args[2].shape[1]
     nbytes = 4 * (steps + 1) * rows * (16 * hidden + 4 * max(inputs, hidden)) + 2**16
@@ -483,7 +442,7 @@ _CORRECTIONS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
     _RNN: _rnn,
     aten.mkldnn_rnn_layer_backward.default: _rnn_backward,
 }
-"""By operator: the real kernel's result, from (arguments, keywords, the fake kernel's result)."""
+"""By operator: the result of the CPU's kernel, from (arguments, keywords, the fake kernel's result)."""
 
 
 _TRUTH = "_jettison_truth"

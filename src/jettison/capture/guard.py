@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.capture import kinds
 from jettison.capture.code_names import function_reach, globals_of
 from jettison.capture.kinds import CONTAINERS, attributes_of, entries_of, is_a, is_ours, items_of, size_of, worth_a_look
 from jettison.capture.reach import HOOK_TABLES
@@ -109,12 +110,8 @@ class ModuleGuard:
         self._seen.add(id(table))
         for key, value in entries_of(table):
             if key not in _PRIVATE:
-                self._value(table, key, value, depth)
-
-    def _value(self, table: dict[Any, Any], key: Any, value: Any, depth: int) -> None:
-        if is_a(value, (*_SCALARS, *_FUNCTIONS)) or _is_array(value) or _is_plain(value):
-            self.settings.append((table, key, value))
-        self._each((value,), depth)
+                self.settings += [(table, key, value)] if _is_setting(value) else []
+                self._each((value,), depth)
 
     def _each(self, values: Iterable[Any], depth: int) -> None:
         for value in values:
@@ -150,12 +147,9 @@ class ModuleGuard:
 
     def _closure(self, function: types.FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # an empty cell
-                continue
-            self.cells.append((cell, _weakly(content)))
-            self._each((content,), depth + 1)
+            if (content := kinds.attribute_of(cell, "cell_contents")) is not kinds.MISSING:
+                self.cells.append((cell, _weakly(content)))
+                self._each((content,), depth + 1)
 
     def _globals(self, function: types.FunctionType, *, nested: bool = False) -> None:
         code = function.__code__
@@ -163,7 +157,7 @@ class ModuleGuard:
             return
         self._seen.add(id(code))
         for table, name, value in globals_of(function, everywhere=True):
-            if isinstance(value, (*_SCALARS, *_FUNCTIONS)) or _is_array(value) or _is_plain(value):
+            if _is_setting(value):
                 self.settings.append((table, name, value))
             if isinstance(value, types.FunctionType) and not nested and value.__globals__ is function.__globals__:
                 self._globals(value, nested=True)
@@ -194,7 +188,10 @@ class ModuleGuard:
 
     def holds(self) -> bool:
         """Whether every watched setting is unchanged."""
-        if not self._untouched() and next(self._changes(), None) is not None:
+        if self._watched is None:
+            self._watched = _Watched(self)
+        # a quick check in C that every object is the same: nearly always the answer that `_changes` would give
+        if not self._watched.is_as_it_was() and next(self._changes(), None) is not None:
             return False
         if not self._same_hooks():
             return False
@@ -202,12 +199,6 @@ class ModuleGuard:
             return list(map(_wants, map(call, self._parameter_tables, self._parameter_names))) == self._wanted
         except AttributeError:  # one is None now
             return False
-
-    def _untouched(self) -> bool:
-        """Quick check in C that every object is the same: nearly always the answer that `_changes` would give."""
-        if self._watched is None:
-            self._watched = _Watched(self)
-        return self._watched.is_as_it_was()
 
     def _same_hooks(self) -> bool:
         """Whether modules have the same hooks, except those that do not change results."""
@@ -271,10 +262,7 @@ class ModuleGuard:
 
 
 class _Watched:
-    """Settings, lengths, items, contents of cells and forwards, laid out so that C compares them by identity.
-
-    Objects that are not identical may still be equal: then `ModuleGuard._changes` decides.
-    """
+    """Everything watched, laid out so that C compares it by identity; of other objects `ModuleGuard._changes` decides."""
 
     def __init__(self, guard: ModuleGuard) -> None:
         self.values: list[Any] = []
@@ -353,11 +341,10 @@ def foreign(hooks: dict[int, Any]) -> tuple[int, ...]:
     """Numbers of the hooks that may change results: not a planned region's own, and not those that only observe,
     which transformers adds in a model's first forward, and FSDP when it shards.
     """
-    return tuple([number for number, hook in hooks.items() if not _only_looks(hook)]) if hooks else ()
-
-
-def _only_looks(hook: Any) -> bool:
-    return getattr(hook, "of_a_region", False) or getattr(hook, "__module__", "") in _LOOK_ON
+    if not hooks:
+        return ()
+    looks_on = [getattr(h, "of_a_region", False) or getattr(h, "__module__", "") in _LOOK_ON for h in hooks.values()]
+    return tuple([number for number, looks in zip(hooks, looks_on, strict=True) if not looks])
 
 
 def own_classes(module: nn.Module) -> tuple[type, ...]:
@@ -423,11 +410,12 @@ def _same_items(sequence: Any, before: tuple[Any, ...]) -> bool:
 
 
 def _same_cell(cell: Any, content: Any) -> bool:
-    try:
-        now = cell.cell_contents
-    except ValueError:
-        return False
+    now = kinds.attribute_of(cell, "cell_contents")
     return _is_that(now, content) or (isinstance(content, _SCALARS) and _alike(now, content))
+
+
+def _is_setting(value: Any) -> bool:
+    return is_a(value, (*_SCALARS, *_FUNCTIONS)) or _is_array(value) or _is_plain(value)
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from jettison.capture.kinds import MOST_BYTES, KeptState, ReadOnly
+from jettison.capture.kinds import MOST_BYTES, AttributeState, ReadOnly
 from jettison.capture.op_traits import writes
 from jettison.capture.randomness import outside_torch
 from jettison.capture.reach import Reach
@@ -27,33 +27,19 @@ from jettison.capture.trees import op_leaves
 from jettison.core.errors import TraceError, UnsupportedModule
 
 
-class _WantsGradient(KeptState):
-    """A leaf's requires_grad: a model of forces requires it of the positions that it gets."""
-
-    def read(self) -> Any:
-        return self.holder.requires_grad
-
-    def put_back(self) -> None:
-        if self.holder.is_leaf:
-            self.holder.requires_grad_(self.was)
-
-
 class Isolation(Reach):
     """All Python state that a run on fake tensors may change, random streams and leaves included."""
 
     def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
         values = list(values)
         super().__init__(modules, values)
-        self.states += [_WantsGradient(value) for value in values if isinstance(value, Tensor) and value.is_leaf]
+        leaves = [value for value in values if isinstance(value, Tensor) and value.is_leaf]
+        self.states += [AttributeState(leaf, "requires_grad") for leaf in leaves]  # a model of forces changes it
         self.outside = outside_torch()
         self.states += self.outside.values()
 
     def refuse_draws(self) -> None:
-        """Refuse a recording that drew from an unknown random stream.
-
-        Raises:
-            TraceError: numbers were drawn from one.
-        """
+        """Raise `TraceError` if numbers were drawn from an unknown random stream."""
         if moved := [name for name, stream in self.outside.items() if not stream.is_unchanged()]:
             raise TraceError(f"it draws from {' and '.join(moved)}")
         if drawn := self.drawn():
@@ -71,10 +57,8 @@ class Isolation(Reach):
 def leaving_nothing(
     modules: Iterable[nn.Module], values: Iterable[Any] = (), replaced: Iterable[tuple[Any, Any]] = ()
 ) -> Iterator[Isolation]:
-    """Restore Python's state after the run; values of tensors are restored by `undo`.
-
-    Args:
-        replaced: pairs of an object and what the run finds in its place.
+    """Restore Python's state after the run; values of tensors are restored by `undo`. ``replaced``: pairs of an object
+    and what the run finds in its place.
 
     Raises:
         UnsupportedModule: state changed that cannot be restored, or would have changed.
@@ -96,7 +80,8 @@ def leaving_nothing(
         raise
     finally:
         state.restore()
-    state.raise_refused()
+    if state.refused:  # the run's code has caught it
+        raise state.refused[0]
 
 
 @contextlib.contextmanager
@@ -119,7 +104,8 @@ def without_our_hooks() -> Iterator[None]:
 @contextlib.contextmanager
 def without_plans(module: nn.Module) -> Iterator[None]:
     """Run the own forwards of the module and its submodules, where an earlier plan has replaced them."""
-    taken = [(one, own) for one in module.modules() if _is_of_a_plan(own := vars(one).get("forward"))]
+    found = [(one, vars(one).get("forward")) for one in module.modules()]
+    taken: list[Any] = [(one, own) for one, own in found if hasattr(own, "of_a_region") and hasattr(own, "had_own")]
     for one, own in taken:
         if own.had_own:
             vars(one)["forward"] = own.forward
@@ -132,18 +118,12 @@ def without_plans(module: nn.Module) -> Iterator[None]:
             vars(one)["forward"] = own
 
 
-def _is_of_a_plan(forward: Any) -> bool:
-    return getattr(forward, "of_a_region", False) and hasattr(forward, "had_own")
-
-
 def forward_of(module: nn.Module, fake_model: nn.Module) -> Callable[..., Any]:
     """The fake copy's own forward: its class's, or the instance's replacement for it."""
-    own: Any = vars(fake_model).get("forward")
-    if own is not None:  # a planned region's stand-in calls the forward that it replaces
-        forward: Callable[..., Any] = own.forward if getattr(own, "of_a_region", False) else own
-        return forward
     kind: Any = type(module)
-    return types.MethodType(kind.forward, fake_model)
+    own: Any = vars(fake_model).get("forward", types.MethodType(kind.forward, fake_model))
+    forward: Callable[..., Any] = own.forward if getattr(own, "of_a_region", False) else own  # that a plan replaces
+    return forward
 
 
 # memory of tensors ----------------------------------------------------------------------------------------------------
@@ -207,9 +187,8 @@ class Undo:
     def made(self, given: Iterable[Any], out: Any) -> None:
         """Note an op's results: storages that no argument has are the run's own."""
         known = {memory_key(leaf) for leaf in given if isinstance(leaf, Tensor)}
-        for leaf in op_leaves(out):
-            if isinstance(leaf, Tensor) and (key := memory_key(leaf)) not in known and key is not None:
-                self._own.add(key)
+        made = {memory_key(leaf) for leaf in op_leaves(out) if isinstance(leaf, Tensor)}
+        self._own.update(key for key in made - known if key is not None)
 
     def restore(self) -> None:
         """Restore everything: values, version counters, and tensors that had no history."""
@@ -225,10 +204,8 @@ class Undo:
                 if had_none and tensor.grad_fn is not None:
                     tensor.detach_()
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-        self._memory.clear()
-        self._counted.clear()
-        self._shaped.clear()
-        self._handed.clear()
+        for noted in (self._memory, self._counted, self._shaped, self._handed):
+            noted.clear()
 
 
 class WritesUndone(TorchDispatchMode):

@@ -92,7 +92,7 @@ def _attributes_reader(kind: Same[type]) -> Callable[[Any], Any] | None:
 
 
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-_EXACT_DICTS = (dict, OrderedDict)
+
 _EXACT = frozenset((list, set, deque, tuple, frozenset))
 
 
@@ -119,9 +119,7 @@ def slots_of(cls: type) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def slots_below(cls: Same[type]) -> tuple[str, ...]:
-    """Slots of an object; its ``__dict__`` too, which C may replace by another, as pydantic's validated assignments
-    do.
-    """
+    """Slots of an object, and its ``__dict__``, which C may replace by another, as pydantic's validated assignments do."""
     whose = ((c, package_of(c)) for c in cls.it.__mro__)
     slots = [name for c, package in whose if package not in ("torch", "jettison") for name in slots_of(c)]
     if not cls.it.__dictoffset__ or is_foreign(cls.it.__module__) or issubclass(cls.it, nn.Module | threading.local):
@@ -143,7 +141,7 @@ def items_of(container: Any) -> Iterator[Any]:
 
 def size_of(container: Any) -> int:
     """Number of entries of a container."""
-    if type(container) in _EXACT or type(container) in _EXACT_DICTS:
+    if type(container) in _EXACT or type(container) in (dict, OrderedDict):
         return len(container)
     size: int = kind_of(container).__len__(container)
     return size
@@ -156,13 +154,11 @@ def entries_of(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return [(key, dict.__getitem__(table, key)) for key in OrderedDict.__iter__(table)]
 
 
-def is_equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are equal; -0.0 is not 0.0."""
-    return type(a) is type(b) and type(a) in PLAIN_KINDS and bool(a == b) and (a != 0 or repr(a) == repr(b))
-
-
 def _is_or_equals(a: Any, b: Any) -> bool:
-    return a is b or is_equal(a, b)
+    """Whether two values are one, or plain and equal; -0.0 is not 0.0."""
+    if a is b:
+        return True
+    return type(a) is type(b) and type(a) in PLAIN_KINDS and bool(a == b) and (a != 0 or repr(a) == repr(b))
 
 
 # tables and attributes ------------------------------------------------------------------------------------------------
@@ -211,18 +207,40 @@ class KeptState:
 
 
 class TableState(KeptState):
-    """A dict, list, set, deque, bytearray, or array of numbers."""
+    """A dict, list, set, deque, bytearray, or array of numbers; ``copied``: its copy, if one was made already."""
 
     __slots__ = ()
 
-    def read(self) -> Any:
-        return copy_of(self.holder)
+    def __init__(self, holder: Any, copied: Any = None) -> None:
+        self.holder, self.was = holder, copy_of(holder) if copied is None else copied
 
     def is_unchanged(self) -> bool:
         return is_unchanged(self.holder, self.was)
 
     def put_back(self) -> None:
-        put_table_back(self.holder, self.was)
+        """Restore it in place, past the methods of the user's class."""
+        table, before = self.holder, self.was
+        if is_number_array(table):
+            if _form_of(table) != _form_of(before):
+                table.flags.writeable = True
+                table.resize(before.shape, refcheck=False)  # in place, as the run did: others may hold it
+            table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
+            return
+        if is_a(table, bytearray) and bytearray.__len__(table) == len(before):  # exported buffers fix its size
+            bytearray.__setitem__(table, slice(None), before)
+            return
+        kind = kind_of(table)
+        if not issubclass(kind, dict):
+            kind.clear(table)
+            (kind.update if kind is set else kind.extend)(table, before)
+            return
+        for key in [key for key in kind.__iter__(table) if key not in before]:
+            kind.__delitem__(table, key)
+        if list(kind.__iter__(table)) != list(before):  # order counts; unchanged, no other thread finds it half full
+            kind.clear(table)
+        for key, value in before.items():
+            if dict.get(table, key, MISSING) is not value:
+                kind.__setitem__(table, key, value)
 
     def held(self) -> Iterable[tuple[Any, Any]]:
         if is_a(self.was, dict):
@@ -232,18 +250,21 @@ class TableState(KeptState):
     def put(self, where: Any, value: Any) -> None:
         (dict if is_a(self.holder, dict) else kind_of(self.holder)).__setitem__(self.holder, where, value)
 
+    def read(self) -> Any:
+        return copy_of(self.holder)
+
     def keep_changes(self, start: Any) -> None:
-        if not is_unchanged(self.holder, start):
-            self.was = with_changes(self.was, start, copy_of(self.holder))
-
-
-class KnownTableState(TableState):
-    """A table that was copied already."""
-
-    __slots__ = ()
-
-    def __init__(self, holder: Any, copied: Any) -> None:
-        self.holder, self.was = holder, copied
+        if is_unchanged(self.holder, start):
+            return
+        before, now = self.was, copy_of(self.holder)
+        if is_a(before, dict):
+            left = {key: value for key, value in before.items() if key in now or key not in start}
+            self.was = left | {key: value for key, value in now.items() if start.get(key, MISSING) is not value}
+        elif is_a(before, frozenset):
+            self.was = (before - (start - now)) | (now - start)
+        else:
+            appended = is_a(before, tuple) and len(now) >= len(start) and all(map(is_, now, start))
+            self.was = before + now[len(start) :] if appended else now
 
 
 class AttributeState(KeptState):
@@ -268,7 +289,7 @@ class AttributeState(KeptState):
         return ((self.name, self.was),)
 
     def put(self, where: str, value: Any) -> None:
-        with contextlib.suppress(AttributeError, TypeError):  # C attributes may be read-only
+        with contextlib.suppress(AttributeError, TypeError, RuntimeError):  # C attributes may be read-only
             if value is MISSING:
                 object.__delattr__(self.holder, where)
             else:  # runs the class's own code for an assignment
@@ -330,11 +351,7 @@ class ClassState(KeptState):
 
 
 class Assigned(ClassState):
-    """Those attributes of a library's module, class or function that code assigns to.
-
-    Args:
-        names: of such attributes; more may be added to the set.
-    """
+    """Those attributes of a library's module, class or function that code assigns to. ``names`` may grow."""
 
     def __init__(self, holder: Any, names: set[str]) -> None:
         self.names = names
@@ -366,7 +383,7 @@ class Globals(ClassState):
 
 def copy_of(table: Any) -> Any:
     """A copy of a table for comparison: dict, tuple, frozenset, bytes, or another array."""
-    if type(table) in _EXACT_DICTS:
+    if type(table) in (dict, OrderedDict):
         return dict(table)
     if is_array(table):
         return copy.copy(table) if is_a(table, array.array) else sys.modules["numpy"].array(table)
@@ -380,7 +397,7 @@ def copy_of(table: Any) -> Any:
 
 def is_unchanged(table: Any, before: Any) -> bool:
     """Whether a table has the same objects as its copy, in the same order."""
-    if type(table) in _EXACT_DICTS:  # nearly always: in C
+    if type(table) in (dict, OrderedDict):  # nearly always: in C
         if len(table) != len(before):
             return False
         if all(map(is_, table.values(), before.values())) and all(map(is_, table, before)):
@@ -389,62 +406,18 @@ def is_unchanged(table: Any, before: Any) -> bool:
         return _form_of(table) == _form_of(before) and bool(table.tobytes() == before.tobytes())
     if size_of(table) != len(before):
         return False
-    if is_a(table, bytearray):
-        return bool(bytearray.__eq__(table, before))
-    if is_a(table, set):
-        return bool(set.__eq__(table, before))
-    if is_a(table, OrderedDict):
+    if is_a(table, (bytearray, set)):
+        return bool(kind_of(table).__eq__(table, before))
+    if is_a(table, dict):
         pairs = zip(entries_of(table), before.items(), strict=True)
         return all(a is c and _is_or_equals(b, d) for (a, b), (c, d) in pairs)
-    if is_a(table, dict):
-        if not all(map(is_, dict.keys(table), before)):
-            return False
-        now, before = list(dict.values(table)), before.values()
-    else:
-        now = list(items_of(table))
+    now = list(items_of(table))
     return all(map(is_, now, before)) or all(map(_is_or_equals, now, before))
 
 
 def _form_of(array: Any) -> tuple[Any, ...]:
     """Shape, dtype and write flag of a NumPy array; Python's arrays have none."""
     return (array.shape, array.dtype, array.flags.writeable) if hasattr(array, "flags") else ()
-
-
-def put_table_back(table: Any, before: Any) -> None:
-    """Restore a table from a copy, in place."""
-    if is_number_array(table):
-        if _form_of(table) != _form_of(before):
-            table.flags.writeable = True
-            table.resize(before.shape, refcheck=False)  # in place, as the run did: others may hold it
-        table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
-        return
-    if is_a(table, bytearray) and bytearray.__len__(table) == len(before):  # exported buffers fix its size
-        bytearray.__setitem__(table, slice(None), before)
-        return
-    kind = kind_of(table)  # bypasses the user's class
-    if not issubclass(kind, dict):
-        kind.clear(table)
-        (kind.update if kind is set else kind.extend)(table, before)
-        return
-    for key in [key for key in kind.__iter__(table) if key not in before]:
-        kind.__delitem__(table, key)
-    if list(kind.__iter__(table)) != list(before):  # order counts; unchanged, no other thread finds it half full
-        kind.clear(table)
-    for key, value in before.items():
-        if dict.get(table, key, MISSING) is not value:
-            kind.__setitem__(table, key, value)
-
-
-def with_changes(before: Any, start: Any, now: Any) -> Any:
-    """A copy of a table with the changes between two later copies of it."""
-    if is_a(before, dict):
-        left = {key: value for key, value in before.items() if key in now or key not in start}
-        return left | {key: value for key, value in now.items() if start.get(key, MISSING) is not value}
-    if is_a(before, frozenset):
-        return (before - (start - now)) | (now - start)
-    if is_a(before, tuple) and len(now) >= len(start) and all(map(is_, now, start)):
-        return before + now[len(start) :]
-    return now
 
 
 # tensors and arrays ---------------------------------------------------------------------------------------------------
@@ -504,13 +477,12 @@ class HookState(KeptState):
 
     def put_back(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for name, was in zip(TENSOR_HOOKS, self.was, strict=True):
-                table = getattr(self.holder, name)
-                if hooks_of(self.holder, name) == was:
+            for name, was, now in zip(TENSOR_HOOKS, self.was, self.read(), strict=True):
+                if now == was:
                     continue
                 if was is None and name == "_backward_hooks":
                     self.holder._backward_hooks = None
-                elif table is None:
+                elif (table := getattr(self.holder, name)) is None:
                     setattr(self.holder, name, OrderedDict(was))
                 else:
                     table.clear()
@@ -643,10 +615,9 @@ class StreamState(KeptState):
             return stream.getstate()
         if is_a(stream, torch.Generator):
             return bytes(stream.get_state().tolist())
-        if (bits := self._bits()) is not None:
-            seed: Any = getattr(bits, "seed_seq", None)
-            return pickle.dumps((bits.state, seed.state if self._is_seed(seed) else None))
-        return pickle.dumps(stream.state if self._is_seed(stream) else stream.get_state(legacy=False))
+        bits, seed = self._of_numpy()
+        drawn = None if bits is None else bits.state if hasattr(bits, "random_raw") else bits.get_state(legacy=False)
+        return pickle.dumps((drawn, None if seed is None else seed.state))
 
     def put_back(self) -> None:
         stream = self.holder
@@ -654,27 +625,24 @@ class StreamState(KeptState):
             stream.setstate(self.was)
         elif is_a(stream, torch.Generator):
             stream.set_state(torch.tensor(list(self.was), dtype=torch.uint8))
-        elif (bits := self._bits()) is not None:
-            bits.state, spawned = pickle.loads(self.was)
-            if spawned is not None:
-                self._spawn_again(bits.seed_seq, spawned)
-        elif self._is_seed(stream):
-            self._spawn_again(stream, pickle.loads(self.was))
         else:
-            stream.set_state(pickle.loads(self.was))
+            bits, seed = self._of_numpy()
+            drawn, spawned = pickle.loads(self.was)
+            if hasattr(bits, "random_raw"):
+                bits.state = drawn
+            elif bits is not None:
+                bits.set_state(drawn)
+            if seed is not None and seed.state != spawned:
+                seed.__init__(**spawned)  # no other way sets the number of its children
 
-    def _bits(self) -> Any:
-        if hasattr(self.holder, "bit_generator"):
-            return self.holder.bit_generator
-        return self.holder if hasattr(self.holder, "random_raw") else None
-
-    def _is_seed(self, value: Any) -> bool:
-        """Whether it is a numpy seed sequence: each child that it spawns gets another number."""
-        return "numpy.random" in sys.modules and is_a(value, sys.modules["numpy.random"].SeedSequence)
-
-    def _spawn_again(self, seed: Any, state: dict[str, Any]) -> None:
-        if seed.state != state:
-            seed.__init__(**state)  # no other way sets the number of its children
+    def _of_numpy(self) -> tuple[Any, Any]:
+        """What numpy draws from, and its seed sequence, which gives each child that it spawns another number."""
+        sequence = sys.modules["numpy.random"].SeedSequence
+        if is_a(self.holder, sequence):
+            return None, self.holder
+        bits = getattr(self.holder, "bit_generator", self.holder)
+        seed = getattr(bits, "seed_seq", None)
+        return bits, seed if is_a(seed, sequence) else None
 
 
 # functions under `functools.lru_cache` --------------------------------------------------------------------------------
@@ -710,26 +678,23 @@ class CacheState(KeptState):
         return [(one, next(held)) for one in held if id(one) in keys]
 
     def put_back(self) -> None:
-        if (code := _code_holder(self.holder)) is not None:
+        code = getattr(self.holder, "__wrapped__", None)
+        code = getattr(code, "__func__", code)
+        table = self._table_among(gc.get_referents(self.holder))
+        if isinstance(code, types.FunctionType):
             self._fill(code)
         elif self.was.maxsize is None:  # keys and results are the table's own
-            table = self._table_among(gc.get_referents(self.holder))
             table.clear()
             table.update(self._table)
-        elif self._forgotten():
+        elif any(key not in table for key in self._table):
             raise UnsupportedModule(
                 f"{self.holder!r} is cached (lru_cache) and full, and the forward has made it forget an entry that "
                 "cannot be put back. Give the cache a larger maxsize, or wrap a function of your own around what it "
                 "caches"
             )
-
-    def _forgotten(self) -> bool:
-        table = self._table_among(gc.get_referents(self.holder))
-        if any(key not in table for key in self._table):
-            return True
-        for key in set(table) - set(self._table):
-            del table[key]
-        return False
+        else:
+            for key in set(table) - set(self._table):
+                del table[key]
 
     def _fill(self, code: Any) -> None:
         function, info, entries = self.holder, self.was, self.entries()
@@ -752,13 +717,6 @@ class CacheState(KeptState):
                 function(*args, **kwargs)
         finally:
             code.__code__ = own
-
-
-def _code_holder(function: Any) -> Any:
-    """The Python function that is cached; None for a C function."""
-    found = getattr(function, "__wrapped__", None)
-    found = getattr(found, "__func__", found)
-    return found if isinstance(found, types.FunctionType) else None
 
 
 def _arguments(key: Any, mark: Any, *, typed: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -820,8 +778,7 @@ _LENDS: dict[type, bool] = {}
 
 def _lends_memory(value: Any) -> bool:
     """Whether others may write to an object's memory, as to that of `ctypes`, `mmap`, shared memory."""
-    kind = type(value)
-    if _LENDS.get(kind, True):
+    if _LENDS.get(kind := type(value), True):
         try:
             with memoryview(value) as view:
                 _LENDS[kind] = True
@@ -1114,7 +1071,7 @@ def stand_in(value: Any) -> Any:
         return Untouchable("generator", value)
     if type(value) is CSV_WRITER:
         return _another_writer(value)
-    if is_outside(value):
+    if is_outside(kind):
         return Untouchable(name, value)
     if is_a(value, queue.Queue):
         return Untouchable(f"{name} of another thread", value) if is_used_elsewhere(value) else None
@@ -1139,13 +1096,9 @@ _OUTSIDE = frozenset(
 """Kinds of objects that access databases, files, other programs and processes, or run by themselves."""
 
 
-def is_outside(value: Any) -> bool:
-    """Whether an object accesses the world outside of Python, or runs by itself."""
-    return _is_outside(Same(type(value)))
-
-
 @functools.lru_cache(maxsize=4096)
-def _is_outside(kind: Same[type]) -> bool:
+def is_outside(kind: Same[type]) -> bool:
+    """Whether instances access the world outside of Python, or run by themselves."""
     return any(f"{c.__module__}.{c.__qualname__}" in _OUTSIDE for c in kind.it.__mro__)
 
 
@@ -1185,7 +1138,10 @@ def _scratch(file: Any) -> Any:
     if not is_of_c(file):
         return None  # made in Python: its underlying file is found by its attributes
     try:
-        content = _in_memory_below(file)
+        below = getattr(file, "buffer", file)
+        below = getattr(below, "raw", below)
+        is_in_memory = type(below) is io.BytesIO and all(file is not one for one in _printed_to())
+        content = below if is_in_memory else None
         if not (file.writable() and (content is not None or _is_regular(file))):
             return None
         made = io.BytesIO(b"" if content is None else content.getvalue())
@@ -1195,15 +1151,6 @@ def _scratch(file: Any) -> Any:
     except (OSError, ValueError, AttributeError):
         return None
     return made
-
-
-def _in_memory_below(file: Any) -> io.BytesIO | None:
-    """The bytes in memory that a file writes to; None for the process's output."""
-    if any(file is one for one in _printed_to()):
-        return None
-    below = getattr(file, "buffer", file)
-    below = getattr(below, "raw", below)
-    return below if type(below) is io.BytesIO else None
 
 
 # Types made in C. One of Python's or NumPy's that refuses to be copied, and changes as it is used, is refused by name:
@@ -1230,7 +1177,11 @@ _TRACKED = 1 << 14
 def refuses_a_copy(kind: Same[type]) -> bool:
     """Whether instances of a C type change as they are used, and can be neither copied nor restored."""
     cls, made_by = kind.it, str(kind.it.__module__)
-    if (made_by == "numpy" and cls.__name__ == "flatiter") or _is_stream_of_an_extension(cls):
+    if made_by == "numpy" and cls.__name__ == "flatiter":
+        return True
+    streams = (inspect.getattr_static(cls, name, None) for name in ("write", "tell"))  # in C: those of Arrow
+    is_stream = all(one is not None and not isinstance(one, types.FunctionType) for one in streams)
+    if is_stream and package_of(cls) not in _KNOWN_IN_C:
         return True
     if made_by in _STAYS_THE_SAME or made_by not in sys.stdlib_module_names:
         return False
@@ -1243,19 +1194,9 @@ def refuses_a_copy(kind: Same[type]) -> bool:
     return all(getattr(cls, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
 
 
-def _is_stream_of_an_extension(cls: type) -> bool:
-    """Whether it is written to and has a position, in C: the streams of Arrow."""
-    found = (inspect.getattr_static(cls, name, None) for name in ("write", "tell"))
-    if any(one is None or isinstance(one, types.FunctionType) for one in found):
-        return False
-    return package_of(cls) not in _KNOWN_IN_C
-
-
 @functools.lru_cache(maxsize=4096)
 def adds_up(kind: Same[type]) -> bool:
-    """Whether instances of a C type accumulate their input, and offer a copy: digests of any library, and compressors
-    of `zlib`.
-    """
+    """Whether instances of a C type accumulate their input, and offer a copy: digests, and compressors of `zlib`."""
     names = ("copy",) if kind.it.__module__ == "zlib" else ("copy", "update", "digest")
     return all(type(getattr(kind.it, name, None)) is types.MethodDescriptorType for name in names)
 
@@ -1275,9 +1216,7 @@ def copied_whole(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def is_copied_whole(kind: Same[type]) -> bool:
-    """Whether instances of a C type change unnoticed: it sets items or a state, and is no value that can be a hash
-    key.
-    """
+    """Whether instances of a C type change unnoticed: it sets items or a state, and cannot be a hash key."""
     hashes: Any = kind.it.__hash__
     if not (hashes is None or hashes is object.__hash__) or issubclass(kind.it, BaseException):
         return False

@@ -134,9 +134,7 @@ class ModelTrace:
 
 @contextlib.contextmanager
 def context_of(trace: ModelTrace, module: nn.Module) -> Iterator[None]:
-    """See `ModelTrace.context`, for one module of the fake copy that is run alone: state that it can reach is restored;
-    not the rest of the model's.
-    """
+    """See `ModelTrace.context`, for one module that is run alone: only state that it can reach is restored."""
     with (
         as_signed(trace.root_signature[1]),
         leaving_nothing([module], [trace.loss_fn, trace.batch, *tree_leaves(trace.batch)]),
@@ -197,11 +195,7 @@ def as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def expect_module(model: object) -> None:
-    """Check that the user's model is a module.
-
-    Raises:
-        UsageError: it is something else: a name, a class, nothing.
-    """
+    """Raise `UsageError` for a model that is no module: a name, a class, nothing."""
     if isinstance(model, nn.Module):
         return
     how = ""
@@ -214,11 +208,7 @@ def expect_module(model: object) -> None:
 
 
 def expect_trace(traced: object) -> None:
-    """Check that the user's trace is one.
-
-    Raises:
-        UsageError: it is something else, such as the model.
-    """
+    """Raise `UsageError` for something else than a trace, such as the model."""
     if not isinstance(traced, ModelTrace):
         raise UsageError(
             f"got a {type(traced).__name__} as a trace; expected what jettison.trace(model, batch) returns"
@@ -234,10 +224,8 @@ class CompileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A block's forward as Inductor's graph, before its partitioner chooses what to save.
-
-    Args:
-        default: buffers that Inductor saves by default.
+    """A block's forward as Inductor's graph, before its partitioner chooses what to save; ``default``: what it would
+    save.
     """
 
     program: Program
@@ -246,11 +234,7 @@ class CompiledProgram:
 
 
 def settings_of(name: str, module: nn.Module) -> CompileSettings:
-    """Settings of ``module.compile(...)``.
-
-    Raises:
-        UnsupportedModule: it was compiled in a way that no plan supports.
-    """
+    """Settings of ``module.compile(...)``. Raises `UnsupportedModule` for those that no plan supports."""
     from torch._inductor import config  # imported only if something is compiled
 
     config_of = getattr(module._compiled_call_impl, "get_compiler_config", None)

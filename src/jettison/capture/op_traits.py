@@ -142,11 +142,16 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
         value = args[i] if i < len(args) and not kwarg_only else kwargs.get(name)
         found.extend(t for t in op_leaves(value) if isinstance(t, Tensor))
     if not found and func._schema.name in MOVE_STATISTICS:
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        named = _named(func, args, kwargs)
         if named.get("training", True):  # the schema does not declare it
             running = named.get("running_mean"), named.get("running_var")
             found.extend(t for t in running if isinstance(t, Tensor))
     return found
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by name."""
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
 
 
 @functools.lru_cache(maxsize=4096)
@@ -172,19 +177,12 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws random numbers: tagged so, and without a dropout probability of zero."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for i, arg in enumerate(func._schema.arguments):
-        if arg.name == "dropout_p":
-            value = args[i] if i < len(args) and not arg.kwarg_only else kwargs.get(arg.name, arg.default_value)
-            return bool(value)
-    return True
+    usual = next((a.default_value for a in func._schema.arguments if a.name == "dropout_p"), True)
+    return bool(_named(func, args, kwargs).get("dropout_p", usual))
 
 
 def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "cpu") -> Anchor | None:
-    """Reason why this call may not be recomputed, by itself.
-
-    Args:
-        device: device type.
-    """
+    """Reason why this call may not be recomputed, by itself, on a device of this type."""
     name = func._schema.name.split("::")[1]
     if name in DISCRETE:
         return Anchor.DISCRETE
@@ -194,8 +192,18 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "
         return Anchor.COLLECTIVE
     if name in ("lift_fresh", "lift", "lift_fresh_copy", "_local_scalar_dense", "set_", "resize_"):
         return Anchor.OPAQUE
-    if device != "cpu" and _gives_other_bits(func, name, device, kwargs, spec_args):
-        return Anchor.NONDETERMINISTIC
+    if device != "cpu":
+        named = _named(func, spec_args, kwargs)
+        source = next((named[key] for key in ("source", "src", "values") if key in named), None)
+        target = next((v for v in op_leaves(spec_args) if hasattr(v, "dtype")), None)
+        if is_nondeterministic(
+            name,
+            device,
+            floats=target is None or target.dtype.is_floating_point or target.dtype.is_complex,
+            values=source is not None and hasattr(source, "size") and prod(source.size) > 1,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        ):
+            return Anchor.NONDETERMINISTIC
     if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in op_leaves(spec_args, kwargs)):
         return Anchor.OPAQUE
     if name in _WRITE_IN_PART:
@@ -203,25 +211,13 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "
     return None
 
 
-def _gives_other_bits(func: Any, name: str, device: str, kwargs: Any, spec_args: Any) -> bool:
-    named = dict(zip((a.name for a in func._schema.arguments), spec_args, strict=False)) | kwargs
-    source = next((named[key] for key in ("source", "src", "values") if key in named), None)
-    target = next((v for v in op_leaves(spec_args) if hasattr(v, "dtype")), None)
-    return is_nondeterministic(
-        name,
-        device,
-        floats=target is None or target.dtype.is_floating_point or target.dtype.is_complex,
-        values=source is not None and hasattr(source, "size") and prod(source.size) > 1,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-
-
 def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call computes with a plain number that is not a dim or a size."""
     if func._schema.name.split("::")[1] in MOVES_BY_NUMBER:
         return True  # integers of a range
-    given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments)]
-    return any(isinstance(v, int | float) and str(a.type) not in ("int", "bool", "Optional[int]") for a, v in given)
+    named = _named(func, args, kwargs)
+    given = [(str(a.type), named.get(a.name)) for a in func._schema.arguments]
+    return any(isinstance(v, int | float) and kind not in ("int", "bool", "Optional[int]") for kind, v in given)
 
 
 def price_key(func: Any, spec_args: Any, spec_kwargs: Any) -> str:
@@ -233,7 +229,7 @@ def price_key(func: Any, spec_args: Any, spec_kwargs: Any) -> str:
         return repr(leaf)
 
     if is_collective(func):  # groups of one size cost the same, and their names differ from rank to rank
-        named = dict(zip((a.name for a in func._schema.arguments), spec_args, strict=False)) | spec_kwargs
+        named = _named(func, spec_args, spec_kwargs)
         spec_args, spec_kwargs = [v for name, v in named.items() if name != "group_name"], {}
 
     return f"{func}({', '.join(text(leaf) for leaf in op_leaves(spec_args, spec_kwargs))})"
@@ -242,24 +238,20 @@ def price_key(func: Any, spec_args: Any, spec_kwargs: Any) -> str:
 def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
     """FLOPs (a multiply-add is 2) and bytes read plus written of one call."""
     tensors = [t for t in op_leaves(args, kwargs, out) if isinstance(t, Tensor)]
-    moved = sum(_touched_bytes(t) for t in tensors)
-    if func.namespace == "aten" and op_name(func) in _ATTENTION:  # torch's formula wants as many keys as query heads
+    # a broadcast dim has stride 0: its elements are the same memory
+    own = [prod(n for n, step in zip(t.shape, t.stride(), strict=True) if step) * t.element_size() for t in tensors]
+    moved, name = sum(own), op_name(func) if func.namespace == "aten" else ""
+    if name in _ATTENTION:  # torch's formula wants as many keys as query heads
         query, key, value = args[:3]
         b, a, s, d = query.shape
         return 2 * b * a * s * key.shape[-2] * (d + value.shape[-1]), moved
-    if func.namespace == "aten" and op_name(func) in _MATMULS:
-        return _matmul_flops(*(args[1:3] if op_name(func) == "_addmm_activation" else args[:2])), moved
+    if name in _MATMULS:
+        left, right = args[1:3] if name == "_addmm_activation" else args[:2]
+        if left.dim() == 3 and right.dim() == 2:  # columns of the right operand are distributed over the groups
+            return 2 * left.shape[1] * prod(right.shape), moved
+        return 2 * prod(left.shape) * right.shape[-1], moved
     formula = flop_registry.get(func.overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0, moved
-
-
-def _matmul_flops(a: Tensor, b: Tensor) -> int:
-    """FLOPs of a matmul for which torch has no formula. Groups divide the one dim that two operands share, or a dim
-    that only one of them has.
-    """
-    if a.dim() == 3 and b.dim() == 2:  # columns of b are distributed over the groups
-        return 2 * a.shape[1] * prod(b.shape)
-    return 2 * prod(a.shape) * b.shape[-1]
 
 
 def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
@@ -271,8 +263,3 @@ def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
     names = {"unused"} if draws(func, args, kwargs) else {"unused", "rng_state", "philox_seed", "philox_offset"}
     named = zip(func._schema.returns, out, strict=True)
     return [leaf for result, leaf in named if result.name in names and isinstance(leaf, Tensor)]
-
-
-def _touched_bytes(tensor: Tensor) -> int:
-    # a broadcast dim has stride 0: its elements are the same memory
-    return prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.element_size()

@@ -106,8 +106,8 @@ def _of_c() -> dict[bytes, bytes]:
 
 def _set_search(wanted: tuple[list[str], Any, list[Any]]) -> None:
     path, filters, entries = wanted
-    sys.path[:] = _with_imported(path, sys.path, imported_since.paths)
-    entries = _with_imported(entries, warnings.filters, imported_since.filters)
+    sys.path[:] = _with_imported(path, sys.path, _paths_since)
+    entries = _with_imported(entries, warnings.filters, _filters_since)
     if warnings.filters is not filters or list(filters) != entries:
         filters[:] = entries
         with warnings.catch_warnings():  # leaving it makes Python read the filters again
@@ -124,27 +124,22 @@ def _with_imported(before: list[Any], now: Iterable[Any], added: list[Any]) -> l
     return [*new, *before]
 
 
-class ImportedSince:
-    """Entries of the search path and of the warnings' filters that imported libraries added in runs that otherwise
-    restore all state: the libraries need them.
-    """
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        self.filters: list[Any] = []
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note the entries that an import within this context adds."""
-        paths, filters = list(sys.path), list(warnings.filters)
-        try:
-            yield
-        finally:
-            self.paths += [one for one in sys.path if one not in paths]
-            self.filters += [one for one in warnings.filters if one not in filters]
+_paths_since: list[str] = []
+_filters_since: list[Any] = []
+"""Entries of the search path and of the warnings' filters that imported libraries added in runs that otherwise restore
+all state: the libraries need them.
+"""
 
 
-imported_since = ImportedSince()
+@contextlib.contextmanager
+def noting_entries() -> Iterator[None]:
+    """Keep the entries of the search path and of the warnings' filters that an import within this context adds."""
+    paths, filters = list(sys.path), list(warnings.filters)
+    try:
+        yield
+    finally:
+        _paths_since.extend(one for one in sys.path if one not in paths)
+        _filters_since.extend(one for one in warnings.filters if one not in filters)
 
 
 def _umask() -> int:

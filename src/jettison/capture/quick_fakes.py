@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,21 +34,12 @@ def call_key(
     *,
     offsets: bool = False,
 ) -> tuple[Any, ...] | None:
-    """Key that is equal for calls of an operator on tensors of equal layout, with equal other values; None if there is
-    none.
-
-    Args:
-        mode: the mode of all fake tensors; any by default.
-        offsets: whether storage offsets count as part of the layout.
+    """Key that is equal for calls of an operator on tensors of equal layout (with ``offsets``: in their storage, too),
+    all of one fake ``mode`` if given, with equal other values; None if there is none.
     """
-    key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-    if not _add(key, args, mode, offsets):
-        return None
-    if kwargs:
-        key.extend(kwargs)
-        if not _add(key, kwargs.values(), mode, offsets):
-            return None
-    return tuple(key)
+    key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *(kwargs or ())]
+    known = _add(key, args, mode, offsets) and (not kwargs or _add(key, kwargs.values(), mode, offsets))
+    return tuple(key) if known else None
 
 
 def _add(key: list[Any], values: Iterable[Any], mode: FakeTensorMode | None, offsets: bool) -> bool:
@@ -62,8 +52,7 @@ def _add(key: list[Any], values: Iterable[Any], mode: FakeTensorMode | None, off
                 return False
             marks = value.requires_grad, value.is_neg(), value.is_conj(), value.is_inference()
             key += (value.shape, value.stride(), value.dtype, value.fake_device, marks)
-            if offsets:
-                key.append(value.storage_offset())
+            key += (value.storage_offset(),) if offsets else ()
         elif kind in _VALUES:
             key += (kind, value)
         elif kind is list or kind is tuple:
@@ -72,8 +61,7 @@ def _add(key: list[Any], values: Iterable[Any], mode: FakeTensorMode | None, off
                 return False
         elif kind is Tensor and value.layout is torch.strided and not (value.requires_grad or _is_marked(value)):
             key += (kind, value.shape, value.stride(), value.dtype, value.device)
-            if offsets:
-                key.append(value.storage_offset())
+            key += (value.storage_offset(),) if offsets else ()
         else:
             return False
     return True
@@ -108,12 +96,6 @@ def _reads_tensors(func: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _makes_its_results(func: Any) -> bool:
-    """Whether all of its results are new memory."""
-    return not (func._schema.is_mutable or _may_view(func))
-
-
-@functools.lru_cache(maxsize=4096)
 def _may_view(func: Any) -> bool:
     """Whether it may return a tensor in the memory of another one, so that storage offsets matter."""
     return bool(
@@ -134,22 +116,20 @@ _IN_ITS_MEMORY = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """One tensor that an operator returns.
-
-    Args:
-        given: position of the argument that it is, keyword arguments counted last; -1 for none.
-        viewed: position of the argument whose memory it views; -1 for none.
-    """
+class _Made(NamedTuple):
+    """One tensor that an operator returns."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     device: torch.device
-    given: int
-    viewed: int
+    given: int  # position of the argument that it is, keyword arguments last; -1 for none
+    viewed: int  # of the argument whose memory it views; -1 for none
+
+
+_Answer = tuple[bool, tuple[_Made | None, ...]]
+"""Whether an operator returns several tensors, and these."""
 
 
 class QuickFakeMode(FakeTensorMode):
@@ -157,7 +137,7 @@ class QuickFakeMode(FakeTensorMode):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._remembered: dict[Any, tuple[bool, tuple[_Made | None, ...]]] = {}
+        self._remembered: dict[Any, _Answer] = {}
         self._answer: tuple[Any, ...] | None = None
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
@@ -202,13 +182,11 @@ class QuickFakeMode(FakeTensorMode):
         if torch.is_inference_mode_enabled() and func.is_view:  # `_one` makes tensors without version counters there
             return None
         key = call_key(func, args, kwargs, self, offsets=_may_view(func))
-        if key is None or (Tensor in key and not _makes_its_results(func)):
+        if key is None or (Tensor in key and (func._schema.is_mutable or _may_view(func))):
             return None
         return key if func not in _BY_STORAGE else (key, args[0].untyped_storage().nbytes())
 
-    def _again(
-        self, known: tuple[bool, tuple[_Made | None, ...]], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-    ) -> Any:
+    def _again(self, known: _Answer, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
         several, made = known
         given = (*args, *kwargs.values()) if kwargs else args
         guard = torch._C._DisableTorchDispatch()
@@ -222,18 +200,15 @@ class QuickFakeMode(FakeTensorMode):
         if one.given >= 0:
             same: Tensor = given[one.given]
             return same
-        meta = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta")
+        meta, device = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta"), one.device
         if one.viewed >= 0:
             meta.set_(given[one.viewed].untyped_storage(), one.offset, one.shape, one.stride)
-        return self._fake(meta, one.device)
-
-    def _fake(self, meta: Tensor, device: torch.device) -> Tensor:
-        """A fake tensor like all others on its device; its constructor takes four times as long."""
         attributes = self._attributes.get(device)
         if attributes is None:
             fake: Tensor = FakeTensor(self, meta, device)
             self._attributes[device] = dict(vars(fake))
             return fake
+        # like all others on its device; the constructor takes four times as long
         fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
         if self._allow_unsafe_data_ptr_access:
             torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)

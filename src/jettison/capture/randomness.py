@@ -20,7 +20,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -88,7 +87,7 @@ class Advance:
         return f"{ADVANCE}[{self.func}]"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        zeros = _reads_values(self.func)
+        zeros = op_name(self.func) in _READS_VALUES
         args, kwargs = op_map(lambda v: v.make(zeros=zeros) if v.__class__ is Scratch else v, (args, kwargs))
         self.func(*args, **kwargs)
 
@@ -114,9 +113,7 @@ class Movement:
 
 def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, numbers_known: bool) -> Movement | None:
     """The call that moves the state as this one did, without its values; None if the values matter, or may.
-
-    Args:
-        numbers_known: plain numbers among the arguments are the same in every step.
+    ``numbers_known``: plain numbers among the arguments are the same in every step.
     """
     name = op_name(func)
     leaves = tree_leaves((args, kwargs, out))
@@ -131,10 +128,10 @@ def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, num
     if name in MOVES_BY_NUMBER and not numbers_known:
         return None
 
-    def scratch(leaf: Any, dtype: torch.dtype | None = None) -> Any:
+    def scratch(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return Scratch(tuple(leaf.shape), tuple(leaf.stride()), dtype or leaf.dtype, leaf.device.type)
+        return Scratch(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device.type)
 
     if func is aten.native_dropout.default and device == "cpu" and args[2] is not False:
         # only its draw, without the multiplication; its result is larger than the mask
@@ -147,11 +144,6 @@ def is_private(generator: torch.Generator) -> bool:
     """Whether a generator is not a default one; those are passed around in wrappers of their own."""
     defaults = (torch.default_generator, *torch.cuda.default_generators)
     return all(generator._cdata != default._cdata for default in defaults)
-
-
-@lru_cache
-def _reads_values(func: Any) -> bool:
-    return op_name(func) in _READS_VALUES
 
 
 def op_name(func: Any) -> str:

@@ -43,44 +43,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture import kinds
-from jettison.capture.code_names import (
-    NAMES_MODULES,
-    WHEREVER,
-    Names,
-    Wide,
-    function_reach,
-    globals_of,
-    is_code,
-    is_foreign,
-    is_installed,
-    is_of_the_program,
-    library_owners,
-    modules_by_name,
-    names_in,
-    package_of,
-    variables_of_callers,
-)
-from jettison.capture.kinds import (
-    PLAIN,
-    AttributeState,
-    CacheState,
-    KeptState,
-    StreamState,
-    TableState,
-    Untouchable,
-    is_a,
-    worth_a_look,
-)
+from jettison.capture import code_names, kinds, side_effects
+from jettison.capture.code_names import NAMES_MODULES, WHEREVER, Names, Wide, is_foreign, names_in, package_of
+from jettison.capture.kinds import PLAIN, AttributeState, KeptState, StreamState, TableState, is_a, worth_a_look
 from jettison.capture.process_switches import put_switches_back, read_switches
-from jettison.capture.side_effects import (
-    allow_file_changes,
-    forget_import,
-    ignore_imports,
-    imported_in_runs,
-    note_imports,
-    refuse_file_changes,
-)
 from jettison.capture.tensor_subclasses import is_in_memory
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
@@ -126,7 +92,7 @@ class Reach:
         known: Known | None = None,
         most: int = MOST_VALUES,
     ) -> None:
-        self.states: list[KeptState] = [*map(CacheState, _said_once()), _Variables(None)]
+        self.states: list[KeptState] = [*map(kinds.CacheState, _said_once()), _Variables(None)]
         self.stand_ins: dict[int, tuple[Any, Any]] = {}  # by id: objects that are set aside, and their stand-ins
         self.refused: list[UnsupportedModule] = []  # errors for objects that a run used; its code may have caught them
         self._known: Known = {} if known is None else known
@@ -160,7 +126,7 @@ class Reach:
             if not is_a(value, Tensor):
                 self._later(value, 0)
         self._walk()
-        for module in imported_in_runs():
+        for module in side_effects.imported_in_runs():
             self._kept(module)
         if "register" in self._names:
             abstract = {id(one): one for one in (*self._held_classes, *self._owners.values()) if is_a(one, ABCMeta)}
@@ -188,24 +154,23 @@ class Reach:
         """Iterators that have advanced since: they cannot be restored."""
         return [state.holder for state in self.of(kinds.Progress) if not state.is_unchanged()]
 
+    def _arrays(self) -> list[TableState]:
+        return [one for one in self.of(TableState) if kinds.is_number_array(one.holder)]
+
     @property
     def has_large_copies(self) -> bool:
         """Whether a copy is, or may be, too large to be made in each step."""
-        arrays = [one.holder for one in self.of(TableState) if kinds.is_array(one.holder)]
-        if any(getattr(array, "nbytes", 0) > kinds.MOST_BYTES for array in arrays):
+        if any(getattr(one.holder, "nbytes", 0) > kinds.MOST_BYTES for one in self._arrays()):
             return True
         return any(kinds.is_copied_whole(Same(type(value))) for value, _ in self.stand_ins.values())
 
     def sees(self, tensor: Tensor) -> bool:
         """Whether a writable array lies in the memory of a tensor."""
-        return any(
-            kinds.looks_at(one.holder, tensor) for one in self.of(TableState) if kinds.is_number_array(one.holder)
-        )
+        return any(kinds.looks_at(one.holder, tensor) for one in self._arrays())
 
     def written_arrays(self) -> list[Any]:
         """Arrays in the memory of a tensor that were written to without an op."""
-        tables = [one for one in self.of(TableState) if kinds.is_number_array(one.holder)]
-        written = [one.holder for one in tables if not one.is_unchanged()]
+        written = [one.holder for one in self._arrays() if not one.is_unchanged()]
         tensors = [one.holder for one in self.of(kinds.TensorState)]
         return [t for t in written if kinds.is_lent(t) or any(kinds.looks_at(t, tensor) for tensor in tensors)]
 
@@ -217,7 +182,7 @@ class Reach:
             function = types.FunctionType(code, vars(module))
             self._globals_of(function)
             self._names_of(function, names_in(code), 0)
-            self._waiting += [(value, 0) for value in function_reach(function)]
+            self._waiting += [(value, 0) for value in code_names.function_reach(function)]
             self._walk()
         kept = (state for state in self.states if isinstance(state, TableState | AttributeState))
         self._importing[module.__name__] = [(state, state.read()) for state in kept]
@@ -250,11 +215,11 @@ class Reach:
         Raises:
             UnsupportedModule: something cannot be restored, such as an advanced iterator. All else is restored.
         """
-        ignore_imports(self)
-        allow_file_changes(self.refused)
+        side_effects.ignore_imports(self)
+        side_effects.allow_file_changes(self.refused)
         logging.raiseExceptions = self._prints_errors
         for imported in self._undone:
-            forget_import(imported)
+            side_effects.forget_import(imported)
         refused: list[UnsupportedModule] = []
         with _disable_current_modes(), torch.no_grad():
             for state in sorted(self.states, key=attrgetter("rank")):
@@ -273,21 +238,12 @@ class Reach:
             if not state.is_unchanged():
                 state.put_back()
 
-    def raise_refused(self) -> None:
-        """Raise the first error that a run was given and caught.
-
-        Raises:
-            UnsupportedModule: it used an object that could not have been restored.
-        """
-        if self.refused:
-            raise self.refused[0]
-
     def set_aside(self) -> None:
         """Hide objects that cannot be restored from a run until `restore`, and note modules that the run imports. See
         NOTE [ Set aside ] in kinds.py.
         """
-        note_imports(self)
-        refuse_file_changes(self.refused)
+        side_effects.note_imports(self)
+        side_effects.refuse_file_changes(self.refused)
         logging.raiseExceptions = False  # a handler that is refused would print that for each record
         for state in self.states if self.stand_ins else self.of(kinds.ReadOnly):
             state.set_aside(self._instead)
@@ -303,7 +259,7 @@ class Reach:
         _, new = self.stand_ins.get(id(value), (None, None))
         if new is None and is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
             _, new = self.stand_ins.get(id(value.__self__), (None, None))
-            return value if new is None else new if type(new) is Untouchable else getattr(new, value.__name__)
+            return value if new is None else new if type(new) is kinds.Untouchable else getattr(new, value.__name__)
         return value if new is None else new
 
     # walking ---------------------------------------------------------------------------------------------------------
@@ -355,8 +311,9 @@ class Reach:
             self._waiting.append((value, depth))
 
     def _attributes_later(self, owner: Any, attributes: dict[str, Any], depth: int) -> None:
+        knows_all = all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in type(owner).__mro__)
         for name, value in list(attributes.items()):
-            if _has_many(value) and _is_own(type(owner)):
+            if knows_all and _has_many(value):
                 self._unnamed.append((name, value, depth))
             else:
                 self._later(value, depth)
@@ -367,18 +324,18 @@ class Reach:
             case Wide.GLOBALS:
                 self._data_of(function.__globals__)
             case Wide.MODULES:
-                for table in (function.__globals__, *map(vars, modules_by_name(function))):
+                for table in (function.__globals__, *map(vars, code_names.modules_by_name(function))):
                     self._data_of(table)
             case Wide.FRAMES:
                 texts = names_in(function.__code__).texts
-                for name, value in list(variables_of_callers()):
+                for name, value in list(code_names.variables_of_callers()):
                     if name in texts:
                         self._later(value, 1)
                     else:
                         self._only_put_back(value)
             case Wide.OBJECTS:
                 everything = gc.get_objects()
-                own = {kind for kind in set(map(type, everything)) if is_of_the_program(str(kind.__module__))}
+                own = {k for k in set(map(type, everything)) if code_names.is_of_the_program(str(k.__module__))}
                 for value in everything:
                     if type(value) in own:
                         self._later(value, 1)
@@ -403,7 +360,8 @@ class Reach:
             if is_a(value, type):
                 if not (is_foreign(str(value.__module__)) or id(value) in self._seen):
                     self.states.append(kinds.ClassState(value))
-                    self._waiting += [(one, 1) for one in worth_a_look(vars(value).values()) if not is_code(one)]
+                    found = worth_a_look(vars(value).values())
+                    self._waiting += [(one, 1) for one in found if not code_names.is_code(one)]
             elif not is_a(value, types.FunctionType):
                 self._later(value, 1)
 
@@ -438,7 +396,7 @@ class Reach:
 
     def _is_of_a_library(self, value: Any) -> bool:
         """Whether a function or a class belongs to a package that is neither the user's nor the model's."""
-        return package_of(value) not in self._own_packages and is_installed(value.__module__)
+        return package_of(value) not in self._own_packages and code_names.is_installed(value.__module__)
 
     def _class(self, cls: type, depth: int = 0) -> None:
         if is_foreign(cls.__module__) or id(cls) in self._seen:
@@ -487,7 +445,7 @@ class Reach:
             self._tensor(value)
         elif is_too_far:
             return
-        elif kinds.is_outside(value):
+        elif kinds.is_outside(Same(type(value))):
             self._state(value, depth)
         elif kinds.is_ours(value):
             return
@@ -505,21 +463,20 @@ class Reach:
         self._held.append(value)
         if is_a(value, logging.Logger):
             self._later(logging.getLogRecordFactory(), depth + 1)  # the process has one for all of them
+        if is_a(value, threading.Condition):  # threads that wait by now have entered themselves
+            self._seen.add(id(kinds.attribute_of(value, "_waiters")))
         if type(value) in _PLAIN_CONTAINERS:
             self._container(value, depth)
-            return
-        if is_a(value, queue.Queue) and kinds.is_used_elsewhere(value):
+        elif is_a(value, queue.Queue) and kinds.is_used_elsewhere(value):
             self._state(value, depth)  # and its items are being processed
-            return
-        if is_a(value, threading.Condition):
-            # threads that wait by now have entered themselves
-            self._seen.add(id(kinds.attribute_of(value, "_waiters")))
-        if kinds.is_simple(Same(type(value))) and not callable(value):
+        elif kinds.is_simple(Same(type(value))) and not callable(value):
             self._object(value, depth)
-            return
-        if is_a(value, nn.Module):
+        elif is_a(value, nn.Module):
             self._modules([value], depth + 1)
-            return
+        else:
+            self._any_kind(value, depth)
+
+    def _any_kind(self, value: Any, depth: int) -> None:
         self._state(value, depth)
         if is_a(value, types.FunctionType):
             self._globals_of(value)
@@ -535,16 +492,16 @@ class Reach:
         """Add state outside of attributes, and the stand-in of an object that cannot be restored."""
         if (state := kinds.state_of(value)) is not None:
             self.states.append(state)
-        if type(state) is CacheState and not is_foreign(value.__module__):
+        if type(state) is kinds.CacheState and not is_foreign(value.__module__):
             self._waiting += [(one, depth + 1) for one in worth_a_look(result for _, result in state.entries())]
         if (new := kinds.stand_in(value)) is not None:
             self.stand_ins[id(value)] = value, new
             self._held.append(value)
-            if type(new) is Untouchable:
+            if type(new) is kinds.Untouchable:
                 new.tell(self.refused)
 
     def _globals_of(self, function: types.FunctionType) -> None:
-        for table, name, _ in globals_of(function):
+        for table, name, _ in code_names.globals_of(function):
             if (id(table), name) not in self._named:
                 self._named.add((id(table), name))
                 self.states.append(kinds.GlobalState(table, name))
@@ -553,7 +510,7 @@ class Reach:
         self._names |= names.read
         for wide in names.wide:
             self._wide_reach(wide, function)
-        for owner in library_owners(function):
+        for owner in code_names.library_owners(function):
             self._owners[id(owner)] = owner
         self._set_names |= names.assigned
         asks_for_loggers = "getLogger" in names.read
@@ -609,7 +566,7 @@ class Reach:
         if known is None or known[0] is not value or not kinds.is_unchanged(value, known[1]):
             known = value, kinds.copy_of(value), list(kinds.inside(value))
         self._large[id(value)] = known
-        self.states.append(kinds.KnownTableState(value, known[1]))
+        self.states.append(TableState(value, known[1]))
         self._waiting += [(one, depth + 1) for one in known[2]]
 
 
@@ -695,8 +652,3 @@ def _has_many(value: Any) -> bool:
     if kinds.size_of(value) > MANY:
         return True
     return any(is_a(one, kinds.CONTAINERS) and kinds.size_of(one) > MANY for one in kinds.items_of(value))
-
-
-def _is_own(cls: type) -> bool:
-    """Whether all methods of a class are walked, or known."""
-    return all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in cls.__mro__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,6 @@ class BufferTape:
         return TensorRef.of(index, tensor)
 
     def _new_buffer(self, tensor: Tensor, source: Source, **more: Any) -> int:
-        """Make a new buffer for the tensor's memory."""
         tensor = plain(tensor)
         storage, key = tensor.untyped_storage(), storage_of(tensor)
         self._current[key] = index = self._add_buffer(storage.nbytes(), source, **more)
@@ -115,11 +114,6 @@ class BufferTape:
     def _add_buffer(self, nbytes: int, source: Source, **more: Any) -> int:
         self.buffers.append(Buffer(index=len(self.buffers), nbytes=nbytes, source=source, **more))
         return len(self.buffers) - 1
-
-    def _is_now(self, tensor: Tensor, buffer: int) -> None:
-        """Take another tensor object for a memory that is known."""
-        self._current.setdefault(storage_of(tensor), buffer)
-        self._alive.append((tensor.untyped_storage(), tensor))
 
     def _keepable(self, buffer: int, keepable: bool = True) -> None:
         self.buffers[buffer] = replace(self.buffers[buffer], keepable=keepable)
@@ -153,15 +147,14 @@ class BufferTape:
 
     def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> ValueRead | None:
         """The value that the forward reads there, to look up in other arguments. None for a constant one."""
-        calls, starts = self._origin(ref.buffer)
-        if any(self.buffers[b].source is not Source.INPUT for b in starts) or not all(map(self._can_redo, calls)):
+        positions, starts = self._origin(ref.buffer)
+        calls = [self.calls[i] for i in positions]
+        written = [old for call in calls for old, _new in call.written]
+        # a repeated call draws nothing, and writes at most to a result of another call
+        repeats = all(c.state_in is None for c in calls) and all(self.buffers[b].producer is not None for b in written)
+        if not repeats or any(self.buffers[b].source is not Source.INPUT for b in starts):
             return ValueRead(ref, found, shape_only, None)
-        return ValueRead(ref, found, shape_only, tuple(sorted(calls))) if starts else None
-
-    def _can_redo(self, index: int) -> bool:
-        """Whether a call draws nothing, and writes at most to a result of another call."""
-        call = self.calls[index]
-        return call.state_in is None and all(self.buffers[old].producer is not None for old, _new in call.written)
+        return ValueRead(ref, found, shape_only, tuple(sorted(positions))) if starts else None
 
     # random states ----------------------------------------------------------------------------------------------------
 
@@ -185,13 +178,9 @@ class BufferTape:
         return before, after
 
     def lend(self, borrowed: Movement, left: Movement) -> None:
-        """Note that the default generators draw another stream from here on, until `take_back`.
-
-        On other devices than the CPU it cannot be tracked; they continue as before afterwards.
-
-        Args:
-            borrowed: from the CPU's state to the first of that stream.
-            left: from the CPU's state to the one after the loan.
+        """Note that the default generators draw another stream from here on, until `take_back`: ``borrowed`` leads from
+        the CPU's state to its first, ``left`` to the state after it. Other devices cannot be tracked; they continue as
+        before.
         """
         if not self.follows("cpu") or self.lent is not None:
             self.state_broken = True
@@ -281,11 +270,7 @@ class OpRecorder(BufferTape):
                 self.inputs[b], self.given[b] = position, self.ref(leaf)
 
     def refuse(self, problem: str) -> None:
-        """Note a problem that no recipe supports.
-
-        Raises:
-            TraceError: always, if this is a strict recorder.
-        """
+        """Note a problem that no recipe supports; a strict recorder raises it as a `TraceError`."""
         if self.strict:
             raise TraceError(problem)
         self.problem = self.problem or problem
@@ -304,10 +289,10 @@ class OpRecorder(BufferTape):
 
     def block_output(self, tensor: Tensor, call: int, leaf: int) -> None:
         """Note a tensor that a nested region returned."""
+        self.state_broken = True
         if not self.knows(tensor):
             b = self._new_buffer(tensor, Source.BLOCK, name=f"{call}.{leaf}", keepable=True)
             self.blocks[b], self.given[b] = (call, leaf), self.ref(tensor)
-        self.state_broken = True
 
     def saved(self, tensor: Tensor) -> int:
         """Note a tensor that autograd saved; returns its slot."""
@@ -376,8 +361,7 @@ class OpRecorder(BufferTape):
         if empty is not None:
             func, args, kwargs = empty
             given = args, kwargs
-        index = len(self.ops)
-        inputs = list(dict.fromkeys(ref.buffer for ref in _refs(given)))
+        index, inputs = len(self.ops), list(dict.fromkeys(ref.buffer for ref in _refs(given)))
         for ref, tensor in zip(_refs(ran.given), _tensors(ran.args, ran.kwargs), strict=True):
             name = self.names.get(ref.buffer, "")
             if not tensor.requires_grad and name in self._trained:
@@ -387,7 +371,8 @@ class OpRecorder(BufferTape):
         written = tuple((old, self._overwrite(old, parts, index)) for old, parts in pieces.items())
         if len(written) == 1 and isinstance(out, Tensor) and func._schema.returns[0].alias_info is not None:
             # a real tensor that something fake was written into: the result is fake, and the same memory
-            self._is_now(out, written[0][1])
+            self._current.setdefault(storage_of(out), written[0][1])
+            self._alive.append((out.untyped_storage(), out))
         outputs = [new for _old, new in written]
         refs = self._results(out, outputs, index)
         self._reads_of_shapes(func, args, refs)
@@ -443,11 +428,21 @@ class OpRecorder(BufferTape):
         if self.buffers[old].source is not Source.OP:
             return self._overwrite_of_others(old, parts[0], op)
         new = self._new_buffer(parts[0], Source.OP, producer=op)
-        if self._spares_what_is_saved(old, new, parts):  # otherwise its holders would hold the new values
-            self._keepable(old, False)
-            self.taps.pop(old, None)
-        else:  # autograd holds it with its new values, and it may not be recomputed or read
+        held = [(i, saved) for i, saved in enumerate(self.slots) if saved.ref.buffer == old]
+        places = [self.ref(t) for t in parts]
+        if any(
+            version_of(saved.tensor) != saved.version or not all(are_apart(saved.ref, place) for place in places)
+            for _i, saved in held
+        ):  # autograd holds it with its new values, and it may not be recomputed or read
             self.overtaken.add(old)
+            return new
+        # the saved part is left alone: pieces of memory with their own version counters (``unsafe_chunk``, as in
+        # recurrent cells). Its slots are then the new buffer's, which has the same values there
+        for i, saved in held:
+            self.slots[i] = saved._replace(ref=replace(saved.ref, buffer=new))
+            self._keepable(new)
+        self._keepable(old, False)
+        self.taps.pop(old, None)
         return new
 
     def _overwrite_of_others(self, old: int, tensor: Tensor, op: int) -> int:
@@ -465,20 +460,6 @@ class OpRecorder(BufferTape):
         call = RecordedOp(func, (), {}, (), written)
         self._add_op(f"{func}, its running statistics", call, tuple(pieces), made, anchor=Anchor.MUTATED)
         return written
-
-    def _spares_what_is_saved(self, old: int, new: int, written: Sequence[Tensor]) -> bool:
-        """Whether a write leaves the saved part of a buffer alone: pieces of memory with their own version counters
-        (``unsafe_chunk``, as in recurrent cells). The slots are then the new buffer's: it has the same values there.
-        """
-        held = [(i, saved) for i, saved in enumerate(self.slots) if saved.ref.buffer == old]
-        places = [self.ref(t) for t in written]
-        for _i, saved in held:
-            if version_of(saved.tensor) != saved.version or not all(are_apart(saved.ref, place) for place in places):
-                return False
-        for i, saved in held:
-            self.slots[i] = saved._replace(ref=replace(saved.ref, buffer=new))
-            self._keepable(new)
-        return True
 
     # values that decisions depend on ---------------------------------------------------------------------------------
 
@@ -534,14 +515,7 @@ class OpRecorder(BufferTape):
             buffers=tuple(self.buffers),
             ops=tuple(self._anchored(op, asked) for op in self.ops),
             slots=tuple(
-                Slot(
-                    index=i,
-                    buffer=ref.buffer,
-                    shape=ref.size,
-                    dtype=str(ref.dtype).removeprefix("torch."),
-                    op=op,
-                    path=path,
-                )
+                Slot(index=i, buffer=ref.buffer, shape=ref.size, dtype=str(ref.dtype)[6:], op=op, path=path)
                 for i, (ref, op, path, *_) in enumerate(self.slots)
             ),
             outputs=tuple(r.buffer for r in output_leaves if isinstance(r, TensorRef)),
@@ -582,7 +556,7 @@ def _tensors(*values: Any) -> list[Tensor]:
     return [leaf for leaf in op_leaves(*values) if isinstance(leaf, Tensor)]
 
 
-def _refs(given: Any) -> list[TensorRef]:
+def _refs(given: tuple[Any, Any]) -> list[TensorRef]:
     return [leaf for leaf in op_leaves(*given) if isinstance(leaf, TensorRef)]
 
 
@@ -594,20 +568,7 @@ def _values_of(tensor: Tensor) -> Tensor:
 # pieces of one memory: whether two views of it overlap ----------------------------------------------------------------
 
 
-class Strided(Protocol):
-    """A view; ``offset`` in elements from the start of the memory."""
-
-    @property
-    def size(self) -> tuple[int, ...]: ...
-    @property
-    def stride(self) -> tuple[int, ...]: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def dtype(self) -> Any: ...
-
-
-def are_apart(a: Strided, b: Strided) -> bool:
+def are_apart(a: TensorRef, b: TensorRef) -> bool:
     """Whether two views of one memory surely have no element in common: disjoint boxes of one grid."""
     if a.dtype is not b.dtype:
         return False

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jettison.core.errors import TraceError
@@ -56,9 +57,6 @@ def whole_parameters(
     Args:
         fake: makes a tensor without memory, for a device, like the given one, which is on ``meta``.
         stored: in its stored dtype, not in that of the mixed precision policy.
-
-    Raises:
-        TraceError: a parameter has its own all-gather, as quantised ones do.
     """
     for sharded in managed_parameters(module):
         if hasattr(sharded._sharded_local_tensor, "fsdp_post_all_gather"):
@@ -79,9 +77,7 @@ def whole_parameters(
 
 
 def _spec_inside(sharded: Any, whole: Tensor) -> Any:
-    """Tensor-parallel spec of an unsharded parameter, in its all-gather dtype; None without tensor parallelism.
-    torch 2.11 has it under another name, in the sharded parameter's dtype.
-    """
+    """Tensor-parallel spec of an unsharded parameter, in its all-gather dtype (torch 2.11: sharded dtype), or None."""
     if not hasattr(sharded, "_unsharded_dtensor_spec"):
         return getattr(sharded, "_tp_spec", None)
     spec = sharded._unsharded_dtensor_spec
@@ -169,16 +165,14 @@ def _cast(dtype: torch.dtype | None, given: Any) -> Any:
 
 
 def whole_now(model: nn.Module, table: dict[str, Any], leaf: str, seen: Tensor) -> Tensor:
-    """The parameter at ``table[leaf]`` as a forward sees it, all-gathered if necessary.
-
-    Args:
-        model: where to search for FSDP's modules.
-        seen: the table's entry when the forward began; it is the answer if FSDP does not manage the parameter.
+    """The parameter at ``table[leaf]`` as a forward sees it, all-gathered if necessary. ``seen``: the table's entry
+    when the forward began, which is the answer if FSDP does not manage the parameter.
     """
     if seen not in _managers:
-        _managers[seen] = _manager(model, seen)
-    found = _managers[seen]
-    module, sharded = (found[0](), found[1]()) if found is not None else (None, None)
+        managed = ((module, one) for module in sharded_modules(model) for one in managed_parameters(module))
+        manager = (pair for pair in managed if any(getattr(pair[1], form, None) is seen for form in _FORMS))
+        _managers[seen] = tuple(map(weakref.ref, next(manager, ())))
+    module, sharded = (known() for known in _managers[seen] or (lambda: None,) * 2)
     if module is None or sharded is None:
         return seen
     if table[leaf] is not getattr(sharded, "_unsharded_param", None):
@@ -188,15 +182,7 @@ def whole_now(model: nn.Module, table: dict[str, Any], leaf: str, seen: Tensor) 
 
 
 _managers: Any = WeakTensorKeyDictionary()
-"""By parameter: weak references to the module that all-gathers it and to FSDP's own object for it, or None."""
-
-
-def _manager(model: nn.Module, parameter: Tensor) -> Any:
-    for module in sharded_modules(model):
-        for sharded in managed_parameters(module):
-            if any(getattr(sharded, form, None) is parameter for form in _FORMS):
-                return weakref.ref(module), weakref.ref(sharded)
-    return None
+"""By parameter: weak references to the module that all-gathers it and to FSDP's own object for it, if any."""
 
 
 @contextlib.contextmanager
@@ -230,7 +216,8 @@ class Unwatched:
         return Unwatched(copy.deepcopy(self.hook, memo), self.watcher)
 
     def __call__(self, *args: Any) -> Any:
-        watchers = [self.watcher] if self.watcher is not None else _recorders()
+        modes = (mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "paused"))
+        watchers = [self.watcher] if self.watcher is not None else list(modes)
         before = [watcher.paused for watcher in watchers]
         for watcher in watchers:
             watcher.paused = True
@@ -239,12 +226,6 @@ class Unwatched:
         finally:
             for watcher, was in zip(watchers, before, strict=True):
                 watcher.paused = was
-
-
-def _recorders() -> list[Any]:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return [mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "paused")]
 
 
 def managed_parameters(module: Any) -> Iterator[Any]:

@@ -14,13 +14,13 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.code_names import is_foreign, is_of_the_program
-from jettison.capture.process_switches import imported_since
+from jettison.capture.process_switches import noting_entries
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 
@@ -41,13 +41,10 @@ from jettison.core.objects import Same
 
 
 class Notes(Protocol):
-    """Listener to imports."""
+    """Listener to imports: before code runs (None for that of a library, which will stay), and after it did."""
 
-    def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None:
-        """Called before its code runs; None for that of a library, which will stay."""
-
-    def imported(self, module: types.ModuleType, *, stays: bool) -> None:
-        """Called after its code ran; its changes are undone, or it ``stays``."""
+    def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None: ...
+    def imported(self, module: types.ModuleType, *, stays: bool) -> None: ...
 
 
 _LOOKING: list[Notes] = []
@@ -55,7 +52,6 @@ _KEPT: list[types.ModuleType] = []
 _STAYING: list[types.ModuleType] = []  # being imported for good, the outermost first
 _INSIDE: list[types.ModuleType] = []  # large libraries that are being imported, and their imports
 _LOADER: Any = importlib.machinery.SourceFileLoader
-_EXECUTE = "exec_module"
 
 
 def imported_in_runs() -> list[types.ModuleType]:
@@ -67,7 +63,7 @@ def imported_in_runs() -> list[types.ModuleType]:
 def note_imports(notes: Notes) -> None:
     """Report every module whose code runs until `ignore_imports`, except those of large libraries."""
     if not _LOOKING:
-        setattr(_LOADER, _EXECUTE, _noting(getattr(_LOADER, _EXECUTE)))
+        _LOADER.exec_module = _noting(_LOADER.exec_module)
     _LOOKING.append(notes)
 
 
@@ -76,7 +72,7 @@ def ignore_imports(notes: Notes) -> None:
     if notes in _LOOKING:
         _LOOKING.remove(notes)
         if not _LOOKING:
-            delattr(_LOADER, _EXECUTE)  # inherited from a base class
+            del _LOADER.exec_module  # inherited from a base class
 
 
 def forget_import(module: types.ModuleType) -> None:
@@ -93,27 +89,24 @@ def _noting(execute: Any) -> Any:
     @functools.wraps(execute)
     def noting(loader: Any, module: types.ModuleType) -> None:
         if _INSIDE or is_foreign(module.__name__):
-            _INSIDE.append(module)
-            try:
-                with imported_since.noted():
-                    execute(loader, module)
-            finally:
-                _INSIDE.pop()
+            with noting_entries(), contextlib.ExitStack() as stack:
+                _INSIDE.append(module)
+                stack.callback(_INSIDE.pop)
+                execute(loader, module)
             return
-        stays = bool(_STAYING) or not is_of_the_program(module.__name__)
+        stays, code = bool(_STAYING) or not is_of_the_program(module.__name__), None
+        with contextlib.suppress(ImportError, SyntaxError, OSError, ValueError):  # its import will raise it
+            code = None if stays else loader.get_code(module.__name__)
         if not _STAYING:
             for notes in list(_LOOKING):
-                notes.importing(module, None if stays else _code_of(loader, module))
+                notes.importing(module, code)
         registered = _registered()
-        if stays:
-            _STAYING.append(module)
-        paths = imported_since.noted() if stays else contextlib.nullcontext()
-        try:
-            with _disable_current_modes(), torch.enable_grad(), paths:
-                execute(loader, module)
-        finally:
+        with _disable_current_modes(), torch.enable_grad(), contextlib.ExitStack() as stack:
             if stays:
-                _STAYING.remove(module)
+                _STAYING.append(module)
+                stack.callback(_STAYING.remove, module)
+                stack.enter_context(noting_entries())
+            execute(loader, module)
         stays = stays or registered != _registered()
         if stays:
             _KEPT.append(module)
@@ -121,12 +114,6 @@ def _noting(execute: Any) -> Any:
             notes.imported(module, stays=stays)
 
     return noting
-
-
-def _code_of(loader: Any, module: types.ModuleType) -> types.CodeType | None:
-    with contextlib.suppress(ImportError, SyntaxError, OSError, ValueError):  # its import will raise it
-        return cast(types.CodeType | None, loader.get_code(module.__name__))
-    return None
 
 
 def _registered() -> tuple[int, ...]:
@@ -145,7 +132,9 @@ def _registered() -> tuple[int, ...]:
 # Temporary files may be made, and files that Python and compilers write while they import and compile may stay.
 
 
-_ALLOWED = ("importlib", "tempfile", "torch._dynamo", "torch._inductor", "torch._functorch", "triton", "linecache")
+_ALLOWED = (
+    *("importlib.", "tempfile.", "torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.", "linecache."),
+)
 """Packages whose own files are the same whenever they are written, or are deleted by themselves."""
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _REFUSING: dict[int, list[list[UnsupportedModule]]] = {}
@@ -154,10 +143,8 @@ _LOCK = threading.Lock()
 
 
 def refuse_file_changes(refused: list[UnsupportedModule]) -> None:
-    """Refuse, in this thread, to open a file for writing, to rename or delete one, and to start a process.
-
-    Args:
-        refused: gets each error that is raised, since the surrounding code may catch it.
+    """Refuse, in this thread, to open a file for writing, to rename or delete one, and to start a process. ``refused``
+    gets each error that is raised, since the surrounding code may catch it.
     """
     with _LOCK:
         if not _REFUSING:
@@ -265,17 +252,14 @@ def _is_of_the_run(path: Any) -> bool:
 
 def _is_allowed(frame: types.FrameType | None) -> bool:
     while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith("jettison."):
-            return False
-        if any(name == one or name.startswith(f"{one}.") for one in _ALLOWED):
-            return True
+        name = f"{frame.f_globals.get('__name__')}."
+        if name.startswith(("jettison.", *_ALLOWED)):
+            return not name.startswith("jettison.")
         frame = frame.f_back
     return False
 
 
-_PLACES = [(holder, name, getattr(holder, name)) for holder, name, _ in _functions()]
-_ASKING = {
-    Same(getattr(holder, name)): _asking(getattr(holder, name), refuses) for holder, name, refuses in _functions()
-}
+_FUNCTIONS = [(holder, name, getattr(holder, name), refuses) for holder, name, refuses in _functions()]
+_PLACES = [place for *place, _ in _FUNCTIONS]
+_ASKING = {Same(own): _asking(own, refuses) for _, _, own, refuses in _FUNCTIONS}
 _KINDS = (types.BuiltinFunctionType, types.FunctionType)

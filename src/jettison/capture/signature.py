@@ -32,18 +32,16 @@ def leaf_signature(leaf: Any) -> Any:
         UnsupportedModule: a tensor that is not one piece of memory.
     """
     kind = leaf.__class__
-    if kind in _SCALARS:
-        return kind, leaf
     if kind is Tensor and leaf.layout is torch.strided:  # the common case
         return tensor_description(leaf)
+    if kind in _SCALARS or isinstance(leaf, _SCALARS):
+        return kind, leaf
     if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and not is_traceable_wrapper_subclass(leaf):
         raise UnsupportedModule(
             f"an argument of a planned module is a tensor of layout {leaf.layout}, which no recording can hold yet; "
             "expected dense tensors. Pass its parts and put it together inside, or leave the module out with "
             "regions=[...]"
         )
-    if isinstance(leaf, _SCALARS):
-        return type(leaf), leaf
     return described(leaf)
 
 
@@ -54,13 +52,8 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     of arguments that share memory do.
     """
     leaves, shape = tree_shape((args, kwargs))
-    return leaves, (shape, tuple(map(leaf_signature, leaves)), _sharing(leaves))
-
-
-def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:
-    """(position, position of the first argument in the same memory, bytes between the two)."""
     first: dict[int, tuple[int, int]] = {}
-    found = []
+    found = []  # (position, position of the first argument in the same memory, bytes between the two)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             inner = leaf if leaf.__class__ is Tensor else plain(leaf)
@@ -68,7 +61,7 @@ def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:
             other, start = first.setdefault(inner.untyped_storage()._cdata, (position, at))
             if other != position:
                 found.append((position, other, at - start))
-    return tuple(found)
+    return leaves, (shape, tuple(map(leaf_signature, leaves)), tuple(found))
 
 
 _READ = tuple(read for read, _ in KERNEL_SWITCHES)
@@ -170,9 +163,8 @@ MOST_BYTES = 4096  # of an array that is compared by its values
 
 
 def described(value: Any) -> Any:
-    """Hashable description: tensors by their metadata, plain values by themselves, objects by their contents.
-
-    Modules, types and opaque objects (generators, files, objects of C) are known by their type alone.
+    """Hashable description: tensors by their metadata, plain values by themselves, objects by their contents; modules,
+    types and opaque objects (generators, files, objects of C) by their type alone.
     """
     return _described(value, 0, set())
 
@@ -181,9 +173,7 @@ _ATOMS = frozenset(PLAIN) - {float}  # exact types of most values
 
 
 def _described(value: Any, depth: int, above: set[int]) -> Any:
-    if type(value) in _ATOMS:
-        return type(value), value
-    if is_a(value, PLAIN):
+    if type(value) in _ATOMS or is_a(value, PLAIN):
         return type(value), repr(value) if is_a(value, float) else value
     if is_a(value, Tensor):
         return tensor_description(value)
@@ -207,18 +197,17 @@ def _described(value: Any, depth: int, above: set[int]) -> Any:
     if is_a(value, functools.partial):
         return "partial", inner(value.func, value.args, value.keywords)
     if is_a(value, types.MethodType):
-        return (
-            "method",
-            value.__func__.__code__ if hasattr(value.__func__, "__code__") else type(value),
-            inner(value.__self__),
-        )
+        return "method", getattr(value.__func__, "__code__", type(value)), inner(value.__self__)
     if is_a(value, types.FunctionType):
-        return "function", value.__code__, inner(*_cells(value), value.__defaults__, value.__kwdefaults__)
+        cells = [attribute_of(cell, "cell_contents") for cell in value.__closure__ or ()]
+        return "function", value.__code__, inner(*cells, value.__defaults__, value.__kwdefaults__)
     if is_a(value, types.BuiltinFunctionType):
         return value
-    array = _array(value)
-    if array is not None:
-        return array
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and is_a(value, numpy.generic | numpy.ndarray):
+        array = numpy.asarray(value)
+        values = array.tobytes() if array.nbytes <= MOST_BYTES and array.dtype != object else None
+        return type(value), str(array.dtype), array.shape, values
     held = [attribute_of(value, name) for cls in type(value).__mro__ for name in slots_of(cls)]
     attributes = attributes_of(value)
     if is_a(attributes, dict):
@@ -228,37 +217,7 @@ def _described(value: Any, depth: int, above: set[int]) -> Any:
 
 def tensor_description(tensor: Tensor) -> tuple[Any, ...]:
     """Everything about a tensor except its values and its place in memory."""
-    if tensor.__class__ is Tensor:  # the common case
-        inner, wraps = tensor, None
-    else:
-        inner, wraps = plain(tensor), wrapping(tensor)
-    return (
-        inner.shape,
-        inner.stride(),
-        tensor.dtype,
-        tensor.requires_grad,
-        tensor.device.type,
-        wraps,
-        inner.is_conj(),
-        inner.is_neg(),
-    )
-
-
-def _cells(function: types.FunctionType) -> list[Any]:
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # an empty cell
-            found.append(None)
-    return found
-
-
-def _array(value: Any) -> Any:
-    """numpy's scalars and small arrays by their values, large arrays by their metadata; None for anything else."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not is_a(value, numpy.generic | numpy.ndarray):
-        return None
-    found = numpy.asarray(value)
-    values = found.tobytes() if found.nbytes <= MOST_BYTES and found.dtype != object else None
-    return type(value), str(found.dtype), found.shape, values
+    common = tensor.__class__ is Tensor
+    inner, wraps = (tensor, None) if common else (plain(tensor), wrapping(tensor))
+    form = inner.shape, inner.stride(), tensor.dtype, tensor.requires_grad, tensor.device.type
+    return *form, wraps, inner.is_conj(), inner.is_neg()

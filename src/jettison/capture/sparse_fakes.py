@@ -63,7 +63,8 @@ def sparse_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func in _CLONES or (name.removesuffix("_") in _ROW_BY_ROW and sum(map(is_sparse, op_leaves(args, kwargs))) == 1):
         if func._schema.is_mutable:
             return given
-        return _copy(given)
+        indices, values = torch.empty_like(given._indices()), given._values().new_empty(given._values().shape)
+        return _of(indices, values, given.shape, coalesced=given.is_coalesced())
     if any(isinstance(one.type, torch.TensorType) for one in func._schema.returns):
         raise TraceError(
             f"{func} is called with a sparse tensor (the gradient of an Embedding(sparse=True), say), and how much "
@@ -85,9 +86,7 @@ def with_fake_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 
 
 def _fake_indices(real: Tensor, beside: Tensor) -> Tensor:
-    """Indices of a real batch, or made of them: they live as long as their sparse tensor, and a fake copy of them
-    would count once more.
-    """
+    """Indices of a real batch, or made of them, kept alive by a tensor that does not count again."""
     if isinstance(real, FakeTensor):
         return real
     made = beside.new_empty((1,) * real.dim(), dtype=real.dtype)
@@ -138,11 +137,6 @@ def _bytes(tensor: Tensor) -> int:
 def _of(indices: Tensor, values: Tensor, size: Any, *, coalesced: bool) -> Tensor:
     made: Tensor = aten._sparse_coo_tensor_unsafe(indices, values, size, is_coalesced=coalesced)
     return made
-
-
-def _copy(given: Tensor) -> Tensor:
-    indices, values = given._indices(), given._values()
-    return _of(torch.empty_like(indices), values.new_empty(values.shape), given.shape, coalesced=given.is_coalesced())
 
 
 def _sum(func: Any, one: Tensor, other: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.dispatch import eagerly
+from jettison.capture.dispatch import eagerly, forked_streams
 from jettison.capture.isolation import WritesUndone, leaving_nothing, without_our_hooks, without_plans
 from jettison.capture.kinds import TENSOR_HOOKS
 from jettison.capture.recording import RegionTrace, TensorRef
@@ -50,10 +50,8 @@ def forwards(instead: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 def stub_outputs(
     trace: RegionTrace, leaves: list[Any], *, probe: StubProbe | None = None, call: int = 0, held: tuple[Any, ...] = ()
 ) -> Any:
-    """The region's outputs, made from metadata; inputs that it returned are passed through.
-
-    Args:
-        held: kept alive until the stub's backward, as by the block.
+    """The region's outputs, made from metadata; inputs that it returned are passed through. ``held`` is kept alive
+    until the stub's backward, as by the block.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     by_input = {b: leaves[position] for b, position in trace.inputs.items()}
@@ -114,11 +112,8 @@ def tensors_made(
     refs: Sequence[TensorRef], device: torch.device, *, beside: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """New tensors, uninitialized. Those that are parts of one buffer are parts of one storage: a call's signature
-    includes how its arguments share memory.
-
-    Args:
-        beside: a fake tensor; the new ones are then fake as well. Plain integers would be real in a call with a real
-            batch (see `RealUntilFake`), and the code after a stub would index with uninitialized memory.
+    includes how its arguments share memory. With a fake tensor ``beside`` they are fake: plain integers would be real
+    in a call with a real batch (see `RealUntilFake`), and index with uninitialized memory.
     """
     empty = torch.empty if beside is None else plain(beside).detach().new_empty
     parts: dict[int, list[TensorRef]] = {}
@@ -171,10 +166,8 @@ def is_real(module: nn.Module) -> bool:
 
 
 def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
-    """A trace without ops: inputs, and outputs as one real call returned them.
-
-    Args:
-        module: on real tensors. Its buffers and the random generators are restored.
+    """A trace without ops: inputs, and outputs as one call on real tensors returned them; buffers and random generators
+    are restored.
     """
     leaves, spec = tree_flatten((args, kwargs))
     with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves):
@@ -187,13 +180,10 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
 def holding_nothing() -> Iterator[None]:
     """Let forwards build a graph without saved tensors: they may put hooks on its nodes."""
 
-    def nothing(_saved: Any) -> None:
-        return None
-
     def asked(_nothing: None) -> Tensor:
         raise RuntimeError("a forward runs a backward of its own")
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, asked):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _saved: None, asked):
         yield
 
 
@@ -227,10 +217,10 @@ def stand_in(leaf: Any) -> Any:
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
     """Restore tensors, random generators and Python's state after the context. No plan is active in it."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+
     with (
         without_plans(module),
-        torch.random.fork_rng(devices=devices),
+        forked_streams(),
         leaving_nothing([module], values),
         WritesUndone(),
         torch.autograd.set_detect_anomaly(False),  # gradients are uninitialized memory
@@ -265,25 +255,25 @@ def _trace_of(given: list[Any], output: Any) -> RegionTrace:
     buffers: list[Buffer] = []
     inputs: dict[int, int] = {}
     known: dict[int, int] = {}
+
+    def buffer_of(tensor: Tensor, source: Source, **more: Any) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            known[storage._cdata] = len(buffers)
+            buffers.append(Buffer(index=len(buffers), nbytes=storage.nbytes(), source=source, **more))
+        return known[storage._cdata]
+
     for position, leaf in enumerate(given):
-        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
-            known[leaf.untyped_storage()._cdata] = inputs_index = len(buffers)
-            inputs[inputs_index] = position
-            nbytes = leaf.untyped_storage().nbytes()
-            buffers.append(
-                Buffer(index=inputs_index, nbytes=nbytes, source=Source.INPUT, name=str(position), keepable=True)
-            )
+        if isinstance(leaf, Tensor):
+            inputs.setdefault(buffer_of(leaf, Source.INPUT, name=str(position), keepable=True), position)
     leaves, spec = tree_flatten(output)
-    refs: list[Any] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            refs.append(leaf)
-            continue
-        index = known.setdefault(leaf.untyped_storage()._cdata, len(buffers))
-        if index == len(buffers):
-            buffers.append(Buffer(index=index, nbytes=leaf.untyped_storage().nbytes(), source=Source.OUTER))
-        refs.append(TensorRef(index, tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset(), leaf.dtype))
-    outputs = tuple(r.buffer for r in refs if isinstance(r, TensorRef))
+    refs = [
+        TensorRef(buffer_of(t, Source.OUTER), tuple(t.shape), tuple(t.stride()), t.storage_offset(), t.dtype)
+        if isinstance(t, Tensor)
+        else t
+        for t in leaves
+    ]
+    outputs = tuple(ref.buffer for ref in refs if isinstance(ref, TensorRef))
     return RegionTrace(
         program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs),
         inputs=inputs,

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
 from jettison.capture.randomness import default_stream
 from jettison.capture.recorder import OpRecorder, ValuesRead
-from jettison.capture.recording import Place, RegionTrace, TensorRef, ValueRead
+from jettison.capture.recording import Place, RegionTrace, TensorRef
 from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
 from jettison.capture.stand_ins import forwards, is_real, observed_trace, stub_outputs
@@ -86,12 +87,13 @@ def _traced(
 ) -> ModelTrace:
     """See `trace_model`. Raises `OtherRegions` if it can be traced with others."""
     started = time.perf_counter()
+    is_sharded = bool(sharded_modules(model))
     with torch.random.fork_rng(devices=[]):
         fake_model = fake_copy(model, mode)
         held = batch if values_known else fake_batch(batch, mode)
-        if sharded_modules(model):
+        if is_sharded:
             held = as_batch(*cast_batch(model, *as_call(held)))
-    watchable = values_known and is_real(model) and not sharded_modules(model)
+    watchable = values_known and is_real(model) and not is_sharded
     tracer = Tracer(fake_model, mode, regions, model if watchable else None)
     root_signature = (call_signature(*as_call(held))[1], global_signature())
     given = as_batch(*opaque_copy(as_call(held)))
@@ -131,18 +133,23 @@ def _traced(
                 f"blocks like {cls.example} cannot be recorded: they are checkpointed whole where a second run of "
                 f"their Python gives the same values, and kept where not: {cls.problem}"
             )
-    _mark_shared(trace, tracer)
+    shared: dict[str, set[int]] = {}  # rotary tables, masks, encoder output: they cost no single block a byte
+    for call, storages in zip(trace.calls, tracer.memory.given, strict=True):
+        call.shared = frozenset(p for p, storage in storages.items() if len(tracer.uses[storage]) > 1)
+        shared.setdefault(call.class_key, set()).update(call.shared)
+    for key, positions in shared.items():
+        trace.classes[key].trace.share(positions)
     assert tracer.root is not None
     mark_overwritten(trace, tracer.memory, tracer.root)
-    for name, found in [(call.name, trace.classes[call.class_key].trace) for call in trace.calls] + [("", trace.root)]:
-        found.anchor_detached(stepped_in_backward(model.get_submodule(name)))
+    for call in trace.calls:
+        trace.classes[call.class_key].trace.anchor_detached(stepped_in_backward(model.get_submodule(call.name)))
+    trace.root.anchor_detached(stepped_in_backward(model))
     return trace
 
 
 @contextlib.contextmanager
 def uncached_autocast() -> Iterator[None]:
-    """Make autocast cast a weight at every use, during a recording."""
-    # with the cache on, the second use of a weight would find a cast copy that no recorded op made
+    """Make autocast cast a weight at every use: of its cache no recorded op would have made the copies."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -161,11 +168,7 @@ def on_fakes(mode: FakeTensorMode) -> Iterator[None]:
 
 
 def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Iterable[str]) -> RegionTrace:
-    """Record a model's ops around its blocks, for arguments like these.
-
-    Raises:
-        TraceError: it cannot run on tensors without values.
-    """
+    """Record a model's ops around its blocks, for arguments like these; a `TraceError` if it needs values."""
     mode = mode_of(module, args, kwargs)
     fake_model = fake_copy(module, mode)
     tracer = Tracer(fake_model, mode, blocks, module if is_real(module) and not sharded_modules(module) else None)
@@ -181,11 +184,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @contextlib.contextmanager
 def unseen_outputs(classes: dict[str, BlockClass]) -> Iterator[None]:
-    """Raise if code around a block that was only observed needs more of it than its outputs.
-
-    Raises:
-        TraceError: there is such a block, and the code around it failed.
-    """
+    """Raise `TraceError` if code around a block that was only observed fails without more of it than its outputs."""
     try:
         yield
     except (LookupError, AttributeError, TypeError) as error:
@@ -274,14 +273,8 @@ class Tracer:
     def installed(self) -> Iterator[None]:
         modules = {name: self.fake_model.get_submodule(name) for name in self.names}
         self._keys = structural_keys(modules)
-        with forwards({module: self._wrap(name, module, module.forward) for name, module in modules.items()}):
+        with forwards({m: partial(self._block, name, m, m.forward) for name, m in modules.items()}):
             yield
-
-    def _wrap(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            return self._block(name, module, forward, args, kwargs)
-
-        return traced
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, OpRecorder]:
         leaves, _ = call_signature(args, kwargs)
@@ -311,7 +304,7 @@ class Tracer:
         del root.slots[inside:], root.sequence[calls:]
         return root.finish(output), outside
 
-    def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self.root is None:
             return forward(*args, **kwargs)
         leaves, signature = call_signature(args, kwargs)
@@ -341,7 +334,11 @@ class Tracer:
                 storages[position] = storage_of(leaf)
                 self.uses.setdefault(storages[position], set()).add(call)
         self.memory.given.append(storages)
-        output = self._stub(cls, leaves)
+        recorders, self.capture.recorders = self.capture.recorders, []
+        try:
+            output = stub_outputs(cls.trace, leaves)
+        finally:
+            self.capture.recorders = recorders
         self.root.nested_at.append(len(self.root.ops))
         self._last_output = {}
         for position, leaf in enumerate(tree_leaves(output)):
@@ -379,62 +376,29 @@ class Tracer:
             with recording_errors(), guessing(self.mode, False), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
-            if (read := _read_of_floats(trace, leaves)) is not None:
+            # later dry runs are on fake tensors, and on numbers that another block computed
+            floats = {p for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+            of_floats = {b for b, position in trace.inputs.items() if position in floats}
+            for op in trace.program.ops:
+                if not of_floats.isdisjoint(op.inputs):
+                    of_floats.update(op.outputs)
+            if (read := next((read for read in trace.reads if read.ref.buffer in of_floats), None)) is not None:
                 what = "shapes in it hang" if read.shape_only else "its Python goes by numbers that hang"
                 raise TraceError(f"{what} on the values of what the batch gives it")
             state.refuse_draws()
             state.refuse_writes()
-            self.memory.trails.append(Trail.of(recorder))
+            self.memory.trails.append(Trail(recorder))
         except TraceError as error:
             state.restore_streams()
             problem = str(error)
-            trace = self._observe(name, problem, *before)
+            if self.real is None:
+                raise TraceError(
+                    f"block {name!r} cannot be recorded ({problem}), and there is no real model here to watch instead; "
+                    "trace a model with real weights and a real batch, or leave the block out with regions=[...]"
+                ) from error
+            trace = observed_trace(self.real.get_submodule(name), *before)
             self.memory.trails.append(None)
         return BlockClass(key="", trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
-
-    def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
-        """The block's outputs as a real call of the real block returns them."""
-        if self.real is None:
-            raise TraceError(
-                f"block {name!r} cannot be recorded ({problem}), and there is no real model here to watch instead; "
-                "trace a model with real weights and a real batch, or leave the block out with regions=[...]"
-            )
-        return observed_trace(self.real.get_submodule(name), args, kwargs)
-
-    def _stub(self, cls: BlockClass, leaves: list[Any]) -> Any:
-        """Outputs like the block's own, tied to its inputs in the graph, without its memory."""
-        recorders, self.capture.recorders = self.capture.recorders, []
-        try:
-            return stub_outputs(cls.trace, leaves)
-        finally:
-            self.capture.recorders = recorders
-
-
-def _mark_shared(trace: ModelTrace, tracer: Tracer) -> None:
-    """Mark arguments of several blocks (rotary tables, masks, encoder output): they cost no single block a byte."""
-    shared: dict[str, set[int]] = {}
-    for call, storages in zip(trace.calls, tracer.memory.given, strict=True):
-        call.shared = frozenset(p for p, storage in storages.items() if len(tracer.uses[storage]) > 1)
-        shared.setdefault(call.class_key, set()).update(call.shared)
-    for key, positions in shared.items():
-        trace.classes[key].trace.share(positions)
-
-
-def _read_of_floats(trace: RegionTrace, leaves: list[Any]) -> ValueRead | None:
-    """A value that Python, or a shape, read from a tensor whose value is known only because it is computed from the
-    batch, which is the block's own argument.
-
-    The block is dry-run later on fake tensors, and on numbers that another block computed.
-    """
-    of_floats = {
-        b
-        for b, position in trace.inputs.items()
-        if isinstance(leaves[position], Tensor) and leaves[position].is_floating_point()
-    }
-    for op in trace.program.ops:
-        if not of_floats.isdisjoint(op.inputs):
-            of_floats.update(op.outputs)
-    return next((read for read in trace.reads if read.ref.buffer in of_floats), None)
 
 
 # memory that is written to after a block has used it, and before its backward -----------------------------------------
@@ -453,28 +417,18 @@ class Late:
     inside: set[int] = field(default_factory=set)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trail:
     """Memory of a finished recording. Storages are known by their addresses, which are not reused as long as they are
     referenced. Fake ones cost nothing to keep; real ones (masks, positions) would add up over the blocks, and are
     referenced weakly: freed memory cannot be written to.
     """
 
-    versions: dict[int, list[int]]
-    writes: frozenset[int]
-    alive: list[FakeTensor | StorageWeakRef]
-
-    @classmethod
-    def of(cls, recorder: OpRecorder) -> Trail:
-        """Build from a finished recording."""
+    def __init__(self, recorder: OpRecorder) -> None:
         tensors = recorder.tensors()
-        alive = [t if isinstance(t, FakeTensor) else StorageWeakRef(t.untyped_storage()) for t in tensors]
+        self.alive = [t if isinstance(t, FakeTensor) else StorageWeakRef(t.untyped_storage()) for t in tensors]
         known = {storage_of(tensor) for tensor in tensors}
-        return cls(
-            versions={storage: found for storage, found in recorder.versions.items() if storage in known},
-            writes=frozenset(storage for storage, _ in recorder.writes if storage in known),
-            alive=alive,
-        )
+        self.versions = {storage: found for storage, found in recorder.versions.items() if storage in known}
+        self.writes = {storage for storage, _ in recorder.writes if storage in known}
 
 
 @dataclass(kw_only=True)
@@ -488,9 +442,13 @@ class MemoryUses:
     def late(self, root: OpRecorder) -> list[Late]:
         """By call, its memory that the root or another block writes to later."""
         found = [Late() for _ in self.given]
-        for storage, before in self._writes(root):
-            for call in range(before):
-                self._mark(found[call], call, storage)
+        writes = dict.fromkeys(root.writes)  # (storage, number of calls before)
+        for call, trail in enumerate(self.trails):
+            writes.update(dict.fromkeys((storage, call) for storage in (trail.writes if trail else ())))
+        for storage, before in writes:
+            for late, given, trail in zip(found[:before], self.given, self.trails, strict=False):
+                late.places.update((False, position) for position, one in given.items() if one == storage)
+                late.inside.update(trail.versions.get(storage, ()) if trail else ())
             for call, leaf in self.made.get(storage, ()):
                 if call < before:
                     found[call].places.add((True, leaf))
@@ -505,18 +463,6 @@ class MemoryUses:
                 for b in (*root.versions.get(storage, ()), *([] if registered is None else [registered])):
                     found.setdefault(b, root.nested_at[call])
         return found
-
-    def _writes(self, root: OpRecorder) -> Iterable[tuple[int, int]]:
-        """Written storages, each with the number of calls before the write."""
-        events = dict.fromkeys(root.writes)
-        for call, trail in enumerate(self.trails):
-            events.update(dict.fromkeys((storage, call) for storage in (trail.writes if trail else ())))
-        return events
-
-    def _mark(self, late: Late, call: int, storage: int) -> None:
-        late.places.update((False, position) for position, found in self.given[call].items() if found == storage)
-        trail = self.trails[call]
-        late.inside.update(trail.versions.get(storage, ()) if trail else ())
 
 
 def mark_overwritten(trace: ModelTrace, memory: MemoryUses, root: OpRecorder) -> None:
@@ -541,11 +487,8 @@ def mark_overwritten(trace: ModelTrace, memory: MemoryUses, root: OpRecorder) ->
 
 
 def anchor_root(root: RegionTrace, written: Mapping[int, int]) -> None:
-    """Anchor saved buffers of the root that a block writes to: they are not recomputed, nor read for recomputation. A
-    buffer that the root reads after such a write is not the one that it made.
-
-    Args:
-        written: buffers that blocks write to, see `MemoryUses.in_the_root`.
+    """Anchor saved buffers of the root that a block writes to (see `MemoryUses.in_the_root`): they are not recomputed,
+    nor read for recomputation. A buffer that the root reads after such a write is not the one that it made.
     """
     saved = root.program.needed_buffers() & written.keys()
 

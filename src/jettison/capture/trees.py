@@ -114,11 +114,7 @@ def _is_closed(leaf: Any) -> bool:
 
 
 def _opened(tree: Any, above: tuple[int, ...]) -> Any:
-    """The tree with dataclasses opened.
-
-    Args:
-        above: ids of the dataclasses around it, one of which may refer to another.
-    """
+    """The tree with dataclasses opened, except those ``above`` (ids), to one of which it may refer."""
     leaves, spec = pytree.tree_flatten(tree, _is_size)
     return pytree.tree_unflatten([_open(leaf, above) if _is_closed(leaf) else leaf for leaf in leaves], spec)
 
@@ -134,10 +130,6 @@ def _open(leaf: Any, above: tuple[int, ...]) -> Any:
     return _Opened(type(leaf), values)
 
 
-def _flatten(opened: _Opened) -> tuple[list[Any], Any]:
-    return list(opened.values.values()), (opened.kind, tuple(opened.values))
-
-
 def _unflatten(values: Iterable[Any], context: Any) -> Any:
     kind, names = context
     made = object.__new__(kind)
@@ -146,4 +138,9 @@ def _unflatten(values: Iterable[Any], context: Any) -> Any:
     return made
 
 
-pytree.register_pytree_node(_Opened, _flatten, _unflatten, serialized_type_name="jettison.capture.trees._Opened")
+pytree.register_pytree_node(
+    _Opened,
+    lambda opened: (list(opened.values.values()), (opened.kind, tuple(opened.values))),
+    _unflatten,
+    serialized_type_name="jettison.capture.trees._Opened",
+)

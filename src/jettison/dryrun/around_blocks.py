@@ -71,8 +71,10 @@ def dry_run_root(
     held, gradients = [0] * count, [0] * count
     if real is not None:
         held = [real[call.class_key].resident_bytes for call in trace.calls]
-        if not trace.loop.gradients_held:
-            gradients = [_gradient_bytes(trace, i) for i in range(count)]
+        for number, name in enumerate(call.name for call in trace.calls):
+            if not trace.loop.gradients_held and all(call.name != name for call in trace.calls[:number]):
+                trained = (p for p in trace.fake_model.get_submodule(name).parameters() if p.requires_grad)
+                gradients[number] = sum(p.nbytes for p in trained)
     setting = _over_stubs(trace, levels, policy) if real is None else _over_blocks(trace, levels, policy, real)
     try:
         with setting, trace.context(), quiet_gc(), counter:
@@ -116,44 +118,29 @@ def around_stubs(
     if is_entangled(trace):
         return None
     tape = StretchTape()
-    with contextlib.ExitStack() as stack:
-        stack.callback(trace.fake_model.zero_grad)
-        levels = _RootLevels(AllocationCounter(), [(0, 0)] * len(trace.calls))
-        stack.enter_context(_over_stubs(trace, levels, policy))
-        stack.enter_context(dry_step.around(trace))
-        stack.enter_context(quiet_gc())
-        alive = dry_step.alive()
-        levels.counter = AllocationCounter(
-            alive, workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
-        )
-        del alive
-        try:
+    levels = _RootLevels(AllocationCounter(), [(0, 0)] * len(trace.calls))
+    try:
+        with _over_stubs(trace, levels, policy), dry_step.around(trace), quiet_gc():
+            levels.counter = AllocationCounter(
+                dry_step.alive(), workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
+            )
             with levels.counter:
                 *_, held = dry_step.passes(levels.counter)
                 levels.counter.reset_peak()
                 tape.end_bytes = levels.counter.live_bytes
                 del held
-        except _StubsFallShort:
-            return None
+    except _StubsFallShort:
+        return None
+    finally:
+        trace.fake_model.zero_grad()
     return tape
 
 
-def _gradient_bytes(trace: ModelTrace, call: int) -> int:
-    name = trace.calls[call].name
-    if any(c.name == name for c in trace.calls[:call]):
-        return 0
-    return sum(p.nbytes for p in trace.fake_model.get_submodule(name).parameters() if p.requires_grad)
-
-
 class _RootLevels:
-    """Records allocated bytes when a block's forward and its backward start, and the peak between blocks.
-
-    Args:
-        chains: bytes of each call's own inputs and outputs.
-    """
+    """Records allocated bytes when a block's forward and its backward start, and the peak between blocks."""
 
     def __init__(self, counter: AllocationCounter, chains: Sequence[tuple[int, int]]) -> None:
-        self.counter, self.chains = counter, chains
+        self.counter, self.chains = counter, chains  # bytes of each call's own inputs and outputs
         self.forward_levels: list[int] = []
         self.backward_levels: dict[int, int] = {}
         self.loss_peak = 0
@@ -170,12 +157,7 @@ class _RootLevels:
 
 
 def _next_of(calls: Iterator[int]) -> int:
-    """Return the number of the running call.
-
-    Raises:
-        UnsupportedModule: the forward made fewer calls, and this one comes in backward.
-        _StubsFallShort: it comes in the forward, which depends on Python state that blocks leave.
-    """
+    """Return the number of the running call, of which there may be more than were recorded."""
     call = next(calls, None)
     if call is None and torch._C._current_graph_task_id() == -1:
         raise _StubsFallShort

@@ -202,10 +202,8 @@ def with_memory_of_their_own(gradients: Mapping[nn.Parameter, Tensor]) -> dict[n
 def hold_gradients(
     trace: ModelTrace, module: nn.Module, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
 ) -> None:
-    """Allocate the gradients that the loop has when its forward starts. Call it in the trace's context.
-
-    Args:
-        left: the gradients that a step was seen to leave.
+    """Allocate the gradients that the loop has when its forward starts, those ``left`` by a step if it was seen. Call
+    it in the trace's context.
     """
     if trace.loop.gradients_held:
         for parameter in module.parameters():

@@ -13,13 +13,13 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.dispatch import forked_streams
 from jettison.capture.model_trace import BlockClass, CompiledProgram, CompileSettings, ModelTrace
 from jettison.capture.sharded import left_of_fsdp
 from jettison.capture.signature import as_signed, opaque_copy
@@ -28,7 +28,7 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError
 from jettison.core.progress import Progress
-from jettison.dryrun.block import forward_alone, given_to_block
+from jettison.dryrun.block import BlockLevels, forward_alone, given_to_block
 from jettison.dryrun.counter import quiet_gc
 from jettison.dryrun.peak import allocation_deltas
 from jettison.runtime.compiled import compiled, first_lines, looking, one_graph, staying
@@ -46,10 +46,7 @@ Run = Callable[[], None]
 
 
 class MeasuredChoice(NamedTuple):
-    """Bytes of one call, as `dryrun.block.BlockLevels`, and seconds of its forward and backward.
-
-    ``saved``: by buffer of the program, tensors that could be offloaded, if requested.
-    """
+    """`BlockLevels` of one call, seconds of its forward and backward, and tensors that could be offloaded, by buffer."""
 
     resident_bytes: int
     forward_peak_bytes: int
@@ -60,10 +57,8 @@ class MeasuredChoice(NamedTuple):
 
 
 def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> CompiledProgram:
-    """Inductor's program of a block before it chooses what to save.
-
-    Raises:
-        TraceError: torch cannot make one graph of it.
+    """Inductor's program of a block before it chooses what to save; a `TraceError` if torch cannot make one graph of
+    it.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -74,7 +69,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
         return compile_fx(graph, inputs, inner_compile=_uncompiled, config_patches=patches)
 
     with watching_splits() as seen, _alone(trace), torch._functorch.config.patch(enable_autograd_cache=False):
-        block = _CompiledBlock.of(trace, cls)
+        block = _CompiledBlock(trace, cls)
         block.module.forward = one_graph(block.module.forward, backend=split_only)
         try:
             block.run()
@@ -97,10 +92,8 @@ def measure_choices(
     *,
     may_move: bool = False,
 ) -> dict[str, MeasuredChoice]:
-    """Levels of every choice for a class of compiled blocks, by its key.
-
-    Args:
-        may_move: saved tensors are examined as well, and pass hooks.
+    """Levels of every choice for a class of compiled blocks, by its key. ``may_move``: saved tensors are examined as
+    well, and pass hooks.
     """
     assert cls.compiled is not None
     shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
@@ -118,7 +111,7 @@ def _measured(
     trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress, may_move: bool
 ) -> dict[str, MeasuredChoice]:
     assert cls.compiled is not None
-    block = _CompiledBlock.of(trace, cls)
+    block = _CompiledBlock(trace, cls)
     own, settings = block.module.forward, cls.compiled.settings
     forwards = {key: compiled(own, settings, policy, says=may_move) for key, policy in choices.items()}
     saved: dict[str, Mapping[int, SentTensor]] = {}
@@ -146,16 +139,12 @@ def _measured(
 class _CompiledBlock:
     """A block on real tensors, with arguments like those of a step."""
 
-    def __init__(self, module: nn.Module, call: Any, shared: set[int], device: str | None, *, held: bool) -> None:
-        self.module, self.call, self.shared, self.device, self.held = module, call, shared, device, held
-
-    @classmethod
-    def of(cls, trace: ModelTrace, like: BlockClass) -> _CompiledBlock:
+    def __init__(self, trace: ModelTrace, like: BlockClass) -> None:
         leaves, spec = tree_flatten((like.args, like.kwargs))
-        call = opaque_copy(tree_unflatten([stand_in(leaf) for leaf in leaves], spec), stand_in)
-        shared = {p for c in trace.calls if c.class_key == like.key for p in c.shared}
-        held = trace.loop.gradients_held
-        return cls(_copy_of(trace, like.example), call, shared, trace.device_type, held=held)
+        self.module = _copy_of(trace, like.example)
+        self.call = opaque_copy(tree_unflatten([stand_in(leaf) for leaf in leaves], spec), stand_in)
+        self.shared = {p for c in trace.calls if c.class_key == like.key for p in c.shared}
+        self.device, self.held = trace.device_type, trace.loop.gradients_held
 
     def run(self) -> None:
         for phase in self._phases():
@@ -232,22 +221,24 @@ class _CompiledBlock:
             torch.accelerator.synchronize()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _alone(trace: ModelTrace) -> Iterator[None]:
     """Set the switches of the trace; random generators are restored afterwards."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), as_signed(trace.root_signature[1]), torch.enable_grad():
+    with forked_streams(), as_signed(trace.root_signature[1]), torch.enable_grad():
         yield
 
 
 def _copy_of(trace: ModelTrace, name: str) -> nn.Module:
-    """The block with real tensors: the model's own parameters, with gradients of their own, and copies of its buffers;
-    made up if the model has no values.
-    """
+    """The block with the model's own parameters, with gradients of their own, and copies of its buffers; or made up."""
     fake = trace.fake_model.get_submodule(name)
-    real = dict(_tensors(trace.real.get_submodule(name))) if trace.real is not None else {}
+
+    def tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+        named = module.named_parameters, module.named_buffers
+        return [pair for of_kind in named for pair in of_kind(remove_duplicate=False)]
+
+    real = dict(tensors(trace.real.get_submodule(name))) if trace.real is not None else {}
     memo: dict[int, Any] = {id(left): left for left in left_of_fsdp(fake)}
-    for key, tensor in _tensors(fake):
+    for key, tensor in tensors(fake):
         theirs = real.get(key)
         if theirs is None or plain(theirs) is not theirs or theirs.shape != tensor.shape:
             made = stand_in(tensor).detach()
@@ -255,11 +246,6 @@ def _copy_of(trace: ModelTrace, name: str) -> nn.Module:
             made = theirs.detach() if isinstance(tensor, nn.Parameter) else theirs.detach().clone()
         memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     return copy.deepcopy(fake, memo)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
@@ -298,13 +284,6 @@ def options_of_levels(levels: Mapping[str, MeasuredChoice]) -> tuple[RegionOptio
     seconds = seconds_of_levels(levels)
     least = min(seconds.values())
     return tuple(
-        RegionOption(
-            key=key,
-            resident_bytes=level.resident_bytes,
-            forward_peak_bytes=level.forward_peak_bytes,
-            backward_peak_bytes=level.backward_peak_bytes,
-            lasting_bytes=level.lasting_bytes,
-            seconds=seconds[key] - least,
-        )
+        RegionOption(key=key, seconds=seconds[key] - least, **BlockLevels(*level[:4])._asdict())
         for key, level in levels.items()
     )

@@ -26,9 +26,10 @@ Any failure ends composition, with its reason: from then on every step is dry-ru
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any, Final, NamedTuple
 
 from jettison.capture.model_trace import ModelTrace
@@ -173,17 +174,17 @@ class Judge:
         if self.problem or first is None or labels.root not in self._dying or self._missing(labels):
             return None
         pieces = [self._pieces[self._key(place, labels)] for place in first.places]
-        gone: dict[int, list[tuple[int, int]]] = {}
+        gone: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         numbers = {place: number for number, place in enumerate(first.places)}
-        for alike, label in zip(first.alike, labels.calls, strict=True):
-            for place, level, nbytes in self._behind[alike, label]:
-                gone.setdefault(numbers[place], []).append((level, nbytes))
+        for kind_and_label in zip(first.alike, labels.calls, strict=True):
+            for place, level, nbytes in self._behind[kind_and_label]:
+                gone[numbers[place]].append((level, nbytes))
         last = _last(first, pieces)
+        if not self._dying[labels.root].keys() <= last.keys():
+            return None
         for key, nbytes in self._dying[labels.root].items():
-            if key not in last:
-                return None
             number, level = last[key]
-            gone.setdefault(number, []).append((level, nbytes))
+            gone[number].append((level, nbytes))
         live = first.start_bytes
         found: list[tuple[str, list[int]]] = []
         for number, (place, piece) in enumerate(zip(first.places, pieces, strict=True)):
@@ -191,7 +192,7 @@ class Judge:
                 found.append((place.phase, []))
             levels = [live + level for level in piece.levels]
             live += piece.left_bytes
-            for at, nbytes in gone.get(number, ()):
+            for at, nbytes in gone[number]:
                 levels[at:] = [level - nbytes for level in levels[at:]]
                 live -= nbytes
             found[-1][1].extend(levels)
@@ -223,11 +224,7 @@ class Judge:
         return sorted({place.call for place in inside if self._key(place, labels) not in self._pieces})
 
     def _record(self, tape: StretchTape, labels: StepPolicies) -> None:
-        """Cut a step that was dry-run into pieces.
-
-        Raises:
-            _CannotBeComposed: it contradicts an earlier step.
-        """
+        """Cut a step that was dry-run into pieces. Raises `_CannotBeComposed` if it contradicts an earlier step."""
         if tape.problem:
             raise _CannotBeComposed(tape.problem)
         if tape.names != [call.name for call in self.trace.calls]:
@@ -289,9 +286,9 @@ class Judge:
         """A step that shows the missing pieces of another, and more; None if that is best done by itself."""
         alike = range(len(labels.calls)) if self._first is None else self._first.alike
         missing = list(alike) if self._first is None else self._missing(labels)
-        kinds: dict[int, list[int]] = {}
+        kinds: defaultdict[int, list[int]] = defaultdict(list)
         for call, kind in enumerate(alike):
-            kinds.setdefault(kind, []).append(call)
+            kinds[kind].append(call)
         in_runs = any(first <= call < past for first, past in labels.runs for call in missing)
         if not missing or len(labels.calls) < ALIKE * len(kinds) or in_runs:
             return None
@@ -300,16 +297,11 @@ class Judge:
             wanted = [labels.calls[call] for call in calls if call in missing]
             offered = ((policy, None) for policy in self.offers.get(self.trace.calls[calls[0]].class_key, ()))
             wanted += [label for label in offered if (kind, label) not in self._behind]
-            for call, label in zip(calls, _to_and_fro(list(dict.fromkeys(wanted))), strict=False):
+            labels_once = list(dict.fromkeys(wanted))
+            to_and_fro = cycle([*labels_once, *reversed(labels_once)])  # so that each comes next to others
+            for call, label in zip(calls, to_and_fro, strict=False):
                 policies[self.trace.calls[call].name] = label[0]
         return replace(part, policies=policies, segments=())
-
-
-def _to_and_fro(labels: Sequence[Label]) -> Iterator[Label]:
-    """Cycle back and forth, so that each label comes next to others."""
-    while labels:
-        yield from labels
-        yield from reversed(labels)
 
 
 def _last(outline: _Outline, pieces: Sequence[StretchPiece]) -> dict[SharedKey, tuple[int, int]]:
@@ -330,10 +322,8 @@ def _pieces_of(tape: StretchTape) -> Iterator[StretchPiece]:
     for stretch, end, stop in zip(tape.stretches, ends, stops, strict=True):
         levels = [level - stretch.live_bytes for level in tape.levels[stretch.start : stop]]
         left = end - stretch.live_bytes
-        for nbytes, at in (
-            *stretch.dead.values(),
-            *((nbytes, at) for born, nbytes, at in stretch.freed if _is_due(tape, born, stretch)),
-        ):
+        due = [(nbytes, at) for born, nbytes, at in stretch.freed if _is_due(tape, born, stretch)]
+        for nbytes, at in (*stretch.dead.values(), *due):
             levels[at:] = [level + nbytes for level in levels[at:]]
             left += nbytes
         goes: list[tuple[Hashable, int]] = list(stretch.lets_go.items())
@@ -359,7 +349,7 @@ def _fates(tape: StretchTape) -> tuple[Fates, list[list[tuple[Place, int, int]]]
     """Storages that depend on more than one call, or on a call and the part around it; and by call, storages that it
     leaves: where they are freed around the blocks, before which level there, and their bytes.
     """
-    found: dict[tuple[Place | None, Place], Counter[int]] = {}
+    found: defaultdict[tuple[Place | None, Place], Counter[int]] = defaultdict(Counter)
     behind: list[list[tuple[Place, int, int]]] = [[] for _ in tape.names]
     for stretch in tape.stretches:
         died = stretch.place
@@ -367,10 +357,8 @@ def _fates(tape: StretchTape) -> tuple[Fates, list[list[tuple[Place, int, int]]]
             made = None if born == NOBODY else tape.stretches[born].place
             if made is not None and _is_due(tape, born, stretch):
                 behind[made.call].append((died, level, nbytes))
-            elif made is None or (
-                (made.inside or died.inside) and not (made.inside and died.inside and made.call == died.call)
-            ):
-                found.setdefault((made, died), Counter())[nbytes] += 1
+            elif made is None or made.inside is not died.inside or (made.inside and made.call != died.call):
+                found[made, died][nbytes] += 1
     return found, [sorted(dues) for dues in behind]
 
 

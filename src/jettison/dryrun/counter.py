@@ -176,11 +176,7 @@ class AllocationCounter(TorchDispatchMode):
         return self._stretches or []
 
     def phase(self, name: str, *, first: bool = False) -> None:
-        """Begin a phase: later levels belong to it.
-
-        Args:
-            first: forget earlier levels.
-        """
+        """Begin a phase: later levels belong to it; the ``first`` forgets earlier ones."""
         self._settle()
         self._phase = name
         if self._tape is not None:
@@ -249,8 +245,8 @@ class AllocationCounter(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._resize, self._get_state = torch.UntypedStorage.resize_, torch.get_rng_state
-        torch.UntypedStorage.resize_ = self._resizing(self._resize)
-        torch.get_rng_state = torch.random.get_rng_state = self._telling(self._get_state)
+        torch.UntypedStorage.resize_ = lambda storage, nbytes: self._resized(storage, nbytes)
+        torch.get_rng_state = torch.random.get_rng_state = self._state_read
         self._fakes = fakes_below()
         return super().__enter__()
 
@@ -259,49 +255,30 @@ class AllocationCounter(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize
         torch.get_rng_state = torch.random.get_rng_state = self._get_state
 
-    def _telling(self, get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _state_read(self) -> Tensor:
         """Count a generator's state, a tensor that no operator makes: checkpoints and `fork_rng` hold one."""
-
-        def get_rng_state() -> Tensor:
-            state = get_state()
-            if self._withheld is not None:
-                self._settle()
-            self._meet(state, _STATE, NO_NODE)
-            self._raise_peak(self._live_bytes)
-            return state
-
-        return get_rng_state
+        state: Tensor = self._get_state()
+        self._settle()
+        self._meet(state, _STATE, NO_NODE)
+        self._raise_peak(self._live_bytes)
+        return state
 
     def _take_over(self, tensor: Any) -> None:
         """Count the result of `detach` on a state instead of it: on fake tensors it is another storage."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:  # a sparse one has several
             return
-        key = tensor.untyped_storage()._cdata
-        entry = self._storages.get(key)
+        entry = self._storages.get(tensor.untyped_storage()._cdata)
         if entry is not None and entry.operator == _STATE:
-            del self._storages[key]
-            self._change(entry, -entry.bytes)
+            self.forget([tensor])
 
-    def _resizing(self, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        """Count resizes: FSDP2 frees the storages of all-gathered parameters and refills them without an operator."""
-
-        def resize_(storage: Any, nbytes: int) -> Any:
-            if self._withheld is not None:
-                self._settle()
-            out = resize(storage, nbytes)
-            known = self._storages.get(storage._cdata)
-            if known is not None:
-                self._change(known, self._rounded(storage.nbytes()) - known.bytes)
-                self._raise_peak(self._live_bytes)
-            return out
-
-        return resize_
-
-    def _whole(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._meet_all((*args, *kwargs.values()), "input", NO_NODE)
-        out = func(*args, **kwargs)
-        self._meet_all((out,), func, current_node())
-        self._raise_peak(self._live_bytes)
+    def _resized(self, storage: Any, nbytes: int) -> Any:
+        """Count a resize: FSDP2 frees the storages of all-gathered parameters and refills them without an operator."""
+        self._settle()
+        out = self._resize(storage, nbytes)
+        known = self._storages.get(storage._cdata)
+        if known is not None:
+            self._change(known, self._rounded(storage.nbytes()) - known.bytes)
+            self._raise_peak(self._live_bytes)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -315,7 +292,11 @@ class AllocationCounter(TorchDispatchMode):
         if self._withheld is not None:
             self._settle()
         if isinstance(func, HigherOrderOperator):
-            return self._whole(func, args, kwargs)
+            self._meet_all((*args, *kwargs.values()), "input", NO_NODE)
+            out = func(*args, **kwargs)
+            self._meet_all((out,), func, current_node())
+            self._raise_peak(self._live_bytes)
+            return out
         if func is _DETACH:
             if self._tape is not None:
                 self._tape.at(current_node(), self._live_bytes)
@@ -342,14 +323,12 @@ class AllocationCounter(TorchDispatchMode):
             kept = self._numbers.kept_by(func, args, number)
             self._live_bytes += kept
             extra_bytes += number - kept
+        if self._tape is not None:
+            self._tape.ran(withheld=withheld is not None)
         if withheld is not None:
             withheld.live_bytes = self._live_bytes
             self._withheld = withheld
-            if self._tape is not None:
-                self._tape.withhold()
         else:
-            if self._tape is not None:
-                self._tape.nothing_new()
             self._raise_peak(self._live_bytes + extra_bytes)
         return out
 
@@ -427,14 +406,10 @@ class AllocationCounter(TorchDispatchMode):
         if func is not _ACCUMULATE and func not in _INTO_ZEROS:
             return None
         operand = args[0]
-        if (
-            not isinstance(operand, Tensor)
-            or operand.layout is not torch.strided
-            or torch.is_grad_enabled()
-            or not _is_dense(operand)
-        ):
+        if not isinstance(operand, Tensor) or operand.layout is not torch.strided or torch.is_grad_enabled():
             return None
-        if operand._is_view():  # its base is alive, so the engine is not the only owner of the storage
+        is_dense = operand.is_contiguous() or is_non_overlapping_and_dense_or_false(operand)
+        if not is_dense or operand._is_view():  # its base is alive: the engine is not the only owner of the storage
             return None
         key = operand.untyped_storage()._cdata
         entry = self._storages.get(key)
@@ -455,10 +430,8 @@ class AllocationCounter(TorchDispatchMode):
 
     def _raise_peak(self, live_bytes: int) -> None:
         self._note(live_bytes)
-        if live_bytes > self._peak_bytes:
-            self._peak_bytes = live_bytes
-        if live_bytes > self._mark_peak_bytes:
-            self._mark_peak_bytes = live_bytes
+        self._peak_bytes = max(self._peak_bytes, live_bytes)
+        self._mark_peak_bytes = max(self._mark_peak_bytes, live_bytes)
 
     def _note(self, live_bytes: int) -> None:
         if self._tape is not None:
@@ -468,10 +441,6 @@ class AllocationCounter(TorchDispatchMode):
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granularity_bytes) * self._granularity_bytes
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return bool(tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor))
 
 
 @contextmanager
@@ -537,12 +506,8 @@ def number_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 def unique_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages under `tensors`."""
-    sizes = {}
-    for tensor in tensors:
-        for part in parts_of(tensor):
-            storage = part.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+    storages = (part.untyped_storage() for tensor in tensors for part in parts_of(tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def static_tensors(

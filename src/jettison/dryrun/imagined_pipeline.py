@@ -101,11 +101,7 @@ class _ImaginedTransfer:
 
 
 class Transfers:
-    """Transfers of a step that sends nothing.
-
-    Args:
-        stages: those of this rank, which watch the same micro-batch.
-    """
+    """Transfers of a step that sends nothing, by the stages of this rank, which watch the same micro-batch."""
 
     def __init__(self, stages: Sequence[ImaginedStage]) -> None:
         self._stages = stages
@@ -194,9 +190,9 @@ class ImaginedSchedule:
         """See torch's schedules."""
         if self._made is None:
             self._make(args, kwargs)
-        if self._count < self.real._n_microbatches:
-            args, kwargs = tree_map(self._first_rows, (args, kwargs))
         cut = self._count < self.real._n_microbatches
+        if cut:
+            args, kwargs = tree_map(self._first_rows, (args, kwargs))
         notes = cut and self._left is None
         with imagined_transfers(self._sending) as transfers:
             with _held_by_losses(self._made, transfers) if notes else contextlib.nullcontext([0]) as held:
@@ -217,8 +213,9 @@ class ImaginedSchedule:
         args_split, kwargs_split = self.real._split_inputs(args, own)
         for stage, module, probe in zip(self.stages, self.modules, self._probes, strict=True):
             given = args_split[0] if stage.is_first else self._chain.hear(stage.stage_index - 1)
+            on_device = tree_map(lambda t, to=stage.device: _like(t, to) if getattr(t, "is_meta", False) else t, given)
             with torch.enable_grad():
-                returned = probe(*tree_map(_on(stage.device), given), **kwargs_split[0])
+                returned = probe(*on_device, **kwargs_split[0])
             outputs = returned if isinstance(returned, tuple | list) else (returned,)
             self._chain.tell(stage.stage_index, outputs)
             made = ImaginedStage(
@@ -257,9 +254,8 @@ class ImaginedSchedule:
         return int(min(count, (2 if len(self.stages) == 1 else 3) * self.stages[0].group_size))
 
     def _first_rows(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.narrow(0, 0, leaf.shape[0] // self.real._n_microbatches * self._count)
+        count = self.real._n_microbatches
+        return leaf.narrow(0, 0, leaf.shape[0] // count * self._count) if isinstance(leaf, Tensor) else leaf
 
 
 @contextlib.contextmanager
@@ -305,15 +301,10 @@ _OF_THE_SCHEDULE = frozenset({"target", "losses", "return_outputs", "loss_kwargs
 
 
 class _Chain:
-    """Results of stages, told from rank to rank.
-
-    Args:
-        round_: of the pipeline's ranks; None: there is only this one.
-        number: of the schedule.
-    """
+    """Results of a schedule's stages, told from rank to rank; without a round there is only this rank."""
 
     def __init__(self, round_: Round | None, number: int) -> None:
-        self._round, self._number = round_, number
+        self._round, self._topic = round_, f"stage {{}} of schedule {number}".format
         self._own: dict[int, list[tuple[tuple[int, ...], torch.dtype, bool]]] = {}
 
     def tell(self, index: int, outputs: Sequence[Tensor]) -> None:
@@ -324,11 +315,7 @@ class _Chain:
                 self._round.tell(self._topic(index), self._own[index])
 
     def hear(self, index: int) -> tuple[Tensor, ...]:
-        """Tensors without memory, like those that a stage returns.
-
-        Raises:
-            PlanMismatch: a rank failed, or the stage's rank did not answer in time.
-        """
+        """Tensors without memory, like those that a stage returns; see `Round.hear_of`."""
         with unset_fake_temporarily():
             said = self._own.get(index)
             if said is None:
@@ -338,23 +325,13 @@ class _Chain:
                 torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad) for shape, dtype, grad in said
             )
 
-    def _topic(self, index: int) -> str:
-        return f"stage {index} of schedule {self._number}"
 
-
-def _on(device: torch.device) -> Any:
-    """Context in which tensors without memory are fake ones on a stage's device."""
-
-    def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_meta:
-            return leaf
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
-
-    return moved
+def _like(leaf: Any, device: torch.device | str) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
 
 def _without_memory(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
     with unset_fake_temporarily():
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+        return _like(leaf, "meta")

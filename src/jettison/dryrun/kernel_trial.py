@@ -33,6 +33,7 @@ _BAG_SIZES = {
     torch.ops.aten._embedding_bag_dense_backward.default: 3,
 }
 """Position of the argument with the rows of each bag."""
+_MASKS = (torch.bool, torch.uint8)
 _BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default)
 
@@ -172,35 +173,21 @@ class KernelRun:
     workspace_bytes: int
 
 
-def workspaces(
-    requests: Sequence[OpRequest], done: Callable[[OpRequest, KernelRun | Exception], None] = lambda _r, _f: None
-) -> dict[str, KernelRun | Exception]:
-    """Each kernel once; what it raised where it refuses its made-up arguments.
-
-    Args:
-        done: told after each kernel (or, on the CPU, after each of a group).
-    """
+def workspaces(requests: Sequence[OpRequest]) -> dict[str, KernelRun | Exception]:
+    """Each kernel once; what it raised where it refuses its made-up arguments."""
     found: dict[str, KernelRun | Exception] = {}
     with private_randomness(requests), torch.no_grad():
         on_cpu = [request for request in requests if request.device == "cpu"]
         memory = StandInMemory()
         for start in range(0, len(on_cpu), TOGETHER):
-            group = on_cpu[start : start + TOGETHER]
-            found.update(_cpu_runs(group, memory))
-            for request in group:
-                done(request, found[request.key])
-        for request in requests:
-            if request.device != "cpu":
-                found[request.key] = _device_run(request)
-                done(request, found[request.key])
+            found.update(_cpu_runs(on_cpu[start : start + TOGETHER], memory))
+        found.update((request.key, _device_run(request)) for request in requests if request.device != "cpu")
     return found
 
 
 def least_seconds(request: OpRequest, first_seconds: float, memory: StandInMemory | None = None) -> float:
-    """The least of a few runs; where a second run is not affordable the one that there was.
-
-    Args:
-        memory: of the arguments, where many requests are timed in turn; their generators are private then.
+    """The least of a few runs; the first run's if a second is not affordable. Where many requests are timed in turn,
+    ``memory`` is theirs, and generators are private.
     """
     if first_seconds > 10 * OPERATOR_BUDGET_SECONDS:
         return first_seconds
@@ -234,8 +221,10 @@ def _cpu_runs(requests: Sequence[OpRequest], memory: StandInMemory) -> dict[str,
             try:
                 with _stand_ins(request, memory) as (args, kwargs):
                     for split, largest in enumerate(_largest_groups(request, args)):
-                        if largest:
-                            args[2].copy_(_ends(args, largest))
+                        if largest:  # the last group; the others are even
+                            others, rows = args[2].numel() - 1, _grouped_rows(request, args)
+                            ends = torch.linspace((rows - largest) / max(1, others), rows - largest, others).tolist()
+                            args[2].copy_(torch.tensor([*map(int, ends), rows]))
                         name = f"jettison.op.{index}.{split}"
                         names[name] = request.key
                         with record_function(name):
@@ -249,23 +238,22 @@ def _cpu_runs(requests: Sequence[OpRequest], memory: StandInMemory) -> dict[str,
                 del args, kwargs
             except Exception as error:  # a kernel may refuse stand-in values in any way it likes
                 found[request.key] = error.with_traceback(None)
-    results = profiler.kineto_results
-    assert results is not None, "it has ended"
-    events = results.events()
+    assert profiler.kineto_results is not None, "it has ended"
+    events = profiler.kineto_results.events()
     ranges = {event.name(): (event.start_ns(), event.end_ns()) for event in events if event.name() in names}
     allocations = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == ALLOCATION_EVENT)
     starts = [at for at, _ in allocations]
     for name, key in names.items():
-        if key in found and isinstance(found[key], Exception):
+        known = found.get(key)
+        if isinstance(known, Exception):
             continue
         begin, end = ranges[name]
         inside = allocations[bisect_left(starts, begin) : bisect_right(starts, end)]
-        peak_bytes = max(accumulate((delta_bytes for _, delta_bytes in inside), initial=0))
-        run = KernelRun(seconds=(end - begin) / 1e9, workspace_bytes=max(0, peak_bytes - outputs[key]))
-        known = found.get(key)
-        if isinstance(known, KernelRun):  # another split of the same rows
-            run = KernelRun(seconds=known.seconds, workspace_bytes=max(known.workspace_bytes, run.workspace_bytes))
-        found[key] = run
+        nbytes = max(0, max(accumulate((delta_bytes for _, delta_bytes in inside), initial=0)) - outputs[key])
+        seconds = (end - begin) / 1e9
+        if known is not None:  # another split of the same rows
+            seconds, nbytes = known.seconds, max(known.workspace_bytes, nbytes)
+        found[key] = KernelRun(seconds=seconds, workspace_bytes=nbytes)
     return found
 
 
@@ -274,35 +262,23 @@ def _largest_groups(request: OpRequest, args: tuple[Any, ...]) -> list[int]:
 
     Powers of two, and one less of each: kernels with tiles of a processor's own (AMX) fill up what these do not divide.
     """
-    if not _has_offsets(request, args):
+    if not (rows := _grouped_rows(request, args)):
         return [0]
-    rows = _rows(args)
     powers = [1 << n for n in range(rows.bit_length()) if rows >= 1 << n > rows // args[2].numel()]
     return list(dict.fromkeys([0, *(n - less for n in (*powers, rows) for less in (1, 0) if n > less)]))
 
 
-def _ends(args: tuple[Any, ...], largest: int) -> Tensor:
-    """Offsets with one group of so many rows, the last, and the others even."""
-    groups, rows = args[2].numel(), _rows(args)
-    others = torch.linspace((rows - largest) / max(1, groups - 1), rows - largest, groups - 1) if groups > 1 else []
-    return torch.tensor([*map(int, others), rows])
-
-
-def _has_offsets(request: OpRequest, args: tuple[Any, ...]) -> bool:
-    is_grouped = request.func is torch.ops.aten._grouped_mm.default
-    return is_grouped and len(args) > 2 and isinstance(args[2], Tensor)
-
-
-def _rows(args: tuple[Any, ...]) -> int:
-    """Number of rows that the offsets of a grouped matmul divide."""
+def _grouped_rows(request: OpRequest, args: tuple[Any, ...]) -> int:
+    """Number of rows that the offsets of a grouped matmul divide; 0 for other calls."""
+    if request.func is not torch.ops.aten._grouped_mm.default or len(args) < 3 or not isinstance(args[2], Tensor):
+        return 0
     return int(args[0].shape[-1] if args[1].dim() == 2 else args[0].shape[0])
 
 
 def _device_run(request: OpRequest) -> KernelRun | Exception:
-    cuda = request.device.startswith("cuda")
     try:
         args, kwargs = _made_up(request, _memory)
-        if not cuda:
+        if not request.device.startswith("cuda"):
             return KernelRun(seconds=_one_run(request.func, args, kwargs, cuda=False), workspace_bytes=0)
         device = torch.device(request.device)
         torch.cuda.synchronize(device)
@@ -357,8 +333,7 @@ def _made_up(request: OpRequest, make: Callable[[TensorMeta], Tensor]) -> tuple[
         return make(leaf).conj() if leaf.conj else make(leaf)
 
     args, kwargs = tree_map(stand_in, (request.args, dict(request.kwargs)))
-    if _has_offsets(request, args):
-        rows = _rows(args)
+    if rows := _grouped_rows(request, args):
         args[2].copy_(torch.linspace(rows / args[2].numel(), rows, args[2].numel()).to(args[2].dtype))
     if request.func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
         args = (*args[:7], *(seed.cpu() for seed in args[7:9]), *args[9:])  # the kernel's caller reads them
@@ -369,12 +344,9 @@ def _made_up(request: OpRequest, make: Callable[[TensorMeta], Tensor]) -> tuple[
     if request.func in _BAG_SIZES and (at := _BAG_SIZES[request.func]) < len(args):
         args = (*args[:at], torch.ones_like(args[at]), *args[at + 1 :])  # a row of each bag has a gradient
     if request.func in _BY_MASK:  # all true: the most that there can be
-
-        def all_true(leaf: Any) -> Any:
-            is_mask = isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8)
-            return torch.ones_like(leaf, memory_format=torch.contiguous_format) if is_mask else leaf
-
-        args = (args[0], tree_map(all_true, args[1]), *args[2:])
+        masks = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor) and leaf.dtype in _MASKS]
+        ones = {id(mask): torch.ones_like(mask, memory_format=torch.contiguous_format) for mask in masks}
+        args = (args[0], tree_map(lambda leaf: ones.get(id(leaf), leaf), args[1]), *args[2:])
     return args, kwargs
 
 
@@ -383,7 +355,7 @@ def _fill_mask(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> N
     each. With fewer, aten/src/ATen/native/TensorAdvancedIndexing.cpp refuses the values.
     """
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].dtype not in (torch.bool, torch.uint8):
+    if len(given) != 1 or given[0][1].dtype not in _MASKS:
         return
     ((dim, mask),) = given
     places = values.dim() - (x.dim() - dim - mask.dim()) - 1  # values are aligned at their last dim

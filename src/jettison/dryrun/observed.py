@@ -90,16 +90,13 @@ class StandIn:
     """
 
     def __init__(self, trace: ModelTrace, planned: PlannedForward, levels: RegionOption) -> None:
-        name = planned.name
-        self.planned = planned
-        self.compiled = any(trace.classes[c.class_key].compiled for c in trace.calls if c.name == name)
-        self.region = next(trace.classes[c.class_key].trace for c in trace.calls if c.name == name)
-        self.shared = next(c.shared for c in trace.calls if c.name == name)
-        self.module = planned.module
-        self.levels = levels
-        self.device = trace.device_type
+        self.planned, self.module, self.levels, self.device = planned, planned.module, levels, trace.device_type
+        calls = [number for number, call in enumerate(trace.calls) if call.name == planned.name]
+        first = trace.calls[calls[0]]
+        self.region, self.shared = trace.classes[first.class_key].trace, first.shared
+        self.compiled = any(trace.classes[trace.calls[number].class_key].compiled for number in calls)
         self.lasting: Tensor | None = None
-        self.own = next(chain_bytes(trace, i) for i, c in enumerate(trace.calls) if c.name == name)
+        self.own = chain_bytes(trace, calls[0])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = call_signature(args, kwargs)
@@ -161,11 +158,7 @@ class _StandInCall:
 def stand_in_for_opaque(
     regions: Iterable[PlannedForward], trace: ModelTrace, levels: Mapping[str, RegionOption]
 ) -> None:
-    """Blocks that cannot run on fake tensors, or run compiled, allocate what they were seen to allocate instead.
-
-    Args:
-        levels: by block name; of others too.
-    """
+    """Blocks that cannot run on fake tensors, or run compiled, allocate what they were seen to: ``levels``, by name."""
     stood_in = {c.name for c in trace.calls if trace.classes[c.class_key].stood_in}
     for region in regions:
         if region.name in stood_in and region.name in levels:

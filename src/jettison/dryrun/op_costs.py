@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
@@ -114,15 +114,14 @@ TELLING_BYTES = 256 << 10
 
 
 def _worth_running(requests: Sequence[OpRequest]) -> list[OpRequest]:
-    """Requests whose workspaces smaller ones do not tell: an elementwise kernel takes none at any size, or at each.
-    What smaller ones take is asked for first.
+    """Requests whose workspaces smaller ones, which are priced first, do not tell: an elementwise kernel takes none at
+    any size, or at each.
     """
     kinds: dict[Any, list[OpRequest]] = {}
     for request in requests:
         same = torch.Tag.pointwise in request.func.tags and len({meta.dtype for meta in request.metas}) == 1
-        kinds.setdefault((request.func, request.metas[0].dtype, request.device) if same else request.key, []).append(
-            request
-        )
+        kind = (request.func, request.metas[0].dtype, request.device) if same else request.key
+        kinds.setdefault(kind, []).append(request)
     found: list[OpRequest] = []
     for alike in kinds.values():
         sizes = {request.key: sum(meta.nbytes for meta in request.metas) for request in alike}
@@ -153,11 +152,11 @@ def _priced(requests: list[OpRequest]) -> dict[str, OpPrice]:
         run = found[request.key]
         if isinstance(run, KernelRun):
             prices[request.key] = OpPrice(seconds=run.seconds, workspace_bytes=run.workspace_bytes)
+        elif isinstance(run, str):
+            prices[request.key] = _bounded(request, run)
         else:
-            problem = (
-                run if isinstance(run, str) else f"{type(run).__name__}: {(str(run).splitlines() or [''])[0][:120]}"
-            )
-            prices[request.key] = _bounded(request, problem)
+            first = (str(run).splitlines() or [""])[0][:120]
+            prices[request.key] = _bounded(request, f"{type(run).__name__}: {first}")
     return prices
 
 
@@ -227,25 +226,17 @@ class MeasuredWorkspace:
         price = self._prices.get(request.key)
         if price is None and self._measured:
             price = _KNOWN.get((torch.get_num_threads(), request.key))
-            if price is not None:
-                self._prices[request.key] = price
         if price is None:
             self.unknown[request.key] = request
             return most or 0
+        self._prices[request.key] = price
         return price.workspace_bytes
 
 
 def _of_one_type(args: tuple[Any, ...]) -> bool:
     """Whether an elementwise kernel casts none of its arguments, which it would do inside, and none is sparse."""
-    found = None
-    for value in args:
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided:
-                return False
-            if found is not None and value.dtype is not found:
-                return False
-            found = value.dtype
-    return True
+    tensors = [value for value in args if isinstance(value, Tensor)]
+    return all(t.layout is torch.strided and t.dtype is tensors[0].dtype for t in tensors)
 
 
 MEASURED_BELOW_BYTES = 2**30
@@ -253,15 +244,11 @@ MEASURED_BELOW_BYTES = 2**30
 
 
 class Pricing:
-    """All prices that were asked for so far, and dry runs that know every workspace.
+    """All prices that were asked for so far (workspaces count only if ops are ``run``), and dry runs that know them."""
 
-    Args:
-        run: price ops by running them; else no workspace is counted.
-    """
-
-    def __init__(self, *, run: bool = True, prices: Mapping[str, OpPrice] | None = None) -> None:
+    def __init__(self, *, run: bool = True) -> None:
         self.run = run
-        self.prices: dict[str, OpPrice] = dict(prices or {})
+        self.prices: dict[str, OpPrice] = {}
         self._workspace = MeasuredWorkspace(self.prices, measured=run)
 
     def learn(self, requests: Iterable[OpRequest]) -> None:
@@ -354,21 +341,11 @@ def has_no_workspace(func: Any) -> bool:
     optimizer's in-place work over lists, marks of the profiler, questions for a tensor's device, the empty memory of
     dry runs, what talks to other ranks (they may not be asking, and each call names an object of its own).
     """
-    name = func._schema.name
-    return (
-        bool(func.is_view)
-        or name == "aten::detach_"
-        or makes_sparse(func)
-        or is_communication(func)
-        or name.startswith(
-            (
-                "aten::_foreach_",
-                "aten::_fused_adam",
-                "aten::_fused_sgd",
-                "aten::new_empty_strided",
-                "aten::set_",
-                "profiler::",
-                "prim::",
-            )
-        )
-    )
+    is_named = func._schema.name.startswith(_NOTHING_INSIDE) or func._schema.name == "aten::detach_"
+    return bool(is_named or func.is_view or makes_sparse(func) or is_communication(func))
+
+
+_NOTHING_INSIDE = (
+    *("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::new_empty_strided", "aten::set_"),
+    *("profiler::", "prim::"),
+)

@@ -70,63 +70,41 @@ class StepPeaks:
     @property
     def phase(self) -> str:
         """The phase that sets the peak."""
-        peaks = {
-            "forward": self.forward_peak_bytes,
-            "backward": self.backward_peak_bytes,
-            "optimizer": self.optimizer_peak_bytes,
-        }
-        return max(peaks, key=lambda name: peaks[name])
+        return max(("forward", "backward", "optimizer"), key=lambda name: getattr(self, f"{name}_peak_bytes"))
 
 
 class DryStep(Protocol):
-    """A training step of a user's loop, on fake tensors of one mode; it may be run repeatedly."""
+    """A training step of a user's loop, on fake tensors of one mode; it may be run repeatedly.
+
+    Args:
+        modules: run under a plan, in the order of the parts.
+        optimizer: over the modules' parameters. Its state is made in a first step that is not counted.
+        last: optimizers of the loop that step after all passes.
+    """
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
-        """Modules that run under a plan, in the order of the parts."""
-        ...
-
+    def modules(self) -> Sequence[nn.Module]: ...
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """Over the modules' parameters. Its state is made in a first step that is not counted."""
-        ...
-
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
     @property
-    def last(self) -> Sequence[torch.optim.Optimizer]:
-        """Optimizers of the loop that step after all passes."""
-        ...
+    def last(self) -> Sequence[torch.optim.Optimizer]: ...
 
     def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
-        """Everything that is run of it, an optimizer's step included, runs in here.
-
-        Args:
-            trace: of the first of its modules.
-        """
-        ...
+        """Context of all its runs and its optimizers' steps; ``trace``: of the first of its modules."""
 
     def alive(self) -> Iterable[Tensor]:
-        """Tensors that are there before a step."""
-        ...
+        """Return the tensors that exist before a step."""
 
     def leave_gradients(self, counter: AllocationCounter) -> None:
-        """Parameters have the gradients that a step leaves them, on the way to which nothing is counted."""
-        ...
+        """Give parameters the gradients that a step leaves them; nothing is counted on the way."""
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
-        """All forwards and backwards of a step, gradients left at the parameters; peak bytes of each, and what the
-        loop still holds while its optimizer steps.
-        """
-        ...
+        """Run all forwards and backwards of a step; peak bytes of each, and what the loop holds while it optimizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePolicy:
-    """Policies of one module of a step.
-
-    Args:
-        policies: by block name.
-        opaque: levels of the blocks that cannot run on fake tensors; they are stood in for.
-    """
+    """Policies of one module of a step, by block name; ``opaque``: levels of blocks that cannot run on fake tensors."""
 
     trace: ModelTrace
     policies: Mapping[str, CheckpointPolicy]
@@ -183,10 +161,8 @@ class OneBatch:
 def step_of(
     parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing, tape: StretchTape | None = None
 ) -> StepPeaks:
-    """A whole step, with what every kernel in it takes inside. Kernels that only it runs have a price before it.
-
-    Args:
-        tape: has the last of the runs that it takes, which knows every kernel.
+    """A whole step, with what every kernel in it takes inside, recorded on the ``tape``. Kernels that only it runs have
+    a price before it.
     """
     pricing.known(lambda workspace: make_state(parts, dry_step, workspace=workspace))
     return pricing.known(lambda workspace: dry_run(parts, dry_step, workspace=workspace, tape=tape))
@@ -214,12 +190,7 @@ def dry_run(
     workspace: Workspace | None = None,
     tape: StretchTape | None = None,
 ) -> StepPeaks:
-    """The whole step under a plan.
-
-    Args:
-        parts: by module of the step, traced in its fake mode.
-        tape: records it.
-    """
+    """The whole step under a plan: ``parts`` by module, traced in its fake mode."""
     make_state(parts, dry_step)
     trace = parts[0].trace
     if tape is not None:
@@ -275,11 +246,8 @@ def _passes_and_optimizer(dry_step: DryStep, counter: AllocationCounter) -> tupl
 
 
 def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> None:
-    """A first step, which is not counted, where trained parameters have no state yet. What no gradient reaches gets
-    none.
-
-    Args:
-        workspace: is asked about every op of it.
+    """Run a first step, which is not counted, if trained parameters have no state yet. The ``workspace`` is asked about
+    its ops.
 
     Raises:
         UsageError: the state has sparse tensors, to which every step adds its gradient's entries.
@@ -287,7 +255,10 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
     optimizer = dry_step.optimizer
     if optimizer is None or optimizer in _HAVE_STATE:
         return
-    if not all(map(_has_state, each_of(optimizer))):
+    groups = [(one, group) for one in each_of(optimizer) for group in one.param_groups]
+    trained = [(one, p) for one, group in groups for p in group["params"] if p.requires_grad]
+    has_state = all(one.state for one in each_of(optimizer)) and all(p in one.state for one, p in trained)
+    if not has_state:
         with _ready(parts, dry_step):
             _first_step(dry_step, optimizer, parts[0].trace.device_type, workspace)
             if any(is_sparse(value) for value in tree_leaves(list(optimizer.state.values()))):
@@ -302,11 +273,6 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
 
 _HAVE_STATE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers whose state was made, or was there: a step is enough for that."""
-
-
-def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    return bool(optimizer.state) and all(p in optimizer.state for p in trained)
 
 
 def _first_step(
@@ -342,8 +308,8 @@ class _BlockListener:
     def __init__(self, name: str, counter: AllocationCounter) -> None:
         self.name, self.counter = name, counter
 
-    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.counter.enters(self.name, (args, kwargs))
+    def begins(self, *given: Any) -> None:
+        self.counter.enters(self.name, given)
 
     def ends(self, returned: Sequence[Any]) -> None:
         self.counter.leaves(returned)
@@ -372,13 +338,8 @@ def dry_run_given(
     optimizer: torch.optim.Optimizer | None = None,
     workspace: Workspace | None = None,
 ) -> GivenStep:
-    """One step of a trace's fake copy after ``change`` was called with it.
-
-    Args:
-        optimizer: over the fake copy's parameters; its state is there from before the step that counts.
-
-    Raises:
-        TraceError: what was changed cannot run on tensors without values.
+    """One step of a trace's fake copy after ``change`` was called with it. The state of the ``optimizer``, over the
+    copy's parameters, is there from before the step that counts. Raises `TraceError` if what was changed needs values.
     """
     step, model, device = OneBatch(trace=trace, optimizer=optimizer), trace.fake_model, trace.device_type
     with _changed(model, change), trace.context(), quiet_gc():
@@ -390,8 +351,7 @@ def dry_run_given(
                 before = counter.live_bytes
                 output = call_model(model, trace.batch)
                 loss = loss_of(output, trace.loss_fn)
-                if not trace.loop.holds_output:
-                    output = None
+                output = output if trace.loop.holds_output else None
                 held_bytes = counter.live_bytes - before
                 del output, loss
             with AllocationCounter(step.alive(), workspace=workspace, device=device) as counter:
@@ -436,8 +396,8 @@ def optimizer_over(
     """The same optimizer over the parameters of fake copies; its state, and parameters of no model, faked."""
     memo: dict[int, Any] = {}
     for model, fake_model in zip(models, copies, strict=True):
-        for real, fake in zip(model.parameters(), fake_model.parameters(), strict=True):
-            memo[id(real)] = fake
+        pairs = zip(model.parameters(), fake_model.parameters(), strict=True)
+        memo.update((id(real), fake) for real, fake in pairs)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in memo:
             memo[id(parameter)] = fake_batch(parameter, mode)
@@ -446,36 +406,23 @@ def optimizer_over(
     for value in (*tree_leaves(list(optimizer.state.values())), *tree_leaves(own)):
         if isinstance(value, Tensor) and id(value) not in memo:
             memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, mode)
-    with _copied_whole():
+    states = torch.optim.Optimizer.__getstate__  # torch's own leaves the attributes of its classes out
+    torch.optim.Optimizer.__getstate__ = lambda self: {**_own_attributes(self), **states(self)}
+    try:
         made: torch.optim.Optimizer = copied(optimizer, memo)
+    finally:
+        torch.optim.Optimizer.__getstate__ = states
     for ours, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
         if "foreach" in ours and ours["foreach"] is None and ours.get("fused") is None:
             # which implementation a step takes is decided by the types of parameters, and fake ones have another
-            differentiable = bool(ours.get("differentiable", False))
-            decided = _default_to_fused_or_foreach(theirs["params"], differentiable, use_fused=False)
-            ours["fused"], ours["foreach"] = decided
+            ours["fused"], ours["foreach"] = _default_to_fused_or_foreach(
+                theirs["params"], bool(ours.get("differentiable", False)), use_fused=False
+            )
     return made
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Attributes besides groups and state: counts, settings, buffers. Hooks, and a ``step`` that a scheduler has
-    wrapped, belong to the real optimizer and are left out.
-    """
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups", "defaults")
-        and not name.startswith("_optimizer_")
-        and not callable(value)
-    }
-
-
-@contextlib.contextmanager
-def _copied_whole() -> Iterator[None]:
-    """Copies of optimizers have the attributes of their classes, too: torch's own leave them out."""
-    own = torch.optim.Optimizer.__getstate__
-    torch.optim.Optimizer.__getstate__ = lambda self: {**_own_attributes(self), **own(self)}
-    try:
-        yield
-    finally:
-        torch.optim.Optimizer.__getstate__ = own
+    """Attributes besides groups, state, hooks and a ``step`` that a scheduler has wrapped: counts, buffers."""
+    inherited = ("state", "param_groups", "defaults")
+    own = {n: v for n, v in vars(optimizer).items() if n not in inherited and not n.startswith("_optimizer_")}
+    return {name: value for name, value in own.items() if not callable(value)}

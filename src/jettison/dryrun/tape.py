@@ -138,12 +138,12 @@ class StretchTape:
         """Bytes of shared storages that died in the step."""
         return {key: nbytes for stretch in self.stretches for key, (nbytes, _) in stretch.dead.items()}
 
-    # what the counter says -------------------------------------------------------------------------------------------
-
     @property
     def here(self) -> int:
         """The number of this stretch."""
         return len(self.stretches) - 1
+
+    # what the counter says -------------------------------------------------------------------------------------------
 
     def phase(self, name: str, live_bytes: int, *, first: bool) -> None:
         """A phase begins."""
@@ -153,9 +153,9 @@ class StretchTape:
         self._end = _next_node()
         self._cut(-1, False, live_bytes)
 
-    def nothing_new(self) -> None:
-        """The level that comes next is of an operator during which nobody lets go of anything."""
-        self._quiet = True
+    def ran(self, *, withheld: bool) -> None:
+        """An operator has run, during which nobody let go of anything: its level comes next, or late, if at all."""
+        self._withheld, self._quiet = withheld, self._quiet or not withheld
 
     def level(self, live_bytes: int) -> None:
         """One more level."""
@@ -163,10 +163,6 @@ class StretchTape:
             self._look()
         self._quiet = False
         self.levels.append(live_bytes)
-
-    def withhold(self) -> None:
-        """The level of an operator comes late, if at all."""
-        self._withheld = True
 
     def comes_late(self, is_there: bool) -> None:
         """The level that was withheld comes next, as it was a while ago; or not at all."""
@@ -260,11 +256,9 @@ class StretchTape:
             return
         for one in self._watched:
             if self._shared.get(one.storage) is one:
-                held, before = one.holders(), one.held
-                if held != before:
-                    one.held = held
-                    if held[0] < before[0] or held[1] < before[1]:
-                        self.stretches[-1].lets_go[one.key] = self._next()
+                before, one.held = one.held, one.holders()
+                if one.held[0] < before[0] or one.held[1] < before[1]:
+                    self.stretches[-1].lets_go[one.key] = self._next()
 
 
 def leaves_of(tree: Any, storage_of: Callable[[Tensor], int | None]) -> list[Leaf]:

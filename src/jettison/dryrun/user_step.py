@@ -66,11 +66,7 @@ def is_schedule(thing: Any) -> bool:
 
 
 def stages_of(schedule: Scheduled) -> list[PipelineStage]:
-    """Return a rank's stages, in the order of the model.
-
-    Raises:
-        UnsupportedModule: a stage is no `PipelineStage`.
-    """
+    """Return a rank's stages, in the order of the model. Raises `UnsupportedModule` for one that is no `PipelineStage`."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -89,13 +85,13 @@ def modules_of(things: Sequence[nn.Module | Scheduled | ImaginedSchedule]) -> li
     """Return the modules of a step: its models, and the stages of its schedules."""
     found: list[nn.Module] = []
     for one in things:
-        if isinstance(one, nn.Module):
-            found.append(one)
-        elif is_schedule(one):
-            found += [stage.submod for stage in stages_of(one)]
-        else:
-            found += one.modules
+        of_schedule = [stage.submod for stage in stages_of(one)] if is_schedule(one) else getattr(one, "modules", [])
+        found += [one] if isinstance(one, nn.Module) else of_schedule
     return found
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # how a step calls its models ------------------------------------------------------------------------------------------
@@ -112,7 +108,7 @@ class ModelCall:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(plain(t).nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor))
+        return sum(plain(t).nbytes for t in _tensors((self.args, self.kwargs)))
 
 
 @dataclass(kw_only=True)
@@ -147,12 +143,8 @@ class ModelUse:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenStep:
-    """Observations of a step.
-
-    Args:
-        uses: of each module.
-        inside: numbers of the loop's optimizers that the step itself runs.
-        left: parameters that had gradients when it was over.
+    """Uses of each module in a step; numbers of the loop's optimizers that it runs itself; parameters that it leaves
+    with gradients.
     """
 
     uses: list[ModelUse]
@@ -162,11 +154,8 @@ class SeenStep:
 
 @dataclass(kw_only=True)
 class Counted:
-    """Allocations of a step's run on fake tensors.
-
-    Args:
-        levels: see `AllocationCounter.stretches`; what kernels take inside is not among them.
-        ops: that it runs, whose kernels may take memory inside, by the keys of their prices.
+    """Allocations of a step's run on fake tensors: see `AllocationCounter.stretches`; and ops, by the keys of their
+    prices.
     """
 
     levels: list[tuple[str, list[int]]] = field(default_factory=list)
@@ -239,9 +228,9 @@ def observe(
                 hook.remove()
             for module in modules:
                 module.zero_grad(set_to_none=True)
-        if not any(watcher.calls for watcher in watchers) and any(use.unplanned for use in uses):
-            raise _without_a_plan(uses)
         if not any(watcher.calls for watcher in watchers):
+            if any(use.unplanned for use in uses):
+                raise _without_a_plan(uses)
             raise UsageError(
                 "step= never ran the model's own forward with gradients; expected step(model, batch) to call "
                 "model(...). Planning runs it on a copy without memory, also where its code holds the model (a "
@@ -276,8 +265,8 @@ class _Watcher:
     """Hooks before and after a model's forward, for one run of a step: its calls with gradients, and which of them wait
     for a backward.
 
-    A call's saved tensors go with the first backward that does not retain the graph, or with the last node of its graph
-    (a double backward keeps some of them): all of them have the call's mark.
+    A call's saved tensors are freed by the first backward that does not retain the graph, or with the last node of its
+    graph (a double backward keeps some of them): all of them have the call's mark.
     """
 
     def __init__(self, use: ModelUse) -> None:
@@ -305,7 +294,7 @@ class _Watcher:
             return
         call, start = self.running.pop()
         trained = [p for p in module.parameters() if p.requires_grad]
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        made = [leaf for leaf in _tensors(output) if leaf.requires_grad]
         for leaf in made:
             leaf.register_hook(lambda _gradient: self.asked(call, trained[:1] + trained[-1:]))
         self.held[call] = _marked(made, start)
@@ -381,8 +370,8 @@ def _parts(real: Sequence[nn.Module], copies: Sequence[nn.Module]) -> Iterator[t
 def _on_fakes(
     step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTensorMode, real: Sequence[nn.Module]
 ) -> Iterator[None]:
-    """The step may run in here. Values that its own code asks for (``loss.item()``) are made up; what is warned of is
-    warned of when the step really runs.
+    """Context of a step's runs. Values that its code reads (``loss.item()``) are made up; its warnings come when it
+    really runs.
     """
     with (
         warnings.catch_warnings(action="ignore"),
@@ -443,7 +432,7 @@ class UserStep:
         found = [t for model in self.all for t in static_tensors(model, (), self.optimizer)]
         found += [t for one in self.copies if not isinstance(one, nn.Module) for t in one.held()]
         found += [t for one in self.all if isinstance(one, ImaginedReplica) for t in one.unused.values()]
-        return [*found, *(t for t in tree_leaves(self.batches[-1]) if isinstance(t, Tensor))]
+        return [*found, *_tensors(self.batches[-1])]
 
     @contextlib.contextmanager
     def around(self, trace: ModelTrace) -> Iterator[None]:
@@ -467,14 +456,14 @@ class UserStep:
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
         """The step; its forwards and backwards alternate, and both peaks are that of them all."""
-        largest = [leaf for leaf in tree_leaves(self.batches[-1]) if isinstance(leaf, Tensor)]
+        largest = _tensors(self.batches[-1])
         counter.forget(largest)
         counter.reset_peak()
         for batch in self.batches[:-1]:  # each is there for its own step only
             with counter.looking_away():
                 given = copy.deepcopy(batch)
             self.step(*self.copies, given)
-            counter.forget(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            counter.forget(_tensors(given))
             for model in self.all:
                 model.zero_grad(set_to_none=not self.gradients_held)
         counter.register(largest)
@@ -518,10 +507,7 @@ def standing_in(optimizer: torch.optim.Optimizer | None, copied: torch.optim.Opt
 
 @contextlib.contextmanager
 def noting_steps(optimizer: torch.optim.Optimizer | None, stepped: Callable[[int], None]) -> Iterator[None]:
-    """Watch the optimizers' steps within this context.
-
-    Args:
-        stepped: called with an optimizer's number before it steps.
+    """Tell ``stepped`` each optimizer's number before it steps within this context.
 
     Raises:
         UsageError: one steps, or frees gradients, that the plan was not given.

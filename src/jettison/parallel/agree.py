@@ -25,7 +25,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
@@ -69,7 +69,7 @@ def summary(regions: Sequence[PlannedForward], plan: Any = None) -> Summary:
         name = region.name
         while name in found:  # of another model of the same step
             name += "'"
-        found[name] = _digest(list(_repeated(region)))
+        found[name] = hashlib.sha256(json.dumps(list(_repeated(region))).encode()).hexdigest()[:16]
     return Summary(regions, found if plan is None else found | {PLAN: plan.hash})
 
 
@@ -136,11 +136,7 @@ class BudgetVerdict:
 
     @classmethod
     def refuses(cls, error: Infeasible, rank: int | None = None) -> BudgetVerdict:
-        """Verdict of a rank that has none.
-
-        Args:
-            rank: to be named, where the others have plans of their own.
-        """
+        """Verdict of a rank that has none; the ``rank`` is named if the others have plans of their own."""
         reason = error.reason if rank is None else f"This is what rank {rank} says. {error.reason}".strip()
         needs, budget = int(error.minimum_budget_bytes), int(error.budget_bytes)
         return cls(needs_bytes=needs, refused={"minimum_budget_bytes": needs, "budget_bytes": budget, "reason": reason})
@@ -180,19 +176,13 @@ class Agreement:
                 each.give_up(f"{type(error).__name__}: {error}")
 
     def check(self, said: Summary) -> None:
-        """Say it, and wait until all ranks of every group are known to say the same. Where parameters are shared with
-        other ranks by the time of the first step, these are compared then.
-
-        Raises:
-            PlanMismatch: they do not.
+        """Say it, and wait until all ranks of every group are known to say the same: `PlanMismatch` if they do not. If
+        parameters are shared with other ranks by the time of the first step, these are compared then.
         """
-        self._compare(said.digests)
+        for each in self.rounds:
+            each.hear_digests(each.say_digests(said.digests))
         known = [each.ranks for each in self.rounds]
         said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
-
-    def _compare(self, digests: Mapping[str, str]) -> None:
-        for each in self.rounds:
-            each.hear_digests(each.say_digests(digests))
 
     def _merged(self, own: Made, merge: Callable[[Made, Made], Made]) -> Made:
         for each in self.rounds:
@@ -281,16 +271,11 @@ def _next_round(ranks: tuple[int, ...], timeout_seconds: float) -> Round:
 
 @dataclass(frozen=True)
 class EqualRanks:
-    """Ranks with one digest.
+    """Ranks with one digest."""
 
-    Args:
-        digest: empty for groups that are too many to be told apart.
-        runs: of places side by side, the first and the last of each, ascending; not all where they are many.
-    """
-
-    digest: bytes
+    digest: bytes  # empty for groups that are too many to be told apart
     count: int
-    runs: Sequence[tuple[int, int]] = ()
+    runs: Sequence[tuple[int, int]] = ()  # of places side by side, first and last, ascending; not all if many
 
 
 def _grouped(places: Sequence[range], said: Sequence[bytes | list[EqualRanks]]) -> bytes | list[EqualRanks]:
@@ -312,14 +297,12 @@ def _grouped(places: Sequence[range], said: Sequence[bytes | list[EqualRanks]]) 
 
 
 class Round(Ranks):
-    """One rank's part in one agreement of one group: digests, and before them perhaps a number, and a plan.
-
-    Args:
-        number: of the group's rounds in this process.
+    """One rank's part in one agreement of one group, the ``number``-th of this process: digests, and before them
+    perhaps a number, and a plan.
     """
 
     def __init__(self, ranks: tuple[int, ...], timeout_seconds: float, *, rank: int, store: Store, number: int) -> None:
-        key = f"jettison/{_group_key(ranks)}/{number}"
+        key = f"jettison/{hashlib.sha256(','.join(map(str, ranks)).encode()).hexdigest()[:16]}/{number}"
         super().__init__(store, place=ranks.index(rank), size=len(ranks), key=key, seconds=timeout_seconds)
         self.ranks, self.rank, self.over = ranks, rank, False
         self._digests: Mapping[str, str] = {}
@@ -345,24 +328,15 @@ class Round(Ranks):
         return topic
 
     def hear_digests(self, topic: str) -> None:
-        """Wait until all ranks have said theirs.
-
-        Raises:
-            PlanMismatch: on every rank.
-        """
+        """Wait until all ranks have said theirs. Raises `PlanMismatch` on every rank if they differ."""
         groups: list[EqualRanks] | None = self.hear(topic)
         self.over = True
         if groups is not None:
             raise PlanMismatch(self._difference(*groups))
 
     def hear_of(self, topic: str, who: str) -> Any:
-        """Value that a rank tells of a topic.
-
-        Args:
-            who: it is, in words.
-
-        Raises:
-            PlanMismatch: it did not in time, or some rank has failed.
+        """Value that a rank, ``who`` in words, tells of a topic. Raises `PlanMismatch` if it does not in time, or a
+        rank failed.
         """
         if not self.comes(topic):
             raise PlanMismatch(
@@ -397,11 +371,6 @@ class Round(Ranks):
             yield from self.ranks[first : last + 1]
 
 
-@cache
-def _group_key(ranks: tuple[int, ...]) -> str:
-    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
-
-
 def _repeated(region: PlannedForward) -> Iterable[Any]:
     """Names of the ops that backward recomputes; the treatment of a region without a program."""
     yield region.plan.link.is_alone
@@ -414,10 +383,3 @@ def _repeated(region: PlannedForward) -> Iterable[Any]:
             yield [name for name in names if name not in PADDING]
             if recipe.moved:
                 yield [move.host_bytes for move in recipe.moved.values()]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-__all__ = ["Agreement", "BudgetVerdict", "groups_for", "ranks_in", "summary", "talking_groups"]

@@ -26,7 +26,7 @@ b micro-batch · a heads · k key-value heads · n (m: of a kernel) rows at hand
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,9 +38,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from jettison.core.errors import UnsupportedModule, UsageError
-from jettison.parallel.known_models import RECORD, HeadForm, LayerForm, StackForm, class_of, known
+from jettison.parallel.known_models import RECORD, HeadForm, LayerForm, StackForm, class_of, known, refuse_planned
 from jettison.parallel.regions import Axis
-from jettison.runtime.planned import PlannedForward
 
 _c10d, _aten = torch.ops._c10d_functional, torch.ops.aten
 ROWS = -2
@@ -68,28 +67,27 @@ class Context:
         number = self.axis.rank if rank is None else rank
         return number, self.pieces - 1 - number
 
-    def check(self, seq: int) -> None:
-        """Does a sequence of this length divide?
+    def check(self, seq: int) -> int:
+        """Number of tokens in a piece of a sequence of this length.
 
         Raises:
-            UsageError: it does not.
+            UsageError: it does not divide.
         """
         if seq % self.pieces:
             raise UsageError(
                 f"got sequences of {seq} tokens, which do not divide into the {self.pieces} pieces of "
                 f"{self.axis.size} context-parallel ranks; expected a multiple of {self.pieces}"
             )
+        return seq // self.pieces
 
     def positions(self, seq: int, device: torch.device | None = None) -> Tensor:
         """Positions of this rank's tokens in their sequence: n numbers."""
-        self.check(seq)
-        each = seq // self.pieces
+        each = self.check(seq)
         return torch.cat([torch.arange(i * each, (i + 1) * each, device=device) for i in self.own()])
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that all ranks have, along the sequence's dim."""
-        self.check(x.shape[dim])
-        each = x.shape[dim] // self.pieces
+        each = self.check(x.shape[dim])
         return torch.cat([x.narrow(dim, i * each, each) for i in self.own()], dim=dim)
 
     def mean(self, x: Tensor) -> Tensor:
@@ -152,8 +150,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: f
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None) -> Tensor:
     rows = context.positions(q.shape[ROWS] * context.axis.size, q.device)
-    seen = torch.arange(len(rows) * context.axis.size, device=q.device) <= rows.unsqueeze(1)
-    mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
+    mask = _mask(q, rows, len(rows) * context.axis.size)
     k, v = (gathered(x, context).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
@@ -230,7 +227,7 @@ def causal_rows(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> tu
     if q.is_cuda:  # its causal mask is aligned to the lower right corner
         out, sums, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
         return out, sums
-    mask = _mask(q, start)
+    mask = _mask(q, torch.arange(start, k.shape[2], device=q.device), k.shape[2])
     out, sums = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     return out, sums.contiguous()
 
@@ -243,48 +240,39 @@ def causal_rows_backward(
     k, v = (part.narrow(2, 0, start + q.shape[2]) for part in (k, v))
     if q.is_cuda:
         places: tuple[Any, ...] = (None, None, q.shape[2], k.shape[2])
-        drawn = (
-            torch.empty(2, dtype=torch.uint64, device=q.device),
-            torch.empty(0, dtype=torch.uint64, device=q.device),
-        )
+        drawn = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
         made = _aten._scaled_dot_product_flash_attention_backward(
             dy, q, k, v, out, sums, *places, 0.0, True, *drawn, scale=scale
         )
     else:
+        mask = _mask(q, torch.arange(start, k.shape[2], device=q.device), k.shape[2])
         made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, out, sums, 0.0, False, attn_mask=_mask(q, start), scale=scale
+            dy, q, k, v, out, sums, 0.0, False, attn_mask=mask, scale=scale
         )
     dq, dk, dv = made
     return dq, dk, dv
 
 
-def _mask(q: Tensor, start: int) -> Tensor:
-    rows = torch.arange(start, start + q.shape[2], device=q.device)
-    later = torch.arange(start + q.shape[2], device=q.device) > rows.unsqueeze(1)
+def _mask(q: Tensor, rows: Tensor, keys: int) -> Tensor:
+    """Minus infinity where a key stands after a row, by the rows' positions; 0 elsewhere."""
+    later = torch.arange(keys, device=q.device) > rows.unsqueeze(1)
     return torch.zeros(later.shape, dtype=q.dtype, device=q.device).masked_fill_(later, float("-inf"))
-
-
-def _sums_like(q: Tensor) -> Tensor:
-    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty(q.shape[:3], dtype=wide)
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    b, a, m, d = x.shape
-    return x.new_empty((b, m, a, d)).transpose(1, 2)
 
 
 @causal_rows.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), _sums_like(q)
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
 
 
 @causal_rows_backward.register_fake
 def _(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, start: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    k, v = (part.narrow(2, 0, start + q.shape[2]) for part in (k, v))
-    return _by_rows(q), _by_rows(k), _by_rows(v)
+    keys = start + q.shape[2]
+    sizes = ((x, min(x.shape[2], n)) for x, n in ((q, keys), (k, keys), (v, keys)))
+    dq, dk, dv = (x.new_empty((x.shape[0], n, x.shape[1], x.shape[3])).transpose(1, 2) for x, n in sizes)
+    return dq, dk, dv
 
 
 @register_flop_formula(torch.ops.jettison.causal_rows)
@@ -357,33 +345,22 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> Context:
 
 def set_cores(model: nn.Module, context: Context) -> None:
     """The same for a place that is given; nothing is sent before the model is called."""
-    for path, module in model.named_modules():
-        if isinstance(module.forward, PlannedForward):
-            raise UsageError(
-                f"{path or 'the model'} runs under a plan; apply context parallelism before plans are made"
-            )
+    refuse_planned(model, "context parallelism")
     kind = class_of(model)
     if kind in known(HeadForm):
         _apply_to_hub(model, context)
     elif kind in known(StackForm) and kind.startswith(RECORD):
-        _apply_to_record(model, context)
+        attentions: list[Any] = [module for module in model.modules() if class_of(module) in _CORES]
+        if any(isinstance(attention.core, ContextCore) for attention in attentions):
+            raise UsageError("the model is context parallel already; apply it once")
+        for attention in attentions:
+            attention.core = ContextCore(context, attention.core, _CORES[class_of(attention)])
     else:
         names = [name.rpartition(".")[2] for name in known(HeadForm)] + ["Gpt", "Llama"]
         raise UnsupportedModule(
             f"context parallelism: it is not known where a {type(model).__name__} has the core of its attention; known "
             f"are {', '.join(sorted(names))}"
         )
-
-
-def _apply_to_record(model: nn.Module, context: Context) -> None:
-    for module in model.modules():
-        fused = _CORES.get(class_of(module))
-        if fused is None:
-            continue
-        attention: Any = module
-        if isinstance(attention.core, ContextCore):
-            raise UsageError("the model is context parallel already; apply it once")
-        attention.core = ContextCore(context, attention.core, fused)
 
 
 def _apply_to_hub(model: nn.Module, context: Context) -> None:
@@ -395,27 +372,18 @@ def _apply_to_hub(model: nn.Module, context: Context) -> None:
         raise UsageError("the model is context parallel already; apply it once")
     _check(model, kernel)
     AttentionInterface.register(NAME, _hub_attention)
-    for attention in _hub_attentions(model):
-        setattr(attention, _SHARE, HubShare(context, kernel))
+    for module in model.modules():
+        form = known(LayerForm).get(class_of(module))
+        if form is not None:
+            setattr(module.get_submodule(form.attention), _SHARE, HubShare(context, kernel))
     config._attn_implementation = NAME
 
 
 _SHARE: Final = "context_share"
 
 
-def _hub_attentions(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        form = known(LayerForm).get(class_of(module))
-        if form is not None:
-            yield module.get_submodule(form.attention)
-
-
 def _check(model: nn.Module, kernel: str) -> None:
-    """Is attention the causal one, whose core we know?
-
-    Raises:
-        UnsupportedModule: no.
-    """
+    """Raise `UnsupportedModule` unless attention is causal, with a core that is known."""
     config: Any = model.config
     why = ""
     if kernel not in ("eager", "sdpa"):

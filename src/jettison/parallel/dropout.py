@@ -55,8 +55,8 @@ class OwnDraws:
             self._before = torch.get_rng_state(), cuda
             torch.manual_seed(_mixed(seed, axis.rank))
 
-    def end(self) -> None:
-        """Back to the common stream. Does nothing without a loan."""
+    def end(self, *_: Any) -> None:
+        """Return to the common stream, if there is a loan; may be a hook."""
         if self._before is None:
             return
         (cpu, cuda), self._before = self._before, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,10 +38,8 @@ _imagined: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
 
 
 def imagined_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A fake copy that runs as the model does on this rank. Where it is sharded, its ranks call this together.
-
-    Raises:
-        UnsupportedModule: it is sharded in a way that cannot be repeated on a copy.
+    """A fake copy that runs as the model does on this rank. If it is sharded, its ranks call this together, and
+    `UnsupportedModule` says how it cannot be.
     """
     if isinstance(model, DistributedDataParallel):
         again = bool(model.static_graph or not model.find_unused_parameters)
@@ -165,9 +163,7 @@ class ImaginedReplica(nn.Module):
 
 
 def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
-    """`fully_shard`, or ``replicate``, on the copy what it was called on in the model, innermost first, with the same
-    arguments.
-    """
+    """Call `fully_shard`, or ``replicate``, on the copy as it was called on the model, innermost first."""
     from torch.distributed.fsdp import fully_shard  # imports DTensor
 
     names = {module: name for name, module in model.named_modules()}
@@ -190,7 +186,9 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
         if group is None:
             continue
         own = {p for m in modules for p in m.parameters()}
-        wrap: Any = _replicate_of(module)
+        # torch's ``replicate`` that is made of FSDP2: nothing is sharded, and FSDP's hooks average gradients
+        library = sys.modules.get("torch.distributed._composable.replicate_with_fsdp")
+        wrap: Any = library and isinstance(module, library.ReplicateModule) and library.replicate
         sharding = {"reshard_after_forward": _reshards(state, group), "shard_placement_fn": placements.get}
         (wrap or fully_shard)(
             modules if len(modules) > 1 else modules[0],
@@ -198,21 +196,10 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
             mesh=_imagined_mesh(group.mesh_info.mesh, rooted=dtensor),
             mp_policy=state._mp_policy,
             offload_policy=group.offload_policy,
-            ignored_params={p for p in own if p not in placements and not _is_sharded(p)},
+            ignored_params={p for p in own if p not in placements and not hasattr(p, "placements")},
         )
         made.append((state, modules[0]._get_fsdp_state()))
     _set_alike(made)
-
-
-def _replicate_of(module: nn.Module) -> Callable[..., Any] | None:
-    """torch's ``replicate`` that is made of FSDP2, where that was called on the module: nothing is sharded then, and
-    FSDP's hooks average gradients.
-    """
-    library = sys.modules.get("torch.distributed._composable.replicate_with_fsdp")
-    if library is None or not isinstance(module, library.ReplicateModule):
-        return None
-    found: Callable[..., Any] = library.replicate
-    return found
 
 
 def _check_groups(name: str, groups: Sequence[Any]) -> None:
@@ -241,10 +228,6 @@ def _set_alike(made: Sequence[tuple[Any, Any]]) -> None:
                 setattr(same, name, getattr(group, name))
 
 
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "placements")
-
-
 def _reshards(state: Any, group: Any) -> bool | int | None:
     if state._auto_reshard_after_forward:
         return None
@@ -255,11 +238,8 @@ def _reshards(state: Any, group: Any) -> bool | int | None:
 
 
 def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
-    """The same mesh, over groups that send nothing.
-
-    Args:
-        rooted: parameters are distributed over other dims of the same root mesh already. All its ranks call this then,
-            else those of the mesh.
+    """The same mesh, over groups that send nothing. Its ranks call this; all of its root's if ``rooted``, because
+    parameters are distributed over other dims of that already.
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
     if mesh in _imagined:

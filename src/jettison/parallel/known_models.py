@@ -12,7 +12,7 @@ logits, on every rank.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -84,6 +84,7 @@ class HeadForm(NamedTuple):
 
 RECORD: Final = "jettison.models.reference"
 _Form = TypeVar("_Form")
+_OWN_PLAN: Final = "a plan of your own: apply_tensor_parallel(..., plan={path: style})"
 _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "torch.nn.modules.normalization.RMSNorm")
 
 
@@ -107,12 +108,11 @@ def _read(file: Path) -> dict[str, Any]:
 def known(form: type[_Form]) -> Mapping[str, _Form]:
     """Forms of a part by the names of their classes."""
     made: Any = form
-    found: Mapping[str, _Form] = _forms(made)
-    return found
+    return _forms(made)
 
 
 @cache
-def _forms(form: Any) -> dict[str, Any]:
+def _forms(form: Any) -> Any:
     found, part = {}, form.__name__.removesuffix("Form").lower()
     for name, table in _tables().items():
         if part in table:
@@ -164,21 +164,32 @@ def apply_tensor_parallel(
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UsageError(f"{name} is distributed already; apply tensor parallelism once, and before FSDP")
-    for path, module in model.named_modules():
-        if isinstance(module.forward, PlannedForward):
-            raise UsageError(f"{path or 'the model'} runs under a plan; apply tensor parallelism before plans are made")
+    refuse_planned(model, "tensor parallelism")
     for path, style in found.items():
         try:
             style.check(model.get_submodule(path), ways)
         except JettisonError as error:
             raise type(error)(f"{path or 'the model'}: {error}") from error
-    ties = list(_ties(model))
+    ties: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(parameter), []).append(name)
     for path, style in found.items():
         parallelize_module(model.get_submodule(path), mesh, style)
-    for first, *others in ties:
+    for first, *others in ties.values():
         for name in others:
-            _tie(model, first, name)
+            kept, other = model.get_parameter(first), model.get_parameter(name)
+            if isinstance(kept, DTensor) and isinstance(other, DTensor) and kept.placements != other.placements:
+                raise UsageError(f"{first} and {name} are one parameter, but the plan shards them in two ways")
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, kept)
     return model
+
+
+def refuse_planned(model: nn.Module, what: str) -> None:
+    """Raise `UsageError` for a model that runs under a plan."""
+    for path, module in model.named_modules():
+        if isinstance(module.forward, PlannedForward):
+            raise UsageError(f"{path or 'the model'} runs under a plan; apply {what} before plans are made")
 
 
 @dataclass(kw_only=True)
@@ -198,11 +209,10 @@ class _StylePlanner:
                 self.visit(child, _join(path, name))
         elif next(module.parameters(), None) is not None:
             every = (name for form in (HeadForm, StackForm, LayerForm) for name in known(form))
-            names = [name.rpartition(".")[2] for name in every]
+            names = ", ".join(sorted(name.rpartition(".")[2] for name in every))
             raise UnsupportedModule(
-                f"no tensor-parallel plan is known for {path or 'the model'}, a {class_of(module)}; known are "
-                f"{', '.join(sorted(names))}. Give a plan of "
-                "your own: apply_tensor_parallel(..., plan={path: style})"
+                f"no tensor-parallel plan is known for {path or 'the model'}, a {class_of(module)}; known are {names}. "
+                f"Give {_OWN_PLAN}"
             )
 
     def refuse_rest(self, model: nn.Module) -> None:
@@ -211,7 +221,7 @@ class _StylePlanner:
                 if path not in self.plan and module._parameters[name] is not None:
                     raise UnsupportedModule(
                         f"{_join(path, name)} is a parameter that a {class_of(module)} of this form is not known to "
-                        "have; give a plan of your own: apply_tensor_parallel(..., plan={path: style})"
+                        f"have; give {_OWN_PLAN}"
                     )
 
     def _headed(self, model: nn.Module, path: str, form: HeadForm) -> None:
@@ -253,7 +263,8 @@ class _StylePlanner:
             self._norm(layer, path, name)
         attention = _child(layer, form.attention, path)
         inside = _join(path, form.attention)
-        draws = OwnDraws() if dim is None and _probability(attention, form.dropout) else None
+        dropout = 0.0 if form.dropout is None else getattr(attention, form.dropout)
+        draws = OwnDraws() if dim is None and float(getattr(dropout, "p", dropout)) else None
         self.plan[inside] = BlockInput(dim=dim, divided=form.divided, draws=draws)
         unit = int(attention.head_dim) * (3 if form.joined else 1)
         for name in form.projections:
@@ -303,40 +314,14 @@ def _child(parent: nn.Module, name: str, path: str) -> nn.Module:
     if not isinstance(child, nn.Module):
         raise UnsupportedModule(
             f"{path or 'the model'}, a {class_of(parent)}, has no module {name!r}, which its class is known to have; "
-            "give a plan of your own: apply_tensor_parallel(..., plan={path: style})"
+            f"give {_OWN_PLAN}"
         )
     return child
 
 
 def _unexpected(module: nn.Module, path: str, expected: str) -> UnsupportedModule:
-    return UnsupportedModule(
-        f"{path or 'the model'} is a {class_of(module)}; expected {expected}. Give a plan of your own: "
-        "apply_tensor_parallel(..., plan={path: style})"
-    )
+    return UnsupportedModule(f"{path or 'the model'} is a {class_of(module)}; expected {expected}. Give {_OWN_PLAN}")
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _probability(attention: nn.Module, name: str | None) -> float:
-    if name is None:
-        return 0.0
-    found = getattr(attention, name)
-    return float(getattr(found, "p", found))
-
-
-def _ties(model: nn.Module) -> Iterator[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    yield from (group for group in names.values() if len(group) > 1)
-
-
-def _tie(model: nn.Module, first: str, name: str) -> None:
-    kept = model.get_parameter(first)
-    path, _, leaf = name.rpartition(".")
-    other = model.get_parameter(name)
-    if isinstance(kept, DTensor) and isinstance(other, DTensor) and kept.placements != other.placements:
-        raise UsageError(f"{first} and {name} are one parameter, but the plan shards them in two ways")
-    setattr(model.get_submodule(path), leaf, kept)

@@ -43,30 +43,23 @@ class Store(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-def parent(place: int) -> int:
-    """The place above one that is not the first. See NOTE [ A tree of ranks ]."""
-    span = FAN
-    while place % span == 0:
-        span *= FAN
-    return place - place % span
+def _spans(place: int, size: int) -> list[int]:
+    """Distances of the places right below one, a level at a time, and of the branch's end."""
+    spans = [1]
+    while spans[-1] < size and place % (spans[-1] * FAN) == 0:
+        spans.append(spans[-1] * FAN)
+    return spans
 
 
 def children(place: int, size: int) -> list[int]:
     """The places right below one, of so many."""
-    found: list[int] = []
-    span = 1
-    while span < size and place % (span * FAN) == 0:
-        found += range(place + span, min(place + FAN * span, size), span)
-        span *= FAN
-    return found
+    *spans, _ = _spans(place, size)
+    return [child for span in spans for child in range(place + span, min(place + FAN * span, size), span)]
 
 
 def branch(place: int, size: int) -> range:
     """A place and all below it, of so many."""
-    span = 1
-    while span < size and place % (span * FAN) == 0:
-        span *= FAN
-    return range(place, min(place + span, size))
+    return range(place, min(place + _spans(place, size)[-1], size))
 
 
 class Ranks:
@@ -87,7 +80,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Is this the first rank?"""
+        """Whether this is the first rank."""
         return self.place == 0
 
     def lost(self, why: str) -> Exception:
@@ -174,9 +167,7 @@ class Ranks:
             raise self.lost(text)
 
     def _wait(self, keys: list[str], *, last: bool) -> bool:
-        """Were they set in time? See NOTE [ Waiting ]. The first rank's time comes before that of others, unless it is
-        to be the last as well: it says who is missing.
-        """
+        """Whether they were set in time; the first rank, which names who is missing, waits less, unless ``last``."""
         start, seconds = time.monotonic(), self.seconds if self.leads and not last else self.seconds * 1.1 + 1
         while not self.store.check(keys):
             if self.store.check([f"{self.key}/failed"]):
@@ -190,12 +181,11 @@ class Ranks:
 
     def _missing(self, topic: str, branches: Sequence[int]) -> Iterator[int]:
         for place in branches:
-            if self.store.check([self._said(topic, place)]):
-                continue
-            below = children(place, self.size)
-            if not below or not self.store.check([self._here(topic, place)]):
-                yield place
-            yield from self._missing(topic, below)
+            if not self.store.check([self._said(topic, place)]):
+                below = children(place, self.size)
+                if not below or not self.store.check([self._here(topic, place)]):
+                    yield place
+                yield from self._missing(topic, below)
 
     def _forget(self) -> None:
         for key in self._told:
@@ -230,11 +220,7 @@ def joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def listed(ranks: Iterable[int], count: int | None = None) -> str:
-    """Ranks in words, ascending: each, or runs of them; the first few, and how many more.
-
-    Args:
-        count: how many they are, where not all are given.
-    """
+    """Ranks in words, ascending: each, or runs of them; the first few, and how many more of ``count``."""
     every = sorted(ranks)
     parts: list[tuple[int, ...]] = []
     for first, last in joined((rank, rank) for rank in every):
@@ -249,6 +235,3 @@ def ranks_in_words(ranks: Iterable[int], count: int | None = None) -> str:
     """With the noun."""
     every = list(ranks)
     return f"rank{'s' if (count or len(every)) != 1 else ''} {listed(every, count)}"
-
-
-__all__ = ["RUNS", "Ranks", "Store", "branch", "children", "joined", "listed", "parent", "ranks_in_words"]

@@ -37,14 +37,14 @@ from jettison.parallel.regions import Axis, collect, f, f_bar, finish_gather, g,
 # linear layers --------------------------------------------------------------------------------------------------------
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def _is_conv1d(module: nn.Module | None) -> bool:
     """transformers' Conv1D: a linear layer whose weight is h × n, GPT-2's."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_linear(module: nn.Module | None) -> bool:
     """Layers that `ColumnParallel` and `RowParallel` know."""
-    return module is not None and (type(module) is nn.Linear or _is_conv1d(module))
+    return type(module) is nn.Linear or _is_conv1d(module)
 
 
 @dataclass
@@ -74,16 +74,13 @@ class _ColumnForward(_Forward):
     def __call__(self, x: Tensor) -> Tensor:
         x = f(x, self.axis) if self.enters else x
         out = column_linear(x, self.weight(), self.bias())
-        return out if self.collected is None else _collect_features(out, self.axis, self.collected)
-
-
-def _collect_features(x: Tensor, axis: Axis, features: int) -> Tensor:
-    """All ranks' features; the last ranks may have fewer (of 50257, say)."""
-    each = -(-features // axis.size)
-    if x.shape[-1] < each:
-        x = functional.pad(x, (0, each - x.shape[-1]))
-    whole = collect(x, axis, -1)
-    return whole if whole.shape[-1] == features else whole.narrow(-1, 0, features).contiguous()
+        if self.collected is None:
+            return out
+        each = -(-self.collected // self.axis.size)  # the last ranks may have fewer (of 50257, say)
+        if out.shape[-1] < each:
+            out = functional.pad(out, (0, each - out.shape[-1]))
+        whole = collect(out, self.axis, -1)
+        return whole if whole.shape[-1] == self.collected else whole.narrow(-1, 0, self.collected).contiguous()
 
 
 @dataclass
@@ -104,12 +101,7 @@ class Style(ParallelStyle):
     """One that can say beforehand whether it fits."""
 
     def check(self, module: nn.Module, ways: int) -> None:
-        """Does the module divide over so many ranks?
-
-        Raises:
-            UsageError: it does not.
-            UnsupportedModule: it is of another kind.
-        """
+        """Raise `UsageError` if the module does not divide over so many ranks, `UnsupportedModule` if it is another."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -139,8 +131,9 @@ class ColumnParallel(Style):
         axis = Axis.of(device_mesh)
         self.check(module, axis.size)
         features = _linear_sizes(module)[1]
-        if self.groups > 1:
-            _group(module, self.groups)
+        for name, parameter in module.named_parameters() if self.groups > 1 else ():
+            shape = (*parameter.shape[:-1], self.groups, parameter.shape[-1] // self.groups)
+            setattr(module, name, nn.Parameter(parameter.detach().view(shape), parameter.requires_grad))
         last = module.weight.dim() - 1 if _is_conv1d(module) else 0
         distribute(self, module, "weight", device_mesh, Shard(last))
         if module.bias is not None:
@@ -182,13 +175,6 @@ def _linear_sizes(module: nn.Module) -> tuple[int, int]:
     return inputs, outputs
 
 
-def _group(module: nn.Module, groups: int) -> None:
-    for name, parameter in module.named_parameters():
-        shape = (*parameter.shape[:-1], groups, parameter.shape[-1] // groups)
-        made = nn.Parameter(parameter.detach().view(shape), requires_grad=parameter.requires_grad)
-        setattr(module, name, made)
-
-
 # borders --------------------------------------------------------------------------------------------------------------
 
 
@@ -217,10 +203,6 @@ class _Enter:
         return f(x, self.axis) if self.dim is None else gather_input(x, self.axis, self.dim)
 
 
-def _end_loan(draws: OwnDraws, *_: Any) -> None:
-    draws.end()
-
-
 @dataclass(eq=False, kw_only=True)
 class BlockInput(Style):
     """The input of an attention or feed-forward block whose layers are sharded: f, or g along ``dim``.
@@ -240,7 +222,7 @@ class BlockInput(Style):
             setattr(module, name, getattr(module, name) // axis.size)
         module.register_forward_pre_hook(_InputHook(_Enter(axis, self.dim, self.draws, module)), with_kwargs=True)
         if self.draws is not None:
-            module.register_forward_hook(partial(_end_loan, self.draws), always_call=True)  # where the forward failed
+            module.register_forward_hook(self.draws.end, always_call=True)  # where the forward failed
         return module
 
 
@@ -385,18 +367,16 @@ class VocabularyParallel(Style):
 _NOTE = "_jettison_gathered"
 
 
+@dataclass(slots=True, eq=False)
 class Gathered:
     """The second all-gather of one input, in backward, for all matmuls that read it."""
 
-    __slots__ = ("_left", "_pending", "_whole", "axis", "dim", "readers")
-
-    def __init__(self, axis: Axis, dim: int) -> None:
-        self.axis = axis
-        self.dim = dim
-        self.readers = 0
-        self._left = 0
-        self._pending: Tensor | None = None
-        self._whole: Tensor | None = None
+    axis: Axis
+    dim: int
+    readers: int = 0
+    _left: int = 0
+    _pending: Tensor | None = None
+    _whole: Tensor | None = None
 
     def start(self, shard: Tensor) -> None:
         """Begin to gather, unless another reader has."""
@@ -460,16 +440,15 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         weight, *shard = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = (_is_wanted(ctx, i) for i in range(3))
+        # a split backward asks for x's gradient and the weight's in turn
+        nodes = [node for node, _ in ctx.next_functions[:3]]
+        wants_x, wants_weight, wants_bias = (n is not None and torch._C._will_engine_execute_node(n) for n in nodes)
         rows = dy.reshape(-1, dy.shape[-1])
         if wants_weight:
             ctx.gathered.start(shard[0])
         dx = torch.matmul(dy, weight) if wants_x else None
         db = rows.sum(0) if wants_bias else None
-        dw = None
-        if wants_weight:
-            x = ctx.gathered.take()
-            dw = rows.t() @ x.reshape(-1, x.shape[-1])
+        dw = rows.t() @ ctx.gathered.take().reshape(-1, weight.shape[1]) if wants_weight else None
         return dx, dw, db, None, None
 
 
@@ -486,12 +465,6 @@ def can_split_backward() -> bool:
         return bool(node._input_metadata)
     except RuntimeError:
         return False
-
-
-def _is_wanted(ctx: Any, i: int) -> bool:
-    """Whether this very backward asks for an input's gradient: a split one asks for x's and the weight's in turn."""
-    node = ctx.next_functions[i][0]
-    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def _note_of(x: Tensor) -> tuple[Gathered, Tensor] | None:
