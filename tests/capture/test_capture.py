@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from jettison.capture.op_traits import anchor_of, is_nondeterministic
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tracer import trace_model, trace_region
 from jettison.ledger.program import Anchor, Op, Source
 from jettison.runtime.recordings import reads_hold

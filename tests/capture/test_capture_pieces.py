@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from jettison.capture.fakes import fake_mode
-from jettison.capture.recorder import are_apart
-from jettison.capture.recording import TensorRef
+from jettison.capture.recorder import TensorRef, are_apart
 from jettison.capture.tracer import trace_region
 
 WIDTH = 8

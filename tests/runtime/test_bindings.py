@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.capture.recording import TensorRef
+from jettison.capture.recorder import TensorRef
 from jettison.runtime.recompute_code import binding
 
 aten = torch.ops.aten

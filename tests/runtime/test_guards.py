@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.capture.guard import ModuleGuard
 from jettison.capture.model_trace import ModelTrace
-from jettison.capture.recording import RegionTrace
+from jettison.capture.recorder import RegionTrace
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import StaleTensor, TraceError, UnsupportedModule
 from jettison.ledger.program import Program

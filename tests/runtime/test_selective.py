@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import jettison
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recording import RegionTrace
+from jettison.capture.recorder import RegionTrace
 from jettison.capture.tracer import trace_region
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.models.reference import Gpt, GptConfig, GptLayer, causal_mask

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import BlockClass, ModelTrace, expect_trace
-from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.dtypes import dtype_name

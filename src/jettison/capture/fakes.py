@@ -313,7 +313,7 @@ def _grouped_mm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: bool)
 
 
 def _ctc_loss(_: Any, args: tuple[Any, ...], __: dict[str, Any], ___: bool) -> tuple[Tensor, Tensor]:
-    """The loss of each row [n], and its alphas [n, t, 2 * longest target + 1], which depends on the targets' lengths."""
+    """The loss of each row [n], and its alphas [n, t, 2 * longest target + 1], which depend on the targets' lengths."""
     log_probs, target_lengths = args[0], args[3]
     if any(isinstance(n, Tensor) and n.device.type == "cpu" != log_probs.device.type for n in args[2:4]):
         raise TraceError(

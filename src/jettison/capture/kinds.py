@@ -119,7 +119,7 @@ def slots_of(cls: type) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def slots_below(cls: Same[type]) -> tuple[str, ...]:
-    """Slots of an object, and its ``__dict__``, which C may replace by another, as pydantic's validated assignments do."""
+    """Slots of an object, and its ``__dict__``, which C may replace, as pydantic's validated assignments do."""
     whose = ((c, package_of(c)) for c in cls.it.__mro__)
     slots = [name for c, package in whose if package not in ("torch", "jettison") for name in slots_of(c)]
     if not cls.it.__dictoffset__ or is_foreign(cls.it.__module__) or issubclass(cls.it, nn.Module | threading.local):

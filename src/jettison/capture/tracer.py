@@ -27,8 +27,7 @@ from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mod
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
 from jettison.capture.randomness import default_stream
-from jettison.capture.recorder import OpRecorder, ValuesRead
-from jettison.capture.recording import Place, RegionTrace, TensorRef
+from jettison.capture.recorder import OpRecorder, Place, RegionTrace, TensorRef, ValuesRead
 from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
 from jettison.capture.stand_ins import forwards, is_real, observed_trace, stub_outputs

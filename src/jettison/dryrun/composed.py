@@ -33,7 +33,7 @@ from itertools import cycle
 from typing import Any, Final, NamedTuple
 
 from jettison.capture.model_trace import ModelTrace
-from jettison.dryrun.around_blocks import around_stubs
+from jettison.dryrun.levels import around_stubs
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
 from jettison.dryrun.tape import NOBODY, Place, SharedKey, Stretch, StretchTape

@@ -24,9 +24,8 @@ from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tracer import unseen_outputs
 from jettison.core.errors import TraceError, UsageError
-from jettison.dryrun.block import hold_gradients, run_step, with_memory_of_their_own
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
-from jettison.dryrun.observed import stand_in_for_opaque
+from jettison.dryrun.levels import hold_gradients, run_step, stand_in_for_opaque, with_memory_of_their_own
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.tape import StretchTape
 from jettison.ledger.levels import StepLevels

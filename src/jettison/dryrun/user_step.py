@@ -30,9 +30,9 @@ from jettison.capture.signature import as_signed, call_signature, global_signatu
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
 from jettison.core.errors import JettisonError, TraceError, UnsupportedModule, UsageError
-from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.counter import AllocationCounter, quiet_gc, static_tensors
 from jettison.dryrun.kernel_trial import OpRequest
+from jettison.dryrun.levels import with_memory_of_their_own
 from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.dryrun.step import each_of
 from jettison.parallel.imagined import ImaginedReplica, inside_of_ddp
@@ -66,7 +66,7 @@ def is_schedule(thing: Any) -> bool:
 
 
 def stages_of(schedule: Scheduled) -> list[PipelineStage]:
-    """Return a rank's stages, in the order of the model. Raises `UnsupportedModule` for one that is no `PipelineStage`."""
+    """Return a rank's stages, in the order of the model; `UnsupportedModule` for one that is no `PipelineStage`."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 

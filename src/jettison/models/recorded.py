@@ -24,7 +24,7 @@ from jettison.capture.blocks import find_blocks, only_blocks
 from jettison.capture.entries import Roles, base_name
 from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
-from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import op_leaves, tree_leaves
 from jettison.core.dtypes import DTYPE_BYTES, dtype_name

@@ -13,16 +13,14 @@ from torch import nn
 
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recording import RecordedOp, RegionTrace, TensorRef
+from jettison.capture.recorder import RecordedOp, RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.core.progress import Progress
 from jettison.cost.matmul import memory_seconds, op_seconds
-from jettison.dryrun.around_blocks import dry_run_root
-from jettison.dryrun.block import dry_run_block
 from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of_levels, seconds_of_levels
 from jettison.dryrun.composed import Judge
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
-from jettison.dryrun.observed import observe_block
+from jettison.dryrun.levels import dry_run_block, dry_run_root, observe_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import ModulePolicy, StepPeaks
 from jettison.planner.host import Host, movable, option_at, with_moves, with_moves_of_compiled

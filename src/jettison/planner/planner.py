@@ -23,7 +23,7 @@ from torch import nn
 
 from jettison.capture.entries import Roles
 from jettison.capture.model_trace import BlockClass, ModelTrace
-from jettison.capture.recording import RegionTrace
+from jettison.capture.recorder import RegionTrace
 from jettison.core.errors import Infeasible
 from jettison.core.progress import Progress, silent
 from jettison.dryrun.composed import Judge, why_whole

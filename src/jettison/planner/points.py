@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from jettison.capture.model_trace import BlockClass, CompiledProgram
-from jettison.capture.recording import RegionTrace
+from jettison.capture.recorder import RegionTrace
 from jettison.cost.matmul import memory_seconds, op_seconds
 from jettison.dryrun.kernel_trial import REPEATS
 from jettison.ledger.program import Program

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.op_traits import computes, is_bookkeeping, writes
-from jettison.capture.recording import Expected, RegionTrace, TensorRef, signature_of
+from jettison.capture.recorder import Expected, RegionTrace, TensorRef, signature_of
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain, storage_of
 from jettison.capture.trees import op_leaves
 from jettison.runtime.handles import Diverged

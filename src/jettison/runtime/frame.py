@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.dispatch import CaptureMode
-from jettison.capture.recording import Place, TensorRef, layout, layout_of
+from jettison.capture.recorder import Place, TensorRef, layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import Switches, kernel_switches, switched
 from jettison.capture.tensor_subclasses import QuantizedWrapping, arrived, plain, storage_of, version_of, wrapping

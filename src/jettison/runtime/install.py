@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from jettison.capture.model_trace import ModelTrace
-from jettison.capture.recording import Place, TensorRef
+from jettison.capture.recorder import Place, TensorRef
 from jettison.core.errors import JettisonError
 from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_packing
 from jettison.runtime.device import rounding_of

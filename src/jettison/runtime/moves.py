@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import arrived, version_of
 from jettison.ledger.program import Source
 from jettison.runtime.offload import Group, Moved, flat_bytes, stale

@@ -37,7 +37,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.recording import TensorRef
+from jettison.capture.recorder import TensorRef
 from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.core.errors import StaleTensor
 from jettison.runtime.accelerator import device_for

@@ -23,7 +23,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from jettison.capture.recording import RecordedOp, RegionTrace, TensorRef
+from jettison.capture.recorder import RecordedOp, RegionTrace, TensorRef
 from jettison.runtime.moves import Away, BufferRange, moves_of
 
 aten = torch.ops.aten

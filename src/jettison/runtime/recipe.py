@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.capture.op_traits import is_collective, sees_modes
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recording import RecordedOp, RegionTrace, Tap, TensorRef
+from jettison.capture.recorder import RecordedOp, RegionTrace, Tap, TensorRef
 from jettison.capture.signature import Switches
 from jettison.ledger.program import Buffer, Program, Source
 from jettison.runtime.moves import BufferRange, moves_of

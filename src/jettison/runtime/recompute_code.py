@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from jettison.capture.recording import TensorRef
+from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.core.errors import UsageError

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.guard import ModuleGuard, Setting, same_values
 from jettison.capture.reach import Known
-from jettison.capture.recording import Place, RecordedOp, RegionTrace, TensorRef, ValueRead
+from jettison.capture.recorder import Place, RecordedOp, RegionTrace, TensorRef, ValueRead
 from jettison.capture.sharded import precision_of
 from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, stepped_in_backward, version_of, wrapping
 from jettison.capture.tracer import VALUES_WANTED, trace_region, trace_root

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.core.errors import TraceError
 
 

@@ -1,0 +1,591 @@
+"""Memory levels of a block's call, and of the model around its blocks: bytes left allocated, and peaks of forward and
+backward. Blocks that cannot run on fake tensors are observed on real ones, and stood in for when the step is dry-run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from jettison.capture.dispatch import eagerly
+from jettison.capture.fakes import roughly
+from jettison.capture.model_trace import BlockClass, ModelTrace, call_model, context_of, loss_of
+from jettison.capture.randomness import seed_streams
+from jettison.capture.recorder import TensorRef
+from jettison.capture.signature import as_signed, call_signature, opaque_copy
+from jettison.capture.stand_ins import (
+    forwards,
+    run_holding_nothing,
+    stand_in,
+    stub_outputs,
+    tensors_made,
+    undisturbed,
+    without_gradient_hooks,
+)
+from jettison.capture.tensor_subclasses import arrived, bytes_of, has_gradients, parts_of, plain, storage_of
+from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
+from jettison.core.errors import TraceError, UnsupportedModule, WrongValue
+from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.dryrun.tape import StretchTape
+from jettison.ledger.program import Source
+from jettison.runtime.install import install
+from jettison.runtime.offload import Group, Moved, flat_bytes
+from jettison.runtime.planned import PlannedForward
+from jettison.runtime.recordings import Verdict
+from jettison.runtime.witness import Check
+from jettison.solve.policy import CheckpointPolicy, Exactly, Full, KeepAll
+from jettison.solve.problem import RegionOption, RootOption
+
+if TYPE_CHECKING:
+    from jettison.dryrun.step import DryStep
+
+
+class BlockLevels(NamedTuple):
+    """Bytes of one call. ``lasting_bytes`` of the resident ones outlive its backward, as in a cache."""
+
+    resident_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    lasting_bytes: int
+
+
+def dry_run_block(
+    trace: ModelTrace,
+    cls: BlockClass,
+    policy: CheckpointPolicy,
+    key: str,
+    seconds: float,
+    workspace: Workspace | None = None,
+) -> RegionOption:
+    """Levels of one block under one policy, with its recorded program."""
+    module = trace.fake_model.get_submodule(cls.example)
+    shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(context_of(trace, module))
+        stack.enter_context(as_signed(cls.signature[1]))  # the model may enable autocast around its blocks
+        stack.enter_context(quiet_gc())
+        region = PlannedForward(module, cls.example, policy, how=Check(trace.loop.check))
+        stack.callback(region.remove)
+        region.recordings.adopt(cls.signature, cls.trace, checked=True)
+        region.in_dry_run = True
+        hold_gradients(trace, module)
+        try:
+            levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
+        except (LookupError, AttributeError) as error:  # of code that distinguishes fake tensors from real ones
+            raise TraceError(
+                f"blocks like {cls.example} ran on the batch itself, and cannot run on tensors without values "
+                f"({type(error).__name__}: {error}); leave them out with regions=[...]"
+            ) from error
+    return RegionOption(key=key, seconds=seconds, **levels._asdict())
+
+
+def block_levels(
+    module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None, device: str | None
+) -> BlockLevels:
+    """Levels of one call of a module in its present state, on arguments like these. Leaves it without gradients."""
+    leaves, spec = tree_flatten(opaque_copy(call))
+    outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
+    counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace, device=device)
+    with counter:
+        start = counter.live_bytes
+        held = sum(bytes_of(p.grad) for p in module.parameters() if p.grad is not None)
+        counter.reset_peak()
+        given = given_to_block(leaves, shared)
+        args, kwargs = tree_unflatten(given, spec)
+        del given
+        box = [(args, kwargs)]
+        del args, kwargs
+        loss, stored = forward_alone(module, box)
+        forward_peak = counter.peak_bytes - start
+        torch.clear_autocast_cache()
+        resident = counter.live_bytes - start
+        counter.reset_peak()
+        before = counter.live_bytes
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), roughly(module):
+            loss.backward()
+        backward_peak = counter.peak_bytes - before
+        del loss  # but not its storage, which the caller has
+        module.zero_grad(set_to_none=True)
+        lasting = max(0, counter.live_bytes - start + held)
+        del stored
+        return BlockLevels(resident, forward_peak, backward_peak, lasting)
+
+
+def given_to_block(leaves: list[Any], shared: set[int]) -> list[Any]:
+    """Leaves like these, owned by the call alone except for the shared ones."""
+    given: list[Any] = []
+    together: dict[int, list[int]] = {}  # storage -> positions of leaves made in it
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (position in shared or not has_gradients(leaf.dtype)):
+            given.append(leaf.detach().requires_grad_(leaf.requires_grad))
+            continue
+        given.append(leaf)
+        if isinstance(leaf, Tensor):
+            together.setdefault(storage_of(leaf), []).append(position)
+    for storage, positions in together.items():
+        parts = [leaves[p] for p in positions]
+        refs = [TensorRef.of(storage, t) for t in parts]
+        trained = [t.requires_grad for t in parts]
+        seed = torch.zeros((), requires_grad=any(trained), device=parts[0].device)
+        for position, made in zip(positions, _FromNowhere.apply(seed, refs, trained, parts[0].device), strict=True):
+            given[position] = made
+    return given
+
+
+class _FromNowhere(torch.autograd.Function):
+    """Tensors without a source, whose gradients are discarded."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, refs: list[TensorRef], trained: list[bool], device: Any) -> tuple[Tensor, ...]:
+        made = tensors_made(refs, device)
+        for tensor in made:
+            plain(tensor).normal_()
+        ctx.mark_non_differentiable(*(t for t, wanted in zip(made, trained, strict=True) if not wanted))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (None,) * 4
+
+
+def forward_alone(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:
+    """Run the block on arguments that nothing else references; return a scalar over its outputs, and tensors that it
+    left in lists and dicts among its arguments.
+    """
+    args, kwargs = box.pop()
+    given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+    with torch.enable_grad():
+        output = module.forward(*args, **kwargs)  # as it was recorded: hooks have seen the arguments before
+        stored = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in given]
+        wanted = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        # a skipped block returns its arguments, which may require no gradients
+        return _ScalarOf.apply(*wanted) if wanted else torch.zeros((), requires_grad=True), stored
+
+
+class _ScalarOf(torch.autograd.Function):
+    """A scalar of some tensors that saves none of them; its backward makes gradients that only the engine owns."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.metas = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return tuple(torch.empty_strided(m[0], m[1], dtype=m[2], device=m[3]) for m in ctx.metas)
+
+
+def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
+    """Bytes of a block call's own inputs and outputs: they are the block's, not the root's."""
+    block = trace.calls[call]
+    region = trace.classes[block.class_key].trace
+    buffers = region.program.buffers
+    inputs = sum(buffers[b].nbytes for b, p in region.inputs.items() if p not in block.shared)
+    made = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.buffer not in region.inputs}
+    floating = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and has_gradients(r.dtype)}
+    return inputs, sum(buffers[b].nbytes for b in made & floating)
+
+
+def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int, Any]:
+    """Run one forward and backward of a model; peak bytes of each, and the output if the loop references it."""
+    counter.reset_peak()
+    counter.phase("forward", first=True)
+    with torch.enable_grad():
+        output = call_model(model, trace.batch)
+        loss = loss_of(output, trace.loss_fn)
+    if not trace.loop.holds_output:
+        output = None
+    torch.clear_autocast_cache()
+    forward = counter.peak_bytes
+    counter.phase("backward")
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), roughly(model):
+        loss.backward()
+    return forward, counter.peak_bytes, output
+
+
+def with_memory_of_their_own(gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Copy gradients that share memory with another one. Such a gradient may hold more than it shows: for a parameter
+    expanded from a batch of one row, autograd keeps a view of a larger gradient.
+    """
+    alone = {p: storage_of(parts_of(g)[-1]) for p, g in gradients.items() if type(g) is FakeTensor}
+    times = Counter(alone.values())
+    return {p: gradients[p] for p, storage in alone.items() if times[storage] == 1}
+
+
+def hold_gradients(
+    trace: ModelTrace, module: nn.Module, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+) -> None:
+    """Allocate the gradients that the loop has when its forward starts, those ``left`` by a step if it was seen. Call
+    it in the trace's context.
+    """
+    if trace.loop.gradients_held:
+        for parameter in module.parameters():
+            held = left[parameter] if parameter in left else torch.empty_like(parameter)
+            parameter.grad = held if parameter.requires_grad else None
+
+
+# the model around its blocks ------------------------------------------------------------------------------------------
+#
+# The blocks are stubs without memory, so that all allocations are the root's. If blocks and root are entangled (the
+# root reads tensors that a block left in a side list, such as router logits) a stub would leave too little; then the
+# blocks run for real and their known bytes are subtracted.
+
+
+class _StubsFallShort(Exception):
+    """A block gets tensors that another one leaves in Python's state, and stubs leave none."""
+
+
+def is_entangled(trace: ModelTrace) -> bool:
+    """Whether the root reads tensors that reached it other than as a block's output."""
+    return any(b.source is Source.OUTER and b.index not in trace.root.made for b in trace.root.program.buffers)
+
+
+def dry_run_root(
+    trace: ModelTrace,
+    kept: frozenset[int],
+    key: str,
+    seconds: float,
+    workspace: Workspace | None = None,
+    *,
+    plain: Mapping[str, RegionOption] | None = None,
+    through_blocks: bool = False,
+) -> RootOption:
+    """Levels of everything around the blocks under one decision.
+
+    Args:
+        plain: levels of each block class with everything kept; used if root and blocks are entangled.
+        through_blocks: they are, although the recording does not show it.
+    """
+    count = len(trace.calls)
+    if trace.loop.gradients_held:
+        with trace.context():
+            hold_gradients(trace, trace.fake_model)
+    static = static_tensors(trace.fake_model, trace.batch)
+    counter = AllocationCounter(static, workspace=workspace, device=trace.device_type)
+    levels = _RootLevels(counter, [chain_bytes(trace, i) for i in range(count)])
+    policy = Exactly(trace.root.program.digest(), kept, KeepAll())
+    real = plain if through_blocks or is_entangled(trace) else None  # blocks that run instead of stubs
+    held, gradients = [0] * count, [0] * count
+    if real is not None:
+        held = [real[call.class_key].resident_bytes for call in trace.calls]
+        for number, name in enumerate(call.name for call in trace.calls):
+            if not trace.loop.gradients_held and all(call.name != name for call in trace.calls[:number]):
+                trained = (p for p in trace.fake_model.get_submodule(name).parameters() if p.requires_grad)
+                gradients[number] = sum(p.nbytes for p in trained)
+    setting = _over_stubs(trace, levels, policy) if real is None else _over_blocks(trace, levels, policy, real)
+    try:
+        with setting, trace.context(), quiet_gc(), counter:
+            base = counter.live_bytes
+            run_step(trace, trace.fake_model, counter)
+            tail = counter.peak_bytes
+    except _StubsFallShort as error:
+        if real is not None or plain is None:
+            raise UnsupportedModule(
+                "the forward calls its blocks more often in a dry run than when it was recorded: it goes by state that "
+                "is not put back in between. Hold that state in attributes of the model or of the batch"
+            ) from error
+        return dry_run_root(trace, kept, key, seconds, workspace, plain=plain, through_blocks=True)
+    finally:
+        trace.fake_model.zero_grad(set_to_none=True)
+    if real is not None and len(levels.forward_levels) < count:  # a block's forward was called past its hooks
+        return dry_run_root(trace, kept, key, seconds, workspace)
+    before = [0, *accumulate(held)]  # held by the blocks before this one
+    after = [sum(gradients[i + 1 :]) for i in range(count)]
+    if not levels.backward_levels:  # no blocks: everything happens around them
+        levels.loss_peak = tail
+    return RootOption(
+        key=key,
+        held_forward_bytes=tuple(level - base - before[i] for i, level in enumerate(levels.forward_levels)),
+        held_backward_bytes=tuple(
+            levels.backward_levels.get(i, base + before[i + 1] + after[i]) - base - before[i + 1] - after[i]
+            for i in range(count)
+        ),
+        loss_peak_bytes=max(0, levels.loss_peak - base - before[-1]),
+        tail_peak_bytes=max(0, tail - base - sum(gradients)),
+        seconds=seconds,
+    )
+
+
+def around_stubs(
+    trace: ModelTrace, policy: CheckpointPolicy, dry_step: DryStep, workspace: Workspace | None = None
+) -> StretchTape | None:
+    """Tape of a step whose blocks are stubs, without its optimizer; None if stubs do not suffice. Its levels around the
+    blocks are those of the step, in a small part of its time.
+    """
+    if is_entangled(trace):
+        return None
+    tape = StretchTape()
+    levels = _RootLevels(AllocationCounter(), [(0, 0)] * len(trace.calls))
+    try:
+        with _over_stubs(trace, levels, policy), dry_step.around(trace), quiet_gc():
+            levels.counter = AllocationCounter(
+                dry_step.alive(), workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
+            )
+            with levels.counter:
+                *_, held = dry_step.passes(levels.counter)
+                levels.counter.reset_peak()
+                tape.end_bytes = levels.counter.live_bytes
+                del held
+    except _StubsFallShort:
+        return None
+    finally:
+        trace.fake_model.zero_grad()
+    return tape
+
+
+class _RootLevels:
+    """Records allocated bytes when a block's forward and its backward start, and the peak between blocks."""
+
+    def __init__(self, counter: AllocationCounter, chains: Sequence[tuple[int, int]]) -> None:
+        self.counter, self.chains = counter, chains  # bytes of each call's own inputs and outputs
+        self.forward_levels: list[int] = []
+        self.backward_levels: dict[int, int] = {}
+        self.loss_peak = 0
+
+    def forward(self, call: int) -> None:
+        self.forward_levels.append(self.counter.live_bytes - self.chains[call][0])
+        self.counter.reset_peak()
+
+    def backward(self, call: int) -> None:
+        if not self.backward_levels:
+            self.loss_peak = self.counter.peak_bytes
+        self.backward_levels[call] = self.counter.live_bytes - self.chains[call][1]
+        self.counter.reset_peak()
+
+
+def _next_of(calls: Iterator[int]) -> int:
+    """Return the number of the running call, of which there may be more than were recorded."""
+    call = next(calls, None)
+    if call is None and torch._C._current_graph_task_id() == -1:
+        raise _StubsFallShort
+    if call is None:
+        raise UnsupportedModule(
+            "the model calls its blocks once more in backward, as torch.utils.checkpoint does; take that out first: "
+            "Jettison would recompute inside what is recomputed"
+        )
+    return call
+
+
+@contextlib.contextmanager
+def _over_stubs(trace: ModelTrace, levels: _RootLevels, policy: CheckpointPolicy) -> Iterator[None]:
+    calls = iter(range(len(trace.calls)))
+    names = list(dict.fromkeys(c.name for c in trace.calls))
+    root = PlannedForward(trace.fake_model, "", policy, blocks=tuple(names))
+    root.recordings.adopt(trace.root_signature, trace.root, checked=True)
+    root.in_dry_run = True
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        call = _next_of(calls)
+        region = trace.classes[trace.calls[call].class_key].trace
+        leaves, (_, described, _) = call_signature(args, kwargs)
+        if len(described) != len(trace.calls[call].signature[0][1]):
+            raise _StubsFallShort  # a list that the blocks fill
+        held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
+        levels.counter.enters(trace.calls[call].name, (args, kwargs))
+
+        def run() -> Any:
+            output = stub_outputs(region, leaves, probe=levels, call=call, held=held)
+            levels.counter.leaves(output)
+            return output
+
+        return root.nested(run)
+
+    modules = [trace.fake_model.get_submodule(name) for name in names]
+    try:
+        with forwards(dict.fromkeys(modules, stub)):
+            yield
+    finally:
+        root.remove()
+
+
+@contextlib.contextmanager
+def _over_blocks(
+    trace: ModelTrace, levels: _RootLevels, policy: Exactly, plain: Mapping[str, RegionOption]
+) -> Iterator[None]:
+    names = list(dict.fromkeys(c.name for c in trace.calls))
+    regions = install(trace.fake_model, trace, dict.fromkeys(names, KeepAll()), policy, checked=True)
+    stand_in_for_opaque(regions, trace, {c.name: plain[c.class_key] for c in trace.calls})
+    calls = iter(range(len(trace.calls)))
+    current: list[int] = []
+
+    def before(_module: Any, args: Any, kwargs: Any) -> None:
+        call = _next_of(calls)
+        current.append(call)
+        levels.forward(call)
+        if call == 0:  # once the gradient of the first block's input exists, the blocks' backward is over
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _gradient: levels.counter.reset_peak())
+
+    def after(_module: Any, _args: Any, output: Any) -> None:
+        call = current.pop()
+        levels.counter.reset_peak()
+        first = next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad), None)
+        if first is not None:
+            first.register_hook(lambda _gradient: levels.backward(call))
+
+    for listener in (before, after):  # guards must not take them for a change of the model
+        setattr(listener, "of_a_region", True)  # noqa: B010
+    modules = [trace.fake_model.get_submodule(name) for name in names]
+    hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
+    hooks += [m.register_forward_hook(after) for m in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for region in reversed(regions):
+            region.remove()
+
+
+# blocks that cannot run on fake tensors: observed on real ones, and stood in for --------------------------------------
+
+
+RANDOM_RUNS = 4
+
+
+def observe_block(
+    trace: ModelTrace, cls: BlockClass, workspace: Workspace | None = None
+) -> tuple[RegionOption, RegionOption]:
+    """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
+
+    Its shapes may depend on values. So it runs on several random arguments, and on arguments whose every row is the
+    same, which a router sends all to the same experts; the levels are the highest, and as much more as they differ by.
+    The same block has the same levels whenever it is asked. Parameters, their gradients, buffers and random generators
+    are left as they were.
+    """
+    assert trace.real is not None
+    module = trace.real.get_submodule(cls.example)
+    leaves, spec = tree_flatten((cls.args, cls.kwargs))
+    shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
+    gradients = [(p, p.grad) for p in module.parameters()]
+    found: list[RegionOption] = []
+    with undisturbed(module, leaves), without_gradient_hooks(module), quiet_gc(), eagerly():
+        seed_streams(0)
+        given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
+        given.append([_alike(leaf) for leaf in given[0]])
+        calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in given]
+        started = time.perf_counter()
+        run_holding_nothing(module, calls[0])
+        seconds = time.perf_counter() - started
+        for key, how in (("none", KeepAll()), ("full", Full())):
+            region = PlannedForward(module, cls.example, how)
+            region.quiet, region.recordings.never, region.recordings.late = True, cls.problem, cls.trace.late
+            try:
+                levels = []
+                for call in calls:
+                    for parameter, _ in gradients:
+                        held = trace.loop.gradients_held and parameter.requires_grad
+                        parameter.grad = torch.empty_like(parameter) if held else None
+                    levels.append(block_levels(module, call, shared, workspace, trace.device_type))
+            except WrongValue:  # what its trial did not show: a real step would stop
+                cls.verdict = Verdict(again=False, why="a second run of its forward gives other values")
+                found.append(replace(found[0], key=key))
+                continue
+            finally:
+                region.remove()
+            highest = BlockLevels(*(2 * max(n) - min(n) for n in zip(*levels, strict=True)))
+            found.append(RegionOption(key=key, seconds=seconds if key == "full" else 0.0, **highest._asdict()))
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    return found[0], found[1]
+
+
+def _alike(leaf: Any) -> Any:
+    """The same argument with one row everywhere."""
+    if not isinstance(leaf, Tensor) or not has_gradients(leaf.dtype) or leaf.dim() < 2 or not leaf.numel():
+        return leaf
+    same = leaf.detach().clone(memory_format=torch.preserve_format)
+    return same.copy_(leaf.detach()[(0,) * (leaf.dim() - 1)]).requires_grad_(leaf.requires_grad)
+
+
+class StandIn:
+    """The forward of a block that cannot run on fake tensors: allocates what the block was seen to allocate, and sends
+    to the host what it will send.
+    """
+
+    def __init__(self, trace: ModelTrace, planned: PlannedForward, levels: RegionOption) -> None:
+        self.planned, self.module, self.levels, self.device = planned, planned.module, levels, trace.device_type
+        calls = [number for number, call in enumerate(trace.calls) if call.name == planned.name]
+        first = trace.calls[calls[0]]
+        self.region, self.shared = trace.classes[first.class_key].trace, first.shared
+        self.compiled = any(trace.classes[trace.calls[number].class_key].compiled for number in calls)
+        self.lasting: Tensor | None = None
+        self.own = chain_bytes(trace, calls[0])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = call_signature(args, kwargs)
+        # its levels are what it has for itself; what others get as well is alive as long as any of them needs it
+        shared = tuple(leaves[p] for p in self.shared if isinstance(leaves[p], Tensor))
+        self.lasting = self._blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
+        held = self._blob(self.levels.resident_bytes - self.levels.lasting_bytes)
+        group = self.planned.begin_group(moves=False) if self.compiled else None
+        call = _StandInCall(self, held, group)
+        made = [self._blob(sent.nbytes) for sent in self.levels.sent if sent.place is None]
+        there = self.levels.resident_bytes + sum(t.nbytes for t in made)
+        self._blob(self.levels.forward_peak_bytes - there - self.own[0])
+        output = stub_outputs(self.region, leaves, probe=call, held=shared)
+        if group is not None:
+            self._send(call, group, made, (leaves, tree_leaves(output)))
+            group.end()
+        return output
+
+    def _send(self, call: _StandInCall, group: Group, made: list[Tensor], ends: tuple[list[Any], list[Any]]) -> None:
+        """In their order: tensors of its own, arguments, results."""
+        for sent in self.levels.sent:
+            tensor = made.pop(0) if sent.place is None else ends[sent.place[0]][sent.place[1]]
+            if sent.place is None or not tensor.is_leaf:  # what somebody holds in any case stays
+                part = arrived(tensor)
+                call.moved.append(group.engine.send(flat_bytes(part, 0, part.untyped_storage().nbytes()), group))
+
+    def backward(self, call: _StandInCall) -> None:
+        """Run the backward of one call."""
+        if call.group is not None:
+            call.group.asked()
+        came = [moved.open() for moved in call.moved]
+        call.moved.clear()
+        self._blob(self.levels.backward_peak_bytes - self.own[1])
+        call.held.clear()  # its peak counts what is still held when it comes: gradients do not come on top of all of it
+        for p in call.trained:  # as they were in the forward: under FSDP unsharded ones
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+        del came
+
+    def _blob(self, nbytes: int) -> Tensor:
+        return torch.empty(max(0, nbytes), dtype=torch.uint8, device=self.device)
+
+
+class _StandInCall:
+    """One call of a stand-in, between its forward and its backward."""
+
+    def __init__(self, of: StandIn, held: Tensor, group: Group | None) -> None:
+        self.of, self.held, self.group = of, [held], group
+        self.moved: list[Moved] = []
+        self.trained = [p for p in of.module.parameters() if p.requires_grad]
+
+    def forward(self, call: int) -> None:
+        """Nothing to note."""
+
+    def backward(self, call: int) -> None:
+        self.of.backward(self)
+
+
+def stand_in_for_opaque(
+    regions: Iterable[PlannedForward], trace: ModelTrace, levels: Mapping[str, RegionOption]
+) -> None:
+    """Blocks that cannot run on fake tensors, or run compiled, allocate what they were seen to: ``levels``, by name."""
+    stood_in = {c.name for c in trace.calls if trace.classes[c.class_key].stood_in}
+    for region in regions:
+        if region.name in stood_in and region.name in levels:
+            region.forward = StandIn(trace, region, levels[region.name])
+            region.put_plan(replace(region.plan, policy=KeepAll()))
