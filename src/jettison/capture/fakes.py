@@ -27,25 +27,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from jettison.capture import sharded, sparse_fakes
 from jettison.capture.copies import close_over_copies, copied, copy_arrays, held_in, without_finalizers
 from jettison.capture.kinds import MOST_SHARED
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
-from jettison.capture.sharded import (
-    leave_casts,
-    leave_unsharded,
-    plain_class,
-    sharded_modules,
-    states,
-    whole_parameters,
-)
-from jettison.capture.sparse_fakes import (
-    has_places,
-    is_sparse,
-    makes_sparse,
-    sparse_result,
-    with_fake_parts,
-    with_places,
-)
+from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import op_map, tree_map
 from jettison.core.errors import TraceError
@@ -85,13 +71,13 @@ class StepFakeMode(QuickFakeMode):
                 )
         ours = self.sparse or _is_ours_to_answer(func)
         if ours:
-            found = sparse_result(func, args, kwargs) if self.sparse and any(map(is_sparse, args[:2])) else None
-            if found is not None:
+            has_sparse = self.sparse and any(map(is_sparse, args[:2]))
+            if has_sparse and (found := sparse_fakes.sparse_result(func, args, kwargs)) is not None:
                 return found
-            if makes_sparse(func):
+            if sparse_fakes.makes_sparse(func):
                 self.sparse = True
-                args, kwargs = with_fake_parts(args, kwargs)
-            args = with_places(func, args)
+                args, kwargs = sparse_fakes.with_fake_parts(args, kwargs)
+            args = sparse_fakes.with_places(func, args)
             if func is _INDEX:
                 args = (args[0], _places(args[1]), *args[2:])
             rule = _RULES.get(func)
@@ -122,7 +108,8 @@ class StepFakeMode(QuickFakeMode):
 @functools.cache
 def _is_ours_to_answer(func: Any) -> bool:
     """Whether an operator needs more than torch's fake kernel."""
-    return func is _INDEX or func in _RULES or func in _CORRECTIONS or makes_sparse(func) or has_places(func)
+    ours = func is _INDEX or func in _RULES or func in _CORRECTIONS
+    return ours or sparse_fakes.makes_sparse(func) or sparse_fakes.has_places(func)
 
 
 def _is_real_view(value: Any) -> bool:
@@ -179,12 +166,12 @@ def fake_copy(
     FSDP except for its casts; or, with ``stored``, in their state before `fully_shard`.
     """
     faker = _Faker(mode, None if device is None else torch.device(device))
-    memo: dict[int, Any] = {id(state): state for state in states(model)}
+    memo: dict[int, Any] = {id(state): state for state in sharded.states(model)}
     copies: list[tuple[nn.Module, nn.Module]] = []
-    sharded = list(sharded_modules(model))
-    for module in sharded:
-        memo.update((id(held), whole) for held, whole in whole_parameters(module, faker.of_meta, stored=stored))
-        kind: Any = plain_class(module)
+    units = list(sharded.sharded_modules(model))
+    for module in units:
+        memo.update((id(held), whole) for held, whole in sharded.whole_parameters(module, faker.of_meta, stored=stored))
+        kind: Any = sharded.plain_class(module)
         copies.append((module, kind.__new__(kind)))
         memo[id(module)] = copies[-1][1]
     for tensor in _tensors_of(model):
@@ -194,8 +181,8 @@ def fake_copy(
     copies += without_finalizers(model, memo)
     for index, (module, fake_model) in enumerate(copies):
         fake_model.__setstate__(copied(module.__getstate__(), memo))
-        if index < len(sharded):
-            (leave_unsharded if stored else leave_casts)(module, fake_model)
+        if index < len(units):
+            (sharded.leave_unsharded if stored else sharded.leave_casts)(module, fake_model)
     made: nn.Module = copied(model, memo)
     close_over_copies(model, memo)
     return made

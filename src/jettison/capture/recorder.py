@@ -14,18 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.op_traits import (
-    anchor_of,
-    computes,
-    draws,
-    hollow_results,
-    made_by_shape,
-    op_cost,
-    price_key,
-    takes_number,
-    without_statistics,
-    writes,
-)
+from jettison.capture import op_traits
 from jettison.capture.randomness import ADVANCE, Movement, default_stream, movement_of
 from jettison.capture.signature import Switches, described, kernel_switches
 from jettison.capture.tensor_subclasses import Wrapping, is_dense, plain, storage_of, version_of, wrapping
@@ -546,27 +535,27 @@ class OpRecorder(BufferTape):
         if of_numbers:
             self.made[given[0][0].buffer] = _values_of(args[0])
         pieces: dict[int, list[Tensor]] = {}  # by the overwritten buffer
-        for tensor in writes(func, args, kwargs):
+        for tensor in op_traits.writes(func, args, kwargs):
             pieces.setdefault(self._current[storage_of(tensor)], []).append(tensor)
         out = run()
         if torch.Tag.data_dependent_output in func.tags:
             for tensor in _tensors(args, kwargs):
                 self._read_value(tensor)
-        ran = _Ran(func, args, kwargs, given, out, self.has_numbers and takes_number(func, args, kwargs))
+        ran = _Ran(func, args, kwargs, given, out, self.has_numbers and op_traits.takes_number(func, args, kwargs))
         makes: tuple[TensorRef, ...] = ()
         written: Written = ()
         if pieces or not all(map(self.knows, _tensors(out))):
             written = self._record(ran, pieces)
             makes = tuple(map(self.ref, _tensors(out)))
-        if computes(func, args, kwargs, out):
+        if op_traits.computes(func, args, kwargs, out):
             self.sequence.append(self._expected(ran, makes, written))
         return out
 
     def _record(self, ran: _Ran, pieces: Mapping[int, list[Tensor]]) -> Written:
         func, args, kwargs, given, out, numbers = ran
         device = next((t.device.type for t in _tensors(out, args)), "cpu")
-        anchor = anchor_of(func, kwargs, given[0], device)
-        random = anchor is not Anchor.GENERATOR and draws(func, args, kwargs)
+        anchor = op_traits.anchor_of(func, kwargs, given[0], device)
+        random = anchor is not Anchor.GENERATOR and op_traits.draws(func, args, kwargs)
         if numbers:
             anchor = anchor or Anchor.OPAQUE
         if random:
@@ -576,10 +565,10 @@ class OpRecorder(BufferTape):
             move = movement_of(func, args, kwargs, out, device, numbers_known=anchor is None)
             state = None if move is None else self.move_state(move, device)
         statistics: Written = ()
-        pure_args = without_statistics(func, given[0]) if pieces else None
+        pure_args = op_traits.without_statistics(func, given[0]) if pieces else None
         if pure_args is not None:
             statistics, given, pieces = self._statistics(func, pieces), (pure_args, given[1]), {}
-        empty = made_by_shape(func, kwargs, out)
+        empty = op_traits.made_by_shape(func, kwargs, out)
         if empty is not None:
             func, args, kwargs = empty
             given = args, kwargs
@@ -609,12 +598,12 @@ class OpRecorder(BufferTape):
         before, after = state or (None, None)
         if before is not None:
             inputs.append(before)
-        self.hollow.update(self.ref(t).buffer for t in hollow_results(func, args, kwargs, out))
-        flops, moved = op_cost(func, args, kwargs, out)
+        self.hollow.update(self.ref(t).buffer for t in op_traits.hollow_results(func, args, kwargs, out))
+        flops, moved = op_traits.op_cost(func, args, kwargs, out)
         switches = kernel_switches()
         under = None if switches == self._switches else switches
         call = RecordedOp(func, tuple(given[0]), given[1], tuple(refs), written, before, after, device, under)
-        price = price_key(func, *given)
+        price = op_traits.price_key(func, *given)
         self._add_op(str(func), call, inputs, outputs, flops=flops, bytes_moved=moved, price_key=price, anchor=anchor)
         return (*statistics, *written)
 

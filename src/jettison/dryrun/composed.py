@@ -33,7 +33,8 @@ from itertools import cycle
 from typing import Any, Final, NamedTuple
 
 from jettison.capture.model_trace import ModelTrace
-from jettison.dryrun.levels import around_stubs
+from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc
+from jettison.dryrun.levels import RootLevels, StubsFallShort, is_entangled, over_stubs
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
 from jettison.dryrun.tape import NOBODY, Place, SharedKey, Stretch, StretchTape
@@ -107,6 +108,33 @@ def why_whole(trace: ModelTrace, dry_step: DryStep, *, offloads: bool) -> str:
     if not names or len(set(names)) < len(names):
         return "the model has no blocks" if not names else "a block is called twice"
     return ""
+
+
+def _around_stubs(
+    trace: ModelTrace, policy: CheckpointPolicy, dry_step: DryStep, workspace: Workspace | None = None
+) -> StretchTape | None:
+    """Tape of a step whose blocks are stubs, without its optimizer; None if stubs do not suffice. Its levels around the
+    blocks are those of the step, in a small part of its time.
+    """
+    if is_entangled(trace):
+        return None
+    tape = StretchTape()
+    levels = RootLevels(AllocationCounter(), [(0, 0)] * len(trace.calls))
+    try:
+        with over_stubs(trace, levels, policy), dry_step.around(trace), quiet_gc():
+            levels.counter = AllocationCounter(
+                dry_step.alive(), workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
+            )
+            with levels.counter:
+                *_, held = dry_step.passes(levels.counter)
+                levels.counter.reset_peak()
+                tape.end_bytes = levels.counter.live_bytes
+                del held
+    except StubsFallShort:
+        return None
+    finally:
+        trace.fake_model.zero_grad()
+    return tape
 
 
 @dataclass(kw_only=True)
@@ -266,7 +294,7 @@ class Judge:
 
     def _see_around(self, root: CheckpointPolicy) -> None:
         """Cut a step over stubs into pieces. If its root was also in a complete step, the two are compared."""
-        tape = self.pricing.known(lambda workspace: around_stubs(self.trace, root, self.dry_step, workspace))
+        tape = self.pricing.known(lambda workspace: _around_stubs(self.trace, root, self.dry_step, workspace))
         first = self._first
         assert first is not None, "whole steps come first"
         wanted = [place for place in first.places if place.phase != OPTIMIZER]

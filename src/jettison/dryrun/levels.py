@@ -11,32 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from jettison.capture import stand_ins
 from jettison.capture.dispatch import eagerly
 from jettison.capture.fakes import roughly
 from jettison.capture.model_trace import BlockClass, ModelTrace, call_model, context_of, loss_of
 from jettison.capture.randomness import seed_streams
 from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import as_signed, call_signature, opaque_copy
-from jettison.capture.stand_ins import (
-    forwards,
-    run_holding_nothing,
-    stand_in,
-    stub_outputs,
-    tensors_made,
-    undisturbed,
-    without_gradient_hooks,
-)
+from jettison.capture.stand_ins import forwards, stand_in, stub_outputs, tensors_made
 from jettison.capture.tensor_subclasses import arrived, bytes_of, has_gradients, parts_of, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError, UnsupportedModule, WrongValue
 from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
-from jettison.dryrun.tape import StretchTape
 from jettison.ledger.program import Source
 from jettison.runtime.install import install
 from jettison.runtime.offload import Group, Moved, flat_bytes
@@ -45,9 +37,6 @@ from jettison.runtime.recordings import Verdict
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, Exactly, Full, KeepAll
 from jettison.solve.problem import RegionOption, RootOption
-
-if TYPE_CHECKING:
-    from jettison.dryrun.step import DryStep
 
 
 class BlockLevels(NamedTuple):
@@ -241,7 +230,7 @@ def hold_gradients(
 # blocks run for real and their known bytes are subtracted.
 
 
-class _StubsFallShort(Exception):
+class StubsFallShort(Exception):
     """A block gets tensors that another one leaves in Python's state, and stubs leave none."""
 
 
@@ -272,7 +261,7 @@ def dry_run_root(
             hold_gradients(trace, trace.fake_model)
     static = static_tensors(trace.fake_model, trace.batch)
     counter = AllocationCounter(static, workspace=workspace, device=trace.device_type)
-    levels = _RootLevels(counter, [chain_bytes(trace, i) for i in range(count)])
+    levels = RootLevels(counter, [chain_bytes(trace, i) for i in range(count)])
     policy = Exactly(trace.root.program.digest(), kept, KeepAll())
     real = plain if through_blocks or is_entangled(trace) else None  # blocks that run instead of stubs
     held, gradients = [0] * count, [0] * count
@@ -282,13 +271,13 @@ def dry_run_root(
             if not trace.loop.gradients_held and all(call.name != name for call in trace.calls[:number]):
                 trained = (p for p in trace.fake_model.get_submodule(name).parameters() if p.requires_grad)
                 gradients[number] = sum(p.nbytes for p in trained)
-    setting = _over_stubs(trace, levels, policy) if real is None else _over_blocks(trace, levels, policy, real)
+    setting = over_stubs(trace, levels, policy) if real is None else _over_blocks(trace, levels, policy, real)
     try:
         with setting, trace.context(), quiet_gc(), counter:
             base = counter.live_bytes
             run_step(trace, trace.fake_model, counter)
             tail = counter.peak_bytes
-    except _StubsFallShort as error:
+    except StubsFallShort as error:
         if real is not None or plain is None:
             raise UnsupportedModule(
                 "the forward calls its blocks more often in a dry run than when it was recorded: it goes by state that "
@@ -316,34 +305,7 @@ def dry_run_root(
     )
 
 
-def around_stubs(
-    trace: ModelTrace, policy: CheckpointPolicy, dry_step: DryStep, workspace: Workspace | None = None
-) -> StretchTape | None:
-    """Tape of a step whose blocks are stubs, without its optimizer; None if stubs do not suffice. Its levels around the
-    blocks are those of the step, in a small part of its time.
-    """
-    if is_entangled(trace):
-        return None
-    tape = StretchTape()
-    levels = _RootLevels(AllocationCounter(), [(0, 0)] * len(trace.calls))
-    try:
-        with _over_stubs(trace, levels, policy), dry_step.around(trace), quiet_gc():
-            levels.counter = AllocationCounter(
-                dry_step.alive(), workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
-            )
-            with levels.counter:
-                *_, held = dry_step.passes(levels.counter)
-                levels.counter.reset_peak()
-                tape.end_bytes = levels.counter.live_bytes
-                del held
-    except _StubsFallShort:
-        return None
-    finally:
-        trace.fake_model.zero_grad()
-    return tape
-
-
-class _RootLevels:
+class RootLevels:
     """Records allocated bytes when a block's forward and its backward start, and the peak between blocks."""
 
     def __init__(self, counter: AllocationCounter, chains: Sequence[tuple[int, int]]) -> None:
@@ -367,7 +329,7 @@ def _next_of(calls: Iterator[int]) -> int:
     """Return the number of the running call, of which there may be more than were recorded."""
     call = next(calls, None)
     if call is None and torch._C._current_graph_task_id() == -1:
-        raise _StubsFallShort
+        raise StubsFallShort
     if call is None:
         raise UnsupportedModule(
             "the model calls its blocks once more in backward, as torch.utils.checkpoint does; take that out first: "
@@ -377,7 +339,7 @@ def _next_of(calls: Iterator[int]) -> int:
 
 
 @contextlib.contextmanager
-def _over_stubs(trace: ModelTrace, levels: _RootLevels, policy: CheckpointPolicy) -> Iterator[None]:
+def over_stubs(trace: ModelTrace, levels: RootLevels, policy: CheckpointPolicy) -> Iterator[None]:
     calls = iter(range(len(trace.calls)))
     names = list(dict.fromkeys(c.name for c in trace.calls))
     root = PlannedForward(trace.fake_model, "", policy, blocks=tuple(names))
@@ -389,7 +351,7 @@ def _over_stubs(trace: ModelTrace, levels: _RootLevels, policy: CheckpointPolicy
         region = trace.classes[trace.calls[call].class_key].trace
         leaves, (_, described, _) = call_signature(args, kwargs)
         if len(described) != len(trace.calls[call].signature[0][1]):
-            raise _StubsFallShort  # a list that the blocks fill
+            raise StubsFallShort  # a list that the blocks fill
         held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
         levels.counter.enters(trace.calls[call].name, (args, kwargs))
 
@@ -410,7 +372,7 @@ def _over_stubs(trace: ModelTrace, levels: _RootLevels, policy: CheckpointPolicy
 
 @contextlib.contextmanager
 def _over_blocks(
-    trace: ModelTrace, levels: _RootLevels, policy: Exactly, plain: Mapping[str, RegionOption]
+    trace: ModelTrace, levels: RootLevels, policy: Exactly, plain: Mapping[str, RegionOption]
 ) -> Iterator[None]:
     names = list(dict.fromkeys(c.name for c in trace.calls))
     regions = install(trace.fake_model, trace, dict.fromkeys(names, KeepAll()), policy, checked=True)
@@ -470,13 +432,13 @@ def observe_block(
     shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
     gradients = [(p, p.grad) for p in module.parameters()]
     found: list[RegionOption] = []
-    with undisturbed(module, leaves), without_gradient_hooks(module), quiet_gc(), eagerly():
+    with stand_ins.undisturbed(module, leaves), stand_ins.without_gradient_hooks(module), quiet_gc(), eagerly():
         seed_streams(0)
         given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
         given.append([_alike(leaf) for leaf in given[0]])
         calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in given]
         started = time.perf_counter()
-        run_holding_nothing(module, calls[0])
+        stand_ins.run_holding_nothing(module, calls[0])
         seconds = time.perf_counter() - started
         for key, how in (("none", KeepAll()), ("full", Full())):
             region = PlannedForward(module, cls.example, how)
