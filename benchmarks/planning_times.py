@@ -79,7 +79,7 @@ def solver() -> Iterator[Row]:
                 found, seconds = timed(lambda problem=problem, budget=least + more * GIB: choose(problem, budget))
                 room = "any host" if host is None else f"{host} GiB of the host"
                 what = f"128 {kind} layers, {room}, {more} GiB above the least"
-                yield Row(what=what, seconds=seconds, limit=LIMITS[kind], gap=found.certificate.gap)
+                yield Row(what=what, seconds=seconds, limit=LIMITS[kind], gap=found.gap)
 
 
 def stages() -> Iterator[Row]:

@@ -236,8 +236,7 @@ def solve(problem: StepProblem, budget: int) -> Solved | None:
         found = solver.choose(problem, budget)
     except Infeasible:
         return None
-    certificate = found.certificate
-    return Solved(seconds=certificate.objective_seconds, gap=certificate.gap, spent=time.process_time() - begin)
+    return Solved(seconds=found.levels.seconds, gap=found.gap, spent=time.process_time() - begin)
 
 
 def without(layer: str) -> contextlib.AbstractContextManager[Any]:

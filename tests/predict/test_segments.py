@@ -138,7 +138,7 @@ def every_plan(run: Run, *, single_points: int) -> Iterator[tuple[int, float]]:
     segments = StageSegments(run=run, stage=found.stages[0], timing=timing, fresh=True)
     points = layer_points(timing.prices(layers[0].layer), layers[0].region)
     few = points if len(points) <= single_points else (points[0], *points[1 :: max(1, len(points) // single_points)])
-    alone = [((Staying(p.stays),), p.seconds) for p in few]
+    alone = [((Staying(p.kept),), p.seconds) for p in few]
     kept = kept_by(layers[0].region, FULL)
     for lengths in cuts(len(layers)):
         ways: list[list[Way]] = []

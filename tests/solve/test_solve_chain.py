@@ -1,4 +1,4 @@
-"""The choice over a step against brute force, and its certificate."""
+"""The choice over a step against brute force, and the proof about it."""
 
 import dataclasses
 from functools import partial
@@ -11,7 +11,7 @@ from jettison.core.errors import Infeasible
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, LevelPhase, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
-from jettison.solve.solver import Solution, SolverStatus, choose
+from jettison.solve.solver import Solution, choose
 from jettison.solve.walk import minimum_budget, walks
 from support.plan_cases import all_choices, brute_force, deep_problem, layer, step_problems
 from support.work import worked
@@ -32,8 +32,8 @@ def test_the_choice_is_the_best_of_all(problem: StepProblem, budget: int) -> Non
     assert solution.levels == evaluate(problem, solution.choice)
     assert solution.levels.peak_bytes <= budget
     assert solution.levels.seconds == pytest.approx(min(fitting), abs=EXACT)
-    assert solution.certificate.lower_bound_seconds <= min(fitting) + EXACT
-    assert solution.certificate.status in {SolverStatus.OPTIMAL, SolverStatus.NOTHING_TO_DO}
+    assert solution.lower_bound_seconds <= min(fitting) + EXACT
+    assert solution.gap == 0.0
 
 
 @settings(max_examples=200, deadline=None)
@@ -46,7 +46,7 @@ def test_the_smallest_budget_is_exact_and_works(problem: StepProblem) -> None:
         choose(problem, minimum - 1)
     assert (error.value.minimum_budget_bytes, error.value.budget_bytes) == (minimum, minimum - 1)
     solution = choose(problem, error.value.minimum_budget_bytes)
-    assert solution.levels.peak_bytes == solution.certificate.minimum_budget_bytes == minimum
+    assert solution.levels.peak_bytes == minimum
     assert solution.levels.seconds == pytest.approx(min(s for peak, s in everything if peak == minimum), abs=EXACT)
 
 
@@ -97,9 +97,8 @@ def test_thin_labels_say_what_they_lost(problem: StepProblem, more: int, width: 
 def test_the_same_problem_has_the_same_answer(problem: StepProblem, more: int) -> None:
     budget = minimum_budget(problem) + more
 
-    def decided(solution: Solution) -> tuple[object, ...]:
-        certificate = dataclasses.replace(solution.certificate, solver_seconds=0.0)
-        return solution.choice, solution.levels, certificate
+    def decided(solution: Solution) -> Solution:
+        return dataclasses.replace(solution, solver_seconds=0.0)
 
     assert decided(choose(problem, budget)) == decided(choose(problem, budget))
 
@@ -155,8 +154,7 @@ def test_levels_of_a_segment_by_hand() -> None:
 def test_everything_kept_is_a_normal_answer() -> None:
     solution = choose(small_problem(), 10_000)
     assert solution.choice == Choice(root="none", regions=("none",) * 3)
-    assert solution.certificate.status is SolverStatus.NOTHING_TO_DO
-    assert (solution.certificate.gap, solution.certificate.objective_seconds) == (0.0, 0.0)
+    assert (solution.gap, solution.levels.seconds) == (0.0, 0.0)
 
 
 def test_a_step_without_regions() -> None:
@@ -208,6 +206,6 @@ def test_deep_models_are_planned_quickly(same: bool, roots: int, limit: int, gra
         solution, work = worked(partial(choose, problem, minimum + (more << 30)))
         assert work < limit
         seconds.append(solution.levels.seconds)
-        assert solution.certificate.gap <= 0.005
+        assert solution.gap <= 0.005
         assert solution.levels.peak_bytes <= minimum + (more << 30)
     assert seconds == sorted(seconds, reverse=True)

@@ -82,10 +82,10 @@ class Case:
                 RegionOption(
                     key=p.key,
                     resident_bytes=region.copies * p.kept_bytes,
-                    forward_peak_bytes=region.peaks(p.stays)[0],
-                    backward_peak_bytes=region.peaks(p.stays)[1],
+                    forward_peak_bytes=region.peaks(p.kept)[0],
+                    backward_peak_bytes=region.peaks(p.kept)[1],
                     seconds=p.seconds,
-                    offloaded_bytes=p.offloaded_bytes,
+                    offloaded_bytes=p.moved_bytes,
                 )
                 for p in points
             ),

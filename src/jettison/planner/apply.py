@@ -27,7 +27,7 @@ from jettison.runtime.chunked_loss import holding
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
-from jettison.solve.plan import Plan
+from jettison.solve.plan import Plan, read_text
 from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
 
 Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"] | Sequence["str | CheckpointPolicy"]
@@ -69,14 +69,13 @@ def apply_from_another_rank(
     return replace(apply_plan(model, traced, own, how, host_budget_bytes), plan=plan)
 
 
-def apply_candidate(
-    model: nn.Module, planner: Planner, found: DryRunChoice, budget_bytes: int, how: Check = Check.ALWAYS
-) -> Applied:
+def apply_candidate(model: nn.Module, planner: Planner, found: DryRunChoice, budget_bytes: int) -> Applied:
     """Apply a planner's choice to the model that it was traced from."""
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
     made = planner.as_plan(found, budget_bytes)
-    applied = apply_plan(model, planner.trace, made, how, None if planner.host is None else planner.host.budget_bytes)
+    room = None if planner.host is None else planner.host.budget_bytes
+    applied = apply_plan(model, planner.trace, made, Check.ALWAYS, room)
     expect_loop(applied.regions, planner.trace, made)
     return applied
 
@@ -160,11 +159,7 @@ def apply(
         host_bytes = None if host_budget is None else parse_bytes(host_budget)
         check_model(model)
         if isinstance(plan, str | os.PathLike):
-            file = os.fspath(plan)
-            try:
-                plan = Plan.from_json(Path(file).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"plan={file!r} cannot be read: {error}") from None
+            plan = Plan.from_json(read_text(Path(plan), f"plan={os.fspath(plan)!r}"))
         if batch is None:
             raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
         loop = Loop(compile=compile_settings(compile, [model]))

@@ -182,7 +182,6 @@ class BatchPlans:
         return now + self._ever
 
     def _covering(self, shape: BatchShape, trained: bytes) -> Cover | None:
-        """The covering plan with the least recomputation."""
         found = [cover for cover in self.covers if cover.covers(shape, trained)]
         return min(found, key=lambda one: one.treatment.added_seconds, default=None)
 
@@ -234,7 +233,6 @@ class BatchPlans:
         return None
 
     def _planned(self, shape: BatchShape, trained: bytes, described: Described) -> Cover:
-        """Make a new plan and install it along with the others."""
         began = time.perf_counter()
         try:
             plans = described.planner.plans(self.budget_bytes)

@@ -62,7 +62,6 @@ class Part:
 
     @property
     def blocks(self) -> list[str]:
-        """Names of its blocks."""
         return list(dict.fromkeys(call.name for call in self.trace.calls))
 
     @property
@@ -90,12 +89,10 @@ class Described:
 
     @property
     def traces(self) -> list[ModelTrace]:
-        """Traces of the planned models."""
         return [part.trace for part in self.parts]
 
     @functools.cached_property
     def dry_step(self) -> DryStep:
-        """The dry run, over copies of the models."""
         (part,) = self.parts
         mirrored = self.optimizer and fake_optimizer(self.optimizer, part.model, part.trace)
         return OneBatch(trace=part.trace, optimizer=mirrored)
@@ -111,14 +108,11 @@ class Described:
         )
 
     def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
-        """Peak of the step under these policies."""
         return step_of(parts, self.dry_step, Pricing()).peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnStep(Described):
-    """A custom step."""
-
     step: Step
     modules: Sequence[nn.Module]
     copies: Copies

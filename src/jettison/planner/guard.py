@@ -171,7 +171,6 @@ class Attempt:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Has a device, or the host, run out of memory?"""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and _ON_CPU in str(error)
     )

@@ -52,7 +52,6 @@ class Applied:
 
     @property
     def _removed(self) -> bool:
-        """Has the plan been removed?"""
         return all(region.retired for region in self.regions if region.is_root)
 
     def remove(self) -> None:

@@ -59,11 +59,9 @@ class Host:
         return None if self.budget_bytes is None else usable(self.budget_bytes, rounding_of(self.device))
 
     def holds(self, pinned_bytes: int) -> bool:
-        """Do so many bytes fit after rounding?"""
         return self.budget_bytes is None or pinned_bytes <= self.budget_bytes
 
     def shared(self, count: int) -> Host:
-        """Return an equal share of it."""
         return self if self.budget_bytes is None else replace(self, budget_bytes=self.budget_bytes // count)
 
     def link(self, limit_bytes: int | None) -> Link:
@@ -199,12 +197,14 @@ def with_parts_sent(
     sizes = replace(program, buffers=tuple(buffers)) if seen else program
     for part in parts_to_send(sizes, point.kept, free, sorted(set(kinks))):
         if part:
+            moved_bytes = program.kept_bytes(part)
             yield replace(
                 point,
                 key=f"{point.key}{SEND}{ALL if part == free else sizes.kept_bytes(part)}",
-                kept_bytes=point.kept_bytes - program.kept_bytes(part),
+                kept_bytes=point.kept_bytes - moved_bytes,
                 seconds=point.seconds + MOVE_SECONDS * len(part),
                 moved=part,
+                moved_bytes=moved_bytes,
             )
 
 

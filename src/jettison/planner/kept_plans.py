@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,12 +26,13 @@ from torch import nn
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import JettisonError, UsageError
+from jettison.core.files import write_whole
 from jettison.core.progress import Progress, Shown
 from jettison.core.units import format_bytes
 from jettison.planner.budget import AskedBudget, Budget
 from jettison.planner.plan_facts import Facts, bytes_of_state, digest, first_difference, machine_facts, step_facts, told
 from jettison.planner.planner import UNSEEN_BYTES
-from jettison.solve.plan import SCHEMA, Plan
+from jettison.solve.plan import SCHEMA, Plan, read_text
 
 KEY: Final = "kept"
 """Key of a plan's document under which a kept file has the other facts; readers of plans ignore it."""
@@ -64,12 +64,9 @@ class KeptPlans:
 
     def _read(self) -> None:
         """Read the file, and log why its plans are not reused, if they are not."""
-        try:
-            text = self.file.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        if not self.file.exists():
             return
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"plan={str(self.file)!r} cannot be read: {error}") from None
+        text = read_text(self.file, f"plan={str(self.file)!r}")
         if why := self._difference(_kept_in(text, self.file), text):
             self._say(f"the plan in {self.file} is not reused: {why}; planning anew")
 
@@ -93,14 +90,6 @@ class KeptPlans:
         self.plans, self.planning_seconds = plans, float(kept["planning_seconds"])
         return ""
 
-    def can_be_followed(self, *, makes: bool) -> bool:
-        """Can this rank reuse a plan? A rank that gets its plan from another can, unless it once kept its own.
-
-        Args:
-            makes: this rank makes its own plans, or plans for others.
-        """
-        return bool(self.plans) or not (makes or self.file.exists())
-
     def followed(self) -> list[Plan]:
         """The plans of the file, logged as reused."""
         peak = format_bytes(max(plan.predicted.peak_bytes for plan in self.plans))
@@ -121,17 +110,7 @@ class KeptPlans:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # another process may have replaced it
                 _kept_in(self.file.read_text(encoding="utf-8"), self.file)
-            handle, name = tempfile.mkstemp(dir=self.file.parent, prefix=f".{self.file.name}-")
-            try:
-                with open(handle, "w", encoding="utf-8") as stream:
-                    stream.write(text)
-                mask = os.umask(0)
-                os.umask(mask)
-                os.chmod(name, 0o666 & ~mask)
-                os.replace(name, self.file)
-            except BaseException:
-                os.unlink(name)
-                raise
+            write_whole(self.file, text)
         except (OSError, UsageError) as error:
             self._say(f"the plan cannot be kept in {self.file}: {error}")
 
@@ -202,7 +181,7 @@ class Keeping:
         if path.is_dir() or str(self.where).endswith(("/", os.sep)):
             name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
             path = path / f"plan-{name}.json"
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():
             path = path.with_name(f"{path.stem}-rank{torch.distributed.get_rank()}{path.suffix}")
         found = KeptPlans(
             file=path,

@@ -327,11 +327,9 @@ class _Request:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """All models of the step."""
         return self.models or (self.model,)
 
     def applied(self, batches: Sequence[Any], asked: AskedBudget, plan: str | os.PathLike[str] | None) -> Applied:
-        """Plan for these batches under a budget, and apply the plans."""
         return with_losses(lambda losses: self._applied(losses, batches, asked, plan), chunked=self.chunked_loss)
 
     def _applied(

@@ -30,7 +30,7 @@ from jettison.runtime.recipe import costs_like
 from jettison.solve.actions import MOST_CUTS, lean_points
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import Full, KeepAll
-from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.solve.problem import ProblemRegion, RegionOption, SegmentOption, StepProblem
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 
@@ -85,8 +85,6 @@ ClassOptions = tuple[Mapping[str, FrontierPoint], tuple[RegionOption, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Builder:
-    """Makes `Options`; see `options_of`."""
-
     trace: ModelTrace
     judge: Judge
     hardware: Hardware
@@ -118,7 +116,10 @@ class _Builder:
         options = {key: self._options(key) for key in trace.classes}
         root_points = self._points_of_root()
         plain = {key: plain_of(of_class) for key, of_class in options.items()}
-        root = tuple(self._root(point, plain) for point in root_points)
+        root = tuple(
+            self.pricing.known(lambda w, p=p: dry_run_root(trace, p.kept, p.key, p.seconds, w, plain=plain))  # type: ignore[misc]
+            for p in root_points
+        )
         segments = tuple(self._segments(options))
         # the step without a plan comes last: blocks have shown nearly all ops by then, and a run with ops
         # without a price has to be repeated
@@ -155,19 +156,17 @@ class _Builder:
         found = tuple(with_packs(cls.trace, found, seconds, self._packing_seconds))
         options = []
         for p in found:  # offloaded tensors count like kept ones, except in `resident_bytes`
-            seen, sent = self._block(key, p.kept, p.key, p.seconds, p.narrowed), program.kept_bytes(p.moved)
-            if seen.resident_bytes >= sent:
-                options.append(replace(seen, resident_bytes=seen.resident_bytes - sent, offloaded_bytes=sent))
+            seen = self._block(key, p.kept, p.key, p.seconds, p.narrowed)
+            if (left := seen.resident_bytes - p.moved_bytes) >= 0:
+                options.append(replace(seen, resident_bytes=left, offloaded_bytes=p.moved_bytes))
         return {p.key: p for p in found}, tuple(options)
 
     def _observed(self, cls: BlockClass) -> ClassOptions:
         """Options of a block without a program: no checkpointing or full checkpointing."""
         options = self.pricing.known(lambda w: observe_block(self.trace, cls, w))
+        nothing = frozenset[int]()
         points = (
-            FrontierPoint(
-                key=option.key, kept=frozenset(), kept_bytes=option.resident_bytes, seconds=option.seconds, price=0.0
-            )
-            for option in options
+            FrontierPoint(key=o.key, kept=nothing, kept_bytes=o.resident_bytes, seconds=o.seconds) for o in options
         )
         return {p.key: p for p in points}, options
 
@@ -183,7 +182,6 @@ class _Builder:
         return points, tuple(option_at(p, measured, saved) for p in points.values())
 
     def _levels(self, key: str) -> Mapping[str, MeasuredChoice]:
-        """Measured levels of a class of compiled blocks, by point."""
         if key not in self._measured:
             cls = self.trace.classes[key]
             assert cls.compiled is not None
@@ -243,9 +241,6 @@ class _Builder:
             return found
         cuts = ROOT_CUTS if len(root.program.ops) <= SHORT_ROOT else MOST_CUTS
         return (found[0], *lean_points(root.program, found[0].kept, seconds, most=cuts), *found[1:])
-
-    def _root(self, p: FrontierPoint, plain: Mapping[str, RegionOption]) -> RootOption:
-        return self.pricing.known(lambda w: dry_run_root(self.trace, p.kept, p.key, p.seconds, w, plain=plain))
 
     def _segments(self, options: Iterable[str]) -> Iterator[SegmentOption]:
         """Runs of blocks of which only the first holds its input: recomputed tensors add up along the run.

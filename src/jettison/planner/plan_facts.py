@@ -47,7 +47,6 @@ _DIGESTS: Final = {
 
 
 def first_difference(then: Mapping[str, str], now: Facts) -> str:
-    """The first difference as text; empty if there is none."""
     for name in (*now, *then):
         if then.get(name) != now.get(name):
             return told(name, then.get(name), now.get(name))
@@ -55,7 +54,6 @@ def first_difference(then: Mapping[str, str], now: Facts) -> str:
 
 
 def told(name: str, then: str | None, now: str | None) -> str:
-    """One difference as text."""
     if name in _DIGESTS:
         return _DIGESTS[name]
 
@@ -66,7 +64,6 @@ def told(name: str, then: str | None, now: str | None) -> str:
 
 
 def machine_facts() -> Facts:
-    """Versions, the processor, accelerators, and switches."""
     cuda = torch.cuda.is_available()
     devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if cuda else []
     return {
@@ -195,7 +192,6 @@ class CodeDigest:
         self._found: list[Any] = []
 
     def digest(self) -> str:
-        """Digest of everything found, in order."""
         return digest(self._found)
 
     def model(self, model: nn.Module) -> None:

@@ -67,12 +67,10 @@ class DryRunChoice:
 
     @property
     def solution(self) -> Solution:
-        """Solution of the first part."""
         return self.solutions[0]
 
     @property
     def part(self) -> ModulePolicy:
-        """Policies of the first part."""
         return self.parts[0]
 
     @property
@@ -87,8 +85,7 @@ class DryRunChoice:
 
     @property
     def added_seconds(self) -> float:
-        """Seconds added to a step."""
-        return sum(solution.certificate.objective_seconds for solution in self.solutions)
+        return sum(solution.levels.seconds for solution in self.solutions)
 
 
 def make_planner(
@@ -151,17 +148,14 @@ class Planner:
 
     @property
     def problem(self) -> StepProblem:
-        """The solver's problem."""
         return self.options.problem
 
     @functools.cached_property
     def tensors(self) -> tuple[PlanTensor, ...]:
-        """Tensors that a plan decides about."""
         return plan_tensors(self.trace)
 
     @property
     def baseline(self) -> StepPeaks:
-        """Peaks of the step without a plan."""
         return self.options.baseline
 
     def candidate(self, solution: Solution) -> DryRunChoice:
@@ -173,7 +167,6 @@ class Planner:
         return self._choices[choice]
 
     def part(self, choice: Choice) -> ModulePolicy:
-        """Return a choice as policies."""
         chosen: dict[str, tuple[BlockClass, FrontierPoint]] = {}
         for call, key in zip(self.trace.calls, choice.regions, strict=True):
             point = self._point(call.class_key, key, self.trace.program(call))
@@ -196,11 +189,10 @@ class Planner:
         if key != "segment":
             return self.options.points[class_key][key]
         kept = Full().kept(program)
-        return FrontierPoint(key=key, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0, price=0.0)
+        return FrontierPoint(key=key, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0)
 
     @functools.cached_property
     def smallest(self) -> DryRunChoice:
-        """The plan with the fewest bytes."""
         return min(self._least(self._offer), self._least_untimed, key=lambda one: one.needs)
 
     @functools.cached_property
@@ -216,16 +208,7 @@ class Planner:
         return min([least, *found], key=lambda one: one.needs)
 
     def _answer(self, offer: Offer, asked: int) -> DryRunChoice:
-        """Solve for a budget; with a smaller host budget, step by step, if pinning exceeds it."""
-        found = self.candidate(offer.choose(asked))
-        while not self._held(found):
-            assert self.host is not None
-            offer = Offer(less_on_host(offer.problem, found.solution.levels, self.host, found.step.pinned_bytes))
-            found = self.candidate(offer.choose(max(asked, offer.least_bytes)))
-        return found
-
-    def _held(self, found: DryRunChoice) -> bool:
-        return self.host is None or self.host.holds(found.step.pinned_bytes)
+        return within_host(self.host, [offer], [asked], lambda solutions: self.candidate(*solutions))
 
     @functools.cached_property
     def minimum_budget_bytes(self) -> int:
@@ -261,9 +244,7 @@ class Planner:
 
         self._answers.extend(refine(ask, budget_bytes, self._offer.least_bytes, known=self._answers))
         say_what_was_bounded(self.trace, self.judge.pricing)
-        best = fastest(filter(self._held, self._choices.values()), budget_bytes)
-        assert best is not None, "the smallest fits"
-        return best
+        return fastest_held(self.host, self._choices.values(), budget_bytes)
 
     def plans(self, budget_bytes: int) -> list[Plan]:
         """The plan for the only part, as a document; see `plan`."""
@@ -284,8 +265,7 @@ class Planner:
                 point = replace(point, kept_bytes=program.kept_bytes(held))
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
-        certificate = found.solution.certificate
-        unplanned, added = self.problem.plain_seconds, certificate.objective_seconds
+        unplanned, added = self.problem.plain_seconds, found.solution.levels.seconds
         return Plan(
             budget_bytes=budget_bytes,
             minimum_budget_bytes=self.minimum_budget_bytes if minimum_budget_bytes is None else minimum_budget_bytes,
@@ -296,7 +276,7 @@ class Planner:
                 host_bytes=found.step.host_bytes,
                 composed=found.step.composed,
             ),
-            solver=SolverReport(gap=certificate.gap, seconds=certificate.solver_seconds),
+            solver=SolverReport(gap=found.solution.gap, seconds=found.solution.solver_seconds),
             layers=tuple(layers.values()),
             segments=tuple((run[0], run[-1]) for run in found.part.segments),
             root=layer_plan("", trace.root.program, self.options.root_points[choice.root]),
@@ -307,6 +287,29 @@ class Planner:
             tensors=self.tensors,
             levels=found.step.levels,
         )
+
+
+def within_host(
+    host: Host | None,
+    offers: Sequence[Offer],
+    budgets: Sequence[int],
+    dry_run: Callable[[tuple[Solution, ...]], DryRunChoice],
+) -> DryRunChoice:
+    """Solve each part for its budget; with a smaller host budget, step by step, if pinning exceeds it."""
+    while True:
+        pairs = zip(offers, budgets, strict=True)
+        found = dry_run(tuple(offer.choose(max(budget, offer.least_bytes)) for offer, budget in pairs))
+        if host is None or host.holds(found.step.pinned_bytes):
+            return found
+        each = zip(offers, found.solutions, strict=True)
+        offers = [Offer(less_on_host(o.problem, s.levels, host, found.step.pinned_bytes)) for o, s in each]
+
+
+def fastest_held(host: Host | None, found: Iterable[DryRunChoice], budget_bytes: int) -> DryRunChoice:
+    """The fastest choice that fits the budget and the host; there is one."""
+    best = fastest((one for one in found if host is None or host.holds(one.step.pinned_bytes)), budget_bytes)
+    assert best is not None, "the smallest fits"
+    return best
 
 
 def _infeasible(budget_bytes: int, minimum_bytes: int, fewest: DryRunChoice) -> Infeasible:
@@ -359,14 +362,13 @@ def digests_of(traced: ModelTrace, plan: Plan) -> dict[str, str]:
 
 
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
-    """One layer's entry."""
     named = point.key in ("none", "full")
     policy = PolicyWord(point.key) if named else policy_word(program, point.kept, point.moved, point.narrowed)
     return LayerPlan(
         layer=name,
         policy=policy,
         kept_bytes=point.kept_bytes,
-        offloaded_bytes=program.kept_bytes(point.moved),
+        offloaded_bytes=point.moved_bytes,
         recompute_flops=recompute_flops(program, point.kept) if policy is not PolicyWord.NONE else 0,
         digest=program.digest(),
         option=point.key,
@@ -464,7 +466,8 @@ class StagesPlanner:
 
     def at(self, share: float) -> DryRunChoice:
         """Solve at this share of the range from the fewest bytes (0) to the fewest seconds (1)."""
-        return self._answers(self.offers, [low + round(share * (high - low)) for low, high in self.ends])
+        budgets = [low + round(share * (high - low)) for low, high in self.ends]
+        return within_host(self.host, self.offers, budgets, self._dry_run)
 
     @functools.cached_property
     def sure(self) -> DryRunChoice:
@@ -477,26 +480,10 @@ class StagesPlanner:
         found = [self.at(1.0)]
         for number in range(max(len(problem.root) for problem in problems)):
             alone = [Offer(replace(p, root=(p.root[min(number, len(p.root) - 1)],))) for p in problems]
-            found.append(self._answers(alone, [offer.least_bytes for offer in alone]))
+            found.append(within_host(self.host, alone, [offer.least_bytes for offer in alone], self._dry_run))
         return min(found, key=lambda one: one.needs)
 
-    def _answers(self, offers: Sequence[Offer], budgets: Sequence[int]) -> DryRunChoice:
-        """One answer for each stage; with a smaller host budget if pinning exceeds it."""
-        while True:
-            pairs = zip(offers, budgets, strict=True)
-            found = self._dry_run(offer.choose(max(budget, offer.least_bytes)) for offer, budget in pairs)
-            if self._held(found):
-                return found
-            host, pinned_bytes = self.host, found.step.pinned_bytes
-            assert host is not None
-            each = zip(offers, found.solutions, strict=True)
-            offers = [Offer(less_on_host(o.problem, s.levels, host, pinned_bytes)) for o, s in each]
-
-    def _held(self, found: DryRunChoice) -> bool:
-        return self.host is None or self.host.holds(found.step.pinned_bytes)
-
-    def _dry_run(self, found: Iterable[Solution]) -> DryRunChoice:
-        solutions = tuple(found)
+    def _dry_run(self, solutions: tuple[Solution, ...]) -> DryRunChoice:
         choices = tuple(solution.choice for solution in solutions)
         if choices not in self.seen:
             parts = tuple(planner.part(choice) for planner, choice in zip(self.planners, choices, strict=True))
@@ -515,8 +502,7 @@ class StagesPlanner:
         fewest_bytes, most_bytes = (sum(ends) for ends in zip(*self.ends, strict=True))
         way = max(1, most_bytes - fewest_bytes)
         refine(lambda asked: self.at(min(1.0, (asked - fewest_bytes) / way)), budget_bytes, fewest_bytes)
-        best = fastest(filter(self._held, self.seen.values()), budget_bytes)
-        assert best is not None, "the smallest fits"
+        best = fastest_held(self.host, self.seen.values(), budget_bytes)
         return [
             planner.as_plan(
                 DryRunChoice(solutions=(solution,), parts=(part,), step=best.step),
@@ -528,7 +514,6 @@ class StagesPlanner:
 
 
 def _fastest_peak(offer: Offer) -> int:
-    """Peak of the choice with the least recomputation."""
     problem = offer.problem
     unbounded = sum(o.resident_bytes + o.backward_peak_bytes for r in problem.regions for o in r.options)
     unbounded += sum(r.gradient_bytes for r in problem.regions) + 2 * offer.least_bytes

@@ -167,7 +167,7 @@ def compiled_points(compiled: CompiledProgram, hardware: Hardware) -> list[Front
     program = compiled.program
     seconds = [op_seconds(op, hardware) for op in program.ops]
     plain_bytes = program.kept_bytes(compiled.default)
-    plain = FrontierPoint(key=NONE_KEY, kept=compiled.default, kept_bytes=plain_bytes, seconds=0.0, price=0.0)
+    plain = FrontierPoint(key=NONE_KEY, kept=compiled.default, kept_bytes=plain_bytes, seconds=0.0)
     hull = pareto_frontier(program, seconds, max_points=HULL_POINTS)
     found = [p for p in hull if p.kept_bytes < plain_bytes and p.key != NONE_KEY]
     while len(found) > COMPILED_POINTS:

@@ -123,12 +123,7 @@ def traced(
     """
     expect_module(model)
     check_states(model)
-    return survey_blocks(_traced(model, batch, loss_fn, regions, loop), model)
-
-
-def _traced(
-    model: nn.Module, batch: Any, loss_fn: LossFn | None, regions: Iterable[str] | None, loop: Loop | None
-) -> ModelTrace:
+    real, mode, known = model, None, True
     if regions is None and loop is not None and loop.compile is not None:
         regions = list(compiled_modules(model)) or None
     states = [tensor for _, tensor in _states(model)]
@@ -138,13 +133,14 @@ def _traced(
     batch_device = next((t.device for t in given if not t.is_meta), None)
     if (model_device is None) == (batch_device is None) or not states or not given:
         known = batch_device is not None or not given
-        return trace_model(model, batch, loss_fn=loss_fn, regions=regions, values_known=known, loop=loop)
-    mode = fake_mode(allow_non_fake_inputs=True)
-    if model_device is None:
-        model = fake_copy(model, mode, batch_device)
     else:
-        batch = fake_batch(plain_batch, mode, model_device)
-    return trace_model(model, batch, loss_fn=loss_fn, regions=regions, mode=mode, loop=loop)
+        mode = fake_mode(allow_non_fake_inputs=True)
+        if model_device is None:
+            model = fake_copy(model, mode, batch_device)
+        else:
+            batch = fake_batch(plain_batch, mode, model_device)
+    found = trace_model(model, batch, loss_fn=loss_fn, regions=regions, mode=mode, values_known=known, loop=loop)
+    return survey_blocks(found, real)
 
 
 # blocks that run compiled ---------------------------------------------------------------------------------------------

@@ -49,9 +49,11 @@ class PlanningRanks:
         return set(self.sharing.union(self.replicas.union(names)))
 
     def follow(self, kept: KeptPlans | None) -> bool:
-        """Do all ranks reuse kept plans? All ranks call this, also those that keep none."""
+        """Do all ranks reuse kept plans? All ranks call this, also those that keep none. A rank that gets its plan from
+        another can, unless it once kept its own.
+        """
         makes = self.sharing.leads and self.replicas.leads  # its own plans, or plans for others
-        here = not makes if kept is None else kept.can_be_followed(makes=makes)
+        here = not makes if kept is None else bool(kept.plans) or not (makes or kept.file.exists())
         number = self.replicas.least(self.stages.least(int(here)))
         return bool(self.sharing.least(number))
 

@@ -105,7 +105,6 @@ class PeakWatch:
     predicted_then: int = 0
 
     def begin(self) -> None:
-        """Start watching."""
         self.meter.begin()
 
     def enter(self, phase: str) -> None:
@@ -208,7 +207,6 @@ class OptimizerWatch:
             _hooks.append(register_optimizer_step_post_hook(_stepped))
 
     def planned(self) -> list[torch.optim.Optimizer]:
-        """Planned optimizers that still exist."""
         return [one for ref in self.given if (one := ref()) is not None]
 
     def stepped(self, stepping: torch.optim.Optimizer) -> None:
@@ -277,7 +275,6 @@ class OptimizerWatch:
         )
 
     def remove(self) -> None:
-        """Stop watching."""
         if self in _watching:
             _watching.remove(self)
         if not _watching and _hooks:

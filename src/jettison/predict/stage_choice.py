@@ -48,8 +48,8 @@ from jettison.predict.stage_buffers import document_mask, reads_mask
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
 from jettison.predict.units import unit_within
-from jettison.solve.actions import ActionPoint, action_points, kept_points
-from jettison.solve.frontier import pareto_frontier, plain_point
+from jettison.solve.actions import action_points
+from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.refine import Offer, fastest, refine
 from jettison.spec.precision import Gradients
@@ -62,7 +62,7 @@ LONGEST: Final = 16
 HELD, SENT = "segment", "segment-sent"
 """Keys of segments: the input is kept on the device, or offloaded."""
 
-Points = tuple[ActionPoint, ...]
+Points = tuple[FrontierPoint, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,9 +314,7 @@ class StageChoice(StageParts):
     @property
     def _fewest(self) -> StageOutcome:
         """Choice with the fewest kept bytes in each layer."""
-        ends = [
-            min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.offloaded_bytes)) for options in self.points
-        ]
+        ends = [min(options, key=lambda o: (o.kept_bytes + o.moved_bytes, o.moved_bytes)) for options in self.points]
         return self._unasked(Choice(root="", regions=tuple(end.key for end in ends)), sum(end.seconds for end in ends))
 
     def _uniform(self) -> Iterator[StageOutcome]:
@@ -324,7 +322,7 @@ class StageChoice(StageParts):
         size, _ = min(self._segments.uniform(), key=lambda pair: pair[1], default=(0, 0))
         if not size:
             return
-        ends = [min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.seconds)) for options in self.points]
+        ends = [min(options, key=lambda o: (o.kept_bytes + o.moved_bytes, o.seconds)) for options in self.points]
         cut = tuple(self._segments.cut(size))
         inside = {r for start, stop in cut for r in range(start, stop)}
         keys = tuple(HELD if r in inside else end.key for r, end in enumerate(ends))
@@ -345,10 +343,10 @@ class StageChoice(StageParts):
             staying=staying,
             needs=self._peak(staying),
             level=found.levels.peak_bytes,
-            added_seconds=found.certificate.objective_seconds,
+            added_seconds=found.levels.seconds,
             stalled_seconds=found.levels.stalled_seconds,
             host_bytes=found.levels.host_bytes,
-            gap=found.certificate.gap,
+            gap=found.gap,
         )
 
     # options of parts -------------------------------------------------------------------------------------------------
@@ -357,17 +355,17 @@ class StageChoice(StageParts):
     def points(self) -> list[Points]:
         """Options of each part, fewest device bytes first; only layers have several."""
         known: dict[tuple[object, ...], Points] = {}
-        found = []
+        found: list[Points] = []
         following = [part for chunk in self.stage.parts if chunk for part in (*chunk[1:], None)]
         for at, (part, after) in enumerate(zip(self.parts, following, strict=True)):
             if not part.is_layer:
-                found.append(kept_points([plain_point(part.region.program)]))
+                found.append((plain_point(part.region.program),))
                 continue
             after = after if after is not None and after.is_layer else None  # overlaps with its copies
             key = (self.timing.prices(part.layer), part.region, after and after.region)
             if key not in known:
                 points, program = self._of_layer(at, after), part.region.program
-                known[key] = points if self.mask else tuple(p for p in points if not reads_mask(program, p.stays))
+                known[key] = points if self.mask else tuple(p for p in points if not reads_mask(program, p.kept))
             found.append(known[key])
         return found
 
@@ -457,7 +455,7 @@ class StageChoice(StageParts):
             yield replace(known[alike], name=part.name, class_key=part.name)
 
     def _region(self, at: int, options: Points, copies: int) -> ProblemRegion:
-        plain = self._unit(at, options[-1].stays)
+        plain = self._unit(at, options[-1].kept)
         forward_seconds, backward_seconds = self._passes(self.parts[at])
         return ProblemRegion(
             name="",
@@ -469,10 +467,10 @@ class StageChoice(StageParts):
                     forward_peak_bytes=forward,
                     backward_peak_bytes=backward,
                     seconds=point.seconds,
-                    offloaded_bytes=point.offloaded_bytes,
+                    offloaded_bytes=point.moved_bytes,
                 )
                 for point in options
-                for forward, backward in [self._peaks(at, point.stays)]
+                for forward, backward in [self._peaks(at, point.kept)]
             ),
             gradient_bytes=plain.gradient if self._fresh else 0,
             forward_seconds=forward_seconds,
@@ -498,7 +496,7 @@ class StageChoice(StageParts):
                 found += self._segments.staying(at, stops[at], key)
                 continue
             point = next(p for p in self.points[at] if p.key == key)
-            found.append(Staying(point.stays, point.offloaded) if self.parts[at].is_layer else None)
+            found.append(Staying(point.kept, point.moved) if self.parts[at].is_layer else None)
         return tuple(found)
 
     def _peak(self, staying: Sequence[Staying | None]) -> int:
@@ -511,4 +509,4 @@ class StageChoice(StageParts):
 @lru_cache(maxsize=4096)
 def layer_points(prices: PriceModel, region: Region) -> Points:
     """Options of a layer without offloading."""
-    return kept_points(pareto_frontier(region.program, prices.op_seconds(region)))
+    return pareto_frontier(region.program, prices.op_seconds(region))

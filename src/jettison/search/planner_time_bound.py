@@ -208,7 +208,7 @@ def _layer_options(prices: PriceModel, region: Region, rule: GradientRule, there
     everything = chosen_passes(region, kept_by(region, NONE), rule, False).resident
     found = []
     for point in layer_points(prices, region):
-        passes = chosen_passes(region, point.stays, rule, there)
+        passes = chosen_passes(region, point.kept, rule, there)
         found.append((passes.backward_peak, everything - passes.resident, point.seconds))
     plain = chosen_passes(region, kept_by(region, NONE), rule, there)
     again = sum(map(prices.op_seconds(region).__getitem__, region.program.recompute_set(kept_by(region, FULL))))

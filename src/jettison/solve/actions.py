@@ -16,8 +16,8 @@ the largest part below each kink. That misses points inside the hull; a plan's g
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Final
 
@@ -30,80 +30,40 @@ SUMMED: Final = 14
 """Up to this number of buffers all subset sums are tried; above it the largest that fits is taken first."""
 HULL_POINTS: Final = 12
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActionPoint:
-    """One option of a region: buffers kept on the device, buffers offloaded to CPU; the rest is recomputed.
-
-    Bytes are of one micro-batch; ``seconds`` of recomputation in its backward. ``key`` names it within its program.
-    """
-
-    key: str
-    kept: frozenset[int]
-    offloaded: frozenset[int]
-    kept_bytes: int
-    offloaded_bytes: int
-    seconds: float
-
-    @property
-    def stays(self) -> frozenset[int]:
-        """Buffers kept, on the device or on the host."""
-        return self.kept | self.offloaded
-
-
 Peaks = Callable[[frozenset[int]], tuple[int, int]]
 """Bytes of the forward's and of the backward's peak when these buffers are kept, as in `RegionOption`."""
 
 
 def action_points(
-    program: Program,
-    seconds: Sequence[float],
-    *,
-    movable: frozenset[int],
-    kinks: Iterable[int],
-    peaks: Peaks,
-    max_points: int = HULL_POINTS,
-) -> tuple[ActionPoint, ...]:
+    program: Program, seconds: Sequence[float], *, movable: frozenset[int], kinks: Iterable[int], peaks: Peaks
+) -> tuple[FrontierPoint, ...]:
     """Undominated options of a region, fewest device bytes first; see NOTE [ Three actions ].
 
     Args:
         seconds: of each op.
         movable: buffers that may be offloaded.
         kinks: numbers of bytes whose copy is as long as the work that hides it.
-        max_points: number of points on the hull of a large program.
 
     Raises:
         ValueError: a needed buffer can neither be kept nor recomputed.
     """
     candidates = [b.index for b in program.buffers if b.keepable and not b.free]
-    small = len(candidates) <= EXACT_BUFFERS
-    if small:
-        found = list(_every(program, seconds, candidates, movable))
-    else:
-        targets = sorted(set(kinks))
-        hull = pareto_frontier(program, seconds, max_points=max_points)
-        found = [p for point in hull for p in _parts(program, point.kept, point.seconds, movable, targets)]
-    return undominated(found, peaks)
+    if len(candidates) <= EXACT_BUFFERS:
+        return undominated(_every(program, seconds, candidates, movable), peaks)
+    targets = sorted(set(kinks))
+    hull = pareto_frontier(program, seconds, max_points=HULL_POINTS)
+    parts = ((point, part) for point in hull for part in parts_to_send(program, point.kept, movable, targets))
+    return undominated((_point(program, point.kept, part, point.seconds) for point, part in parts), peaks)
 
 
-def kept_points(points: Iterable[FrontierPoint]) -> tuple[ActionPoint, ...]:
-    """Points of the frontier as options that offload nothing."""
-    return tuple(
-        ActionPoint(
-            key=p.key, kept=p.kept, offloaded=frozenset(), kept_bytes=p.kept_bytes, offloaded_bytes=0, seconds=p.seconds
-        )
-        for p in points
-    )
-
-
-def undominated(points: Iterable[ActionPoint], peaks: Peaks) -> tuple[ActionPoint, ...]:
+def undominated(points: Iterable[FrontierPoint], peaks: Peaks) -> tuple[FrontierPoint, ...]:
     """Points not dominated in bytes kept, bytes offloaded, seconds and both peaks; fewest bytes first."""
-    kept: list[tuple[tuple[float, ...], ActionPoint]] = []
+    kept: list[tuple[tuple[float, ...], FrontierPoint]] = []
     ranked = []
     for p in points:
-        forward, backward = peaks(p.stays)
-        total = p.kept_bytes + p.offloaded_bytes
-        ranked.append(((p.kept_bytes, p.offloaded_bytes, p.seconds, forward, total + backward), p))
+        forward, backward = peaks(p.kept)
+        total = p.kept_bytes + p.moved_bytes
+        ranked.append(((p.kept_bytes, p.moved_bytes, p.seconds, forward, total + backward), p))
     for costs, p in sorted(ranked, key=lambda pair: (*pair[0], pair[1].key)):
         if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other, _ in kept):
             kept.append((costs, p))
@@ -112,7 +72,7 @@ def undominated(points: Iterable[ActionPoint], peaks: Peaks) -> tuple[ActionPoin
 
 def _every(
     program: Program, seconds: Sequence[float], candidates: Sequence[int], movable: frozenset[int]
-) -> Iterator[ActionPoint]:
+) -> Iterator[FrontierPoint]:
     empty = frozenset(b for b in candidates if not program.buffers[b].nbytes)  # always kept: they cost nothing
     some = [b for b in candidates if b not in empty]
     for chosen in chain.from_iterable(combinations(some, n) for n in range(len(some) + 1)):
@@ -124,13 +84,6 @@ def _every(
         spent = sum(seconds[o] for o in again)
         for sent in _by_size(program, [b for b in chosen if b in movable]).values():
             yield _point(program, stays, frozenset(sent), spent)
-
-
-def _parts(
-    program: Program, stays: frozenset[int], spent: float, movable: frozenset[int], targets: Sequence[int]
-) -> Iterator[ActionPoint]:
-    for sent in parts_to_send(program, stays, movable, targets):
-        yield _point(program, stays, sent, spent)
 
 
 def parts_to_send(
@@ -158,7 +111,6 @@ def _by_size(program: Program, buffers: Sequence[int]) -> dict[int, tuple[int, .
 
 
 def _filled(program: Program, buffers: Sequence[int], target: int) -> frozenset[int]:
-    """Fill up to the target, largest buffers first."""
     part, left = set(), target
     for b in sorted(buffers, key=lambda b: -program.buffers[b].nbytes):
         if program.buffers[b].nbytes <= left:
@@ -167,17 +119,11 @@ def _filled(program: Program, buffers: Sequence[int], target: int) -> frozenset[
     return frozenset(part)
 
 
-def _point(program: Program, stays: frozenset[int], sent: frozenset[int], spent: float) -> ActionPoint:
+def _point(program: Program, stays: frozenset[int], sent: frozenset[int], spent: float) -> FrontierPoint:
     held, moved = program.kept_bytes(stays - sent), program.kept_bytes(sent)
     key = f"keep-{held}" if not moved else f"keep-{held}-send-{moved}"
-    return ActionPoint(
-        key=f"{key}-of-{'.'.join(map(str, sorted(stays)))}",
-        kept=stays - sent,
-        offloaded=sent,
-        kept_bytes=held,
-        offloaded_bytes=moved,
-        seconds=spent,
-    )
+    key = f"{key}-of-{'.'.join(map(str, sorted(stays)))}"
+    return FrontierPoint(key=key, kept=stays, kept_bytes=held, seconds=spent, moved=sent, moved_bytes=moved)
 
 
 # Keeping a little more, for a lower peak in backward ------------------------------------------------------------------
@@ -210,18 +156,12 @@ def lean_points(
         if lowest >= peak * (1 - LEAST_GAIN):
             break
         peak, kept = lowest, kept | {cut}
-        again = program.recompute_set(kept)
-        nbytes = program.kept_bytes(kept)
-        found.append(
-            FrontierPoint(
-                key=f"lean-{nbytes}", kept=kept, kept_bytes=nbytes, seconds=sum(seconds[i] for i in again), price=0.0
-            )
-        )
+        spent, nbytes = sum(seconds[i] for i in program.recompute_set(kept)), program.kept_bytes(kept)
+        found.append(FrontierPoint(key=f"lean-{nbytes}", kept=kept, kept_bytes=nbytes, seconds=spent))
     return tuple(found)
 
 
 def is_lean(key: str) -> bool:
-    """Is the option one of `lean_points`?"""
     return key.startswith("lean-")
 
 
@@ -233,67 +173,41 @@ def _candidates(program: Program, kept: frozenset[int]) -> list[int]:
 
 
 def _peak(program: Program, kept: frozenset[int]) -> int:
-    """Most bytes of kept and recomputed buffers at one moment of backward, without gradients."""
-    return program.kept_bytes(kept) + _BackwardWalk(program, kept).peak_bytes()
+    """Most bytes of kept and recomputed buffers at one moment of backward, without gradients. As in the runtime, a
+    buffer lives from its computation to its last use.
+    """
+    again = program.recompute_set(kept)
+    makers = {b: i for i in again for b in program.ops[i].outputs if b not in kept}
+    slots = [slot.buffer for slot in program.slots if slot.buffer in makers]
+    uses = Counter([*slots, *(b for i in again for b in program.ops[i].inputs)])
+    held: set[int] = set()
+    live_bytes = most_bytes = 0
 
+    def release(b: int) -> int:
+        """Bytes that a use less frees."""
+        uses[b] -= 1
+        if uses[b] > 0 or b not in held:
+            return 0
+        held.discard(b)
+        return program.buffers[b].nbytes
 
-class _BackwardWalk:
-    """Replay of a backward like the runtime's: a buffer lives from its computation to its last use."""
-
-    def __init__(self, program: Program, kept: frozenset[int]) -> None:
-        self.program = program
-        again = program.recompute_set(kept)
-        self.makers = {b: i for i in again for b in program.ops[i].outputs if b not in kept}
-        self.slots = [slot.buffer for slot in program.slots if slot.buffer in self.makers]
-        self.counts = dict.fromkeys(self.makers, 0)
-        for b in [*self.slots, *(b for i in again for b in program.ops[i].inputs)]:
-            if b in self.counts:
-                self.counts[b] += 1
-        self.held: set[int] = set()
-        self.live_bytes = 0
-        self.most_bytes = 0
-
-    def peak_bytes(self) -> int:
-        """Peak bytes of recomputed buffers."""
-        for b in reversed(self.slots):  # backward reads in the opposite order
-            self._make(b)
-            self._release(b)
-        return self.most_bytes
-
-    def _make(self, wanted: int) -> None:
-        """Recompute a buffer and its inputs; without recursion, since chains are long."""
-        stack = [wanted]
-        while stack:
-            b = stack[-1]
-            if b in self.held:
+    for slot in reversed(slots):  # backward reads in the opposite order
+        stack = [slot]
+        while stack:  # without recursion, since chains are long
+            if stack[-1] in held:
                 stack.pop()
                 continue
-            op = self.program.ops[self.makers[b]]
-            missing = [n for n in op.inputs if n in self.makers and n not in self.held]
+            op = program.ops[makers[stack[-1]]]
+            missing = [b for b in op.inputs if b in makers and b not in held]
             if missing:
                 stack.extend(reversed(missing))
                 continue
             stack.pop()
-            self._run(op.outputs, op.inputs)
-
-    def _run(self, outputs: Sequence[int], inputs: Sequence[int]) -> None:
-        fresh = [b for b in outputs if b in self.makers and b not in self.held]
-        self.held.update(fresh)
-        self.live_bytes += sum(self.program.buffers[b].nbytes for b in fresh)
-        self.most_bytes = max(self.most_bytes, self.live_bytes)
-        for b in fresh:
-            if self.counts[b] == 0:  # a result without readers
-                self._drop(b)
-        for b in inputs:
-            if b in self.makers:
-                self._release(b)
-
-    def _release(self, b: int) -> None:
-        self.counts[b] -= 1
-        if self.counts[b] <= 0:
-            self._drop(b)
-
-    def _drop(self, b: int) -> None:
-        if b in self.held:
-            self.held.discard(b)
-            self.live_bytes -= self.program.buffers[b].nbytes
+            fresh = [b for b in op.outputs if b in makers and b not in held]
+            held.update(fresh)
+            live_bytes += sum(program.buffers[b].nbytes for b in fresh)
+            most_bytes = max(most_bytes, live_bytes)
+            unread = [b for b in fresh if not uses[b]]
+            live_bytes -= sum(map(release, (*unread, *op.inputs)))
+        live_bytes -= release(slot)
+    return program.kept_bytes(kept) + most_bytes

@@ -94,7 +94,6 @@ class BudgetedWalk:
 
 
 def relax(budgeted: BudgetedWalk, multipliers: Multipliers) -> Bound:
-    """Return the bound of these multipliers."""
     walk, budget = budgeted.walk, budgeted.budget_bytes
     prices = [max(0.0, float(p)) for p in multipliers.device]
     limited = walk.host_budget_bytes
@@ -145,7 +144,6 @@ class Fixing:
 
     @classmethod
     def of(cls, budgeted: BudgetedWalk, bound: Bound) -> Fixing:
-        """Fix by the prices of a bound."""
         walk, budget = budgeted.walk, budgeted.budget_bytes
         ways = [[float("inf")] * len(sizes) for sizes in walk.sent]  # lowest cost to each position and class
         ways[0][0] = float(walk.root_picoseconds)
@@ -178,7 +176,6 @@ class Fixing:
 
 
 def relaxation(budgeted: BudgetedWalk) -> Relaxation:
-    """Solve the linear relaxation."""
     try:
         import highspy
         import numpy as np

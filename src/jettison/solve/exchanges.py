@@ -172,12 +172,10 @@ class _Alternatives:
 
     @property
     def path(self) -> tuple[WalkMove, ...]:
-        """The chosen moves."""
         return tuple(self.moves[at] for at in self.chosen)
 
     @property
     def fits(self) -> bool:
-        """Do the chosen moves fit both budgets?"""
         changes = self.known
         return int(changes.later[0]) >= 0 and changes.host_left >= 0
 

@@ -44,15 +44,16 @@ class FrontierPoint:
     kept: frozenset[int]
     kept_bytes: int
     seconds: float
-    price: float
+    price: float = 0.0
     moved: frozenset[int] = frozenset()
+    moved_bytes: int = 0
     narrowed: frozenset[int] = frozenset()
 
 
 def plain_point(program: Program) -> FrontierPoint:
     """The point of plain autograd, without recomputation."""
     kept = program.saved_buffers()
-    return FrontierPoint(key=NONE_KEY, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0, price=0.0)
+    return FrontierPoint(key=NONE_KEY, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0)
 
 
 def pareto_frontier(
@@ -304,7 +305,6 @@ class CutNetwork:
     leaving: list[list[int]] = field(default_factory=lambda: [[], []])
 
     def add_node(self) -> int:
-        """Add a node; return its number."""
         self.leaving.append([])
         return len(self.leaving) - 1
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from jettison.core.errors import PlanMismatch, UsageError, first_problem
@@ -32,6 +33,18 @@ KEYS = (
 )  # fmt: skip
 """Keys of the document, for plans of live models and of described runs (`report.plan`); each has its own nulls."""
 ROOT_LAYER = ""
+
+
+def read_text(path: Path, name: str) -> str:
+    """Text of a plan's file.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name} cannot be read: {error}") from None
 
 
 class PolicyWord(StrEnum):
@@ -236,8 +249,9 @@ class Plan:
         from pydantic import ValidationError  # making and running a plan needs none of it
 
         try:
-            stated: _PlanHeader = _header_adapter().validate_json(text, strict=True)
-            plan: Plan = _adapter().validate_json(text, strict=True)
+            header, whole = _adapters()
+            stated: _PlanHeader = header.validate_json(text, strict=True)
+            plan: Plan = whole.validate_json(text, strict=True)
         except ValidationError as error:
             raise UsageError(f"not a {SCHEMA} document: {first_problem(error)}") from error
         if plan.hash != stated.hash:
@@ -277,14 +291,7 @@ class _PlanHeader:
 
 
 @cache
-def _adapter() -> Any:
+def _adapters() -> tuple[Any, Any]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(Plan)
-
-
-@cache
-def _header_adapter() -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(_PlanHeader)
+    return TypeAdapter(_PlanHeader), TypeAdapter(Plan)

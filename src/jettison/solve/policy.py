@@ -174,7 +174,6 @@ class Offload:
         return self.keeps.kept(program)
 
     def offloaded(self, program: Program) -> frozenset[int]:
-        """See `OffloadPolicy`."""
         found = (b for b in self.kept(program) if can_move(program, b))
         return frozenset(b for b in found if program.buffers[b].nbytes >= self.smallest_bytes)
 
@@ -190,7 +189,6 @@ class Packing:
         return self.keeps.kept(program)
 
     def packed(self, program: Program) -> frozenset[int]:
-        """See `PackPolicy`."""
         return self.kept(program)
 
 
@@ -216,11 +214,9 @@ class Exactly:
         return self.otherwise.kept(program)
 
     def offloaded(self, program: Program) -> frozenset[int]:
-        """See `OffloadPolicy`."""
         return self.moved & self.kept(program) if self._knows(program) else offloaded_by(self.otherwise, program)
 
     def packed(self, program: Program) -> frozenset[int]:
-        """See `PackPolicy`."""
         return self.narrowed & self.kept(program) if self._knows(program) else packed_by(self.otherwise, program)
 
     def _knows(self, program: Program) -> bool:
@@ -433,7 +429,6 @@ class Compiled:
     word: str = COMPILED
 
     def kept(self, program: Program) -> frozenset[int]:
-        """Buffers that are kept."""
         casting = MATMULS if self.word == COMPILED_QUANTIZED else ()
         wide = [op for op in program.ops if op.name.startswith(_COMPUTED) and not op.name.startswith(tuple(casting))]
         read = {b for op in wide for b in op.inputs}

@@ -208,8 +208,6 @@ def _check_costs(owner: str, resident_bytes: int, seconds: float) -> None:
 
 
 class LevelPhase(StrEnum):
-    """Position of a level in a step."""
-
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"
@@ -255,7 +253,6 @@ class ChoiceLevels:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the highest level."""
         return self.peak.nbytes
 
 
@@ -299,7 +296,6 @@ def evaluate(problem: StepProblem, choice: Choice) -> ChoiceLevels:
 
 
 def _stalled(problem: StepProblem, covers: Sequence[SegmentOption], moved: Sequence[int]) -> float:
-    """Seconds of waiting for copies."""
     link, regions, total = problem.link, problem.regions, 0.0
     for r, nbytes in enumerate(moved):
         if nbytes:

@@ -37,7 +37,6 @@ class Offer:
         return least_of(self.walks)
 
     def choose(self, budget_bytes: int) -> Solution:
-        """Solve for a budget, see `choose`."""
         return choose(self.problem, budget_bytes, known=self.walks)
 
 

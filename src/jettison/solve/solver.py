@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 from jettison.core.errors import Infeasible
 from jettison.solve.bound import Bound, BudgetedWalk, Fixing, relax, relaxation
@@ -30,38 +29,19 @@ PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried if the 
 LARGE = 1_000  # moves; with more under a host budget, the search only continues if the gap is too wide
 
 
-class SolverStatus(StrEnum):
-    """Outcome of the solver."""
-
-    NOTHING_TO_DO = "nothing to do"  # the fastest options fit together
-    OPTIMAL = "optimal"  # proven, to the picosecond that seconds are counted in
-    WITHIN_GAP = "within gap"
-    GAP_OPEN = "gap open"  # fits, but the gap asked for was not reached with the widest labels
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Certificate:
-    """Proof about a choice.
-
-    ``gap`` is the share of a step's time that a better choice could still save: (objective - lower bound) / (plain step
-    + objective), with a plain step of 0 seconds if it is not known.
-    """
-
-    lower_bound_seconds: float
-    objective_seconds: float
-    gap: float
-    solver_seconds: float
-    minimum_budget_bytes: int
-    status: SolverStatus
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
-    """A choice, the levels of its replay, and its certificate."""
+    """A choice, the levels of its replay, and a proof about it.
+
+    ``gap`` is the share of a step's time that a better choice could still save: (added seconds - lower bound) / (plain
+    step + added seconds), with a plain step of 0 seconds if it is not known; 0 if the choice is optimal.
+    """
 
     choice: Choice
     levels: ChoiceLevels
-    certificate: Certificate
+    lower_bound_seconds: float
+    gap: float
+    solver_seconds: float
 
 
 def choose(
@@ -85,23 +65,16 @@ def choose(
         raise Infeasible(minimum_budget_bytes=minimum, budget_bytes=budget_bytes)
     unhindered = _fastest_options(problem)
     if unhindered is not None and _fits(problem, evaluate(problem, unhindered), budget_bytes):
-        choice, bound, status = unhindered, float("inf"), SolverStatus.NOTHING_TO_DO
+        choice, bound = unhindered, float("inf")
     else:
-        choice, bound, status = _search(problem, all_walks, budget_bytes, gap)
+        choice, bound = _search(problem, all_walks, budget_bytes, gap)
     levels = evaluate(problem, choice)
     assert _fits(problem, levels, budget_bytes), (
         f"the replay peaks at {levels.peak_bytes}, the budget is {budget_bytes}"
     )
     bound = min(bound, levels.seconds)
-    certificate = Certificate(
-        lower_bound_seconds=bound,
-        objective_seconds=levels.seconds,
-        gap=_gap(problem, levels.seconds, bound),
-        solver_seconds=time.perf_counter() - begin,
-        minimum_budget_bytes=minimum,
-        status=status,
-    )
-    return Solution(choice=choice, levels=levels, certificate=certificate)
+    found, seconds = _gap(problem, levels.seconds, bound), time.perf_counter() - begin
+    return Solution(choice=choice, levels=levels, lower_bound_seconds=bound, gap=found, solver_seconds=seconds)
 
 
 def _fits(problem: StepProblem, levels: ChoiceLevels, budget_bytes: int) -> bool:
@@ -149,8 +122,8 @@ class _Best:
 
 def _search(
     problem: StepProblem, all_walks: tuple[StepWalk, ...], budget_bytes: int, gap: float
-) -> tuple[Choice, float, SolverStatus]:
-    """The best choice found, a lower bound in seconds (infinite if it is proven optimal) and the status."""
+) -> tuple[Choice, float]:
+    """The best choice found, and a lower bound in seconds; infinite if it is proven optimal."""
     best = _Best()
     roots = list(_roots(all_walks, budget_bytes, best))
     skips = all_walks[0].host_budget_bytes is not None and sum(map(len, all_walks[0].moves)) > LARGE
@@ -163,10 +136,10 @@ def _search(
         choice = walk.choice(path.moves)
         bound = min((root.proven for root in roots), default=float("inf"))
         if best.beats(bound):
-            return choice, float("inf"), SolverStatus.OPTIMAL
+            return choice, float("inf")
         if _gap(problem, path.picoseconds / PICOSECONDS, bound / PICOSECONDS) <= gap:
-            return choice, bound / PICOSECONDS, SolverStatus.WITHIN_GAP
-    return choice, bound / PICOSECONDS, SolverStatus.GAP_OPEN
+            break
+    return choice, bound / PICOSECONDS
 
 
 @dataclass(kw_only=True)

@@ -104,12 +104,10 @@ class StepWalk:
 
     @property
     def count(self) -> int:
-        """Number of regions."""
         return len(self.moves)
 
     @property
     def offloads(self) -> bool:
-        """Does any move offload?"""
         return any(len(sizes) > 1 for sizes in self.sent)
 
     def arrives(self, m: WalkMove) -> int:
@@ -118,7 +116,6 @@ class StepWalk:
         return 0 if len(sizes) == 1 else sizes.index(m.sent_bytes)
 
     def choice(self, path: Iterable[WalkMove]) -> Choice:
-        """The choice of a path from position 0 to the end."""
         moves = tuple(path)
         return Choice(
             root=self.root,
@@ -136,7 +133,6 @@ class Path:
 
     @classmethod
     def along(cls, walk: StepWalk, moves: tuple[WalkMove, ...]) -> Path:
-        """Return the path of these moves with its cost."""
         waits = sum(after.waits(before.copying) for before, after in pairwise(moves))
         return cls(moves=moves, picoseconds=walk.root_picoseconds + waits + sum(m.picoseconds for m in moves))
 

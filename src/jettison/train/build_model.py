@@ -368,7 +368,6 @@ def _check(model: nn.Module) -> None:
 
 
 def _with_weights(model: nn.Module) -> nn.Module:
-    """Return the model; without weights, a small one of the same configuration: one layer, a small vocabulary."""
     if next(model.parameters()).device.type != "meta":
         return model
     config: Any = copy.deepcopy(getattr(model, "config", None))

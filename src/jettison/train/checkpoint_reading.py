@@ -49,8 +49,6 @@ DAMAGE: Final = (
 
 
 class _Unpickler(pickle.Unpickler):
-    """See NOTE [ Nothing is executed ]."""
-
     ALLOWED: Final = frozenset(
         {
             *(
@@ -98,7 +96,6 @@ class CheckedReader(dcp.FileSystemReader):
         self._description = description
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read and check the metadata."""
         data = (Path(self.path) / ".metadata").read_bytes()
         if digest_of(data) != self._description:
             raise ValueError(".metadata is not what was written; the file was changed, or is damaged")
@@ -112,7 +109,6 @@ class CheckedReader(dcp.FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """Read tensors, after checking all of their bytes."""
         for index in dict.fromkeys(item.storage_index for item in plan.items):
             require_intact(Path(self.path), index, self.storage_data[index])
         return super().read_data(plan, planner)
@@ -224,7 +220,6 @@ def some(names: Iterable[str]) -> str:
 
 
 def shape_text(sizes: Iterable[int]) -> str:
-    """Format a shape."""
     return "x".join(map(str, sizes)) or "a number"
 
 
@@ -277,7 +272,6 @@ def _unlike(path: Path, how: str) -> UsageError:
 
 
 def digest_of(data: bytes) -> str:
-    """Digest of bytes."""
     digest = new_digest()
     digest.update(data)
     return digest.hexdigest()

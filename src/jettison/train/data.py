@@ -51,7 +51,6 @@ class Corpus:
 
     @property
     def windows(self) -> int:
-        """Number of sequences."""
         return (len(self.tokens) - 1) // self.seq
 
     def rows(self, windows: Iterable[int]) -> Tensor:
@@ -61,14 +60,12 @@ class Corpus:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return -(-len(self.tokens) // _BLOCK)
 
-    def block(self, number: int) -> TextBlock:
-        """Read one block."""
+    def block(self, number: int) -> Survey:
         part = self.tokens[number * _BLOCK : (number + 1) * _BLOCK]
         highest = int(part.max())
-        return TextBlock(digest=_digest(part, highest), highest=highest)
+        return Survey(digest=_digest(part, highest), highest=highest)
 
     @cached_property
     def sample(self) -> str:
@@ -81,27 +78,14 @@ class Corpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextBlock:
-    """Digest of a block of tokens, and the highest of them."""
-
-    digest: str
-    highest: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Result of reading all of a text once.
-
-    Args:
-        digest: of the tokens, independent of their storage.
-    """
+    """Digest of a text or of a block of it, independent of the storage, and the highest of its tokens."""
 
     digest: str
     highest: int
 
     @classmethod
-    def of(cls, blocks: Sequence[TextBlock]) -> Survey:
-        """Combine all blocks of a text, in order."""
+    def of(cls, blocks: Sequence[Survey]) -> Survey:
         digest = hashlib.blake2b("".join(block.digest for block in blocks).encode(), digest_size=8).hexdigest()
         return cls(digest=digest, highest=max(block.highest for block in blocks))
 
@@ -280,7 +264,6 @@ class ShuffledOrder:
     seed: int
 
     def window(self, n: int) -> int:
-        """Return the window of sequence ``n`` of the run."""
         turn, place = divmod(n, self.windows)
         return _Shuffle(self.windows, derived_seed(self.seed, "order", turn)).at(place)
 
@@ -289,7 +272,6 @@ class InOrder:
     """Windows in the order of the text."""
 
     def window(self, n: int) -> int:
-        """Return the window of sequence ``n``."""
         return n
 
 

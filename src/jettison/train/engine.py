@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.randomness import Streams
 from jettison.capture.sharded import sharded_parameters
 from jettison.core.errors import TraceError, UsageError
-from jettison.dryrun.counter import AllocationCounter
+from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.parallel.parameters import forget_forwards
 from jettison.train.build_model import Built
 from jettison.train.data import MicroBatch
@@ -90,7 +89,6 @@ class Engine(ABC):
         """Return the loss of each micro-batch, in inference mode; None if this rank does not compute it."""
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clear the gradients after the optimizer step."""
         optimizer.zero_grad(set_to_none=True)
 
 
@@ -108,7 +106,6 @@ class WholeModel(Engine):
         self._run: nn.Module = built.model
 
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
-        """Yield the model, the only part."""
         yield RankModule(
             model=self._built.model,
             batch=self._built.call(rows),
@@ -165,7 +162,6 @@ class WholeModel(Engine):
         optimizer.zero_grad(set_to_none=not isinstance(self._run, DistributedDataParallel))
 
     def _loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Return the scalar loss."""
         output = call_model(model, self._built.call(batch.rows))
         try:
             return loss_of(output, self._built.loss_fn)
@@ -332,11 +328,7 @@ class LoopStep:
 
 def alive(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Tensors that are alive before a step: parameters, buffers, gradients, optimizer state."""
-    parameters = [p for module in modules for p in module.parameters()]
+    model = nn.ModuleList(modules)
     # a forward without a backward, as in evaluation, leaves FSDP's root unsharded: its shards are alive, too
-    parameters += [p for module in modules for p in sharded_parameters(module)]
-    buffers = [b for module in modules for b in module.buffers()]
-    state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    found = [*parameters, *buffers, *gradients, *state]
-    return list(map(local_of, found))
+    shards = [t for p in sharded_parameters(model) for t in (p, p.grad) if t is not None]
+    return list(map(local_of, (*static_tensors(model, (), optimizer), *shards)))

@@ -27,7 +27,6 @@ class EvaluationSet:
 
     @property
     def tokens(self) -> int:
-        """Altogether."""
         return self.count * self.batches.global_batch * self.batches.corpus.seq
 
 
@@ -40,7 +39,6 @@ class EvaluationResult:
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the loss; infinite on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 

@@ -126,7 +126,6 @@ class ExportResult:
         return {"schema": _SCHEMA, **asdict(self), "request": None}
 
     def lines(self) -> Iterator[str]:
-        """Report as text."""
         yield f"the weights of step {self.step}: {self.export}"
 
 

@@ -34,7 +34,6 @@ def make_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
@@ -146,7 +145,6 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> No
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

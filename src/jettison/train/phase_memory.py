@@ -37,7 +37,6 @@ class PhasePeaks:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the step."""
         return max(self.phases.values(), default=0)
 
 
@@ -72,7 +71,6 @@ class MemoryMeter:
 
     @property
     def measuring(self) -> bool:
-        """Will the next step be measured?"""
         return self._device.type == "cuda" or self._left > 0
 
     @contextmanager

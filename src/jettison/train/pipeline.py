@@ -86,7 +86,6 @@ class StageModule(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
     def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
-        """Return the loss of one micro-batch, on the last stage."""
         return mean_loss(logits, labels_bs.t() if self.is_gpt else labels_bs)
 
     def like(self, micro_batch: int, seq: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -200,14 +199,12 @@ class PipelineEngine(Engine):
 
     @property
     def tied(self) -> list[nn.Parameter]:
-        """This rank's copies of a weight that another stage has, too."""
         if self._ends is None:
             return []
         found = [p for stage in self.stages for name, p in stage.named_parameters() if name in TIED]
         return list(dict.fromkeys(found))
 
     def names(self, name: str) -> str:
-        """Return a parameter's name in the full model."""
         return TIED[0] if self._ends is not None and name == TIED[1] else name
 
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
@@ -299,7 +296,6 @@ class PipelineEngine(Engine):
         return torch.stack(losses) if losses else None
 
     def _passes(self, run: Callable[..., object], rows: Tensor) -> list[Tensor]:
-        """Return losses of micro-batches, on the last stage."""
         losses: list[Tensor] = []
         last = self.stages[-1].is_last
         run(

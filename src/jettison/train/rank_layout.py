@@ -60,7 +60,6 @@ class Places:
 
     @property
     def context(self) -> Context | None:
-        """This rank's part of every sequence; None without context parallelism."""
         return None if self.sharing is None else Context.of(self.sharing["cp"])
 
     @property
@@ -90,12 +89,10 @@ class Places:
 
     @property
     def planner(self) -> int:
-        """The rank that plans for this one."""
         return int(self.mesh.mesh[self.stage].min())
 
     @property
     def stage(self) -> int:
-        """This rank's place in its pipeline."""
         return self.mesh["pp"].get_local_rank()
 
     def imagined(self) -> ImaginedPlaces:
@@ -107,7 +104,6 @@ class Places:
         return ImaginedPlaces(layout=self.layout, mesh=mesh, mixed=self.mixed, sharing=self.sharing)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Process group along an axis."""
         return self.mesh[axis].get_group()
 
     def split_layers(self, model: nn.Module) -> None:

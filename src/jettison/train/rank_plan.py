@@ -29,7 +29,7 @@ from jettison.planner.planner import fingerprint, planner_of
 from jettison.planner.readiness import compile_settings, survey_blocks
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import place_of
-from jettison.solve.plan import Plan
+from jettison.solve.plan import Plan, read_text
 from jettison.train.recipe import PlanSection
 from jettison.train.run_folder import plan_name
 
@@ -197,11 +197,7 @@ def _from_files(path: Path, parts: Sequence[RankModule]) -> RankDecision:
 
 
 def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"plan.file: {path} cannot be read: {error}") from None
-    plan = Plan.from_json(text)
+    plan = Plan.from_json(read_text(path, f"plan.file: {path}"))
     with holding(plan.chunked_loss) as losses:
         traced = _trace(part)
     if losses is not None:

@@ -81,11 +81,9 @@ class World(Ranks):
         )
 
     def sum(self, value: float) -> float:
-        """Sum of all ranks' values."""
         return self.merged(value, operator.add)
 
     def most(self, value: float) -> float:
-        """The largest of all ranks' values."""
         return self.merged(value, max)
 
     def first(self, value: _T | None) -> _T | None:
@@ -162,7 +160,8 @@ def joined() -> Iterator[World]:
         else:
             for group in [group for group in c10d._world.pg_map if group not in before]:
                 dist.destroy_process_group(group)
-        _forget_meshes()
+        # DTensor's caches would give the next run's equal mesh groups that no longer exist
+        debug._clear_sharding_prop_cache()
 
 
 @contextmanager
@@ -196,13 +195,6 @@ def waiting_for(world: World, seconds: float) -> Iterator[None]:
         world.seconds = patience
         for backend, timeout in zip(backends, before, strict=True):
             backend._set_default_timeout(timeout)
-
-
-def _forget_meshes() -> None:
-    """Clear DTensor's caches, which would give the next run's equal mesh groups that no longer exist."""
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
 
 
 def _initialize(device: torch.device) -> None:
@@ -367,7 +359,6 @@ class HangWatch:
             self._thread.join(timeout=10)
 
     def at(self, place: str) -> None:
-        """Record the place of the main thread."""
         self._place, self._moved = place, time.monotonic()
 
     def who(self) -> str | None:

@@ -254,7 +254,6 @@ class PlanSection(RecipeSection):
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the given ones."""
         return tuple(name for name in ("budget", "file", "policy") if getattr(self, name) is not None)
 
 

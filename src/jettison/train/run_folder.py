@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError, install
+from jettison.core.files import write_whole
 from jettison.core.progress import Progress
 from jettison.core.units import format_bytes, format_percent, format_seconds
 from jettison.ledger.levels import StepLevels
@@ -77,7 +78,6 @@ class RunLog:
         self._attempt(append)
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write scalars for TensorBoard."""
         if self._board is not None:
             for name, value in values.items():
                 if value is not None:
@@ -94,7 +94,6 @@ class RunLog:
             self._failed = True
 
     def close(self) -> None:
-        """Close the files."""
         with contextlib.suppress(OSError):  # a failed write was warned of
             self._file.close()
         if self._board is not None:
@@ -117,9 +116,7 @@ def _cut(path: Path, step: int) -> None:
             continue
         if isinstance(entry, dict) and entry.get("step", 0) <= step:
             kept.append(line + "\n")
-    beside = path.with_suffix(".tmp")
-    beside.write_text("".join(kept), encoding="utf-8")
-    beside.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def _board(folder: Path, step: int, warn: Callable[[str], None]) -> Any:
@@ -183,7 +180,6 @@ class TrainResult:
         return {"schema": RUN_SCHEMA, "step": self.steps, **out, "request": None}
 
     def lines(self) -> Iterator[str]:
-        """Report as text."""
         after = f", resumed at {self.resumed_step}" if self.resumed_step else ""
         how = f"stopped by {self.stopped} after" if self.stopped else "done:"
         if self.steps == self.resumed_step and self.stopped is None:

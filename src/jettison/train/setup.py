@@ -68,12 +68,10 @@ class Session:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the layout, for the log."""
         return _sizes(self.recipe, self.layout)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Trained parameters of this rank."""
         return [p for _, p in named_parameters(self.engine) if p.requires_grad]
 
     def eval_meter(self) -> MemoryMeter:
@@ -82,11 +80,9 @@ class Session:
         return _meter(self.world, steps, self.engine, self.optimizer, self.recipe.model.compile)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors of a checkpoint."""
         return saved_tensors(named_parameters(self.engine), self.engine.parts, self.optimizer)
 
     def state(self) -> RunState:
-        """Run state of a checkpoint."""
         return replace(_first_state(self.recipe, self.layout, self.text, self.model), step=self.step)
 
 
@@ -373,11 +369,9 @@ class StepWork:
     peak_flops_per_second: float | None = None
 
     def mfu(self, seconds: float) -> float | None:
-        """Model FLOPs utilisation of a step with this duration."""
         return self._share(self.model_flops, seconds)
 
     def hfu(self, seconds: float) -> float | None:
-        """Hardware FLOPs utilisation."""
         return self._share(None if self.model_flops is None else self.model_flops + self.recomputed_flops, seconds)
 
     def _share(self, flops: float | None, seconds: float) -> float | None:

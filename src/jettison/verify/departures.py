@@ -58,7 +58,6 @@ class Departure:
         return cls(was=was, became=became, differing_elements=counts[0], max_absolute_difference=counts[1], **more)
 
     def sentence(self) -> str:
-        """One sentence for the report."""
         where = self.module or "the model itself"
         what = f"a tensor saved in {where} for {self.op}" if self.op else f"what {where} returned"
         if self.was != self.became:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from jettison.capture.model_trace import LossFn, expect_module
+from jettison.capture.randomness import Streams
 from jettison.core.errors import ProofFailed, UnsupportedModule, UsageError
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, on_terminal, shown
@@ -21,17 +22,7 @@ from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
 from jettison.verify.departures import Departure, ValueWatch
 from jettison.verify.gradients import compare_gradients, independent_copy, plain_name
-from jettison.verify.side_by_side import (
-    MAX_DEPARTURES,
-    ROUNDS,
-    STEPS,
-    Side,
-    compare_steps,
-    mirrored,
-    proof_of,
-    random_state,
-    set_random_state,
-)
+from jettison.verify.side_by_side import MAX_DEPARTURES, ROUNDS, STEPS, Side, compare_steps, mirrored, proof_of
 
 REPEATS = 3
 
@@ -71,12 +62,16 @@ def verify_given(
         ProofFailed: the step fails in the model as it is, and not in the plain copy.
     """
     expect_module(model)
-    _refuse_planned(model)
+    for name, module in model.named_modules():
+        if isinstance(module.forward, PlannedForward):
+            raise UnsupportedModule(
+                f"{name or 'the model'} runs under a plan of Jettison's; prove that one with verify(handle=...)"
+            )
     progress("copying the model")
     plain = independent_copy(model) if against is None else _like(against, model)
     theirs = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, holds_output=True, own=step)
     plain_side = replace(theirs, model=plain, optimizer=mirrored(optimizer, model, plain), under=plainly)
-    start = random_state()
+    start = Streams.now()
     with torch.enable_grad():
         progress("looking for what it drops and moves")
         left_out = _left_out(plain_side)
@@ -87,9 +82,11 @@ def verify_given(
             )
         _check_runs(theirs, start)
         progress("repeating a step")
-        again = _repeats(theirs, start, repeats)
+        first = _step_of_a_copy(theirs, start)
+        again = all(compare_gradients(first, _step_of_a_copy(theirs, start)).identical for _ in range(1, repeats))
+        del first
         progress("training side by side")
-        set_random_state(start)
+        start.restore()
         before = replace(theirs, model=independent_copy(model), optimizer=None)
         found = compare_steps(plain_side, theirs, steps)
         same = found.gradients and found.losses and again and not values
@@ -105,16 +102,6 @@ def verify_given(
         values_compared=watch.compared if values else 0,
         values_bytes=watch.compared_bytes if values else 0,
     )
-
-
-def _refuse_planned(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"got {type(model).__name__}; expected a torch.nn.Module")
-    for name, module in model.named_modules():
-        if isinstance(module.forward, PlannedForward):
-            raise UnsupportedModule(
-                f"{name or 'the model'} runs under a plan of Jettison's; prove that one with verify(handle=...)"
-            )
 
 
 def _like(against: nn.Module, model: nn.Module) -> nn.Module:
@@ -146,7 +133,7 @@ def _left_out(plain: Side) -> LeftOut:
     return found
 
 
-def _check_runs(theirs: Side, start: Any) -> None:
+def _check_runs(theirs: Side, start: Streams) -> None:
     """Check that a step of the unchanged model works at all."""
     watch = ValueWatch()
     try:
@@ -158,21 +145,16 @@ def _check_runs(theirs: Side, start: Any) -> None:
         raise ProofFailed(f"not proven: a plain copy trains; as it is, the step fails{where}: {text}{named}") from error
 
 
-def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
-    first = _step_of_a_copy(theirs, start)
-    return all(compare_gradients(first, _step_of_a_copy(theirs, start)).identical for _ in range(1, repeats))
-
-
-def _step_of_a_copy(theirs: Side, start: Any, watch: ValueWatch | None = None) -> nn.Module:
+def _step_of_a_copy(theirs: Side, start: Streams, watch: ValueWatch | None = None) -> nn.Module:
     """Return a copy of the model after a step from this random state; ``watch`` observes the step."""
     side = replace(theirs, model=independent_copy(theirs.model), optimizer=None)
-    set_random_state(start)
+    start.restore()
     with nullcontext() if watch is None else watch.watching(side.model):
         side.step()
     return side.model
 
 
-def _departures(theirs: Side, start: Any) -> tuple[tuple[Departure, ...], ValueWatch]:
+def _departures(theirs: Side, start: Streams) -> tuple[tuple[Departure, ...], ValueWatch]:
     """Tensors whose values depart, with elements counted for the first of them; and the watch."""
     watch = ValueWatch()
     _step_of_a_copy(theirs, start, watch)

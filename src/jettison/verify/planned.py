@@ -183,7 +183,9 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerPr
     description of the saved tensors.
     """
     # the plain copy is traced: modules under a plan run stand-ins
-    traced = trace_model(plain.model, plain.batch, loss_fn=plain.loss_fn, regions=_names(applied))
+    traced = trace_model(
+        plain.model, plain.batch, loss_fn=plain.loss_fn, regions=[r.name for r in applied.regions if r.name]
+    )
     regions = {region.name: region for region in applied.regions}
     inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}
 
@@ -236,10 +238,6 @@ def _saved_by_packing(region: RegionTrace, policy: CheckpointPolicy) -> int:
     return region.program.kept_bytes(frozenset(packs)) - sum(pack.nbytes for pack in packs.values())
 
 
-def _names(applied: Applied) -> tuple[str, ...]:
-    return tuple(region.name for region in applied.regions if region.name)
-
-
 # Bytes that planned regions hold between forward and backward, observed on the real tensors ---------------------------
 #
 # This does not repeat the prediction: it records what each region hands to autograd in place of a saved tensor, drops
@@ -250,79 +248,50 @@ OUTSIDE = "loss"
 """Key of tensors saved by a loss that is computed after the model's forward."""
 
 
-@dataclass(kw_only=True)
-class _PackListener:
-    """Everything that regions packed, in order, and the tensors saved outside of all regions."""
-
-    packed: list[tuple[str, Any]] = field(default_factory=list)
-    outside: list[Tensor] = field(default_factory=list)
-    given: list[set[torch.UntypedStorage]] = field(default_factory=list)
-
-    @contextmanager
-    def regions(self) -> Iterator[None]:
-        enter: Callable[..., None] = Frame.enter
-        pack: Callable[[Frame, Tensor], Any] = Frame.pack
-
-        def entering(frame: Frame, leaves: list[Any], *more: Any) -> None:
-            if frame.name:
-                self.given.append({leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)})
-            enter(frame, leaves, *more)
-
-        @of_a_region
-        def packing(frame: Frame, tensor: Tensor) -> Any:
-            packed = pack(frame, tensor)
-            self.packed.append((frame.name, packed))
-            return packed
-
-        with swapped(Frame, enter=entering, pack=packing):
-            yield
-
-    @contextmanager
-    def loss(self) -> Iterator[None]:
-        def pack(tensor: Tensor) -> Tensor:
-            # a node that saves its own result, with its graph, would own itself: no backward comes to free it
-            bare = tensor if tensor.is_leaf else tensor.detach()
-            self.outside.append(bare)
-            return bare
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-
-    def shared(self) -> frozenset[int]:
-        uses = Counter(storage._cdata for storages in self.given for storage in storages)
-        return frozenset(key for key, count in uses.items() if count > 1)
-
-    def settle(self) -> list[tuple[str, Any, int]]:
-        """Return (region, weak reference to a storage, its bytes), and drop all references."""
-        tensors = [found for name, packed in self.packed for found in _tensors(name, packed)]
-        tensors += [(OUTSIDE, tensor) for tensor in self.outside]
-        self.packed.clear()
-        self.outside.clear()
-        self.given.clear()
-        storages = [(name, tensor.untyped_storage()) for name, tensor in tensors]
-        return [(name, weakref.ref(storage), storage.nbytes()) for name, storage in storages]
-
-
-def observed_saved_bytes(
-    model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, order: tuple[str, ...] = ()
-) -> dict[str, int]:
+def observed_saved_bytes(model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> dict[str, int]:
     """Bytes alive between forward and backward because a region holds them, by region name ("" is the root).
 
     A storage that the root holds, or that several block calls were given, is the root's; else it belongs to the first
     block that holds it (NOTE [ Whose bytes ] in capture/entries.py). Parameters and registered buffers cost a step
     nothing and are left out. Runs one forward of ``model``, whose regions must be planned, and no backward.
-
-    Args:
-        order: regions to report even if they hold nothing.
     """
-    listener = _PackListener()
-    with torch.enable_grad(), listener.regions():
+    enter: Callable[..., None] = Frame.enter
+    pack: Callable[[Frame, Tensor], Any] = Frame.pack
+    packed: list[tuple[str, Any]] = []
+    outside: list[Tensor] = []
+    given: list[set[torch.UntypedStorage]] = []
+
+    def entering(frame: Frame, leaves: list[Any], *more: Any) -> None:
+        if frame.name:
+            given.append({leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)})
+        enter(frame, leaves, *more)
+
+    @of_a_region
+    def packing(frame: Frame, tensor: Tensor) -> Any:
+        found = pack(frame, tensor)
+        packed.append((frame.name, found))
+        return found
+
+    def packing_outside(tensor: Tensor) -> Tensor:
+        # a node that saves its own result, with its graph, would own itself: no backward comes to free it
+        outside.append(tensor if tensor.is_leaf else tensor.detach())
+        return outside[-1]
+
+    def settled() -> Iterator[tuple[str, weakref.ref[torch.UntypedStorage], int]]:
+        tensors = [pair for name, one in packed for pair in _tensors(name, one)]
+        for name, tensor in [*tensors, *((OUTSIDE, tensor) for tensor in outside)]:
+            storage = tensor.untyped_storage()
+            yield name, weakref.ref(storage), storage.nbytes()
+
+    with torch.enable_grad(), swapped(Frame, enter=entering, pack=packing):
         output = call_model(model, batch)
-        with listener.loss():
+        with torch.autograd.graph.saved_tensors_hooks(packing_outside, lambda tensor: tensor):
             loss = loss_of(output, loss_fn)
     del output
-    shared = listener.shared()
-    held = listener.settle()
+    uses = Counter(storage._cdata for storages in given for storage in storages)
+    held = list(settled())
+    for references in (packed, outside, given):
+        references.clear()
     free = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     owners: dict[int, tuple[list[str], int]] = {}
     for name, weak, nbytes in held:
@@ -330,11 +299,10 @@ def observed_saved_bytes(
         if storage is not None and storage._cdata not in free:
             owners.setdefault(storage._cdata, ([], nbytes))[0].append(name)
     del loss
-    totals = dict.fromkeys(order, 0)
+    totals: Counter[str] = Counter()
     for key, (names, nbytes) in owners.items():
-        owner = "" if "" in names or key in shared else names[0]
-        totals[owner] = totals.get(owner, 0) + nbytes
-    return totals
+        totals["" if "" in names or uses[key] > 1 else names[0]] += nbytes
+    return dict(totals)
 
 
 def _tensors(name: str, packed: Any) -> Iterator[tuple[str, Tensor]]:

@@ -37,10 +37,10 @@ MAX_DIFFERENCES = 20
 class Side:
     """One of the two models, with its batch, loss and optimizer.
 
-    own: the user's forward and backward of a step, as ``own(model, batch)``.
+    Args:
+        own: the user's forward and backward of a step, as ``own(model, batch)``.
         under: a context for each step.
         phase: a context for each phase of a step.
-        phase: a context that each phase of a step runs in.
     """
 
     model: nn.Module
@@ -107,8 +107,6 @@ def step_timeline(side: Side, title: str) -> MemoryTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The peak of a step, and its levels phase by phase."""
-
     peak_bytes: int
     levels: StepLevels | None
 
@@ -142,10 +140,10 @@ def compare_steps(plain: Side, planned: Side, steps: int) -> StepComparison:
     for number in range(1, steps + 1):
         for side in (plain, planned):
             side.model.zero_grad(set_to_none=True)
-        start = random_state()
+        start = Streams.now()
         loss_plain = plain.step()
         streams = rng_digest()
-        set_random_state(start)
+        start.restore()
         loss_planned = planned.step()
         if loss_plain is not None and loss_planned is not None and not same_bits(loss_plain, loss_planned):
             found.losses = False
@@ -258,18 +256,6 @@ def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator
                     if not same_bits(alias.cpu(), copied):
                         alias.copy_(copied)
             streams.restore()
-
-
-def random_state() -> tuple[Tensor, list[Tensor]]:
-    """Return the states of the CPU's and the GPUs' default random streams."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    """Set the states that `random_state` returned."""
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
 
 
 def device_name(model: nn.Module) -> str:

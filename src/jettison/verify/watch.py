@@ -75,7 +75,6 @@ class LoopWatch:
         return summary(self, f"{len(self.steps)} steps, {self.out}")
 
     def step(self) -> None:
-        """Mark the end of a step."""
         allocated, peak = self._meter.step()
         self.steps.append(self._begun(peak))
         self._last, self._batch = allocated, None
@@ -143,7 +142,8 @@ def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.j
         expect_module(model)
     with ExitStack() as stack:
         snapshot = Path(out).with_suffix(".pickle")
-        meter: LoopMeter = CudaLoopMeter(snapshot) if _on_cuda(model) else CountingMeter(model, stack)
+        cuda = torch.cuda.is_available() if model is None else any(p.is_cuda for p in model.parameters())
+        meter: LoopMeter = CudaLoopMeter(snapshot) if cuda else CountingMeter(model, stack)
         found = LoopWatch(meter, Path(out))
         stack.callback(register_optimizer_step_post_hook(found.optimizer_stepped).remove)
         if model is not None:
@@ -159,12 +159,6 @@ def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.j
             raise
 
 
-def _on_cuda(model: nn.Module | None) -> bool:
-    if model is None:
-        return torch.cuda.is_available()
-    return any(parameter.is_cuda for parameter in model.parameters())
-
-
 class CudaLoopMeter(LoopMeter):
     """The CUDA caching allocator: statistics, history, and a snapshot when it runs out of memory."""
 
@@ -174,11 +168,8 @@ class CudaLoopMeter(LoopMeter):
         snapshot.unlink(missing_ok=True)
         self._highest = 0
         torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
-        attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-        if (
-            attach is not None
-        ):  # otherwise the snapshot is written when the error arrives, after tensors of the failing call were freed
-            attach(lambda *_: self.snapshot(snapshot))
+        # a snapshot when the error arrives comes after tensors of the failing call were freed
+        torch._C._cuda_attach_out_of_memory_observer(lambda *_: self.snapshot(snapshot))
 
     def step(self) -> tuple[int, int | None]:
         """Read statistics without a reset, as they are the user's: a step's peak is known if it is a new maximum."""
@@ -187,7 +178,6 @@ class CudaLoopMeter(LoopMeter):
         return torch.cuda.memory_allocated(), highest if highest > before else None
 
     def snapshot(self, path: Path) -> bool:
-        """Write a snapshot of the allocator."""
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
         return True
@@ -204,7 +194,6 @@ class CountingMeter(LoopMeter):
         self._steps = -1
 
     def step(self) -> tuple[int, int | None]:
-        """Both are known on the CPU."""
         self._steps += 1
         self._counter.step = self._steps
         mark = self._counter.mark("step")
