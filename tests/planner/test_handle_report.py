@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.errors import UsageError
-from jettison.planner.handle_report import MOST_ROWS, HandleReport
+from jettison.planner.handle import MOST_ROWS, HandleReport
 
 WIDTH = 16
 

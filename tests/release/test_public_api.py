@@ -42,8 +42,7 @@ def described(name: str, found: object) -> list[str]:
 
 def api() -> list[str]:
     from jettison.capture.model_trace import ModelTrace
-    from jettison.planner.handle import Applied
-    from jettison.planner.handle_report import HandleReport
+    from jettison.planner.handle import Applied, HandleReport
     from jettison.predict.forecast import Forecast
     from jettison.predict.time import Estimate
 

@@ -13,8 +13,7 @@ from jettison.core.errors import UsageError
 from jettison.core.objects import summary
 from jettison.core.progress import in_a_trainer
 from jettison.planner.budget import AskedBudget
-from jettison.planner.handle import Applied, figures
-from jettison.planner.handle_report import HandleReport
+from jettison.planner.handle import Applied, HandleReport, figures
 from jettison.planner.watch import MemoryReport
 
 _PLAIN: Final = (int, float, complex, str, bytes, type(None))

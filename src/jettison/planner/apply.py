@@ -49,13 +49,8 @@ def apply_from_another_rank(
     how: Check = Check.ALWAYS,
     host_budget_bytes: int | None = None,
 ) -> Applied:
-    """Apply another rank's decisions to this rank's programs, under this rank's digests.
-
-    Args:
-        like: the `likeness` of the model that the plan was made for.
-
-    Raises:
-        PlanMismatch: this rank's model differs.
+    """Apply another rank's decisions to this rank's programs, under this rank's digests. Raise `PlanMismatch` if this
+    rank's model differs; ``like``: the `likeness` of the model that the plan was made for.
     """
     if likeness(traced) != like:
         raise PlanMismatch(

@@ -318,10 +318,8 @@ MOST_RANK_SHAPES = 4
 
 
 def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
-    """Return batches of the same shapes on all ranks, in one order.
-
-    Raises:
-        PlanMismatch: batches do not have the same tensors on all ranks.
+    """Return batches of the same shapes on all ranks, in one order. Raise `PlanMismatch` if batches do not have the
+    same tensors on all ranks.
     """
     if not sharing.rounds:
         return list(batches)
@@ -335,13 +333,8 @@ def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
 
 
 def stretched(own: Mapping[BatchShape, Any], shape: BatchShape) -> Any:
-    """Pad a batch of this rank to another shape by repeating its last rows and columns, so that values stay valid.
-
-    Args:
-        own: batches of this rank, by shape.
-
-    Raises:
-        PlanMismatch: the batches have other tensors.
+    """Pad a batch of this rank (one of ``own``, by shape) to another shape by repeating its last rows and columns, so
+    that values stay valid. Raise `PlanMismatch` if the batches have other tensors.
     """
     names = [where for where, _ in shape.sizes]
     base = next((one for one in own if one.can_become(shape)), None)

@@ -63,10 +63,8 @@ class AskedBudget:
 
     @classmethod
     def of(cls, asked: AskedBudget | str | SupportsIndex) -> AskedBudget:
-        """Read ``"8GiB"``, a whole number of bytes, ``"90%"`` or ``"auto"``.
-
-        Raises:
-            UsageError: it is none of these, or a share of more than 100 %.
+        """Read ``"8GiB"``, a whole number of bytes, ``"90%"`` or ``"auto"``. Raise `UsageError` if it is none of these,
+        or a share of more than 100 %.
         """
         if isinstance(asked, AskedBudget):
             return asked
@@ -115,10 +113,8 @@ def budget_of(
 
 
 def of_reserved(budget: Budget, model: nn.Module) -> Budget:
-    """Return the budget as a limit of reserved memory; tensors get it less the usual fragmentation.
-
-    Raises:
-        UsageError: the model is on no CUDA device, so nothing is reserved.
+    """Return the budget as a limit of reserved memory; tensors get it less the usual fragmentation. Raise `UsageError`
+    if the model is on no CUDA device, so that nothing is reserved.
     """
     if not any(p.device.type == "cuda" for p in model.parameters()):
         raise UsageError("got reserved=True for a model that is on no CUDA device; only its allocator reserves memory")

@@ -215,11 +215,8 @@ def describe_step(
 
 
 def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode, stages: Agreement | None = None) -> Copies:
-    """Return fake copies of a step's models and pipeline schedules. Ranks that share parameters or a pipeline call
-    this together.
-
-    Args:
-        stages: agreement with ranks that run other stages of the pipelines, if there are any.
+    """Return fake copies of a step's models and pipeline schedules. Ranks that share parameters or a pipeline call this
+    together; ``stages``: agreement with ranks that run other stages.
     """
 
     def copied(number: int, one: nn.Module | Scheduled) -> Any:

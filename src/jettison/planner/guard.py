@@ -64,10 +64,8 @@ def attempts(
 
 
 class Attempt:
-    """``with attempt:`` around one step. ``failed``: it ran out of memory and is to be repeated.
-
-    Args:
-        why_last: why no other attempt follows the first.
+    """``with attempt:`` around one step. ``failed``: it ran out of memory and is to be repeated. ``why_last``: why no
+    other attempt follows the first.
     """
 
     def __init__(

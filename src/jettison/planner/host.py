@@ -70,11 +70,7 @@ class Host:
 
 
 def hardware_of(given: Hardware | str | None) -> Hardware | None:
-    """Return hardware by name or file; other values are returned unchanged.
-
-    Raises:
-        UsageError: an unknown name.
-    """
+    """Return hardware by name or file; other values are returned unchanged. Raise `UsageError` for an unknown name."""
     return hardware(given) if isinstance(given, str) else given
 
 

@@ -13,31 +13,46 @@ The first difference is logged, and a new plan is made. A file that is no kept p
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import platform
+import sys
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from jettison.capture.code_names import function_reach, is_foreign
+from jettison.capture.kinds import TENSOR_HOOKS, hooks_of
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.signature import global_signature
+from jettison.capture.tensor_subclasses import plain
+from jettison.capture.trees import tree_leaves
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.files import write_whole
 from jettison.core.progress import Progress, Shown
 from jettison.core.units import format_bytes
 from jettison.planner.budget import AskedBudget, Budget
-from jettison.planner.plan_facts import Facts, bytes_of_state, digest, first_difference, machine_facts, step_facts, told
-from jettison.planner.planner import UNSEEN_BYTES
+from jettison.planner.planner import UNSEEN_BYTES, fingerprint
+from jettison.planner.readiness import inside_of
 from jettison.solve.plan import SCHEMA, Plan, read_text
 
 KEY: Final = "kept"
 """Key of a plan's document under which a kept file has the other facts; readers of plans ignore it."""
 ROOM: Final = 0.02
 """Tolerance for a budget of what the device has left: a plan for at most so much less is reused."""
+PACKAGE: Final = __name__.partition(".")[0]
+MOST_CODE: Final = 20_000
+"""Most functions and classes that are read."""
+
+Facts = dict[str, str]
+"""Facts that a plan was made for, the most informative first, with the text for a difference."""
 
 
 @dataclass(kw_only=True)
@@ -119,11 +134,7 @@ class KeptPlans:
 
 
 def _kept_in(text: str, file: Path) -> dict[str, Any]:
-    """Facts in a kept file besides its plan.
-
-    Raises:
-        UsageError: it is no kept plan.
-    """
+    """Facts in a kept file besides its plan. Raise `UsageError` if it is no kept plan."""
     try:
         document = json.loads(text)
     except ValueError:
@@ -142,10 +153,7 @@ def _kept_in(text: str, file: Path) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
     """The ``plan=`` argument of `auto_checkpoint`: plans in a file, or in a file of a folder that exists or ends in a
-    slash; each rank has its own file.
-
-    Args:
-        options: arguments of the call that a step does not show.
+    slash; each rank has its own file. ``options``: arguments of the call that a step does not show.
     """
 
     where: str | os.PathLike[str]
@@ -194,3 +202,245 @@ class Keeping:
         )
         found._read()
         return found
+
+
+# facts ----------------------------------------------------------------------------------------------------------------
+#
+# Values of tensors are not among them, since plans do not depend on them.
+
+
+_DIGESTS: Final = {
+    "programs": "its blocks, or what is around them, run other ops, or on other shapes, than before",
+    "code": "code of its modules, hooks or autograd functions has changed",
+    "optimizer's code": "the optimizer's code has changed",
+    "step": "the code of step= or loss_fn= has changed",
+    "reached": "the step, or another rank's, reaches other parameters than before",
+    "levels": "the step takes other memory, op by op, than before",
+}
+
+
+def first_difference(then: Mapping[str, str], now: Facts) -> str:
+    for name in (*now, *then):
+        if then.get(name) != now.get(name):
+            return told(name, then.get(name), now.get(name))
+    return ""
+
+
+def told(name: str, then: str | None, now: str | None) -> str:
+    if name in _DIGESTS:
+        return _DIGESTS[name]
+
+    def short(text: str | None) -> str:
+        return "none" if text is None else text if len(text) <= 120 else f"{text[:117]}..."
+
+    return f"{name} was {short(then)} and is {short(now)}"
+
+
+def machine_facts() -> Facts:
+    cuda = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())] if cuda else []
+    return {
+        "jettison": f"{sys.modules[PACKAGE].__version__} ({_own_code()})",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "accelerators": ", ".join(devices),
+        "switches": repr(global_signature()),
+    }
+
+
+@functools.cache
+def _own_code() -> str:
+    """Digest of Jettison's own files, since a development version may change."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def step_facts(
+    traces: Iterable[ModelTrace],
+    models: Sequence[nn.Module],
+    batches: Any,
+    optimizer: torch.optim.Optimizer | None,
+    functions: Sequence[Any],
+    **asked: Any,
+) -> Facts:
+    """Facts of a model, its batch and its loop.
+
+    Args:
+        traces: of the models that run with gradients.
+        models: all of the step's.
+        functions: of the step and its loss.
+        asked: other arguments.
+    """
+    traces = list(traces)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    code, step, rules = CodeDigest(), CodeDigest(), CodeDigest()
+    for model in models:
+        code.model(model)
+    for function in functions:
+        step.value(function)
+    for one in inside_of(optimizer) if optimizer is not None else ():
+        rules.value(type(one))
+    return {
+        **{name: str(value) for name, value in asked.items()},
+        "ranks": str(ranks),
+        "model": " ".join(f"{type(model).__qualname__}{'' if model.training else ' in eval()'}" for model in models),
+        "parameters": " ".join(fingerprint(trace) for trace in traces),
+        "buffers": digest([(n, tuple(b.shape), str(b.dtype)) for m in models for n, b in m.named_buffers()]),
+        "batch": repr([_described(leaf) for leaf in tree_leaves(batches)]),
+        "loop": " ".join(repr(replace(trace.loop, elsewhere_bytes=0)) for trace in traces),
+        "optimizer": _optimizer(optimizer),
+        "optimizer's code": rules.digest(),
+        "programs": digest(list(map(_programs, traces))),
+        "step": step.digest(),
+        "code": code.digest(),
+    }
+
+
+def bytes_of_state(optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of an optimizer's state, without the parameters."""
+    if optimizer is None:
+        return 0
+    leaves = tree_leaves([dict(state) for state in optimizer.state.values() if isinstance(state, dict)])
+    return sum(plain(leaf).nbytes for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+
+
+def _programs(trace: ModelTrace) -> Any:
+    calls = [(call.name, trace.program(call).digest(), trace.classes[call.class_key].stood_in) for call in trace.calls]
+    return trace.root.program.digest(), calls, list(map(_programs, trace.more))
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)}{' with gradients' if leaf.requires_grad else ''}"
+    return repr(leaf) if isinstance(leaf, bool | int | float | str | None) else type(leaf).__qualname__
+
+
+def _optimizer(optimizer: torch.optim.Optimizer | None) -> str:
+    """Numbers of it only by whether they are 0: learning rates change, and no bytes depend on them."""
+    if optimizer is None:
+        return "none"
+    found = []
+    for one in inside_of(optimizer):
+        for group in one.param_groups:
+            options = {name: _kind_of(value) for name, value in sorted(group.items()) if name != "params"}
+            shapes = digest([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]])
+            found.append(f"{type(one).__qualname__} {options} over {len(group['params'])} ({shapes})")
+    return "; ".join(found)
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, bool | str | None):
+        return repr(value)
+    if isinstance(value, int | float):
+        return "0" if value == 0 else "number"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_kind_of, value))}]"
+    return type(value).__qualname__
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value as JSON, its first 16 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
+
+
+class CodeDigest:
+    """Digest of functions and classes, and of those that they reference, if their files belong to no large library; of
+    such a library its version.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._held: list[Any] = []
+        self._found: list[Any] = []
+
+    def digest(self) -> str:
+        return digest(self._found)
+
+    def model(self, model: nn.Module) -> None:
+        """Add its modules' classes, and hooks on them and on their parameters."""
+        for module in model.modules():
+            self.value(type(module))
+            self.value(vars(module).get("forward"))
+            for name, table in vars(module).items():
+                if name.endswith("_hooks") and isinstance(table, dict):
+                    for hook in table.values():
+                        self.value(hook)
+        for parameter in model.parameters():
+            for name in TENSOR_HOOKS:
+                for hook in (hooks_of(parameter, name) or {}).values():
+                    self.value(hook)
+
+    def value(self, value: Any) -> None:
+        """Add a function, a method, a class, or a callable object."""
+        waiting = [value]
+        while waiting and len(self._seen) < MOST_CODE:
+            one = waiting.pop()
+            if isinstance(one, types.MethodType | staticmethod | classmethod):
+                one = one.__func__
+            if isinstance(one, property):
+                waiting += [one.fget, one.fset]
+                continue
+            if hasattr(one, "func") and hasattr(one, "keywords"):  # functools.partial
+                waiting += [one.func, *one.args, *one.keywords.values()]
+                continue
+            if isinstance(one, types.FunctionType):
+                waiting += reversed(self._function(one))
+            elif isinstance(one, type):
+                waiting += reversed(self._class(one))
+            elif callable(one) and not isinstance(one, nn.Module | types.BuiltinFunctionType):
+                waiting.append(type(one))
+
+    def _new(self, one: Any) -> bool:
+        if id(one) in self._seen:
+            return False
+        self._seen.add(id(one))
+        self._held.append(one)
+        return True
+
+    def _class(self, cls: type) -> list[Any]:
+        found: list[Any] = []
+        for base in cls.__mro__:
+            if not self._new(base):
+                continue
+            if is_foreign(base.__module__):
+                self._library(base.__module__)
+                continue
+            self._found.append(base.__qualname__)
+            found += [value for value in vars(base).values() if not isinstance(value, type) or value is not base]
+        return found
+
+    def _function(self, function: types.FunctionType) -> list[Any]:
+        if not self._new(function):
+            return []
+        if is_foreign(function.__module__):
+            self._library(function.__module__)
+            return []
+        self._found.append(_code(function.__code__))
+        reached = list(function_reach(function))
+        self._found.append([_kind_of(value) for value in reached if isinstance(value, bool | int | float | str)])
+        return reached
+
+    def _library(self, module: str) -> None:
+        name = module.partition(".")[0]
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str) and [name, version] not in self._found:
+            self._found.append([name, version])
+
+
+def _code(value: Any) -> Any:
+    """A code object without line numbers and file; of another constant its text."""
+    if isinstance(value, types.CodeType):
+        constants = list(map(_code, value.co_consts))
+        return [value.co_name, value.co_code.hex(), list(value.co_names), list(value.co_varnames), constants]
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)

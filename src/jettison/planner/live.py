@@ -42,8 +42,7 @@ from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
 from jettison.planner.described import Described, OwnStep, Part, describe_step, nbytes_of
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
-from jettison.planner.kept_plans import Keeping
-from jettison.planner.plan_facts import bytes_of_state
+from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
@@ -664,11 +663,7 @@ def _call_shape(batch: Any) -> BatchShape:
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:
-    """Return the elements of an argument that takes several.
-
-    Raises:
-        UsageError: it is a single element, or not iterable.
-    """
+    """Return the elements of an argument that takes several. Raise `UsageError` unless it is iterable, and no single element."""
     if given is None:
         return ()
     if isinstance(given, nn.Module | torch.Tensor | dict | str) or not isinstance(given, Iterable):

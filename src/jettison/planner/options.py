@@ -299,10 +299,8 @@ class _Builder:
     # seconds ----------------------------------------------------------------------------------------------------------
 
     def seconds_of(self, trace: RegionTrace, request: Callable[[RecordedOp], OpRequest] | None = None) -> list[float]:
-        """Seconds to recompute each op of a region: measured if possible, else from its FLOPs and bytes.
-
-        Args:
-            request: request to look up for a call, if not that of its recomputation.
+        """Seconds to recompute each op of a region, or of another ``request``: measured if possible, else from its
+        FLOPs and bytes.
         """
         asked, out = request or _again, []
         for op, call in zip(trace.program.ops, trace.calls, strict=True):

@@ -225,10 +225,8 @@ class Planner:
         return self.baseline.peak_bytes + UNSEEN_BYTES
 
     def plan(self, budget_bytes: int) -> DryRunChoice:
-        """Return the fastest plan whose dry run fits.
-
-        Raises:
-            Infeasible: none fits; the error carries the dry-run peak of the smallest plan.
+        """Return the fastest plan whose dry run fits. Raise `Infeasible` with the dry-run peak of the smallest plan if
+        none does.
         """
         if self.minimum_budget_bytes > budget_bytes:
             # no plan fits below the bytes allocated before a step
@@ -492,10 +490,8 @@ class StagesPlanner:
         return self.seen[choices]
 
     def plans(self, budget_bytes: int) -> list[Plan]:
-        """Return one plan for each part, together under the budget.
-
-        Raises:
-            Infeasible: none fits; the error carries the dry-run peak of the smallest plans.
+        """Return one plan for each part, together under the budget. Raise `Infeasible` with the dry-run peak of the
+        smallest plans if none fit.
         """
         if min(self.sure.needs, self.at(0.0).needs) > budget_bytes:
             raise _infeasible(budget_bytes, self.sure.needs, self.sure)

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
@@ -79,11 +80,7 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 
 def check_states(model: nn.Module) -> None:
-    """Check that its tensors have sizes, and are all on meta or none.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Raise `UsageError` unless its tensors have sizes, and are all on meta or none."""
     states = list(_states(model))
     for name, tensor in states:
         if is_lazy(tensor):
@@ -111,6 +108,7 @@ def traced(
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
     loop: Loop | None = None,
+    mode: FakeTensorMode | None = None,
 ) -> ModelTrace:
     """Record one training forward.
 
@@ -123,7 +121,7 @@ def traced(
     """
     expect_module(model)
     check_states(model)
-    real, mode, known = model, None, True
+    real, known = model, True
     if regions is None and loop is not None and loop.compile is not None:
         regions = list(compiled_modules(model)) or None
     states = [tensor for _, tensor in _states(model)]
@@ -134,7 +132,7 @@ def traced(
     if (model_device is None) == (batch_device is None) or not states or not given:
         known = batch_device is not None or not given
     else:
-        mode = fake_mode(allow_non_fake_inputs=True)
+        mode = mode or fake_mode(allow_non_fake_inputs=True)
         if model_device is None:
             model = fake_copy(model, mode, batch_device)
         else:
@@ -257,11 +255,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
 
 def as_one(optimizer: Optimizers) -> torch.optim.Optimizer | None:
-    """Return the argument ``optimizer=`` as one optimizer.
-
-    Raises:
-        UsageError: an element that is no optimizer.
-    """
+    """Return the argument ``optimizer=`` as one optimizer. Raise `UsageError` for an element that is no optimizer."""
     if not isinstance(optimizer, list | tuple):
         return _own(optimizer)  # other objects are refused later, with a clear error
     for one in optimizer:

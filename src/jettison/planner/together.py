@@ -83,10 +83,8 @@ class PlanningRanks:
         return self.sharing.first(from_a_replica, tell)
 
     def settled(self, make: Callable[[], Applied]) -> Applied:
-        """Apply the plans once all other ranks have plans too. See NOTE [ One refusal ].
-
-        Raises:
-            Infeasible: some rank has none.
+        """Apply the plans once all other ranks have plans too: NOTE [ One refusal ]. Raise `Infeasible` if some rank
+        has none.
         """
         applied: Applied | None = None
         try:

@@ -90,15 +90,14 @@ def fewest_bytes_point(program: Program, seconds: Callable[[int], float] | Seque
 
 @dataclass(frozen=True, kw_only=True)
 class _Vertex:
-    """A point of the hull in the sweep's integers, and its flow."""
+    """A point of the hull, its seconds in the sweep's integers, and its flow."""
 
     point: FrontierPoint
-    nbytes: int
     picoseconds: int
     flow: Flow
 
     def cost(self, price: int, resolution: int) -> int:
-        return resolution * self.picoseconds + price * self.nbytes
+        return resolution * self.picoseconds + price * self.point.kept_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +157,7 @@ class _Sweep:
             seconds=sum(self.seconds[o] for o in again),
             price=price / self.resolution / PICOSECONDS,
         )
-        return _Vertex(point=point, nbytes=nbytes, picoseconds=sum(self.picoseconds[o] for o in again), flow=flow)
+        return _Vertex(point=point, picoseconds=sum(self.picoseconds[o] for o in again), flow=flow)
 
 
 def _build_network(
@@ -167,7 +166,7 @@ def _build_network(
     """The network of NOTE [ Keep or recompute is a cut ], over buffers that backward may need."""
     repeatable = _repeatable_ops(program)
     wanted, again = _reachable(program, repeatable)
-    network = CutNetwork(unbounded=unbounded)
+    network = CutNetwork()
     again_node: dict[int, int] = {}
     for o, leader in _leaders(program, wanted, again).items():
         again_node[o] = network.add_node() if leader == o else again_node[leader]
@@ -197,10 +196,8 @@ def _build_network(
 
 
 def _reachable(program: Program, repeatable: frozenset[int]) -> tuple[list[int], list[int]]:
-    """Buffers that backward may need, and ops that it may recompute.
-
-    Raises:
-        ValueError: a slot's buffer can neither be kept nor recomputed.
+    """Buffers that backward may need, and ops that it may recompute. Raise `ValueError` if a slot's buffer can neither
+    be kept nor recomputed.
     """
     wanted = set(_costly(program, program.needed_buffers()))
     for b in sorted(wanted):
@@ -256,7 +253,7 @@ def _hull(sweep: _Sweep, max_points: int) -> list[_Vertex]:
     """Vertices by bytes, ascending; the widest gap is queried first."""
     fastest = sweep.query(1, None)
     smallest = sweep.query(sweep.highest_price, fastest.flow)
-    if smallest.nbytes == fastest.nbytes:
+    if smallest.point.kept_bytes == fastest.point.kept_bytes:
         return [fastest]
     if max_points < 2:
         return [smallest]
@@ -264,13 +261,13 @@ def _hull(sweep: _Sweep, max_points: int) -> list[_Vertex]:
     open_intervals: list[tuple[int, int, _Vertex, _Vertex]] = []
 
     def push(fast: _Vertex, small: _Vertex) -> None:
-        area = (fast.nbytes - small.nbytes) * (small.picoseconds - fast.picoseconds)
-        heapq.heappush(open_intervals, (-area, small.nbytes, fast, small))
+        area = (fast.point.kept_bytes - small.point.kept_bytes) * (small.picoseconds - fast.picoseconds)
+        heapq.heappush(open_intervals, (-area, small.point.kept_bytes, fast, small))
 
     push(fastest, smallest)
     while open_intervals and len(found) < max_points:
         *_, fast, small = heapq.heappop(open_intervals)
-        fewer_bytes = fast.nbytes - small.nbytes
+        fewer_bytes = fast.point.kept_bytes - small.point.kept_bytes
         slope = (sweep.resolution * (small.picoseconds - fast.picoseconds) + fewer_bytes // 2) // fewer_bytes
         price = max(slope, fast.flow.price)
         middle = sweep.query(price, fast.flow)
@@ -279,7 +276,7 @@ def _hull(sweep: _Sweep, max_points: int) -> list[_Vertex]:
             found.append(middle)
             push(fast, middle)
             push(middle, small)
-    return sorted(found, key=lambda v: v.nbytes)
+    return sorted(found, key=lambda v: v.point.kept_bytes)
 
 
 # minimum cut ----------------------------------------------------------------------------------------------------------
@@ -296,9 +293,8 @@ SOURCE, SINK = 0, 1
 
 @dataclass(kw_only=True)
 class CutNetwork:
-    """A network under construction. An edge's capacity is ``fixed + price * priced``; ``fixed`` may be `unbounded`."""
+    """A network under construction. An edge's capacity is ``fixed + price * priced``."""
 
-    unbounded: int
     heads: list[int] = field(default_factory=list)  # edge e and its reverse e ^ 1
     fixed: list[int] = field(default_factory=list)
     priced: list[tuple[int, int]] = field(default_factory=list)  # (edge, capacity per unit of price)

@@ -36,11 +36,7 @@ ROOT_LAYER = ""
 
 
 def read_text(path: Path, name: str) -> str:
-    """Text of a plan's file.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Text of a plan's file. Raise `UsageError` if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -262,10 +258,8 @@ class Plan:
         return plan
 
     def require(self, *, model: str, digests: Mapping[str, str]) -> None:
-        """Check that the plan was made for this model; ``digests`` are its programs by layer name, "" for the root.
-
-        Raises:
-            PlanMismatch: it was not; the message names the first layer that differs.
+        """Raise `PlanMismatch` unless the plan was made for this model; ``digests`` are its programs by layer name, ""
+        for the root. The message names the first layer that differs.
         """
         planned = {entry.layer: entry.digest for entry in (self.root, *self.layers)}
         if set(planned) != set(digests):

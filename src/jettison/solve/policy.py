@@ -244,10 +244,8 @@ class KeepShare:
 
 
 def close(program: Program, wanted: frozenset[int], *, transfers: bool = True) -> frozenset[int]:
-    """Add buffers that can neither be recomputed nor found, and drop those without readers.
-
-    Args:
-        transfers: collectives may be recomputed.
+    """Add buffers that can neither be recomputed nor found, and drop those without readers; ``transfers``: collectives
+    may be recomputed.
     """
     must = set(wanted)
     while True:
@@ -389,11 +387,7 @@ NAMED: dict[str, CheckpointPolicy] = {
 
 
 def policy_named(word: str) -> CheckpointPolicy:
-    """Return the policy with this name.
-
-    Raises:
-        UsageError: an unknown name.
-    """
+    """Return the policy with this name. Raise `UsageError` for an unknown name."""
     try:
         return NAMED[word]
     except KeyError:

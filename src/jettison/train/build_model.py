@@ -50,11 +50,7 @@ from jettison.train.recipe import ModelSection
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """Weights in files.
-
-    Args:
-        names: the folder's name of each tensor, by its name in the model.
-    """
+    """Weights in files; ``names``: the folder's name of each tensor, by its name in the model."""
 
     folder: WeightsFolder
     names: Mapping[str, str]
@@ -82,10 +78,8 @@ class Built:
 
 
 def build(section: ModelSection, *, seq: int, device: torch.device) -> Built:
-    """Build the model, with weights from torch's default generators on the device: now, or after sharding.
-
-    Raises:
-        UsageError: the section is invalid, or its weights are of another model.
+    """Build the model, with weights from torch's default generators on the device: now, or after sharding. Raise
+    `UsageError` if the section is invalid, or its weights are of another model.
     """
     if section.pretrained is None:
         return _built(section, seq, device)
@@ -314,11 +308,7 @@ _AT_A_TIME: Final = 1 << 22  # tokens scanned at once
 
 
 def check_occurs(corpus: Corpus, end: int) -> None:
-    """Check that the token occurs in the text.
-
-    Raises:
-        UsageError: it does not, so that all of the text would be one document.
-    """
+    """Raise `UsageError` if the token is nowhere in the text, so that all of it would be one document."""
     for start in range(0, len(corpus.tokens), _AT_A_TIME):
         if np.any(corpus.tokens[start : start + _AT_A_TIME] == end):
             return

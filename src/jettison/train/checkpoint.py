@@ -81,11 +81,7 @@ class RunState:
     schedule: Mapping[str, Any]
 
     def require_same_run(self, other: RunState, where: Path) -> None:
-        """Check that resuming from ``other`` continues the same run.
-
-        Raises:
-            UsageError: it does not.
-        """
+        """Raise `UsageError` unless resuming from ``other`` continues the same run."""
         for name in ("seed", "global_batch", "seq", "data"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -115,11 +111,7 @@ class RunState:
 
 
 def read_state(path: Path) -> tuple[RunState, dict[str, Any]]:
-    """Read a checkpoint's `RUN`: the state, and all of its values.
-
-    Raises:
-        UsageError: it cannot be read, or was changed.
-    """
+    """Read a checkpoint's `RUN`: the state, and all values. Raise `UsageError` if it cannot be read, or was changed."""
     try:
         values = json.loads((path / RUN).read_text(encoding="utf-8"))
         schema = values["schema"]
@@ -220,19 +212,13 @@ class Checkpoints:
             self._group = dist.new_group(backend="gloo")
 
     def find(self) -> Path | None:
-        """Find the newest complete checkpoint, and remove remains of interrupted saves.
-
-        Raises:
-            UsageError: it is damaged or missing, or the folder cannot be used.
+        """Find the newest complete checkpoint, and remove remains of interrupted saves. Raise `UsageError` if it is
+        damaged or missing, or the folder cannot be used.
         """
         return self.world.from_leader(self._find)
 
     def check(self, path: Path) -> None:
-        """Verify the digest of every byte of a checkpoint, before any long work.
-
-        Raises:
-            UsageError: it is damaged.
-        """
+        """Raise `UsageError` if any byte of a checkpoint is damaged, before any long work."""
 
         def compare() -> None:
             _, values = read_state(path)
@@ -244,18 +230,12 @@ class Checkpoints:
         self.world.together(compare)
 
     def require_same_run(self, path: Path, run: RunState) -> None:
-        """Check that a checkpoint is of this run.
-
-        Raises:
-            UsageError: it is of another run.
-        """
+        """Raise `UsageError` if a checkpoint is of another run."""
         self.world.together(lambda: _state_for(run, path))
 
     def load(self, path: Path, tensors: Mapping[str, Tensor], run: RunState) -> RunState:
-        """Read into these tensors, from any saved layout.
-
-        Raises:
-            UsageError: the checkpoint is of another run than this, does not fit, or is damaged.
+        """Read into these tensors, from any saved layout. Raise `UsageError` if the checkpoint is of another run than
+        this, does not fit, or is damaged.
         """
         state, values = self.world.together(lambda: _state_for(run, path))
         try:

@@ -85,11 +85,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CheckedReader(dcp.FileSystemReader):
-    """torch's reader with the checks of the notes above.
-
-    Args:
-        description: digest of the metadata.
-    """
+    """torch's reader with the checks of the notes above; ``description``: digest of the metadata."""
 
     def __init__(self, path: Path, description: str) -> None:
         super().__init__(path)
@@ -126,12 +122,7 @@ class DigestWriter(dcp.FileSystemWriter):
 
 
 def require_intact(folder: Path, index: MetadataIndex, where: Any) -> None:
-    """Check the digest of a part.
-
-    Raises:
-        ValueError: it does not match.
-        OSError: the file cannot be read.
-    """
+    """Raise `ValueError` if the digest of a part does not match, or `OSError` if the file cannot be read."""
     if _part_digest(folder, where) != where.digest:
         raise ValueError(
             f"the checksum of {index.fqn} in {where.relative_path} does not agree with its bytes; the file was "
@@ -150,11 +141,7 @@ def _part_digest(folder: Path, where: Any) -> str:
 
 
 def check_parts(path: Path, description: str, world: World) -> None:
-    """Check the digests of all parts of a checkpoint, divided among ranks. Every rank calls it.
-
-    Raises:
-        one of `DAMAGE`: a digest does not match.
-    """
+    """Raise one of `DAMAGE` if the digest of a part does not match. Every rank calls it, and checks its share."""
     metadata = CheckedReader(path, description).read_metadata()
     parts = sorted(metadata.storage_data.items(), key=lambda part: (part[1].relative_path, part[1].offset))
     for index, where in parts[world.rank :: world.size]:
@@ -186,10 +173,8 @@ def read_tensors(
     world: World,
     group: dist.ProcessGroup,
 ) -> None:
-    """Read each rank's part of tensors that are known to fit. Every rank calls it, with the tensors that it has.
-
-    Raises:
-        one of `DAMAGE`: the files are damaged.
+    """Read each rank's part of tensors that are known to fit. Every rank calls it, with the tensors that it has. Raise
+    one of `DAMAGE` if the files are damaged.
     """
     plain = {name: tensor for name, tensor in tensors.items() if tensor.shape == there[name].size}
     dcp.load(plain, storage_reader=reader(), process_group=group)
@@ -237,11 +222,7 @@ def _read_grouped(
 
 
 def _require_all(tensors: Mapping[str, Tensor], there: Mapping[str, Any], path: Path, world: World) -> None:
-    """Check that the checkpoint has the same tensors as the model and optimizer.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Raise `UsageError` unless the checkpoint has the same tensors as the model and optimizer."""
 
     def compare() -> None:
         missing = sorted(tensors.keys() - there.keys())

@@ -36,10 +36,7 @@ _BETWEEN: Final = b"\n\n"  # documents of a data set without a tokenizer
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """One long row of tokens, possibly on disk, split into windows of ``seq``, each read with the token after it. The
-    remainder is not used.
-
-    Raises:
-        UsageError: there is less than one window.
+    remainder is not used. Raise `UsageError` if there is less than one window.
     """
 
     tokens: Any  # a numpy array or memory map of unsigned integers
@@ -90,11 +87,7 @@ class Survey:
         return cls(digest=digest, highest=max(block.highest for block in blocks))
 
     def check_vocabulary(self, vocab: int | None) -> None:
-        """Check that the tokens are below a vocabulary's size.
-
-        Raises:
-            UsageError: a token is not.
-        """
+        """Raise `UsageError` if a token is not below a vocabulary's size."""
         if vocab is not None and self.highest >= vocab:
             raise UsageError(
                 f"data: got the token {self.highest}; the model has a vocabulary of {vocab}. Use the tokenizer that it "
@@ -103,10 +96,8 @@ class Survey:
 
 
 def surveyed(corpus: Corpus, world: World) -> Survey:
-    """Read and compare the text: NOTE [ Who reads what ]. All ranks call it.
-
-    Raises:
-        UsageError: on every rank, about the first rank with another text than rank 0.
+    """Read and compare the text: NOTE [ Who reads what ]. All ranks call it. Raise `UsageError` on every rank, about
+    the first rank with another text than rank 0.
     """
     is_small, length = corpus.blocks <= _SMALL, len(corpus.tokens)
     own = range(corpus.blocks) if is_small else range(world.rank, corpus.blocks, world.size)
@@ -159,11 +150,7 @@ class Batches:
 
 
 def open_corpus(section: DataSection, seq: int) -> Corpus:
-    """Open a recipe's tokens.
-
-    Raises:
-        UsageError: files are missing, or a package is not installed.
-    """
+    """Open a recipe's tokens. Raise `UsageError` if files are missing, or a package is not installed."""
     match section.kind:
         case "bytes":
             text = b"".join(file.read_bytes() for file in _files(section))
@@ -178,10 +165,8 @@ def open_corpus(section: DataSection, seq: int) -> Corpus:
 
 
 def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
-    """Return source files of the standard library's top level, in order, up to a limit.
-
-    Raises:
-        UsageError: this Python has no sources.
+    """Return source files of the standard library's top level, in order, up to a limit. Raise `UsageError` if this
+    Python has no sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()

@@ -32,11 +32,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class Engine(ABC):
-    """Forward and backward on one layout.
-
-    Args:
-        parts: this rank's part of the model, whose parameters are trained and saved.
-    """
+    """Forward and backward on one layout; ``parts``: this rank's part of the model, which is trained and saved."""
 
     def __init__(self, parts: Sequence[nn.Module], places: Places, device: torch.device, *, autocast: bool) -> None:
         self.parts, self._places, self._device, self._autocast = parts, places, device, autocast
@@ -60,10 +56,8 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, micro_batches: int) -> None:
-        """Prepare for steps of this many micro-batches, once parts are planned and sharded.
-
-        Raises:
-            UsageError: the layout cannot run such steps.
+        """Prepare for steps of this many micro-batches, once parts are planned and sharded. Raise `UsageError` if the
+        layout cannot run such steps.
         """
 
     @abstractmethod

@@ -43,10 +43,8 @@ class EvaluationResult:
 
 
 def evaluation_set(recipe: TrainRecipe, vocab: int | None, world: World) -> EvaluationSet | None:
-    """Open a recipe's evaluation text; None without one. All ranks call it.
-
-    Raises:
-        UsageError: the text is too short, or the model cannot read it.
+    """Open a recipe's evaluation text; None without one. All ranks call it. Raise `UsageError` if the text is too
+    short, or the model cannot read it.
     """
     section, batch = recipe.eval, recipe.batch
     data = section.data
@@ -73,10 +71,8 @@ def evaluation_set(recipe: TrainRecipe, vocab: int | None, world: World) -> Eval
 def evaluate(
     found: EvaluationSet, engine: Engine, world: World, *, data_rank: int, accumulation: int
 ) -> EvaluationResult:
-    """Evaluate the current model. All ranks call it.
-
-    Args:
-        accumulation: micro-batches of a global batch on one data-parallel rank.
+    """Evaluate the current model. All ranks call it. ``accumulation``: micro-batches of a global batch on one
+    data-parallel rank.
     """
     started = time.perf_counter()
     losses: dict[int, float] = {}

@@ -43,11 +43,7 @@ class ExportFailed(JettisonError, RuntimeError):
 
 
 def export(section: ExportSection, form: HubForm, engine: Engine, world: World) -> None:
-    """Write the weights. Every rank calls it.
-
-    Raises:
-        ExportFailed: it failed; an earlier folder is unchanged.
-    """
+    """Write the weights. Every rank calls it. Raise `ExportFailed` if it fails; an earlier folder is unchanged."""
     assert section.folder is not None
     folder = Path(section.folder)
     partial = partial_of(folder)
@@ -151,10 +147,8 @@ def export_run(make: Callable[[], TrainRecipe], *, say: Progress = silent, warn:
 
 
 def export_session(session: Session, say: Progress) -> str | None:
-    """Export the weights at the end of a run if the recipe names a folder, and return it. Every rank calls it.
-
-    Raises:
-        ExportFailed: the weights could not be written.
+    """Export the weights at the end of a run if the recipe names a folder, and return it. Every rank calls it. Raise
+    `ExportFailed` if they could not be written.
     """
     section = session.recipe.export
     if session.hub is not None:

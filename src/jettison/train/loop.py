@@ -232,11 +232,7 @@ class _StepLoop:
         return self._spoilt(totals, None if loss is None else loss.item())
 
     def _spoilt(self, totals: StepTotals, loss: float | None) -> bool:
-        """Apply `on_nan`; return whether the optimizer steps nevertheless.
-
-        Raises:
-            NotFinite: the run stops.
-        """
+        """Apply `on_nan`; return whether the optimizer steps nevertheless, or raise `NotFinite`."""
         recipe, step = self.session.recipe, self.session.step + 1
         own = [] if loss is None or isfinite(loss) else [f"{loss} on rank {self.world.rank}"]
         bad, count = self.world.merged((own, len(own)), lambda a, b: ([*a[0], *b[0]][:_NAMED], a[1] + b[1]))

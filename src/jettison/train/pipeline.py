@@ -51,10 +51,8 @@ TIED = ("tokens.weight", "head.weight")
 
 
 class StageModule(nn.Module):
-    """Stage of consecutive layers; the first one takes ids [b, s], the last one returns logits.
-
-    Args:
-        ends: is it the first, and the last? By default derived from its layers.
+    """Stage of consecutive layers; the first one takes ids [b, s], the last one returns logits. ``ends``: is it the
+    first, and the last? By default derived from its layers.
     """
 
     def __init__(self, whole: Gpt | Llama, layers: range, *, seq: int, ends: tuple[bool, bool] | None = None) -> None:
@@ -104,9 +102,7 @@ class StageModule(nn.Module):
 
 def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageModule]:
     """Split a model, and return the stages of one pipeline rank in the order of the model: chunk c is on rank c mod pp.
-
-    Raises:
-        UsageError: the model cannot be split, its layers do not divide, or a stage has no layers.
+    Raise `UsageError` if it cannot be split, its layers do not divide, or a stage has no layers.
     """
     if not isinstance(whole, Gpt | Llama):
         raise UsageError(
@@ -151,10 +147,8 @@ class PipelineEngine(Engine):
         document_end: int | None,
     ) -> None:
         """Make an engine of stages, or of fake copies of them. Plan and shard them next, then call `start`.
-
-        Args:
-            autocast: run forwards under autocast.
-            document_end: the token that ends a document, if attention is masked to documents.
+        ``autocast``: of forwards; ``document_end``: the token that ends a document, if attention is masked to
+        documents.
         """
         super().__init__(stages, places, device, autocast=autocast)
         self._batch, self._document_end = batch, document_end
@@ -171,11 +165,7 @@ class PipelineEngine(Engine):
     def of(
         cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device, **options: Any
     ) -> PipelineEngine:
-        """Split the model.
-
-        Raises:
-            UsageError: see `cut`.
-        """
+        """Split the model; see `cut`."""
         stages = cut(whole, places.layout, places.mesh["pp"].get_local_rank(), seq=batch.seq)
         made = cls(stages, places, batch, device, **options)
         if getattr(whole, "tokens", None) is not None and whole.tokens.weight is whole.head.weight:
@@ -233,11 +223,7 @@ class PipelineEngine(Engine):
             )
 
     def start(self, micro_batches: int) -> None:
-        """Build the schedule.
-
-        Raises:
-            UsageError: it cannot run this number of micro-batches.
-        """
+        """Build the schedule. Raise `UsageError` if it cannot run this number of micro-batches."""
         self._made, self._schedule = self._laid_out(micro_batches, self._places.layout.schedule)
 
     def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:

@@ -107,11 +107,8 @@ class Places:
         return self.mesh[axis].get_group()
 
     def split_layers(self, model: nn.Module) -> None:
-        """Apply context, tensor and sequence parallelism in place, before planning.
-
-        Raises:
-            UnsupportedModule: no parallelization is known for this model.
-            UsageError: its sizes do not divide.
+        """Apply context, tensor and sequence parallelism in place, before planning. Raise `UnsupportedModule` if none
+        is known for this model, `UsageError` if its sizes do not divide.
         """
         if self.sharing is not None:
             apply_context_parallel(model, self.sharing["cp"])

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace
-from jettison.capture.tracer import trace_model
 from jettison.core.errors import PlanMismatch, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress
@@ -23,10 +22,9 @@ from jettison.planner.apply import agreed, apply, apply_from_another_rank, liken
 from jettison.planner.budget import Budget
 from jettison.planner.handle import Applied, note_losses
 from jettison.planner.host import hardware_of, host_of
-from jettison.planner.kept_plans import Keeping
-from jettison.planner.plan_facts import bytes_of_state
+from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.planner import fingerprint, planner_of
-from jettison.planner.readiness import compile_settings, survey_blocks
+from jettison.planner.readiness import compile_settings, traced
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import place_of
 from jettison.solve.plan import Plan, read_text
@@ -60,11 +58,7 @@ class RankModule:
 
 @dataclass(frozen=True, kw_only=True)
 class RankDecision:
-    """Decision for a rank: a plan for each part, or a policy.
-
-    Args:
-        likenesses: digests that a rank's parts must match for the plans.
-    """
+    """Decision for a rank: a policy, or a plan for each part and the digests that a rank's parts must match."""
 
     plans: tuple[Plan, ...] = ()
     likenesses: tuple[str, ...] = ()
@@ -154,13 +148,8 @@ def _made(
 
 
 def carry_out(parts: Sequence[RankModule], decision: RankDecision, host_budget: str | None) -> int:
-    """Apply the decision to this rank's modules; return the FLOPs of recomputation per micro-batch.
-
-    Args:
-        host_budget: pinned memory of all modules together.
-
-    Raises:
-        HostBudgetExceeded: they need more, or the host has less.
+    """Apply the decision to this rank's modules; return the FLOPs of recomputation per micro-batch. Raise
+    `HostBudgetExceeded` if all modules together need more pinned memory than ``host_budget``, or the host has less.
     """
     room = None if host_budget is None else parse_bytes(host_budget) // len(parts)
     if decision.policy is not None:
@@ -199,15 +188,15 @@ def _from_files(path: Path, parts: Sequence[RankModule]) -> RankDecision:
 def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
     plan = Plan.from_json(read_text(path, f"plan.file: {path}"))
     with holding(plan.chunked_loss) as losses:
-        traced = _trace(part)
+        found = _trace(part)
     if losses is not None:
         losses.let_go()
-    digests = {call.name: traced.program(call).digest() for call in traced.calls}
+    digests = {call.name: found.program(call).digest() for call in found.calls}
     try:
-        plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest()} | digests)
+        plan.require(model=fingerprint(found), digests={"": found.root.program.digest()} | digests)
     except PlanMismatch as error:
         raise PlanMismatch(f"plan.file: {path} is of another model, batch or layout: {error}") from None
-    return plan, likeness(traced)
+    return plan, likeness(found)
 
 
 def _apply(part: RankModule, plan: Plan, like: str, room: int | None) -> Applied:
@@ -218,16 +207,8 @@ def _apply(part: RankModule, plan: Plan, like: str, room: int | None) -> Applied
 
 
 def _trace(part: RankModule) -> ModelTrace:
-    compiling = compile_settings(part.compile, [part.model])
-    traced = trace_model(
-        part.model,
-        part.batch,
-        loss_fn=part.loss_fn,
-        regions=part.regions,
-        mode=part.mode,
-        loop=Loop(holds_output=False, compile=compiling),
-    )
-    return survey_blocks(traced, part.model)
+    loop = Loop(holds_output=False, compile=compile_settings(part.compile, [part.model]))
+    return traced(part.model, part.batch, loss_fn=part.loss_fn, regions=part.regions, loop=loop, mode=part.mode)
 
 
 def _recomputed_flops(applied: Applied) -> int:

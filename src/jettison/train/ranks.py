@@ -50,12 +50,8 @@ class RankLost(JettisonError, RuntimeError):
 
 
 class World(Ranks):
-    """This rank's connection to the others. All ranks call the same methods in the same order.
-
-    Each method raises `RankLost` if another rank fails, or misses the timeout.
-
-    Args:
-        key: see `Ranks`.
+    """This rank's connection to the others. All ranks call the same methods in the same order. Each raises `RankLost`
+    if another rank fails, or misses the timeout.
     """
 
     def __init__(
@@ -233,12 +229,8 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def same_everywhere(recipe: Any, world: World) -> None:
-    """Check that all ranks have the same recipe, since others would deadlock until a timeout.
-
+    """Raise `UsageError` on every rank unless all have the same recipe, since others would deadlock until a timeout.
     Digests are compared; the recipe itself is sent only if they differ.
-
-    Raises:
-        UsageError: on every rank, about the first rank that differs from rank 0.
     """
     own = dict(_flat(asdict(recipe), ""))
     digest = hashlib.sha256(repr(own).encode()).digest()

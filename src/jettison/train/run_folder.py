@@ -45,11 +45,7 @@ class RunLog:
     """Log of one run; only the leading rank writes."""
 
     def __init__(self, folder: Path, *, tensorboard: bool, resumed_step: int, warn: Callable[[str], None]) -> None:
-        """Open the log, and drop steps that will be repeated.
-
-        Raises:
-            UsageError: the folder cannot be written to.
-        """
+        """Open the log, and drop steps that will be repeated. Raise `UsageError` if the folder cannot be written to."""
         self.path = folder / _FILE
         self._warn = warn
         try:
@@ -235,9 +231,7 @@ _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.E
 @contextmanager
 def claimed(folders: dict[str, Path], *, leads: bool, rank: int, warn: Progress) -> Iterator[None]:
     """Claim folders, by the recipe's keys, for this run; every rank can write to them. Empty ones are removed again.
-
-    Raises:
-        UsageError: a folder cannot be written to, or another run is in it.
+    Raise `UsageError` if a folder cannot be written to, or another run is in it.
     """
     with ExitStack() as held:
         seen: set[Path] = set()
@@ -368,11 +362,7 @@ def _whose(text: str) -> str:
 
 
 def require_place(section: ExportSection) -> None:
-    """Check that the folder can be created, without leaving it.
-
-    Raises:
-        UsageError: it exists already, or cannot be written.
-    """
+    """Raise `UsageError` if the folder exists already, or cannot be written; it is not left behind."""
     assert section.folder is not None
     folder = Path(section.folder)
     if folder.exists() and not section.overwrite and (not folder.is_dir() or any(folder.iterdir())):
