@@ -108,7 +108,7 @@ def test_in_and_out_is_the_same_to_the_bit(config: Any, dtype: torch.dtype, tmp_
     expected = {name: t.float() for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
     with ready(recipe(tmp_path, source)) as session:
         held = digests(session)
-        export_session(session, print)
+        export_session(session)
     assert held == {name: digest(t) for name, t in expected.items()}
     out = tmp_path / "out"
     assert torch.equal(logits(out), logits(source))
@@ -166,13 +166,13 @@ def test_random_models_are_written_too(tmp_path: Path) -> None:
     export = ExportSection(folder=str(tmp_path / "out"))
     made = replace(recipe(tmp_path, tmp_path), model=model, export=export)
     with ready(made) as session:
-        export_session(session, print)
+        export_session(session)
         rows = torch.cat([IDS, IDS[:, :1]], 1)
         with torch.no_grad():
             here = session.engine.parts[0](rows[:, :-1])
     torch.testing.assert_close(logits(tmp_path / "out"), here, rtol=1e-5, atol=1e-5)
     with ready(replace(made, export=replace(export, dtype="bf16", overwrite=True))) as session:
-        export_session(session, print)
+        export_session(session)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {t.dtype for t in load_file(next((tmp_path / "out").glob("*.safetensors"))).values()} == {torch.bfloat16}
 
@@ -196,7 +196,7 @@ def test_a_model_of_a_config_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "tiny.json").write_text(LLAMA.to_json_string())
     made = replace(recipe(tmp_path, tmp_path), model=ModelSection(config=str(tmp_path / "tiny.json")))
     with ready(made) as session:
-        export_session(session, print)
+        export_session(session)
         with torch.no_grad():
             here = session.engine.parts[0].eval()(input_ids=IDS).logits
     assert torch.equal(logits(tmp_path / "out"), here)
@@ -214,11 +214,11 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched, ready(made) as session:
         patched.setattr(HuggingFaceStorageWriter, "finish", full)
         with pytest.raises(ExportFailed, match=r"could not be written to .*out: .*No space left on device"):
-            export_session(session, print)
+            export_session(session)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     assert not (tmp_path / "out.partial").exists()
     with ready(made) as session:
-        export_session(session, print)
+        export_session(session)
     assert (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / "mine").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
@@ -327,7 +327,7 @@ def on_ranks(args: dict[str, str]) -> dict[str, Any]:
                 held = [p.to_local() if isinstance(p, DTensor) else p for p in session.parameters]
                 out[f"{family} {name}"] = digests(session)
                 out.setdefault("peaks", {})[f"{family} {name}"] = [unique_bytes(held), counter.peak_bytes]
-                export_session(session, print)
+                export_session(session)
     return out
 
 

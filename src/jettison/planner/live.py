@@ -663,7 +663,7 @@ def _call_shape(batch: Any) -> BatchShape:
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:
-    """Return the elements of an argument that takes several. Raise `UsageError` unless it is iterable, and no single element."""
+    """Return the elements of an argument that takes several. Raise `UsageError` for a single element."""
     if given is None:
         return ()
     if isinstance(given, nn.Module | torch.Tensor | dict | str) or not isinstance(given, Iterable):

@@ -35,16 +35,7 @@ from jettison.planner.options import Options, options_of
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.solve.actions import is_lean
 from jettison.solve.frontier import FrontierPoint
-from jettison.solve.plan import (
-    LayerPlan,
-    Plan,
-    PlanTensor,
-    PolicyWord,
-    Predicted,
-    SolverReport,
-    policy_word,
-    recompute_flops,
-)
+from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyWord, Predicted, SolverReport, policy_word
 from jettison.solve.policy import Full
 from jettison.solve.problem import Choice, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.refine import Offer, fastest, refine
@@ -362,12 +353,13 @@ def digests_of(traced: ModelTrace, plan: Plan) -> dict[str, str]:
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
     named = point.key in ("none", "full")
     policy = PolicyWord(point.key) if named else policy_word(program, point.kept, point.moved, point.narrowed)
+    again = () if policy is PolicyWord.NONE else program.recompute_set(point.kept)
     return LayerPlan(
         layer=name,
         policy=policy,
         kept_bytes=point.kept_bytes,
         offloaded_bytes=point.moved_bytes,
-        recompute_flops=recompute_flops(program, point.kept) if policy is not PolicyWord.NONE else 0,
+        recompute_flops=sum(program.ops[o].flops for o in again),
         digest=program.digest(),
         option=point.key,
         kept=tuple(sorted(point.kept)),

@@ -67,11 +67,6 @@ def policy_word(
     return PolicyWord.MIXED if any(_could_run_again(program, b) for b in kept) else PolicyWord.FULL
 
 
-def recompute_flops(program: Program, kept: frozenset[int]) -> int:
-    """FLOPs that backward spends on recomputing a region if ``kept`` is held."""
-    return sum(program.ops[o].flops for o in program.recompute_set(kept))
-
-
 def _could_run_again(program: Program, b: int) -> bool:
     buffer = program.buffers[b]
     if buffer.free or buffer.nbytes == 0 or buffer.producer is None or buffer.source is Source.RANDOM:

@@ -10,7 +10,6 @@ import json
 import operator
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,10 +26,10 @@ from jettison.core.progress import Progress, silent
 from jettison.models.pretrained import INDEX, HubForm, open_weights
 from jettison.train.checkpoint_reading import DAMAGE, reason
 from jettison.train.engine import Engine, named_parameters
-from jettison.train.ranks import World, agreed, joined, same_everywhere, waiting_for
+from jettison.train.ranks import World, agreed, waiting_for
 from jettison.train.recipe import ExportSection, TrainRecipe
 from jettison.train.run_folder import partial_of, put_in_place, write_durably
-from jettison.train.setup import Session, prepare
+from jettison.train.setup import Session, prepared
 
 _SCHEMA: Final = "jettison.weights/1"
 _PATIENCE_SECONDS: Final = 24 * 3600.0
@@ -135,24 +134,19 @@ def export_run(make: Callable[[], TrainRecipe], *, say: Progress = silent, warn:
         UsageError: there is no checkpoint, or transformers has no such model.
         ExportFailed: the weights could not be written.
     """
-    with joined() as world, ExitStack() as held:
-        if not world.leads:
-            say = warn = silent
-        recipe = world.together(make)
-        same_everywhere(recipe, world)
-        session = prepare(recipe, world, held, must_resume=True, say=say, warn=warn)
-        export_session(session, say)
-        assert recipe.export.folder is not None
-        return ExportResult(step=session.step, export=recipe.export.folder)
+    with prepared(make, must_resume=True, say=say, warn=warn) as session:
+        folder = export_session(session)
+        assert folder is not None
+        return ExportResult(step=session.step, export=folder)
 
 
-def export_session(session: Session, say: Progress) -> str | None:
+def export_session(session: Session) -> str | None:
     """Export the weights at the end of a run if the recipe names a folder, and return it. Every rank calls it. Raise
     `ExportFailed` if they could not be written.
     """
     section = session.recipe.export
     if session.hub is not None:
-        say(f"writing the weights to {section.folder}")
+        session.say(f"writing the weights to {section.folder}")
         with waiting_for(session.world, _PATIENCE_SECONDS):
             export(section, session.hub, session.engine, session.world)
     return section.folder

@@ -26,20 +26,10 @@ from jettison.train.evaluation import EvaluationResult, EvaluationSet, evaluate
 from jettison.train.export import export_session
 from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks
-from jettison.train.ranks import (
-    HangWatch,
-    RankLost,
-    World,
-    agreed,
-    is_loss_of_a_rank,
-    joined,
-    leave,
-    same_everywhere,
-    waiting_for,
-)
+from jettison.train.ranks import HangWatch, RankLost, agreed, is_loss_of_a_rank, leave, waiting_for
 from jettison.train.recipe import TrainRecipe
 from jettison.train.run_folder import SCHEMA, RunLog, TrainResult
-from jettison.train.setup import Session, prepare
+from jettison.train.setup import Session, prepared
 from jettison.verify.timing import environment
 
 _SKIPPED_IN_A_ROW: Final = 10
@@ -74,22 +64,19 @@ def train(
         RankLost: another rank has gone, or hangs.
         NotFinite: a loss or gradient is not finite, and the recipe stops then.
     """
-    with joined() as world, ExitStack() as held:
-        if not world.leads:
-            say = warn = silent
-        recipe = world.together(make)
-        same_everywhere(recipe, world)
-        session = prepare(recipe, world, held, must_resume=must_resume, say=say, warn=warn)
-        stop = held.enter_context(StopRequest())  # before the first step nothing would be lost
-        seconds = parse_seconds(recipe.timeout)
-        stepping = held.enter_context(ExitStack())
+    with (
+        prepared(make, must_resume=must_resume, say=say, warn=warn) as session,
+        StopRequest() as stop,  # before the first step nothing would be lost
+        ExitStack() as stepping,
+    ):
+        world, seconds = session.world, parse_seconds(session.recipe.timeout)
         stepping.enter_context(waiting_for(world, seconds))
         watch = stepping.enter_context(HangWatch(world, seconds, leave if world.device.type == "cuda" else None))
-        run = _StepLoop(session, watch, stop, say, warn)
+        run = _StepLoop(session, watch, stop)
         try:
             result = run.to_the_end()
             stepping.close()
-            return result if result.stopped else replace(result, export=export_session(session, say))
+            return result if result.stopped else replace(result, export=export_session(session))
         except IndexError as error:
             raise _out_of_range(error, session) from error
         except RuntimeError as error:
@@ -139,12 +126,9 @@ class _RunFacts:
 
 
 class _StepLoop:
-    def __init__(self, session: Session, watch: HangWatch, stop: StopRequest, say: Progress, warn: Progress) -> None:
-        self.session = session
-        self.world: World = session.world
-        self.watch = watch
-        self.stop = stop
-        self.say, self.warn = say, warn
+    def __init__(self, session: Session, watch: HangWatch, stop: StopRequest) -> None:
+        self.session, self.world, self.watch, self.stop = session, session.world, watch, stop
+        self.say, self.warn = session.say, session.warn
         self.seen = _RunFacts()
         self._skipped_in_a_row = 0
         self._eval_meter = session.eval_meter()

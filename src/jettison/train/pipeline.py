@@ -26,16 +26,7 @@ from jettison.core.errors import UsageError
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.memory.actions import DeviceOrder
 from jettison.memory.schedule import order
-from jettison.models.reference import (
-    Gpt,
-    Llama,
-    LlamaConfig,
-    document_numbers,
-    gpt_beside,
-    gpt_places,
-    llama_beside,
-    mean_loss,
-)
+from jettison.models.reference import Gpt, Llama, document_numbers, gpt_beside, gpt_places, llama_beside, mean_loss
 from jettison.parallel.parameters import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Layout, Schedule
@@ -73,11 +64,9 @@ class StageModule(nn.Module):
         """Run ids, or the previous stage's activations, to activations, or logits."""
         if self.is_first:
             x = self._embedded(x, documents_bs)
-        config, seq = self.config, self.seq
+        config: Any = self.config
         beside: tuple[Any, ...] = (
-            llama_beside(seq, config, x, documents_bs)
-            if isinstance(config, LlamaConfig)
-            else gpt_beside(seq, x, documents_bs)
+            gpt_beside(self.seq, x, documents_bs) if self.is_gpt else llama_beside(self.seq, config, x, documents_bs)
         )
         for layer in self.layers.values():
             x = layer(x, *beside)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, TraceError, UsageError
 from jettison.core.parse_units import parse_bytes
-from jettison.core.progress import Progress
+from jettison.core.progress import Progress, silent
 from jettison.cost.flops import PASSES, forward_flops, utilisation
 from jettison.dryrun.step import DryStep
 from jettison.models.pretrained import HubForm, hub_form
@@ -39,7 +39,7 @@ from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import PipelineEngine
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankDecision, RankModule, RankPlans, carry_out, decide
-from jettison.train.ranks import World, agreed
+from jettison.train.ranks import World, agreed, joined, same_everywhere
 from jettison.train.recipe import LogSection, PlanSection, TrainRecipe
 from jettison.train.run_folder import claimed, require_place
 
@@ -64,6 +64,8 @@ class Session:
     work: StepWork
     meter: MemoryMeter
     checkpoints: Checkpoints | None
+    say: Progress
+    warn: Progress
     step: int = 0
 
     @property
@@ -113,6 +115,19 @@ def _first_state(recipe: TrainRecipe, layout: Layout, text: Survey, model: Mappi
         optimizer=optimizer_state(recipe.optimizer),
         schedule=schedule(recipe),
     )
+
+
+@contextmanager
+def prepared(
+    make: Callable[[], TrainRecipe], *, must_resume: bool = False, say: Progress = silent, warn: Progress = silent
+) -> Iterator[Session]:
+    """Context of a run: all ranks join, read one recipe, and prepare; the leading one shows progress and warnings."""
+    with joined() as world, ExitStack() as held:
+        if not world.leads:
+            say = warn = silent
+        recipe = world.together(make)
+        same_everywhere(recipe, world)
+        yield prepare(recipe, world, held, must_resume=must_resume, say=say, warn=warn)
 
 
 def prepare(
@@ -194,6 +209,8 @@ def prepare(
         work=work,
         meter=_meter(world, recipe.log.memory_steps, engine, optimizer, recipe.model.compile),
         checkpoints=checkpoints,
+        say=say,
+        warn=warn,
     )
     if checkpoints is not None and found is not None:
         say(f"resuming from {found}")

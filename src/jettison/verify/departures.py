@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 from jettison.core.objects import swapped
 from jettison.verify.gradients import differing_elements, tensor_bytes
 
+MAX_DEPARTURES = 5
 _RECOMPUTES = "_recomputation_hook."  # hooks by which torch's checkpoint collects recomputed tensors
 
 

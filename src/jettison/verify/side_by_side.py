@@ -28,7 +28,6 @@ from jettison.verify.gradients import buffer_digest, compare_gradients, paramete
 from jettison.verify.timing import environment, interleaved
 
 STEPS = 3  # the first one creates the optimizer's state, the second and third use it
-MAX_DEPARTURES = 5
 ROUNDS = 8
 MAX_DIFFERENCES = 20
 
