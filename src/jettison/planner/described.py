@@ -67,8 +67,11 @@ class Part:
     @property
     def shapes(self) -> list[BatchShape]:
         """Shapes of the arguments of each of its calls in a step."""
-        calls = [as_call(self.trace.batch)] if self.use is None else [(c.args, c.kwargs) for c in self.use.calls]
-        return [BatchShape.of(args, kwargs) for args, kwargs in calls]
+        return (
+            [call_shape(self.trace.batch)]
+            if self.use is None
+            else [BatchShape.of(c.args, c.kwargs) for c in self.use.calls]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +237,11 @@ def _copied(
     optimizer: torch.optim.Optimizer | None, modules: Sequence[nn.Module], copies: Copies, mode: FakeTensorMode
 ) -> torch.optim.Optimizer | None:
     return None if optimizer is None else optimizer_over(optimizer, modules, modules_of(copies), mode)
+
+
+def call_shape(batch: Any) -> BatchShape:
+    """Shape of the arguments of a model that is called with a batch."""
+    return BatchShape.of(*as_call(batch))
 
 
 def nbytes_of(batch: Any) -> int:

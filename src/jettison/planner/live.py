@@ -15,17 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from jettison.capture.model_trace import (
-    CompileSettings,
-    Loop,
-    LossFn,
-    ModelTrace,
-    as_call,
-    call_model,
-    expect_module,
-    expect_trace,
-    loss_of,
-)
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace, call_model, expect_module, expect_trace, loss_of
 from jettison.capture.sharded import sharded_modules
 from jettison.core.errors import Infeasible, StaleTensor, TraceError, UnsupportedModule, UsageError
 from jettison.core.parse_units import parse_bytes
@@ -39,7 +29,7 @@ from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop
 from jettison.planner.batches import BatchPlans, alike, stretched
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
-from jettison.planner.described import Described, OwnStep, Part, describe_step, nbytes_of
+from jettison.planner.described import Described, OwnStep, Part, call_shape, describe_step, nbytes_of
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.kept_plans import Keeping, bytes_of_state
@@ -340,7 +330,6 @@ class _Request:
             for one in modules:
                 check_model(one)
             check_optimizer(steps, nn.ModuleList(modules_of(self.given)))
-            settings = compile_settings(self.compile, modules)
             device = hardware_of(self.hardware)
             host = host_of(self.offload, self.host_budget, device, place_of(nn.ModuleList(modules)))
             budget = budget_of(asked, modules_of(self.given), batches[0], steps)
@@ -355,7 +344,7 @@ class _Request:
                 batches=batches,
                 optimizer=steps,
                 step=self._whole_step(len(batches)),
-                loop=self._loop(batches, steps, settings, how),
+                loop=self._loop(batches, steps, how),
                 budget=budget.with_least(ranks.least(budget.nbytes)),
                 ranks=ranks,
                 hardware=device,
@@ -373,9 +362,7 @@ class _Request:
         }
         return None if plan is None else Keeping(where=plan, asked=asked, options=options)
 
-    def _loop(
-        self, batches: Sequence[Any], steps: torch.optim.Optimizer | None, settings: CompileSettings | None, how: Check
-    ) -> Loop:
+    def _loop(self, batches: Sequence[Any], steps: torch.optim.Optimizer | None, how: Check) -> Loop:
         modules = modules_of(self.given)
         now = any(p.grad is not None for one in modules for p in one.parameters())
         elsewhere = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), steps)
@@ -384,7 +371,7 @@ class _Request:
             gradients_held=now if self.gradients_held is None else self.gradients_held,
             check=how,
             elsewhere_bytes=elsewhere + sum(map(held_by_ddp, modules)),
-            compile=settings,
+            compile=compile_settings(self.compile, modules_of([self.model])),
         )
 
     def _whole_step(self, batches: int) -> Step | None:
@@ -547,7 +534,7 @@ class _Planning:
             batch_plans = BatchPlans(
                 regions=_by_model(applied.regions),
                 describe=lambda batch: self.described([batch], blocks, reached),
-                shape_of=_call_shape if ask.step is None else _shape,
+                shape_of=call_shape if ask.step is None else _shape,
                 budget_bytes=budget.nbytes,
                 planning_seconds=kept.planning_seconds if kept is not None and follows else seconds,
                 progress=ask.progress,
@@ -655,11 +642,6 @@ def _by_model(regions: Sequence[PlannedForward]) -> list[list[PlannedForward]]:
 def _shape(batch: Any) -> BatchShape:
     """Shape of a custom step's arguments."""
     return BatchShape.of((batch,))
-
-
-def _call_shape(batch: Any) -> BatchShape:
-    """Shape of the model's own arguments."""
-    return BatchShape.of(*as_call(batch))
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:

@@ -90,15 +90,8 @@ class Session:
 
 def _sizes(recipe: TrainRecipe, layout: Layout) -> dict[str, int]:
     _, shards = recipe.layout.spread(layout.dp)
-    return {
-        "dp": layout.dp,
-        "zero": layout.zero,
-        "shards": shards,
-        "tp": layout.tp,
-        "sp": layout.sp,
-        "cp": layout.cp,
-        "pp": layout.pp,
-    }
+    names = ("dp", "zero", "shards", "tp", "sp", "cp", "pp")
+    return {name: shards if name == "shards" else getattr(layout, name) for name in names}
 
 
 def _first_state(recipe: TrainRecipe, layout: Layout, text: Survey, model: Mapping[str, Any]) -> RunState:
