@@ -212,7 +212,6 @@ def _classes(fields: ConfigFields) -> int:
 
 
 def _audio(fields: ConfigFields) -> Audio:
-    """The convolutions that turn sound into tokens."""
     channels = _convolved(fields, "conv_dim", None)
     kernels, strides = (_convolved(fields, key, len(channels)) for key in ("conv_kernel", "conv_stride"))
     norm, reduction = fields.value("feat_extract_norm"), fields.value("ctc_loss_reduction")

@@ -211,7 +211,6 @@ def _table(file: Path) -> dict[str, Any]:
 
 @cache
 def _family(file: Path) -> Family:
-    """Read a family's file."""
     table = _table(file)
     own = _typed({key: value for key, value in table.items() if key == "norm" or not isinstance(value, Mapping)})
     experts = _typed(table.get("experts", {}))

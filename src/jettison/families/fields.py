@@ -174,7 +174,6 @@ def _flag(values: Mapping[str, Any], key: str, default: bool, name: str) -> bool
 
 
 def _part(values: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
-    """A nested object of the configuration."""
     part = values.get(key) or {}
     if not isinstance(part, Mapping):
         raise UsageError(f"{name}: got {key} {short(part)}; expected an object")

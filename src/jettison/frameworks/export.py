@@ -42,19 +42,14 @@ class Written:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
-    """Export of a plan; ``checked_with``: versions whose own parser or class accepted such output."""
+class Exported(Written):
+    """Export of a plan, with all losses; ``checked_with``: versions whose own parser or class accepted such output."""
 
     target: str
     subject: Subject
-    files: dict[str, str]
-    policies: tuple[LayerPolicy, ...]
     plan_cost: Cost
-    cost: Cost
-    lost: tuple[str, ...]
-    notes: tuple[str, ...]
-    alternatives: tuple[Alternative, ...]
     checked_with: str
+    lost: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -18,7 +18,7 @@ from jettison.core.errors import UsageError
 _DEPTH: Final = 20
 _STEPS: Final = 50_000
 _MOST: Final = 1 << 62
-_SUMS: Final[Mapping[type, Callable[[Any, Any], Any]]] = MappingProxyType(
+SUMS: Final[Mapping[type, Callable[[Any, Any], Any]]] = MappingProxyType(
     {
         ast.Add: operator.add,
         ast.Sub: operator.sub,
@@ -60,9 +60,10 @@ class _Module:
         self.steps = self.depth = 0
         for node in tree.body:
             match node:
-                case ast.Assign(targets=[ast.Name(id=target)], value=value):
-                    self.names[target] = self.value(value, {})
-                case ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value):
+                case (
+                    ast.Assign(targets=[ast.Name(id=target)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value)
+                ):
                     self.names[target] = self.value(value, {})
 
     def values(self, name: str | None) -> Mapping[str, Any]:
@@ -118,9 +119,10 @@ class _Module:
             match node:
                 case ast.Return(value=ast.expr() as value):
                     return self.value(value, local)
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    local[name] = self.value(value, local)
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ):
                     local[name] = self.value(value, local)
                 case ast.Assign(targets=[ast.Attribute() as target], value=value) if self._set(target, value, local):
                     pass
@@ -165,11 +167,8 @@ class _Module:
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 return [self.value(item, local) for item in items]
             case ast.Dict(keys=keys, values=values):
-                return {
-                    str(self.value(key, local)): self.value(value, local)
-                    for key, value in zip(keys, values, strict=True)
-                    if key is not None
-                }
+                pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
+                return {str(self.value(key, local)): self.value(value, local) for key, value in pairs}
             case ast.Name(id=name) if name in local or name in self.names:
                 return local[name] if name in local else self.names[name]
             case ast.Attribute(value=owner, attr=name):
@@ -180,22 +179,24 @@ class _Module:
                 return -self._number(operand, local)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return not self._known(operand, local)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _SUMS:
-                return self._sum(type(op), self._number(left, local), self._number(right, local))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in SUMS:
+                first, then = self._number(left, local), self._number(right, local)
+                try:
+                    found = SUMS[type(op)](first, then)
+                except (ArithmeticError, ValueError):
+                    raise _Unknown from None
+                if abs(found) <= _MOST:
+                    return found
             case ast.BoolOp(op=op, values=values):
-                found = [self._known(value, local) for value in values]
-                return all(found) if isinstance(op, ast.And) else any(found)
+                known = [self._known(value, local) for value in values]
+                return all(known) if isinstance(op, ast.And) else any(known)
             case ast.Call(func=ast.Name(id=name)) if name in self.functions and name not in local:
                 return self.call(name, *self._arguments(node, local))
             case ast.Call():
-                given, named = self._arguments(node, local)
-                if (
-                    ast.unparse(node.func) in ("replace", "dataclasses.replace")
-                    and given
-                    and isinstance(given[0], dict)
-                ):
+                (given, named), function = self._arguments(node, local), ast.unparse(node.func)
+                if function in ("replace", "dataclasses.replace") and given and isinstance(given[0], dict):
                     return {**given[0], **named}
-                return {"": ast.unparse(node.func), **{str(n): value for n, value in enumerate(given)}, **named}
+                return {"": function, **{str(n): value for n, value in enumerate(given)}, **named}
         raise _Unknown
 
     def _arguments(self, node: ast.Call, local: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -203,25 +204,12 @@ class _Module:
         for one in node.keywords:
             if one.arg is None:
                 more = self.value(one.value, local)
-                named |= (
-                    {str(key): value for key, value in more.items() if key}
-                    if isinstance(more, dict)
-                    else {f"**{more}": more}
-                )
+                more = more if isinstance(more, dict) else {f"**{more}": more}
+                named |= {str(key): value for key, value in more.items() if key}
         return [self.value(one, local) for one in node.args], named
 
     def _number(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
         found = self._known(node, local)
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise _Unknown
-        return found
-
-    @staticmethod
-    def _sum(op: type, left: Any, right: Any) -> Any:
-        try:
-            found = _SUMS[op](left, right)
-        except (ArithmeticError, ValueError):
-            raise _Unknown from None
-        if abs(found) > _MOST:
             raise _Unknown
         return found

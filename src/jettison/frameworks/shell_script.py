@@ -8,13 +8,16 @@ false, and ``$NAME`` stays in the text. A sourced file is read if it is in the s
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
+
+from jettison.frameworks.python_values import SUMS
 
 NOTES: Final = "$ notes"
 """Key of notes on assumptions: unknown tests, one command of several, one iteration of a loop."""
@@ -52,6 +55,20 @@ _ENVIRONMENTS: Final = re.compile(
     r"(.*/)?(activate|conda\.sh|\.?bashrc|\.?bash_profile|\.?profile|\.zshrc|(init|etc)/(\S*/)?\S+|setvars\.sh|modules?\.sh|lmod\S*)"
 )
 """Pattern of sourced files that set up the shell environment, without arguments of a run."""
+_SIGNS: Final[Mapping[str, Callable[[int, int], bool]]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-ge": operator.ge,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-lt": operator.lt,
+}
 _FILE_TESTS: Final = ("-f", "-d", "-e", "-x", "-s", "-r", "-w", "-L")
 
 
@@ -67,7 +84,9 @@ def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
     """
     script = _Script(folder=folder)
     script.read_text(text)
-    script.read_uncalled()
+    for name in script.functions:  # for other scripts, if this one starts no program itself
+        if not any(word.startswith("--") for words in script.commands for word in words):
+            script.call(name, ())
     words = script.command()
     found = _named(words)
     for word in _lost(words):
@@ -82,21 +101,19 @@ def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
 
 @dataclass
 class _Script:
-    """State of a script while it is followed."""
-
     variables: dict[str, str] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
     folder: Path | None = None
     missing: dict[str, None] = field(default_factory=dict)
     _blocks: list[_Block] = field(default_factory=list)
-    _functions: dict[str, str] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
     _called: list[str] = field(default_factory=list)
     _depth: int = 0
 
     def command(self) -> list[str]:
         """Return the command with most arguments among those that start a program; without one, all words."""
-        started = [words for words in self.commands if any(map(_starts, words))]
+        started = [words for words in self.commands if _begin(words) >= 0]
         with_arguments = [words for words in started if any(word.startswith("--") for word in words)]
         if with_arguments:
             chosen = max(with_arguments, key=lambda words: sum(word.startswith("--") for word in words))
@@ -148,10 +165,10 @@ class _Script:
             body += f"{words} {follows} " if follows in ("&&", "||") and words else f"{words}\n"
             if not depth and end > at:
                 break
-        self._functions[match[1] or match[2]] = body
+        self.functions[match[1] or match[2]] = body
         return end
 
-    def _call(self, name: str, values: Sequence[str]) -> None:
+    def call(self, name: str, values: Sequence[str]) -> None:
         """Follow a function at a call."""
         self._called.append(name)
         if len(self._called) > _MOST_CALLS or self._depth >= _DEEPEST:
@@ -160,18 +177,12 @@ class _Script:
         places = {str(number): value for number, value in enumerate(values, 1)}
         self.variables |= places
         self._blocks, self._depth = [], self._depth + 1
-        self.read(self._functions[name])
+        self.read(self.functions[name])
         self._blocks, self._depth = blocks, self._depth - 1
         for place in places:
             self.variables.pop(place, None)
             if place in before:
                 self.variables[place] = before[place]
-
-    def read_uncalled(self) -> None:
-        """Follow functions for other scripts, if this one starts no program itself."""
-        for name in self._functions:
-            if not any(word.startswith("--") for words in self.commands for word in words):
-                self._call(name, ())
 
     def _branch(self, word: str, tests: Sequence[tuple[str, str]]) -> None:
         if word == "elif":
@@ -249,8 +260,8 @@ class _Script:
 
     def _run_one(self, words: list[str]) -> None:
         """Follow a command, a function call, ``source`` or ``unset``."""
-        if words and words[0] in self._functions:
-            self._call(words[0], words[1:])
+        if words and words[0] in self.functions:
+            self.call(words[0], words[1:])
         elif len(words) > 1 and words[0] in ("source", "."):
             self._source(" ".join(words[1:]))
         elif words and words[0] == "unset":
@@ -310,11 +321,11 @@ class _Script:
 
     def _all(self, tests: Sequence[tuple[str, str]]) -> bool:
         """Do tests joined by && and || hold? Unknown ones count as false."""
-        found, operator = True, "&&"
+        found, join = True, "&&"
         for words, follows in tests:
             holds = bool(self._holds(words)) if words.strip() else True
-            found = (found and holds) if operator == "&&" else (found or holds)
-            operator = follows
+            found = (found and holds) if join == "&&" else (found or holds)
+            join = follows
         return found
 
     def _holds(self, words: str) -> bool | None:
@@ -339,9 +350,9 @@ class _Script:
         return number
 
     def _joined(self, inside: str) -> bool | None:
-        for operator, settles in (("||", True), ("&&", False), (" -o ", True), (" -a ", False)):
-            if operator in inside:
-                parts = [self._joined(part) for part in inside.split(operator)]
+        for join, settles in (("||", True), ("&&", False), (" -o ", True), (" -a ", False)):
+            if join in inside:
+                parts = [self._joined(part) for part in inside.split(join)]
                 return settles if settles in parts else None if None in parts else not settles
         try:
             words = shlex.split(self.expand(_emptied(inside, self.variables)))
@@ -359,9 +370,8 @@ class _Script:
                 return (not value) is (words[0] == "-z")
             case [left, "=" | "==" | "!=" as sign, right]:
                 return fnmatchcase(left, right) is (sign != "!=")
-            case [left, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as sign, right]:
-                signs = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
-                return _compared(f"{left} {signs[sign]} {right}")
+            case [left, sign, right] if sign in _SIGNS:
+                return _compared(f"{left} {sign} {right}")
             case ["=" | "==" | "!=" as sign, right]:
                 return (right == "") is (sign != "!=")
             case [left, "=" | "==" | "!=" as sign]:
@@ -504,12 +514,9 @@ def _is_program(word: str) -> bool:
 
 
 def _begin(words: Sequence[str]) -> int:
-    """Return the position of the first program of a command."""
-    return next(at for at, word in enumerate(words) if _starts(word))
-
-
-def _starts(word: str) -> bool:
-    return _is_program(word) or _PROGRAMS.fullmatch(word) is not None
+    """Return the position of the first program of a command; -1 without one."""
+    starts = (at for at, word in enumerate(words) if _is_program(word) or _PROGRAMS.fullmatch(word))
+    return next(starts, -1)
 
 
 def _is_test(words: str) -> bool:
@@ -532,45 +539,25 @@ def _emptied(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _compared(text: str) -> bool | None:
-    match = re.fullmatch(r"\s*(-?\d+)\s*(==|!=|>=|<=|>|<)\s*(-?\d+)\s*", text)
-    if match is None:
-        return None
-    left, right = int(match[1]), int(match[3])
-    return {
-        "==": left == right,
-        "!=": left != right,
-        ">": left > right,
-        "<": left < right,
-        ">=": left >= right,
-        "<=": left <= right,
-    }[match[2]]
+    match = re.fullmatch(rf"\s*(-?\d+)\s*({'|'.join(_SIGNS)})\s*(-?\d+)\s*", text)
+    return None if match is None else _SIGNS[match[2]](int(match[1]), int(match[3]))
 
 
 def _calculated(text: str) -> int | None:
     """Evaluate a shell's integer arithmetic of + - * / %; None if it is more than that."""
+    sums = {**SUMS, ast.Div: operator.floordiv}
 
     def value(node: ast.expr) -> int:
         match node:
             case ast.Constant(value=int() as number) if abs(number) < 1 << 62:
                 return int(number)
-            case ast.BinOp(left=left, op=operator, right=right):
-                first, then = value(left), value(right)
-                match operator:
-                    case ast.Add():
-                        return first + then
-                    case ast.Sub():
-                        return first - then
-                    case ast.Mult():
-                        return first * then
-                    case ast.Div() | ast.FloorDiv() if then:
-                        return first // then
-                    case ast.Mod() if then:
-                        return first % then
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in sums:
+                return int(sums[type(op)](value(left), value(right)))
         raise ValueError
 
     if "#" in text:  # numbers of another base
         return None
     try:
         return value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError):
         return None

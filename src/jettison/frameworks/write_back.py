@@ -15,8 +15,9 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,7 +92,8 @@ def write_back(
         DoesNotFit: none of the settings fits the budget.
     """
     file = read_config_file(found.path)
-    values = {key: file.values[said] for key in _keys_of(found.writes) if (said := found.written(key)) in file.values}
+    asked = {key for row in found.writes for section in ("if", "unless") for key in row.get(section, ())}
+    values = {key: file.values[said] for key in asked if (said := found.written(key)) in file.values}
     rows = [row for row in found.writes if _counts(row, values)]
     if not rows:
         other = found.by_hand or "jettison export may"
@@ -139,17 +141,6 @@ def write_back(
     )
 
 
-def _changes(found: RunFile, file: ConfigFile, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys, by the file's names, whose values differ from the file's."""
-    named = {found.written(key): value for key, value in keys.items()}
-    return {key: value for key, value in named.items() if not _same(file, key, value)}
-
-
-def _keys_of(rows: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Keys in the conditions of rows."""
-    return frozenset(key for row in rows for section in ("if", "unless") for key in row.get(section, ()))
-
-
 def _counts(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     return all(key in values for key in row.get("if", ())) and not any(key in values for key in row.get("unless", ()))
 
@@ -159,12 +150,17 @@ def _copied(value: Any, values: Mapping[str, Any]) -> Any:
     return values[value[2:-1]] if isinstance(value, str) and value.startswith("{=") else value
 
 
-def _same(file: ConfigFile, key: str, value: Any) -> bool:
-    """Does the file have this value already?"""
-    if file.syntax != "python":
-        return bool(file.values.get(key) == value)
-    said = str(file.values.get(key))
-    return key in file.values and (file.values[key] == value or str(value).endswith(f".{said}()"))
+def _changes(found: RunFile, file: ConfigFile, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys, by the file's names, whose values differ from the file's."""
+
+    def same(key: str, value: Any) -> bool:
+        if file.syntax != "python":
+            return bool(file.values.get(key) == value)
+        said = file.values.get(key)
+        return key in file.values and (said == value or str(value).endswith(f".{said}()"))
+
+    named = {found.written(key): value for key, value in keys.items()}
+    return {key: value for key, value in named.items() if not same(key, value)}
 
 
 def _tried(
@@ -275,12 +271,11 @@ def _cannot(key: str) -> UsageError:
 
 
 def _line_end(text: str) -> str:
-    """Line end of a text."""
     return "\r\n" if "\r\n" in text else "\n"
 
 
 def _toml(text: str, key: str, value: Any) -> str:
-    """Edit plain ``key = value`` lines under ``[section]`` headers."""
+    """Edit plain ``key = value`` lines under ``[section]`` headers; texts, numbers and lists are written as in JSON."""
     section, _, name = key.rpartition(".")
     lines = text.splitlines(keepends=True)
     heads = [at for at, line in enumerate(lines) if re.match(r"\s*\[", line)]
@@ -288,7 +283,7 @@ def _toml(text: str, key: str, value: Any) -> str:
     if section and first is None:
         if value is None:
             return text
-        lines = [text.rstrip(), "", f"[{section}]", f"{name} = {_literal(value)}", ""]
+        lines = [text.rstrip(), "", f"[{section}]", f"{name} = {json.dumps(value)}", ""]
         return _line_end(text).join(lines)
     begin = 0 if first is None else first + 1
     end = next((at for at in heads if at >= begin), len(lines))
@@ -299,10 +294,10 @@ def _toml(text: str, key: str, value: Any) -> str:
                 tomllib.loads(f"x = {match[2]}")
             except tomllib.TOMLDecodeError:
                 raise _cannot(key) from None
-            lines[at] = "" if value is None else f"{match[1]}{_literal(value)}{match[3]}{match[4]}"
+            lines[at] = "" if value is None else f"{match[1]}{json.dumps(value)}{match[3]}{match[4]}"
             return "".join(lines)
     if value is not None:
-        lines.insert(begin, f"{name} = {_literal(value)}{_line_end(text)}")
+        lines.insert(begin, f"{name} = {json.dumps(value)}{_line_end(text)}")
     return "".join(lines)
 
 
@@ -371,10 +366,6 @@ def _removed(text: str, owner: Any, entry: Any, node: Any) -> str:
     return text[:begin] + ("" if line_end < 0 else text[line_end + 1 :])
 
 
-def _json(text: str, key: str, value: Any) -> str:
-    return _yaml(text, key, value, of_json=True)
-
-
 def _python(text: str, key: str, value: Any, name: str | None) -> str:
     """Edit an argument of the call that a configuration returns, or an assignment to an attribute of it.
 
@@ -415,18 +406,11 @@ def _source(value: Any) -> tuple[str, tuple[str, str] | None]:
     return (match[2], (match[1], match[3])) if match else (repr(value), None)
 
 
-def _argument(call: ast.Call, path: Sequence[str]) -> ast.expr | None:
+def _argument(value: ast.expr | None, path: Sequence[str]) -> ast.expr | None:
     """Return the value of an argument, by its path through nested calls."""
-    value: ast.expr = call
     for part in path:
-        found = (
-            next((one.value for one in value.keywords if one.arg == part), None)
-            if isinstance(value, ast.Call)
-            else None
-        )
-        if found is None:
-            return None
-        value = found
+        keywords = value.keywords if isinstance(value, ast.Call) else []
+        value = next((one.value for one in keywords if one.arg == part), None)
     return value
 
 
@@ -472,9 +456,9 @@ def _arguments(text: str, key: str, value: Any) -> str:
     return f"{text[: place.start()]}{said} {text[place.start() :]}"
 
 
-def _literal(value: Any) -> str:
-    """Return a value's TOML source, which for texts, numbers and lists is JSON's."""
-    return json.dumps(value)
-
-
-_EDITORS: Final = {"toml": _toml, "yaml": _yaml, "json": _json, "arguments": _arguments}
+_EDITORS: Final[Mapping[str, Callable[[str, str, Any], str]]] = {
+    "toml": _toml,
+    "yaml": _yaml,
+    "json": partial(_yaml, of_json=True),
+    "arguments": _arguments,
+}

@@ -336,10 +336,6 @@ class Workspaces:
         """Bytes for GEMMs of the library that overlap with communication."""
         return OVERLAP_STREAMS * self.library_bytes
 
-    def with_torch(self, nbytes: int) -> Workspaces:
-        """Apply a size from ``CUBLAS_WORKSPACE_CONFIG``: :4096:8 is 32 MiB."""
-        return replace(self, torch_bytes=nbytes)
-
 
 _OLDER, _HOPPER = 8 * MIB + 128 * KIB, 32 * MIB
 _TE_OLDER, _TE_HOPPER = 4 * MIB, 32 * MIB + KIB

@@ -207,7 +207,6 @@ class Moe:
     shared_gate: bool = False  # their output is multiplied by a number a token: Qwen2-MoE
     shared_fused: bool = False  # their gate and up are one weight
     groups: int = 1
-    top_groups: int = 1
     latent: int = 0  # width of experts' inputs and outputs, with projections down and up; 0: h
 
     def __post_init__(self) -> None:
@@ -227,14 +226,12 @@ class Scan:
         UsageError: a size below one.
     """
 
+    words: ClassVar[str] = "state-space scan"
+    """Name of its kind, for messages."""
+
     def __post_init__(self) -> None:
         sizes = {each.name: getattr(self, each.name) for each in fields(self)}
         positive(self.words, **{name: size for name, size in sizes.items() if not isinstance(size, bool)})
-
-    @property
-    def words(self) -> str:
-        """Name of its kind, for messages."""
-        return type(self).__name__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,6 +247,7 @@ class GatedDelta(Scan):
         UsageError: a size below one, or a number of value heads that is not a multiple of key heads.
     """
 
+    words: ClassVar[str] = "gated delta rule"
     key_heads: int
     value_heads: int
     key_dim: int
@@ -262,10 +260,6 @@ class GatedDelta(Scan):
         Scan.__post_init__(self)
         if self.value_heads % self.key_heads:
             raise UsageError(f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads")
-
-    @property
-    def words(self) -> str:
-        return "gated delta rule"
 
     @property
     def keys(self) -> int:
@@ -305,10 +299,6 @@ class StateSpaceDual(Scan):
             raise UsageError(f"{self.heads} heads are not a multiple of {self.groups} groups")
 
     @property
-    def words(self) -> str:
-        return "state-space scan"
-
-    @property
     def inner(self) -> int:
         """Channels of all heads."""
         return self.heads * self.head_dim
@@ -334,10 +324,6 @@ class SelectiveScan(Scan):
     bias: bool = False
     convolution_bias: bool = True
     normed: bool = False  # norms of time steps, B and C: Jamba
-
-    @property
-    def words(self) -> str:
-        return "state-space scan"
 
 
 # layers ---------------------------------------------------------------------------------------------------------------

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from jettison.frameworks import trainer_keys as trainer
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import (
-    DEFAULT_TARGETS,
-    checkpointing,
-    compiled,
-    full_length,
-    low_rank,
-    optimizer,
-    precision,
-    reentrant,
-    replicas,
-    sharding,
-    targets,
-)
 
 _ATTENTION: Final = {
     "eager_attention": "eager",
@@ -40,23 +28,25 @@ def read(keys: Keys) -> None:
     _batch(keys)
     _adapters(keys)
     half = _half(keys)
-    checkpointing(keys)
+    trainer.checkpointing(keys)
     _offloading(keys)
     _losses(keys)
     _preference(keys)
     _lora_kernels(keys)
-    compiled(keys)
+    trainer.compiled(keys)
     if keys.some("fsdp_config", "fsdp_config.*") and keys.values.get("fsdp_config", True):
         keys.values.setdefault("fsdp", True)  # a configuration turns it on
-    sharding(keys, version=keys.whole("fsdp_version", 1) or 1)  # ``schemas/validation.py``, ``check_fsdp_version``
+    trainer.sharding(
+        keys, version=keys.whole("fsdp_version", 1) or 1
+    )  # ``schemas/validation.py``, ``check_fsdp_version``
     # ``normalize_config``: reentrant by default
     plain = not keys.has("unfrozen_parameters") and not keys.has("rl") and not keys.has("gradient_checkpointing_kwargs")
-    reentrant(keys, default=plain)
-    optimizer(keys, "optimizer", "adamw")
+    trainer.reentrant(keys, default=plain)
+    trainer.optimizer(keys, "optimizer", "adamw")
     _wide_ends(keys, half=half)
-    precision(keys, weights="bf16" if half else "fp32", mixed=half)
+    trainer.precision(keys, weights="bf16" if half else "fp32", mixed=half)
     _axes(keys)
-    replicas(keys)
+    trainer.replicas(keys)
 
 
 def _batch(keys: Keys) -> None:
@@ -67,7 +57,7 @@ def _batch(keys: Keys) -> None:
     packed = keys.on("sample_packing")
     why = "sequences of full length" if packed else ""
     keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches", why=why)
-    full_length(keys, packed=packed)
+    trainer.full_length(keys, packed=packed)
 
 
 def _adapters(keys: Keys) -> None:
@@ -87,11 +77,11 @@ def _adapters(keys: Keys) -> None:
     if adapter not in ("lora", "qlora"):
         keys.refuse("adapter", "expected lora, qlora or nothing")
         return
-    products = targets(keys, "lora_target_modules", DEFAULT_TARGETS)
+    products = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
     if keys.on("lora_target_linear"):
         products = "all-linear"
     came_from = ("adapter", "lora_target_modules", "lora_target_linear")
-    low_rank(keys, "lora_r", 8, "lora_dropout", 0.0, products, *came_from)
+    trainer.low_rank(keys, "lora_r", 8, "lora_dropout", 0.0, products, *came_from)
     if keys.on("load_in_4bit"):
         double = "-double" * keys.on("bnb_config_kwargs.bnb_4bit_use_double_quant", True)
         keys.give("base", f"nf4{double}", "load_in_4bit")

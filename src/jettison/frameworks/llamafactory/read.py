@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
+from jettison.frameworks import trainer_keys as trainer
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import (
-    compiled,
-    fsdp,
-    full_length,
-    half,
-    low_rank,
-    optimizer,
-    precision,
-    reentrant,
-    replicas,
-    sharding,
-    targets,
-)
 
 
 def read(keys: Keys) -> None:
@@ -26,7 +14,7 @@ def read(keys: Keys) -> None:
     stage = keys.text("stage", "sft")
     if stage not in ("sft", "pt"):
         keys.refuse("stage", f"{stage} is not modelled; expected sft or pt")
-    full_length(keys, packed=keys.on("packing", stage == "pt") or keys.on("neat_packing"))
+    trainer.full_length(keys, packed=keys.on("packing", stage == "pt") or keys.on("neat_packing"))
     _adapters(keys)
     # ``model/model_utils/checkpointing.py``, ``prepare_model_for_training``
     on = not keys.on("disable_gradient_checkpointing")
@@ -38,12 +26,12 @@ def read(keys: Keys) -> None:
         keys.give("like", "unsloth", "use_unsloth")
     if keys.on("use_unsloth_gc") and on:  # ``UnslothGradientCheckpointing``: a layer's input is offloaded to CPU
         keys.give("offload", True, "use_unsloth_gc")
-    compiled(keys)
-    sharding(keys)
+    trainer.compiled(keys)
+    trainer.sharding(keys)
     # ``model/model_utils/checkpointing.py``, ``_get_gradient_checkpointing_kwargs``
-    reentrant(keys, default=keys.on("use_reentrant_gc", True))
-    optimizer(keys, "optim", "adamw")
-    mixed = half(keys)
+    trainer.reentrant(keys, default=keys.on("use_reentrant_gc", True))
+    trainer.optimizer(keys, "optim", "adamw")
+    mixed = trainer.half(keys)
     # ``model/adapter.py``, ``init_adapter``: trained parameters are cast to fp32, unless pure_bf16; others are loaded
     # in the compute dtype (``model/patcher.py``, ``patch_config``)
     pure = keys.on("pure_bf16")
@@ -52,8 +40,8 @@ def read(keys: Keys) -> None:
     if pure and tuned:
         keys.give("precision", "bf16-pure", "pure_bf16")
     else:
-        precision(keys, weights="bf16" if pure or (tuned and mixed) else "fp32", mixed=mixed)
-    replicas(keys)
+        trainer.precision(keys, weights="bf16" if pure or (tuned and mixed) else "fp32", mixed=mixed)
+    trainer.replicas(keys)
 
 
 def _adapters(keys: Keys) -> None:
@@ -66,8 +54,8 @@ def _adapters(keys: Keys) -> None:
     if kind != "lora":
         keys.read("lora_rank", "lora_dropout", "lora_target")
         return
-    products = targets(keys, "lora_target", "all-linear")
-    low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, products, "finetuning_type", "lora_target")
+    products = trainer.targets(keys, "lora_target", "all-linear")
+    trainer.low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, products, "finetuning_type", "lora_target")
     if keys.text("quantization_method", "bnb") not in ("bnb", "bitsandbytes", "0"):
         keys.refuse("quantization_method", "expected bnb: other quantizations are not modelled")
     bits = keys.whole("quantization_bit")
@@ -86,9 +74,9 @@ def _of_v1(keys: Keys) -> None:
     keys.give("recompute", "full" if on else "none", "enable_activation_checkpointing")
     kind = keys.text("peft_config.name", "none")
     if kind == "lora":
-        products = targets(keys, "peft_config.target_modules", "all-linear")
+        products = trainer.targets(keys, "peft_config.target_modules", "all-linear")
         others = keys.matching("peft_config.[!aen]*")
-        low_rank(keys, "peft_config.r", 8, "peft_config.lora_dropout", 0.05, products, *others)
+        trainer.low_rank(keys, "peft_config.r", 8, "peft_config.lora_dropout", 0.05, products, *others)
         bits = keys.whole("quant_config.quantization_bit")
         if bits == 4 and keys.text("quant_config.name") in ("bnb", "auto"):
             double = "-double" * keys.on("quant_config.double_quantization", True)
@@ -99,7 +87,7 @@ def _of_v1(keys: Keys) -> None:
         keys.refuse("peft_config.name", f"{kind} is not modelled; expected lora")
     way = keys.text("dist_config.name", "none")
     if way == "fsdp2":
-        fsdp(keys, "dist_config.")
+        trainer.fsdp(keys, "dist_config.")
         keys.read("dist_config.name", why="FSDP2")
     elif way == "deepspeed" and (file := keys.named("dist_config.config_file")) is not None:
         keys.under("deepspeed", "deepspeed.", file)
@@ -113,7 +101,7 @@ def _of_v1(keys: Keys) -> None:
     if keys.text("optim_config.name") == "muon":
         keys.give("optimizer", "muon", "optim_config.name")
         keys.read(*keys.matching("optim_config.*"))
-    optimizer(keys, "optim_config.name", "adamw-foreach")
+    trainer.optimizer(keys, "optim_config.name", "adamw-foreach")
     if keys.said("like") != "deepspeed" and keys.on("bf16", True):
         tuned = keys.field("lora") is not None
         keys.give("precision", "bf16-autocast" if tuned else "bf16-pure", "bf16")
@@ -121,7 +109,7 @@ def _of_v1(keys: Keys) -> None:
         keys.refuse("bf16", "matmuls in fp32 with 16-bit weights of a checkpoint are not modelled")
     keys.note("the file does not name the task, which is counted as sft, with every sequence at its maximum length")
     whole, each = keys.whole("global_batch_size"), keys.field("micro_batch", 1)
-    replicas(keys)
+    trainer.replicas(keys)
     if whole is not None:
         keys.give("micro_batches", max(1, whole // (each * keys.field("dp", 1))), "global_batch_size")
         keys.global_batch = whole

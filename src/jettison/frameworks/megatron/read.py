@@ -161,20 +161,17 @@ def _deepspeed(keys: Keys) -> None:
 
 
 def _devices(keys: Keys) -> None:
-    """Read the number of GPUs from the script, unless the command line has it."""
     each, nodes, world = (_first(keys, names) for names in (_PER_NODE, _NODES, _WORLD))
     if keys.gpus is None:
         keys.gpus = each * (nodes or 1) if each else world
 
 
 def _first(keys: Keys, names: Sequence[str]) -> int | None:
-    """Return the first of these values that is a whole number."""
     values = [str(keys.get(name)) for name in names]
     return next((int(value) for value in values if value.isdecimal() and int(value) > 0), None)
 
 
 def _batch(keys: Keys) -> None:
-    """Read the number of replicas, and of micro-batches in a step."""
     dp = keys.share(*_RANKS)
     keys.give("dp", dp)
     micro = keys.field("micro_batch", 1)
@@ -199,12 +196,10 @@ def _batch(keys: Keys) -> None:
 
 
 def _written(keys: Keys, name: str) -> str:
-    """Return the file's spelling of a key."""
     return keys.written(name) if name in keys.values else name
 
 
 def _program(keys: Keys) -> None:
-    """Refuse programs that train other models than text decoders."""
     program = keys.text(PROGRAM)
     if keys.asked_model is None and (other := re.search(keys.table["other_programs"], program)):
         raise UsageError(
@@ -466,7 +461,6 @@ def _pipeline(keys: Keys) -> None:
 
 
 def _unrolled(text: str) -> str:
-    """Expand repeated groups of a layout string."""
     return re.sub(r"\(([^()]*)\)\*(\d{1,3})", lambda found: found[1] * int(found[2]), text)
 
 
@@ -513,7 +507,6 @@ def _kernels(keys: Keys) -> None:
 
 
 def _dispatch(keys: Keys) -> None:
-    """Read expert parallelism, the token dispatcher, and grouped GEMMs."""
     keys.give("ep", keys.whole("expert_model_parallel_size"), "expert_model_parallel_size")
     dispatcher = keys.text("moe_token_dispatcher_type", "allgather")
     keys.give("dispatcher", dispatcher, "moe_token_dispatcher_type")
@@ -553,7 +546,6 @@ def _precision(keys: Keys) -> None:
 
 
 def _dtype(keys: Keys, name: str) -> str:
-    """Return bf16 or fp32 for torch's and YAML's names."""
     word = keys.text(name, "fp32").removeprefix("torch.")
     return {"bfloat16": "bf16", "float32": "fp32", "float": "fp32"}.get(word, word)
 

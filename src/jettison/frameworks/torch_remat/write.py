@@ -317,7 +317,6 @@ def _saved_inside(program: Program, marks: tuple[str, ...], homes: list[str | No
 
 
 def _results(program: Program, homes: list[str | None]) -> frozenset[int]:
-    """Find the results of the regions."""
     found = set()
     for b in {b for op in program.ops for b in op.inputs} | set(program.outputs):
         producer = program.buffers[b].producer

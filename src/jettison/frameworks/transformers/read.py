@@ -4,23 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from jettison.frameworks import trainer_keys as trainer
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import (
-    DEFAULT_TARGETS,
-    MICRO_BATCH,
-    checkpointing,
-    compiled,
-    follow,
-    full_length,
-    half,
-    low_rank,
-    optimizer,
-    precision,
-    reentrant,
-    replicas,
-    sharding,
-    targets,
-)
 
 TRL_TOKENS: Final = 1024
 """TRL's ``max_length``."""
@@ -31,8 +16,8 @@ _OTHERS: Final = ("$grpo*", "$kto*", "$reward*", "$ppo*", "$orpo*", "$rloo*", "$
 def read(keys: Keys) -> None:
     """Read a Trainer's arguments, or a TRL trainer's if they have its keys."""
     if keys.file.syntax == "arguments":
-        follow(keys, "config", "transformers", "")
-    follow(keys, "config_file", "accelerate", "accelerate.")
+        trainer.follow(keys, "config", "transformers", "")
+    trainer.follow(keys, "config_file", "accelerate", "accelerate.")
     if keys.file.syntax == "arguments":  # ``hf_argparser.py``: --no_NAME turns off a default
         for key in [*keys.matching("no_*")]:
             keys.values.setdefault(key.removeprefix("no_"), not keys.on(key))
@@ -46,16 +31,16 @@ def read(keys: Keys) -> None:
         keys.values[f"trainer {script[1:]}"] = True
         keys.refuse(f"trainer {script[1:]}", "generation and reward models during training are not modelled")
     if keys.field("micro_batch") is None:
-        keys.give("micro_batch", MICRO_BATCH)
+        keys.give("micro_batch", trainer.MICRO_BATCH)
     _sequence(keys, trl=trl)
     adapters(keys, trl=trl)
     if trl and keys.some(*_DPO):
         _preference(keys)
     elif trl and keys.text("loss_type", "nll") not in ("nll", "dft"):
         keys.refuse("loss_type", "of SFT's losses only nll and dft are modelled")
-    mixed = half(keys, default=trl)
+    mixed = trainer.half(keys, default=trl)
     weights = _weights(keys, trl=trl)
-    checkpointing(keys, default=trl)
+    trainer.checkpointing(keys, default=trl)
     if keys.on("use_liger_kernel"):
         keys.give("kernels", "liger", "use_liger_kernel")
         _liger(keys)
@@ -66,14 +51,14 @@ def read(keys: Keys) -> None:
     if trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
         keys.note("TRL computes its loss on tiles of logits (1.16); give --loss upcast for older ones, which keep all")
-    compiled(keys)
-    sharding(keys)
+    trainer.compiled(keys)
+    trainer.sharding(keys)
     if weights == "fp32" and not trl and not (keys.has("dtype") or keys.has("torch_dtype")):
         _say_weights(keys)
-    reentrant(keys)
-    optimizer(keys, "optim", "adamw")
-    precision(keys, weights=weights, mixed=mixed)
-    replicas(keys)
+    trainer.reentrant(keys)
+    trainer.optimizer(keys, "optim", "adamw")
+    trainer.precision(keys, weights=weights, mixed=mixed)
+    trainer.replicas(keys)
 
 
 def _liger(keys: Keys) -> None:
@@ -96,8 +81,8 @@ def adapters(keys: Keys, *, trl: bool) -> None:
             if keys.on(key):
                 keys.refuse(key, "quantized weights cannot be trained without use_peft")
         return
-    products = targets(keys, "lora_target_modules", DEFAULT_TARGETS)
-    low_rank(keys, "lora_r", 16, "lora_dropout", 0.05, products, "use_peft", "lora_target_modules")
+    products = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
+    trainer.low_rank(keys, "lora_r", 16, "lora_dropout", 0.05, products, "use_peft", "lora_target_modules")
     if keys.on("load_in_8bit") or keys.on("load_in_4bit"):
         keys.give("precision", "bf16-pure")  # ``sft_trainer.py``: adapters on quantized weights are cast to bf16
     if keys.on("load_in_8bit"):
@@ -125,7 +110,7 @@ def _sequence(keys: Keys, *, trl: bool) -> None:
     if packed:
         keys.read("packing", "padding_free", why="sequences of full length")
     if packed or trl:
-        full_length(keys, packed=packed)
+        trainer.full_length(keys, packed=packed)
 
 
 def _weights(keys: Keys, *, trl: bool) -> str:
@@ -158,7 +143,7 @@ def _preference(keys: Keys) -> None:
     if kinds not in ("sigmoid", ["sigmoid"]):
         keys.refuse("loss_type", "of DPO's losses only sigmoid is modelled")
     keys.read("beta", "max_prompt_length", "max_completion_length", "precompute_ref_batch_size", "disable_dropout")
-    keys.give("micro_batch", 2 * keys.field("micro_batch", MICRO_BATCH), "per_device_train_batch_size")
+    keys.give("micro_batch", 2 * keys.field("micro_batch", trainer.MICRO_BATCH), "per_device_train_batch_size")
     keys.give("loss", "dpo")
     if keys.on("disable_dropout", True):
         keys.give("dropout", 0.0, "disable_dropout")
