@@ -281,17 +281,9 @@ def _dropout(fields: ConfigFields) -> tuple[DropoutSites, float]:
 TOWERS: Final = ("vision", "audio")
 """Keys of towers next to a text model."""
 _OTHER_HEADS: Final = (
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-    "ForNextSentencePrediction",
-    "ForAudioClassification",
-    "ForRewardModel",
-    "ForProcessRewardModel",
-    "ForEmbedding",
-    "ForTextEncoding",
-    "EncoderModel",
+    *("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"),
+    *("ForNextSentencePrediction", "ForAudioClassification", "ForRewardModel", "ForProcessRewardModel"),
+    *("ForEmbedding", "ForTextEncoding", "EncoderModel"),
 )
 """Suffixes of class names whose head differs from the one described."""
 _HEAD_APART: Final = (

@@ -359,6 +359,7 @@ def experts_of(fields: ConfigFields) -> Moe:
     top_k = fields.size("num_experts_per_tok")
     if top_k > experts:
         raise fields.error("num_experts_per_tok", f"at most the {experts} experts")
+    groups, top_groups = _groups(fields, experts)
     return Moe(
         experts=experts,
         top_k=top_k,
@@ -371,7 +372,8 @@ def experts_of(fields: ConfigFields) -> Moe:
         else ffn * (fields.optional_size("n_shared_experts", least=0) or 0),
         jitters=style.jitters if fields.values.get(style.jitter_key) else 0,
         **{name: getattr(style, name) for name in _OF_STYLE},
-        groups=_groups(fields, experts),
+        groups=groups,
+        top_groups=top_groups,
         latent=fields.optional_size("moe_latent_size") or 0,
     )
 
@@ -383,20 +385,21 @@ def _may_lack_shared(fields: ConfigFields) -> bool:
     return style.shared_fused or fields.family.defaults.get(style.shared_width) == 0
 
 
-def _groups(fields: ConfigFields, experts: int) -> int:
-    """Number of groups of experts."""
+def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:
+    """Number of groups of experts, and number of groups that a token may reach."""
     if fields.knows("topk_method"):
         method = fields.value("topk_method") or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
             raise fields.error("topk_method", "greedy or group_limited_greedy")
         if method == "greedy":
-            return 1
+            return 1, 1
     groups = fields.optional_size("n_group") or 1
+    top_groups = fields.optional_size("topk_group") or groups
     if experts % groups:
         raise fields.error("n_group", f"a divisor of the {experts} experts")
-    if (fields.optional_size("topk_group") or groups) > groups:
+    if top_groups > groups:
         raise fields.error("topk_group", f"at most the {groups} groups")
-    return groups
+    return groups, top_groups
 
 
 def stacks(fields: ConfigFields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:

@@ -110,6 +110,14 @@ def _elements(word: str) -> int:
     return int(float(word)) if re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE]\+?\d{1,2})?", word) else -1
 
 
+def whole_flags(owner: object, *names: str) -> None:
+    """Reject fields that are not whole numbers of 1 or more, by the names of their flags."""
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
+
+
 class GradientSync(StrEnum):
     """With zero 3, micro-batches that reduce-scatter gradients, which are unsharded until then."""
 
@@ -181,10 +189,7 @@ class Layout:
         return non_defaults(self)
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp", "zero_replicas"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
+        whole_flags(self, "tp", "cp", "ep", "pp", "virtual_stages", "dp", "zero_replicas")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
         if self.zero_redundancy_optimizer and self.zero != 1:
@@ -715,33 +720,12 @@ def _repeated(found: re.Match[str]) -> str:
 
 
 AS_BUILT: Final = frozenset(
-    {
-        "dropout",
-        "kernels",
-        "loss",
-        "capacity_factor",
-        "expert_imbalance",
-        "dispatcher",
-        "sequential_experts",
-        "deterministic",
-        "gathered_inputs",
-        "tp_comm_overlap",
-        "context_exchange",
-        "scans",
-        "expert_tp",
-        "positions",
-        "source_seq",
-        "like",
-        "lora",
-        "base",
-        "input_gradients",
-        "packed",
-        "reference",
-        "reward",
-        "mtp_num_layers",
-        "recompute_modules",
-        "offload_modules",
-    }
+    (
+        *("dropout", "kernels", "loss", "capacity_factor", "expert_imbalance", "dispatcher"),
+        *("sequential_experts", "deterministic", "gathered_inputs", "tp_comm_overlap", "context_exchange"),
+        *("scans", "expert_tp", "positions", "source_seq", "like", "lora", "base", "input_gradients"),
+        *("packed", "reference", "reward", "mtp_num_layers", "recompute_modules", "offload_modules"),
+    )
 )
 """Options of described models that a recorded model was built with."""
 

@@ -207,6 +207,7 @@ class Moe:
     shared_gate: bool = False  # their output is multiplied by a number a token: Qwen2-MoE
     shared_fused: bool = False  # their gate and up are one weight
     groups: int = 1
+    top_groups: int = 1
     latent: int = 0  # width of experts' inputs and outputs, with projections down and up; 0: h
 
     def __post_init__(self) -> None:

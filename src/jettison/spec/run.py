@@ -23,7 +23,7 @@ from jettison.spec.kernels import (
     Workspaces,
     sets_with,
 )
-from jettison.spec.layout import GradientSync, Layout, exchange_misfit
+from jettison.spec.layout import GradientSync, Layout, exchange_misfit, whole_flags
 from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, ModelSpec, Moe, Pooling, SelectiveScan
 from jettison.spec.precision import (
     MUONS,
@@ -293,10 +293,7 @@ def _syncs(run: Run) -> Iterator[str]:
 
 
 def _sizes(run: Run) -> Iterator[str]:
-    for name in ("seq", "micro_batch", "micro_batches"):
-        value = getattr(run, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            yield f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more"
+    whole_flags(run, "seq", "micro_batch", "micro_batches")
     if not 0 <= run.dropout < 1:
         yield f"got --dropout {run.dropout}; expected a probability of at least 0 and below 1"
     if run.capacity_factor is not None and run.capacity_factor <= 0:
@@ -383,7 +380,7 @@ def _sequence(run: Run) -> Iterator[str]:
     if model.learned_positions and (run.packed or run.seq) > model.max_positions:
         yield f"got --seq {run.seq}; {model.name} has {model.max_positions} positions"
     if run.recompute.whole and run.layout.pp == 1:
-        yield ("got --micro-batches-without-recompute without a pipeline; give --pp 2 or more")
+        yield "got --micro-batches-without-recompute without a pipeline; give --pp 2 or more"
 
 
 def _narrow_base(run: Run) -> Iterator[str]:

@@ -33,19 +33,12 @@ from jettison.spec.run import Run
 COULD = "the same modules in all layers, recomputed or offloaded, or the same number of layers on every stage"
 Value = str | int | bool | list[str]
 _ELSEWHERE = (
-    "micro_batch_size",
-    "global_batch_size",
-    "use_distributed_optimizer",
-    "num_virtual_stages_per_pipeline_rank",
+    *("micro_batch_size", "global_batch_size", "use_distributed_optimizer", "num_virtual_stages_per_pipeline_rank"),
     "microbatch_group_size_per_virtual_pipeline_stage",
 )
 _RECIPES_OWN = (
-    "pipeline_model_parallel_layout",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "offload_modules",
+    *("pipeline_model_parallel_layout", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("recompute_modules", "offload_modules"),
 )
 """Fields that Megatron-Bridge's recipes set, and that a plan without them resets."""
 
