@@ -347,7 +347,7 @@ def _workspaces(gpu: str, more: Facts, *, local: bool, on: str, stated: bool) ->
     found = WORKSPACES[f"{'torch' if local else 'te'}-{kind}"]
     states = "deterministic-mode" in more or "num-experts" in more
     states = "CUBLAS_WORKSPACE_CONFIG" in more if stated else states
-    return found.with_torch(32 * MIB) if states else found
+    return replace(found, torch_bytes=32 * MIB) if states else found
 
 
 def aside(row: Facts) -> str:
