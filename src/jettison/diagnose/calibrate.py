@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -209,65 +209,49 @@ def _of_linux(name: str) -> list[tuple[str, str]]:
 
 def hardware_toml(found: Calibration) -> str:
     """Return the text of a hardware file; comments at its end compare measured and estimated matmuls."""
-    return "\n".join([*_head(found.hardware), *_sections(found.hardware), *_comments(found)]) + "\n"
-
-
-def _head(h: Hardware) -> Iterator[str]:
-    yield f"name = {_quoted(h.name)}"
+    h = found.hardware
     sizes = {"memory": h.memory_bytes, "usable": h.usable_bytes, "host_memory": h.host_memory_bytes}
-    yield from (f'{name} = "{nbytes // MIB}MiB"' for name, nbytes in sizes.items() if nbytes is not None)
-    yield f"units = {h.units}"
-    yield f"node = {h.node}"
-    if h.synchronous:
-        yield "synchronous = true"
-    sources = (h.source, h.usable_source, h.source, h.source)
-    for key, source in zip(("source", "usable_source", "reached_source", "delays_source"), sources, strict=True):
-        yield f"{key} = {_quoted(source)}"
-
-
-def _sections(h: Hardware) -> Iterator[str]:
-    rates = {name: rate / 1e12 for name, rate in asdict(h.flops_per_second).items() if rate is not None}
     widths = {
         "memory": h.memory_bytes_per_second,
         "link": h.link_bytes_per_second,
         "host": h.host_bytes_per_second,
         "network": h.network_bytes_per_second,
     }
-    yield from _section("teraflops", rates)
-    yield from _section("gigabytes_per_second", {name: w / 1e9 for name, w in widths.items() if w is not None})
-    yield from _section("reached", {name: share for name, share in asdict(h.reached).items() if share is not None})
-    yield from _section("microseconds", {name: s * 1e6 for name, s in asdict(h.delays).items() if s})
-    edges = {name: found for name, found in asdict(h.edges).items() if found is not None}
-    if edges:
-        yield "\n[edges]"
-        yield from (f"{name} = [{', '.join(map(_number, found.values()))}]" for name, found in edges.items())
+    sections = {
+        "teraflops": {name: rate and rate / 1e12 for name, rate in asdict(h.flops_per_second).items()},
+        "gigabytes_per_second": {name: width and width / 1e9 for name, width in widths.items()},
+        "reached": asdict(h.reached),
+        "microseconds": {name: seconds * 1e6 or None for name, seconds in asdict(h.delays).items()},
+        "edges": {name: edges and tuple(edges.values()) for name, edges in asdict(h.edges).items()},
+    }
+    lines = [f"name = {_toml(h.name)}"]
+    lines += [f'{name} = "{nbytes // MIB}MiB"' for name, nbytes in sizes.items() if nbytes is not None]
+    lines += [f"units = {h.units}", f"node = {h.node}", *(["synchronous = true"] if h.synchronous else [])]
+    lines += [f"source = {_toml(h.source)}", f"usable_source = {_toml(h.usable_source)}"]
+    lines += [f"{key} = {_toml(h.source)}" for key in ("reached_source", "delays_source")]
+    for section, values in sections.items():
+        known = {name: value for name, value in values.items() if value is not None}
+        if known or section != "edges":
+            lines += ["", f"[{section}]"]
+        for name, value in known.items():
+            note = "  # none" if section == "microseconds" and value <= NEVER * 1e6 else ""
+            lines.append(f"{name} = {_toml(value)}{note}")
+    lines += ["", f"# Measured in {found.took_seconds:.0f} s. Matmuls: GFLOP/s, and estimated over measured seconds."]
+    for c in found.comparisons:
+        p, rate = c.product, c.product.flops / c.seconds / 1e9
+        times = c.estimated_seconds / c.seconds
+        lines.append(f"# {p.dtype:9} {p.m:6} x {p.n:6} x {p.k:6}  {rate:10.1f}  {times:5.2f}")
+    return "\n".join([*lines, ""])
 
 
-def _section(name: str, values: dict[str, float]) -> Iterator[str]:
-    yield ""
-    yield f"[{name}]"
-    for key, value in values.items():
-        note = "  # none" if name == "microseconds" and value <= NEVER * 1e6 else ""
-        yield f"{key} = {_number(value)}{note}"
-
-
-def _number(value: float) -> str:
-    """Format four significant digits without an exponent."""
+def _toml(value: str | float | tuple[float, ...]) -> str:
+    """A text, numbers of four significant digits without an exponent, or a list of these."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     text = f"{value:.9f}" if value < 0.001 else f"{float(f'{value:.4g}'):.6f}"
     return text.rstrip("0").rstrip(".")
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _comments(found: Calibration) -> Iterator[str]:
-    yield ""
-    yield f"# Measured in {found.took_seconds:.0f} s. Matmuls: GFLOP/s, and estimated over measured seconds."
-    for c in found.comparisons:
-        p = c.product
-        rate = p.flops / c.seconds / 1e9
-        yield f"# {p.dtype:9} {p.m:6} x {p.n:6} x {p.k:6}  {rate:10.1f}  {c.estimated_seconds / c.seconds:5.2f}"
 
 
 # tables and JSON ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ is recomputation: a checkpoint runs its forward with gradients on. Jettison's re
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -85,7 +85,6 @@ class StepProfile:
         collectives: exposed time by name.
         flops: of all ops; ``again_flops``: of recomputation.
         peak_bytes: by phase.
-        level_bytes: allocated at the end of each step.
     """
 
     steps: int
@@ -292,30 +291,24 @@ def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: in
     calls = [one for one in trace.runtime if one.name.startswith(_WAITS)]
     waits = sorted((one.end_ns, one.ns) for one in calls if "Async" not in one.name)
     ends, waiting = [stop for stop, _ in waits], joined(_spans(calls))
-    found = {"data_ns": 0, "allocator_ns": 0, "sync_ns": 0, "host_ns": 0, "longest_ns": 0, "longest_at_ns": 0}
-    for gap in gaps:
-        inside = slice(bisect_right(ends, gap[0] - 1), bisect_right(ends, gap[1]))
-        length = gap[1] - gap[0]
-        if 2 * overlap([gap], data) > length:
+    found, longest = Counter[str](), (0, 0)
+    for start_ns, end_ns in gaps:
+        gap, length = [(start_ns, end_ns)], end_ns - start_ns
+        if 2 * overlap(gap, data) > length:
             found["data_ns"] += length
-        elif 2 * overlap([gap], allocator) > length and not trace.is_one_run:
+        elif 2 * overlap(gap, allocator) > length and not trace.is_one_run:
             found["allocator_ns"] += length
         else:  # how far the host would be ahead without waits
-            ahead = min(length, sum(waited for _, waited in waits[inside]))
-            stopped = max(ahead, overlap([gap], waiting))
-            found["sync_ns"] += stopped
-            found["host_ns"] += length - stopped
-            if length - stopped > found["longest_ns"]:
-                found |= {"longest_ns": length - stopped, "longest_at_ns": gap[0]}
-    return DeviceWaits(**found)
+            inside = waits[bisect_right(ends, start_ns - 1) : bisect_right(ends, end_ns)]
+            stopped = max(min(length, sum(waited for _, waited in inside)), overlap(gap, waiting))
+            found.update(sync_ns=stopped, host_ns=length - stopped)
+            longest = max(longest, (length - stopped, -start_ns))
+    return DeviceWaits(**found, longest_ns=longest[0], longest_at_ns=-longest[1])
 
 
 def _copies(trace: ProfilerTrace, compute: list[Span], start: int, end: int) -> Copies:
-    copies = [
-        one
-        for one in trace.device
-        if one.kind == "gpu_memcpy" and start <= one.start_ns < end and "DtoD" not in one.name
-    ]
+    moved = (one for one in trace.device if one.kind == "gpu_memcpy" and start <= one.start_ns < end)
+    copies = [one for one in moved if "DtoD" not in one.name]
     waits = [one for one in trace.runtime if one.name.startswith(_WAITS) and start <= one.start_ns < end]
     reads = [one for one in trace.ops if one.name == "aten::_local_scalar_dense" and start <= one.start_ns < end]
     read = joined(_spans(reads))
@@ -348,12 +341,8 @@ def busiest_memory(trace: ProfilerTrace) -> list[MemoryPoint]:
 
 
 def _peaks(points: list[Point], phases: Mapping[str, list[Span]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, spans in phases.items():
-        inside = [allocated for at, allocated, _ in points if _inside(at, spans)]
-        if inside:
-            found[name] = max(inside)
-    return found
+    inside = {name: [allocated for at, allocated, _ in points if _inside(at, of)] for name, of in phases.items()}
+    return {name: max(levels) for name, levels in inside.items() if levels}
 
 
 def _state(trace: ProfilerTrace, points: list[Point]) -> int:

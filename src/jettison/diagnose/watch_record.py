@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from jettison.core.errors import UsageError
+from jettison.core.errors import UsageError, first_problem
 from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase, Survivor
 from jettison.diagnose.log import facts_of_log
 from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
@@ -61,36 +61,22 @@ def read_watch_record(path: Path) -> MemoryFacts | None:
         with path.open("rb") as file:
             if file.read(1) != b"{":
                 return None
-        document = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        text = path.read_text(encoding="utf-8", errors="replace")
+        document = json.loads(text)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; give a file that exists") from error
     except (ValueError, RecursionError):
         return None
     if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
         return None
+    from pydantic import TypeAdapter, ValidationError  # a loop that is watched does without
+
     try:
-        record = _record(document)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UsageError(f"{path} is a broken {SCHEMA} ({error}); expected what jettison.watch() wrote") from error
+        record: WatchRecord = TypeAdapter(WatchRecord).validate_json(text, strict=True)
+    except ValidationError as error:
+        problem = first_problem(error)
+        raise UsageError(f"{path} is a broken {SCHEMA} ({problem}); expected what jettison.watch() wrote") from error
     return _facts(record, path)
-
-
-def _record(document: Mapping[str, Any]) -> WatchRecord:
-    return WatchRecord(
-        device=str(document["device"]),
-        steps=tuple(_made(StepBytes, entry, "between_bytes") for entry in document["steps"]),
-        survivors=tuple(_made(Survivor, entry, "nbytes") for entry in document["survivors"]),
-        error=str(document["error"]),
-        allocator=str(document["allocator"]),
-        snapshot=str(document["snapshot"]),
-    )
-
-
-def _made(kind: Any, entry: Mapping[str, Any], number: str) -> Any:
-    made = kind(**entry)
-    if type(getattr(made, number)) is not int:
-        raise ValueError(f"{number} is {getattr(made, number)!r}")
-    return made
 
 
 def _facts(record: WatchRecord, path: Path) -> MemoryFacts:
