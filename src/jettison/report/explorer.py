@@ -35,29 +35,20 @@ class Panel:
     needs: tuple[str, ...] = ()  # scripts that its own builds on
 
 
-def _of_layer(name: str) -> Panel:
-    needs = ("kit/ledger.js", "panels/layer.js")
-    return Panel(name=name, script=f"panels/{name}.js", data={"closed-form": closed_form_data}, needs=needs)
+def _panel(name: str, data: Mapping[str, Builder], *needs: str) -> Panel:
+    return Panel(name=name, script=f"panels/{name.replace('-', '_')}.js", data=data, needs=needs)
 
 
-def _own(name: str, build: Builder) -> Panel:
-    return Panel(name=name, script=f"panels/{name}.js", data={name: build})
-
-
+_OF_LAYERS: Final = ({"closed-form": closed_form_data}, "kit/ledger.js", "panels/layer.js")
 PANELS: Final[tuple[Panel, ...]] = (
-    Panel(
-        name="will-it-fit",
-        script="panels/will_it_fit.js",
-        data={"will-it-fit": will_it_fit_data},
-        needs=("kit/ledger.js", "kit/step_bytes.js"),
-    ),
-    *map(_of_layer, ("budget", "floor", "ranks", "trade", "ladder")),
-    _own("time", time_data),
-    _own("step", step_data),
-    _own("front", front_data),
-    _own("segments", segments_data),
-    _own("offload", offload_data),
-    _own("fit", fit_data),
+    _panel("will-it-fit", {"will-it-fit": will_it_fit_data}, "kit/ledger.js", "kit/step_bytes.js"),
+    *(_panel(name, *_OF_LAYERS) for name in ("budget", "floor", "ranks", "trade", "ladder")),
+    _panel("time", {"time": time_data}),
+    _panel("step", {"step": step_data}),
+    _panel("front", {"front": front_data}),
+    _panel("segments", {"segments": segments_data}),
+    _panel("offload", {"offload": offload_data}),
+    _panel("fit", {"fit": fit_data}),
 )
 """In the order of the page."""
 MOST_PROCESSES: Final = 4

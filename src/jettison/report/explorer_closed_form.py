@@ -26,10 +26,11 @@ import shlex
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise, product
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jettison.core.errors import UsageError
 from jettison.cost.collective import ring_bytes
@@ -108,15 +109,12 @@ def all_choices(model: ModelSpec) -> Iterator[Choices]:
 
 def ranks_of(model: ModelSpec) -> list[int]:
     """Tensor-parallel sizes among `RANKS` over which the model divides."""
-    return [t for t in RANKS if _divides(model, t)]
-
-
-def _divides(model: ModelSpec, t: int) -> bool:
-    try:
-        Layout(tp=t).check(model, seq=t)
-    except UsageError:
-        return False
-    return True
+    found = []
+    for t in RANKS:
+        with suppress(UsageError):
+            Layout(tp=t).check(model, seq=t)
+            found.append(t)
+    return found
 
 
 def _form(kinds: Sequence[tuple[PageModel, Layer]]) -> ClosedForm:
@@ -174,6 +172,7 @@ WHOLE: Final = "copy"
 _DIMS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
     {4: ("batch", "heads", "sequence", "head"), 2: ("rows", "width"), 1: ("rows",)}
 )
+"""Names of dimensions by their number; otherwise the last is the width, and others are of the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,8 +189,7 @@ class SumEntry:
     reference: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SumTransfer:
+class SumTransfer(NamedTuple):
     """A collective of the tensor-parallel ranks between two parts; ``wire``: bytes that each sends in a ring."""
 
     kind: str
@@ -315,16 +313,9 @@ _OPS: Final = MappingProxyType(
 
 
 def _transfers(region: Region, cuts: list[int]) -> Iterator[SumTransfer]:
-    ranks = region.tape.mesh["tp"]
-    for c in region.collectives:
-        if c.axis == "tp":
-            yield SumTransfer(
-                kind=c.kind,
-                part=bisect_right(cuts, c.step),
-                backward=c.backward,
-                nbytes=sum_of(c.nbytes),
-                wire=sum_of(ring_bytes(c.kind, c.nbytes, ranks)),
-            )
+    for c in (c for c in region.collectives if c.axis == "tp"):
+        wire = sum_of(ring_bytes(c.kind, c.nbytes, region.tape.mesh["tp"]))
+        yield SumTransfer(c.kind, bisect_right(cuts, c.step), c.backward, sum_of(c.nbytes), wire)
 
 
 def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]) -> Iterator[SumEntry]:
@@ -345,24 +336,17 @@ def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]
             index = made.producer or 0
             role = made.name if made.source in (Source.INPUT, Source.RANDOM) else HELD
             path = op = reference = ""
+        dim, rank = next((dim for axis, dim in value.places if axis == "tp"), None), len(value.shape)
         yield SumEntry(
             role=role,
             path=path,
             op=op,
-            split=_split(value),
+            split=WHOLE if dim is None else _DIMS.get(rank, (*["sequence"] * (rank - 1), "width"))[dim],
             part=bisect_right(cuts, index),
             nbytes=sum_of(made.nbytes),
             modes=modes,
             reference=reference,
         )
-
-
-def _split(value: Value) -> str:
-    dim = next((dim for axis, dim in value.places if axis == "tp"), None)
-    if dim is None:
-        return WHOLE
-    rank = len(value.shape)
-    return _DIMS[rank][dim] if rank in _DIMS else ("width" if dim == rank - 1 else "sequence")
 
 
 def _flops(steps: list[TapeOp], chosen: Iterable[int]) -> Sum:

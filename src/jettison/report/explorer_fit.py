@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Final
@@ -130,6 +131,10 @@ def _model(subject: PageModel, structures: Sequence[str]) -> dict[str, Any]:
     """One entry of the choice of models."""
     model, run, kernels = subject.model, run_of_page(subject), subject.run.kernels
     tuned = run_of_page(subject, lora="16")
+    stages = {}
+    for pp in STAGES:
+        with suppress(UsageError):
+            stages[str(pp)] = Layout(pp=pp).layers_per_chunk(model.depth)
     return {
         "argument": shlex.quote(subject.argument),
         "label": subject.label,
@@ -142,7 +147,7 @@ def _model(subject: PageModel, structures: Sequence[str]) -> dict[str, Any]:
         "layers": model.kind_numbers,
         "tied": model.tied_embeddings,
         "ranks": ranks_of(model),
-        "stages": {str(pp): each for pp in STAGES if (each := _layers_per_stage(model, pp))},
+        "stages": stages,
         "longest": _longest(model),
         "seq": run.seq,
         "ranges": [_ranges(run), _ranges(tuned)],
@@ -158,13 +163,6 @@ def _longest(model: ModelSpec) -> int:
     """The longest sequence of the page that a model has positions for; 0: none."""
     most = model.max_positions if model.learned_positions else SEQUENCES[-1]
     return max((s for s in SEQUENCES if s <= most), default=0)
-
-
-def _layers_per_stage(model: ModelSpec, pp: int) -> tuple[int, ...]:
-    try:
-        return Layout(pp=pp).layers_per_chunk(model.depth)
-    except UsageError:
-        return ()
 
 
 def _ranges(run: Run) -> list[list[float]]:

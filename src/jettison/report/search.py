@@ -89,20 +89,14 @@ class SearchReport:
         """Days and price of so many tokens with the fastest, and with the fastest on more devices."""
         space, more = self.answer.space, self.answer.more_gpus
         chosen = [(space.gpus, self.answer.best)] + ([(more.gpus, more.best)] if isinstance(more, WithMore) else [])
-        step_tokens = space.global_batch * space.template.seq
-        found = (
-            training_cost(
-                self.wanted, step_seconds=each.seconds.step, step_tokens=step_tokens, gpus=gpus, sure=self.sure
-            )
-            for gpus, each in chosen
-        )
+        common: dict[str, Any] = {"step_tokens": space.global_batch * space.template.seq, "sure": self.sure}
+        found = (training_cost(self.wanted, step_seconds=x.seconds.step, gpus=gpus, **common) for gpus, x in chosen)
         return tuple(one for one in found if one is not None)
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.search/1``; candidates are ranked, the fastest first."""
         answer, sure = self.answer, self.sure
-        space, template = answer.space, answer.space.template
-        more_gpus = answer.more_gpus
+        space, template, more_gpus = answer.space, answer.space.template, answer.more_gpus
         return document(
             SCHEMA,
             answer,

@@ -7,6 +7,7 @@ of document has an adapter below, and `read_subject` chooses among them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -180,16 +181,15 @@ def _amounts(**found: int | None) -> tuple[Amount, ...]:
     return tuple(Amount(what=name, nbytes=nbytes) for name, nbytes in known if nbytes is not None)
 
 
-def _known(levels: Mapping[str, StepLevels | None]) -> dict[str, StepLevels]:
+def _known(**levels: StepLevels | None) -> dict[str, StepLevels]:
     return {key: found for key, found in levels.items() if found is not None}
 
 
-def _phases(levels: Mapping[str, StepLevels | None]) -> tuple[PhaseBytes, ...]:
+def _phases(levels: Mapping[str, StepLevels]) -> tuple[PhaseBytes, ...]:
     """Peaks by phase, of whatever is known."""
-    known = _known(levels)
-    names = dict.fromkeys(phase.phase for found in known.values() for phase in found.phases)
+    names = dict.fromkeys(phase.phase for found in levels.values() for phase in found.phases)
     return tuple(
-        PhaseBytes(phase=name, **{f"{key}_bytes": found.peak_of(name) for key, found in known.items()})
+        PhaseBytes(phase=name, **{f"{key}_bytes": found.peak_of(name) for key, found in levels.items()})
         for name in names
     )
 
@@ -216,22 +216,16 @@ def _named(
     layer: LayerPlan | LayerProof, tensors: Sequence[PlanTensor]
 ) -> Iterator[tuple[tuple[TensorKind, int], Fate]]:
     """A layer's tensors, those that look alike told apart by their order, and what happens to each."""
-    kept, moved, packed = frozenset(layer.kept), frozenset(layer.offloaded), frozenset(layer.packed)
+    fates = {
+        **dict.fromkeys(layer.kept, Fate.KEEP),
+        **dict.fromkeys(layer.offloaded, Fate.HOST),
+        **dict.fromkeys(layer.packed, Fate.PACK),
+    }
     seen: dict[TensorKind, int] = {}
-    for one in tensors:
-        if one.digest != layer.digest:
-            continue
+    for one in (one for one in tensors if one.digest == layer.digest):
         kind = TensorKind(name=one.role or one.op, path=one.path, shape=one.shape, dtype=one.dtype, nbytes=one.nbytes)
         seen[kind] = seen.get(kind, 0) + 1
-        if one.buffer in packed:
-            fate = Fate.PACK
-        elif one.buffer in moved:
-            fate = Fate.HOST
-        elif one.buffer in kept:
-            fate = Fate.KEEP
-        else:
-            fate = Fate.SHARED if one.free else Fate.AGAIN
-        yield (kind, seen[kind]), fate
+        yield (kind, seen[kind]), fates.get(one.buffer, Fate.SHARED if one.free else Fate.AGAIN)
 
 
 # Proofs and plans of live models --------------------------------------------------------------------------------------
@@ -239,7 +233,7 @@ def _named(
 
 def proof_subject(proof: Proof, name: str) -> ReportSubject:
     """A proof, as `verify` made it."""
-    levels = {"predicted": proof.predicted_levels, "measured": proof.measured_levels, "plain": proof.baseline_levels}
+    levels = _known(predicted=proof.predicted_levels, measured=proof.measured_levels, plain=proof.baseline_levels)
     return ReportSubject(
         kind=SubjectKind.PROOF,
         name=name,
@@ -266,7 +260,7 @@ def proof_subject(proof: Proof, name: str) -> ReportSubject:
             for one in proof.layers
         ),
         grids=_grids([one for one in proof.layers if one.digest], proof.tensors),
-        levels=_known(levels),
+        levels=levels,
         ratio=Ratio(
             median=proof.step_time_ratio,
             low=proof.step_time_ratio_low,
@@ -294,7 +288,7 @@ def _proof_facts(proof: Proof) -> Iterator[tuple[str, str]]:
 
 def plan_subject(plan: Plan, name: str, environment: dict[str, str]) -> ReportSubject:
     """A plan of a live model."""
-    predicted, levels = plan.predicted, {"predicted": plan.levels}
+    predicted, levels = plan.predicted, _known(predicted=plan.levels)
     facts = [
         ("recompute", f"{format_percent(predicted.overhead_fraction)} of a step's time, predicted"),
         ("solver", f"gap {format_percent(plan.solver.gap)}, {format_seconds(plan.solver.seconds)}"),
@@ -312,7 +306,7 @@ def plan_subject(plan: Plan, name: str, environment: dict[str, str]) -> ReportSu
         phases=_phases(levels),
         layers=tuple(_planned(entry) for entry in (*plan.layers, plan.root)),
         grids=_plan_grids([plan]),
-        levels=_known(levels),
+        levels=levels,
         environment=tuple((environment or {"torch": plan.torch_version}).items()),
         command=f"jettison plan MODEL --budget {plan.budget_bytes}B --out plan.json",
     )
@@ -389,7 +383,8 @@ def run_subject(text: str, name: str, *, plans: Sequence[Plan] = ()) -> ReportSu
     budget = followed[0].budget_bytes if followed else None
     peak = max([*measured.values(), *peaks], default=None)
     within = None if budget is None or peak is None else peak <= budget
-    phases = {row.phase: row for row in _phases({"predicted": predicted})}
+    every = max(1, -(-len(steps) // MOST_STEPS))
+    phases = {row.phase: row for row in _phases(_known(predicted=predicted))}
     for phase, nbytes in measured.items():
         phases[phase] = replace(phases.get(phase, PhaseBytes(phase=phase)), measured_bytes=nbytes)
     return ReportSubject(
@@ -408,8 +403,12 @@ def run_subject(text: str, name: str, *, plans: Sequence[Plan] = ()) -> ReportSu
             for entry in (*plan.layers, plan.root)
         ),
         grids=_plan_grids(followed),
-        levels=_known({"predicted": predicted, "measured": end.levels}),
-        steps=tuple(_thinned(steps)),
+        levels=_known(predicted=predicted, measured=end.levels),
+        steps=tuple(
+            TrainStep(**asdict(step) | {"peak_bytes": max((step.peak_bytes or {}).values(), default=None)})
+            for index, step in enumerate(steps)
+            if index % every == 0 or index == len(steps) - 1
+        ),
         environment=tuple((start.environment or {"torch": start.torch}).items()),
         command="jettison train RECIPE",
     )
@@ -471,13 +470,6 @@ def _run_facts(start: _Start, steps: Sequence[_LogStep], end: _End) -> Iterator[
         yield "evaluation loss", f"{end.eval_loss:.6f}"
     for digest in start.plans:
         yield "plan", digest
-
-
-def _thinned(steps: Sequence[_LogStep]) -> Iterator[TrainStep]:
-    every = -(-len(steps) // MOST_STEPS)
-    for index, step in enumerate(steps):
-        if index % max(1, every) == 0 or index == len(steps) - 1:
-            yield TrainStep(**asdict(step) | {"peak_bytes": max((step.peak_bytes or {}).values(), default=None)})
 
 
 # Plans of runs that only a spec describes -----------------------------------------------------------------------------
@@ -604,7 +596,11 @@ def read_subject(path: Path) -> ReportSubject:
 def _subject(path: Path) -> ReportSubject:
     text, name = read_text(path), str(path)
     if path.suffix == ".jsonl":
-        return run_subject(text, name, plans=_plans_beside(path))
+        plans = []  # those in the log's folder that can be read
+        for beside in sorted(path.parent.glob("plan*.json"))[:64]:
+            with suppress(UsageError, PlanMismatch):
+                plans.append(Plan.from_json(read_text(beside)))
+        return run_subject(text, name, plans=plans)
     document = parse_json(text, name)
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema not in (PROOF_SCHEMA, PLAN_SCHEMA):
@@ -622,14 +618,3 @@ def _subject(path: Path) -> ReportSubject:
         raise UsageError(f"{name}: {first_problem(error)}") from None
     except (UsageError, PlanMismatch) as error:
         raise UsageError(f"{name}: {error}") from None
-
-
-def _plans_beside(log: Path) -> tuple[Plan, ...]:
-    """Plans in the folder of a run's log; none where there are none, or they cannot be read."""
-    found = []
-    for path in sorted(log.parent.glob("plan*.json"))[:64]:
-        try:
-            found.append(Plan.from_json(read_text(path)))
-        except (UsageError, PlanMismatch):
-            continue
-    return tuple(found)

@@ -9,9 +9,8 @@ fit side by side stand in parts below, each with the first column again.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -136,28 +135,16 @@ BETWEEN: Final = 3
 """Characters of padding of each column: a space on both sides and one between."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    header: str
-    figures: bool
-
-
-@dataclass(slots=True)
-class _Row:
-    cells: tuple[str, ...]
-    style: str
-    ends_section: bool = False
-
-
 class FittedTable:
     """Columns of text, of figures, and of text again, for `rich` to print. See NOTE [ Tables on any terminal ]."""
 
     def __init__(self, title: str, left: Iterable[str], right: Iterable[str], last: Iterable[str] = ()) -> None:
         self.title = title
-        self._columns = [
-            _Column(name, figures) for names, figures in ((left, False), (right, True), (last, False)) for name in names
-        ]
-        self._rows: list[_Row] = []
+        names, figures = tuple(left), tuple(right)
+        self._headers = (*names, *figures, *last)
+        self._figures = range(len(names), len(names) + len(figures))
+        self._rows: list[tuple[tuple[str, ...], str]] = []  # cells and style
+        self._section_ends: set[int] = set()
 
     @property
     def row_count(self) -> int:
@@ -166,17 +153,16 @@ class FittedTable:
 
     def add_row(self, *cells: str, style: str = "") -> None:
         """One cell a column; missing ones are empty."""
-        missing = len(self._columns) - len(cells)
+        missing = len(self._headers) - len(cells)
         assert missing >= 0, (self.title, cells)
-        self._rows.append(_Row((*cells, *[""] * missing), style))
+        self._rows.append(((*cells, *[""] * missing), style))
 
     def add_section(self) -> None:
         """A line of space below the last row."""
-        if self._rows:
-            self._rows[-1].ends_section = True
+        self._section_ends.add(len(self._rows) - 1)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self._part(range(len(self._columns)), self.title))
+        return Measurement.get(console, options, self._part(range(len(self._headers)), self.title))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for number, widths in enumerate(self._parts(options.max_width)):
@@ -186,7 +172,7 @@ class FittedTable:
 
     def _parts(self, width: int) -> list[dict[int, int]]:
         """Columns of each part with their widths; one part where everything fits."""
-        every = range(len(self._columns))
+        every = range(len(self._headers))
         whole = {index: self._natural(index) for index in every}
         if _needed(whole) <= width:
             return [whole]
@@ -211,24 +197,19 @@ class FittedTable:
         return found
 
     def _turn(self, index: int) -> int:
-        if self._columns[index].figures:
-            return 2
-        return int(_widest(self._cells(index)) > 2 * LEAST_SENTENCE)
+        return 2 if index in self._figures else int(_widest(self._cells(index)) > 2 * LEAST_SENTENCE)
 
     def _cells(self, index: int) -> list[str]:
-        return [row.cells[index] for row in self._rows]
+        return [cells[index] for cells, _ in self._rows]
 
     def _natural(self, index: int) -> int:
-        header = len(self._columns[index].header)
-        return max((header, *(_widest(cell.splitlines()) for cell in self._cells(index))))
+        return max((len(self._headers[index]), *(_widest(cell.splitlines()) for cell in self._cells(index))))
 
     def _least(self, index: int) -> int:
         """A figure is not folded, a header between its words, text down to the widths above."""
-        column = self._columns[index]
-        header = _widest(column.header.split())
-        if column.figures:
-            return max((header, *(len(cell) for cell in self._cells(index))))
-        longest = _widest(self._cells(index))
+        header, longest = _widest(self._headers[index].split()), _widest(self._cells(index))
+        if index in self._figures:
+            return max(header, longest)
         words = max((0, *(_widest(cell.split()) for cell in self._cells(index))))
         sentence = LEAST_SENTENCE if longest > 2 * LEAST_SENTENCE else 0
         return max(header, min(words, LONG_WORD), min(longest, LEAST_TEXT), sentence, 1)
@@ -236,15 +217,12 @@ class FittedTable:
     def _part(self, indices: Sequence[int], title: str, widths: dict[int, int] | None = None) -> Table:
         table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False)
         for index in indices:
-            column = self._columns[index]
-            table.add_column(
-                column.header,
-                justify="right" if column.figures else "left",
-                overflow="fold",
-                width=None if widths is None else widths[index],
-            )
-        for row in self._rows:
-            table.add_row(*(row.cells[index] for index in indices), style=row.style, end_section=row.ends_section)
+            width, figures = None if widths is None else widths[index], index in self._figures
+            side: Literal["left", "right"] = "right" if figures else "left"
+            table.add_column(self._headers[index], justify=side, overflow="fold", width=width)
+        for number, (cells, style) in enumerate(self._rows):
+            ends = number in self._section_ends
+            table.add_row(*(cells[index] for index in indices), style=style, end_section=ends)
         return table
 
 
