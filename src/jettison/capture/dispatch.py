@@ -24,6 +24,7 @@ from jettison.capture.recorder import BY_HAND, OpRecorder
 from jettison.capture.tensor_subclasses import desugars, has_gradients, infers_shapes
 from jettison.capture.trees import op_leaves
 from jettison.core.errors import UnsupportedModule
+from jettison.core.objects import swapped
 
 # fake tensors for large ones, real values for those that a forward may read -------------------------------------------
 #
@@ -280,11 +281,8 @@ class CaptureMode(TorchDispatchMode):
             enable()
             off.close()
 
-        autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = switch_off, switch_on
-        try:
+        with swapped(autograd, _saved_tensors_hooks_disable=switch_off, _saved_tensors_hooks_enable=switch_on):
             yield
-        finally:
-            autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable = disable, enable
 
     @contextlib.contextmanager
     def _states_watched(self) -> Iterator[None]:
@@ -296,15 +294,8 @@ class CaptureMode(TorchDispatchMode):
             if not sys._getframe(1).f_globals.get("__name__", "").startswith("jettison."):  # loans are known
                 self._refuse(BY_HAND)
 
-        places = (torch, torch.random)
-        before = [place.set_rng_state for place in places]
-        for place in places:
-            place.set_rng_state = set_rng_state
-        try:
+        with swapped(torch, set_rng_state=set_rng_state), swapped(torch.random, set_rng_state=set_rng_state):
             yield
-        finally:
-            for place, function in zip(places, before, strict=True):
-                place.set_rng_state = function
 
 
 def _in_transform() -> bool:
@@ -370,9 +361,5 @@ def eagerly(called: Callable[[], None] = lambda: None) -> Iterator[None]:
             called()
         return own(callback)
 
-    with torch.compiler.set_stance("force_eager"):
-        eval_frame._callback_from_stance = noting
-        try:
-            yield
-        finally:
-            eval_frame._callback_from_stance = own
+    with torch.compiler.set_stance("force_eager"), swapped(eval_frame, _callback_from_stance=noting):
+        yield

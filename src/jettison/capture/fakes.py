@@ -35,6 +35,7 @@ from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import op_map, tree_map
 from jettison.core.errors import TraceError
+from jettison.core.objects import swapped
 
 aten = torch.ops.aten
 _SELECT, _NONZERO, _BINCOUNT = aten.masked_select.default, aten.nonzero.default, aten.bincount.default
@@ -144,17 +145,9 @@ def roughly(fake_model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def guessing(mode: FakeTensorMode | None, wanted: bool) -> Iterator[None]:
+def guessing(mode: FakeTensorMode | None, wanted: bool) -> contextlib.AbstractContextManager[None]:
     """Switch made-up values on or off within the context."""
-    if not isinstance(mode, StepFakeMode):
-        yield
-        return
-    guesses, mode.guesses = mode.guesses, wanted
-    try:
-        yield
-    finally:
-        mode.guesses = guesses
+    return swapped(mode, guesses=wanted) if isinstance(mode, StepFakeMode) else contextlib.nullcontext()
 
 
 def fake_copy(
@@ -459,18 +452,10 @@ def _note_truth(func: Any, args: tuple[Any, ...], out: Tensor) -> None:
 # Lightning Fabric, whose models only train through their Fabric -------------------------------------------------------
 
 
-@contextlib.contextmanager
-def started_by_fabric() -> Iterator[None]:
+def started_by_fabric() -> contextlib.AbstractContextManager[None]:
     """Allow a backward through a model that Lightning Fabric has set up, which refuses any that it did not start
     (lightning/fabric/wrappers.py).
     """
     wrappers = sys.modules.get("lightning.fabric.wrappers") or sys.modules.get("lightning_fabric.wrappers")
-    before = getattr(wrappers, "_in_fabric_backward", None)
-    if wrappers is None or before is None:
-        yield
-        return
-    wrappers._in_fabric_backward = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        wrappers._in_fabric_backward = before  # type: ignore[attr-defined]
+    has_flag = getattr(wrappers, "_in_fabric_backward", None) is not None
+    return swapped(wrappers, _in_fabric_backward=True) if has_flag else contextlib.nullcontext()

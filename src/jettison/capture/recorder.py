@@ -149,7 +149,6 @@ class RegionTrace:
     def anchor(self, late: frozenset[Place], inside: frozenset[int] = frozenset()) -> None:
         """Anchor ops for later writes by others. Autograd gets the new values of saved buffers, so these may not be
         recomputed, or read for recomputation; unsaved arguments are gone by then, and not to be kept.
-
         """
         self.form = self.form or self.program.form()
         self.late, self.late_inside = self.late | late, self.late_inside | inside
@@ -157,31 +156,27 @@ class RegionTrace:
         self.written_later |= found
         saved = found & self.program.needed_buffers()
         given = {b for b in found - saved if self.program.buffers[b].source is not Source.OP}
-        ops = tuple(
-            replace(op, anchor=op.anchor or Anchor.MUTATED)
-            if saved.intersection((*op.inputs, *op.outputs)) or given.intersection(op.inputs)
-            else op
-            for op in self.program.ops
-        )
-        buffers = tuple(
-            replace(b, keepable=False) if b.index in found - saved - given else b for b in self.program.buffers
-        )
+        touched = {op.index for op in self.program.ops if saved.intersection((*op.inputs, *op.outputs))}
+        self.anchor_ops(touched | {op.index for op in self.program.ops if given.intersection(op.inputs)})
+        lost = found - saved - given
+        buffers = tuple(replace(b, keepable=False) if b.index in lost else b for b in self.program.buffers)
         self.taps = {b: tap for b, tap in self.taps.items() if buffers[b].keepable}
-        self.program = replace(self.program, ops=ops, buffers=buffers)
+        self.program = replace(self.program, buffers=buffers)
 
     def anchor_reads(self, names: Collection[str]) -> None:
         """Keep all results of these parameters and buffers, which are written to before backward."""
         moving = {b for b, name in self.names.items() if name in names}
-        self._anchor({op.index for op in self.program.ops if moving.intersection(op.inputs)})
+        self.anchor_ops({op.index for op in self.program.ops if moving.intersection(op.inputs)})
 
     def anchor_detached(self, names: Collection[str]) -> None:
         """Keep all results of these parameters without their graph: their optimizer steps inside of backward, and only
         reads that autograd knows of come before that.
         """
-        self._anchor({op for op, name in self.detached.items() if name in names})
+        self.anchor_ops({op for op, name in self.detached.items() if name in names})
         self.detached = {op: name for op, name in self.detached.items() if name not in names}
 
-    def _anchor(self, found: Collection[int]) -> None:
+    def anchor_ops(self, found: Collection[int]) -> None:
+        """Keep all results of these ops, which are written to later."""
         if found:
             self.form = self.form or self.program.form()
             anchored = {op: replace(self.program.ops[op], anchor=Anchor.MUTATED) for op in found}

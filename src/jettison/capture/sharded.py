@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jettison.core.errors import TraceError
+from jettison.core.objects import swapped
 
 _FORMS = ("sharded_param", "_sharded_post_forward_param", "_unsharded_param")
 
@@ -218,14 +219,10 @@ class Unwatched:
     def __call__(self, *args: Any) -> Any:
         modes = (mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "paused"))
         watchers = [self.watcher] if self.watcher is not None else list(modes)
-        before = [watcher.paused for watcher in watchers]
-        for watcher in watchers:
-            watcher.paused = True
-        try:
+        with contextlib.ExitStack() as stack:
+            for watcher in watchers:
+                stack.enter_context(swapped(watcher, paused=True))
             return self.hook(*args)
-        finally:
-            for watcher, was in zip(watchers, before, strict=True):
-                watcher.paused = was
 
 
 def managed_parameters(module: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from jettison.capture.process_switches import KERNEL_SWITCHES
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import tree_flatten, tree_shape, tree_unflatten
 from jettison.core.errors import TraceError, UnsupportedModule
+from jettison.core.objects import swapped
 
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -142,17 +143,14 @@ def _copied(leaf: Any, tensors: Callable[[Tensor], Tensor], memo: dict[int, Any]
     def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(tensor), tensors(tensor))
 
-    original = Tensor.__deepcopy__
-    Tensor.__deepcopy__ = copied
     try:
-        return copy.deepcopy(leaf, memo)
+        with swapped(Tensor, __deepcopy__=copied):
+            return copy.deepcopy(leaf, memo)
     except Exception as error:  # a class's own copy method may raise anything
         raise TraceError(
             f"an argument of type {type(leaf).__name__} cannot be copied ({type(error).__name__}), and a recording "
             "must not change the real one"
         ) from error
-    finally:
-        Tensor.__deepcopy__ = original
 
 
 # arguments beyond their types: equal values for those that a forward cannot tell apart --------------------------------

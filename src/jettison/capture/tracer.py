@@ -6,7 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,8 @@ from jettison.capture.stand_ins import forwards, is_real, observed_trace, stub_o
 from jettison.capture.tensor_subclasses import arrived, has_gradients, plain, stepped_in_backward, storage_of, wrapping
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import JettisonError, RecordingLeft, TraceError
-from jettison.ledger.program import Anchor, Op
+from jettison.core.objects import swapped
+from jettison.ledger.program import Op
 
 MOST_CHANGES = 32  # of the set of regions, before a trace fails
 
@@ -333,11 +334,8 @@ class Tracer:
                 storages[position] = storage_of(leaf)
                 self.uses.setdefault(storages[position], set()).add(call)
         self.memory.given.append(storages)
-        recorders, self.capture.recorders = self.capture.recorders, []
-        try:
+        with swapped(self.capture, recorders=[]):
             output = stub_outputs(cls.trace, leaves)
-        finally:
-            self.capture.recorders = recorders
         self.root.nested_at.append(len(self.root.ops))
         self._last_output = {}
         for position, leaf in enumerate(tree_leaves(output)):
@@ -496,8 +494,7 @@ def anchor_root(root: RegionTrace, written: Mapping[int, int]) -> None:
             op.index >= written.get(b, len(root.program.ops)) for b in op.inputs
         )
 
-    ops = tuple(replace(op, anchor=op.anchor or Anchor.MUTATED) if is_other(op) else op for op in root.program.ops)
-    root.program = replace(root.program, ops=ops)
+    root.anchor_ops({op.index for op in root.program.ops if is_other(op)})
 
 
 # one region, from the arguments of a call that is about to happen -----------------------------------------------------

@@ -28,7 +28,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.dispatch import WHICH_DEVICE, fakes_below, outside_of_compiled, which_device
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
+from jettison.core.objects import swapped
 from jettison.core.process import uncollected
 from jettison.dryrun.tape import NOBODY, StretchTape, leaves_of
 
@@ -214,14 +215,9 @@ class AllocationCounter(TorchDispatchMode):
             self._meet(tensor, "static", NO_NODE)
         self._raise_peak(self._live_bytes)
 
-    @contextmanager
-    def looking_away(self) -> Iterator[None]:
+    def looking_away(self) -> AbstractContextManager[None]:
         """Count nothing within the context: its ops are not the step's."""
-        before, self.blind = self.blind, True
-        try:
-            yield
-        finally:
-            self.blind = before
+        return swapped(self, blind=True)
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """Count these as freed, although an observer of the run still references them."""

@@ -24,6 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from jettison.capture.fakes import fake_copy
 from jettison.core.errors import UnsupportedModule
+from jettison.core.objects import swapped
 from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.user_step import Scheduled, stages_of
 from jettison.parallel.agree import Agreement, Round, ranks_in
@@ -134,12 +135,9 @@ class Transfers:
 @contextlib.contextmanager
 def imagined_transfers(stages: Sequence[ImaginedStage]) -> Iterator[Transfers]:
     """Run steps of torch's schedules without communication. They keep works, and with them tensors, as in reality."""
-    found, before = Transfers(stages), schedules._batch_p2p
-    schedules._batch_p2p = found.begin
-    try:
+    found = Transfers(stages)
+    with swapped(schedules, _batch_p2p=found.begin):
         yield found
-    finally:
-        schedules._batch_p2p = before
 
 
 def send_nothing(schedule: Any, stages: Sequence[ImaginedStage]) -> None:
@@ -276,12 +274,8 @@ def _held_by_losses(made: Any, transfers: Transfers) -> Iterator[list[int]]:
             found[0] = before - counter.live_bytes + losses[number].nbytes - gone
         update(*args)
 
-    made._update_losses = without_one
-    try:
-        with AllocationCounter() as counter:
-            yield found
-    finally:
-        made._update_losses = update
+    with swapped(made, _update_losses=without_one), AllocationCounter() as counter:
+        yield found
 
 
 def _buffers(infos: Iterable[Any]) -> list[Tensor]:

@@ -24,6 +24,7 @@ from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tracer import unseen_outputs
 from jettison.core.errors import TraceError, UsageError
+from jettison.core.objects import swapped
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
 from jettison.dryrun.levels import hold_gradients, run_step, stand_in_for_opaque, with_memory_of_their_own
 from jettison.dryrun.op_costs import Pricing
@@ -405,12 +406,9 @@ def optimizer_over(
     for value in (*tree_leaves(list(optimizer.state.values())), *tree_leaves(own)):
         if isinstance(value, Tensor) and id(value) not in memo:
             memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, mode)
-    states = torch.optim.Optimizer.__getstate__  # torch's own leaves the attributes of its classes out
-    torch.optim.Optimizer.__getstate__ = lambda self: {**_own_attributes(self), **states(self)}
-    try:
+    states: Any = torch.optim.Optimizer.__getstate__  # torch's own leaves the attributes of its classes out
+    with swapped(torch.optim.Optimizer, __getstate__=lambda self: {**_own_attributes(self), **states(self)}):
         made: torch.optim.Optimizer = copied(optimizer, memo)
-    finally:
-        torch.optim.Optimizer.__getstate__ = states
     for ours, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
         if "foreach" in ours and ours["foreach"] is None and ours.get("fused") is None:
             # which implementation a step takes is decided by the types of parameters, and fake ones have another

@@ -30,6 +30,7 @@ from jettison.capture.signature import as_signed, call_signature, global_signatu
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
 from jettison.core.errors import JettisonError, TraceError, UnsupportedModule, UsageError
+from jettison.core.objects import swapped
 from jettison.dryrun.counter import AllocationCounter, quiet_gc, static_tensors
 from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.levels import with_memory_of_their_own
@@ -346,17 +347,6 @@ def _apart(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, FakeTensor) else leaf
 
 
-@contextlib.contextmanager
-def _printable() -> Iterator[None]:
-    """A number without a value can be printed, as 1."""
-    own = FakeTensor.__format__
-    FakeTensor.__format__ = lambda fake, how: format(1.0, how) if fake.dim() == 0 else own(fake, how)
-    try:
-        yield
-    finally:
-        FakeTensor.__format__ = own
-
-
 def _parts(real: Sequence[nn.Module], copies: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]:
     """Modules, parameters and buffers, each with its copy."""
     for one, copied in zip(real, copies, strict=False):
@@ -373,9 +363,10 @@ def _on_fakes(
     """Context of a step's runs. Values that its code reads (``loss.item()``) are made up; its warnings come when it
     really runs.
     """
+    own: Any = FakeTensor.__format__
     with (
         warnings.catch_warnings(action="ignore"),
-        _printable(),
+        swapped(FakeTensor, __format__=lambda fake, how: format(1.0, how) if fake.dim() == 0 else own(fake, how)),
         leaving_nothing(modules, [step, *tree_leaves(batch)], _parts(real, modules)),
         tracing(mode, values_known=True),
         torch.enable_grad(),
@@ -531,10 +522,6 @@ def noting_steps(optimizer: torch.optim.Optimizer | None, stepped: Callable[[int
         own(one, *args, **kwargs)
 
     own = torch.optim.Optimizer.zero_grad
-    hook = register_optimizer_step_pre_hook(steps)
-    torch.optim.Optimizer.zero_grad = frees
-    try:
+    with swapped(torch.optim.Optimizer, zero_grad=frees), contextlib.ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(steps).remove)
         yield
-    finally:
-        torch.optim.Optimizer.zero_grad = own
-        hook.remove()

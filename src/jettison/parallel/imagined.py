@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.capture.fakes import fake_copy
 from jettison.capture.sharded import managed_parameters, parameter_groups, sharded_modules
 from jettison.core.errors import UnsupportedModule
+from jettison.core.objects import swapped
 
 _PREFETCHED = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
 _SET_ON_GROUPS = (
@@ -141,14 +142,9 @@ class ImaginedReplica(nn.Module):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Forwards in here average nothing in their backwards; nothing is sent in any case."""
-        before, self._averages = self._averages, False
-        try:
-            yield
-        finally:
-            self._averages = before
+        return swapped(self, _averages=False)
 
     def _leave_buckets(self) -> None:
         """Gradients as a step begins are what is left of the last one's: buckets, of which there is no view."""
