@@ -241,22 +241,19 @@ class CaptureMode(TorchDispatchMode):
             return tensor
 
         pack.of_a_region = True  # type: ignore[attr-defined]
-        self.recorders.append(recorder)
-        hooks = _watch_modules(recorder)
-        try:
-            with (
-                torch.autograd.graph.saved_tensors_hooks(pack, unpack),
-                ReadingWatch(recorder),
-                self._states_watched(),
-                eagerly(lambda: self._refuse(CALLS_COMPILED)),
-                contextlib.nullcontext() if recorder.strict else self._hooks_may_be_off(recorder),
-            ):
-                yield
-        finally:
-            listening.clear()
-            self.recorders.pop()
-            for hook in hooks:
-                hook.remove()
+        with contextlib.ExitStack() as stack:
+            self.recorders.append(recorder)
+            stack.callback(self.recorders.pop)
+            stack.callback(listening.clear)
+            for hook in _watch_modules(recorder):
+                stack.callback(hook.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            stack.enter_context(ReadingWatch(recorder))
+            stack.enter_context(self._states_watched())
+            stack.enter_context(eagerly(lambda: self._refuse(CALLS_COMPILED)))
+            if not recorder.strict:
+                stack.enter_context(self._hooks_may_be_off(recorder))
+            yield
 
     def _refuse(self, problem: str) -> None:
         if not self.paused and self in _get_current_dispatch_mode_stack():  # not while a block is observed
@@ -311,8 +308,7 @@ def refuse_scripted(name: str, module: nn.Module) -> None:
         )
 
 
-def _watch_modules(recorder: OpRecorder) -> list[Any]:
-    hooks = []
+def _watch_modules(recorder: OpRecorder) -> Iterator[Any]:
     calls: dict[str, int] = {}
     for path, module in recorder.module.named_modules():
         if path == "":
@@ -333,9 +329,8 @@ def _watch_modules(recorder: OpRecorder) -> list[Any]:
             if recorder.strict or not _in_transform():
                 recorder.boundary(path, calls.get(path, 0), True, output)
 
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        hooks.append(module.register_forward_hook(after))
-    return hooks
+        yield module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        yield module.register_forward_hook(after)
 
 
 # functions that `torch.compile` returned ------------------------------------------------------------------------------

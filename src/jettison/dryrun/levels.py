@@ -89,11 +89,7 @@ def block_levels(
         start = counter.live_bytes
         held = sum(bytes_of(p.grad) for p in module.parameters() if p.grad is not None)
         counter.reset_peak()
-        given = given_to_block(leaves, shared)
-        args, kwargs = tree_unflatten(given, spec)
-        del given
-        box = [(args, kwargs)]
-        del args, kwargs
+        box = [tree_unflatten(given_to_block(leaves, shared), spec)]
         loss, stored = forward_alone(module, box)
         forward_peak = counter.peak_bytes - start
         torch.clear_autocast_cache()
@@ -398,16 +394,13 @@ def _over_blocks(
 
     for listener in (before, after):  # guards must not take them for a change of the model
         setattr(listener, "of_a_region", True)  # noqa: B010
-    modules = [trace.fake_model.get_submodule(name) for name in names]
-    hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
-    hooks += [m.register_forward_hook(after) for m in modules]
-    try:
+    with contextlib.ExitStack() as stack:
+        for region in regions:
+            stack.callback(region.remove)
+        for module in map(trace.fake_model.get_submodule, names):
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(after).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for region in reversed(regions):
-            region.remove()
 
 
 # blocks that cannot run on fake tensors: observed on real ones, and stood in for --------------------------------------
@@ -489,41 +482,25 @@ class StandIn:
         leaves, _ = call_signature(args, kwargs)
         # its levels are what it has for itself; what others get as well is alive as long as any of them needs it
         shared = tuple(leaves[p] for p in self.shared if isinstance(leaves[p], Tensor))
-        self.lasting = self._blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
-        held = self._blob(self.levels.resident_bytes - self.levels.lasting_bytes)
+        self.lasting = self.blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
+        held = self.blob(self.levels.resident_bytes - self.levels.lasting_bytes)
         group = self.planned.begin_group(moves=False) if self.compiled else None
         call = _StandInCall(self, held, group)
-        made = [self._blob(sent.nbytes) for sent in self.levels.sent if sent.place is None]
+        made = [self.blob(sent.nbytes) for sent in self.levels.sent if sent.place is None]
         there = self.levels.resident_bytes + sum(t.nbytes for t in made)
-        self._blob(self.levels.forward_peak_bytes - there - self.own[0])
+        self.blob(self.levels.forward_peak_bytes - there - self.own[0])
         output = stub_outputs(self.region, leaves, probe=call, held=shared)
         if group is not None:
-            self._send(call, group, made, (leaves, tree_leaves(output)))
+            ends = leaves, tree_leaves(output)
+            for sent in self.levels.sent:  # in their order: tensors of its own, arguments, results
+                tensor = made.pop(0) if sent.place is None else ends[sent.place[0]][sent.place[1]]
+                if sent.place is None or not tensor.is_leaf:  # what somebody holds in any case stays
+                    part = arrived(tensor)
+                    call.moved.append(group.engine.send(flat_bytes(part, 0, part.untyped_storage().nbytes()), group))
             group.end()
         return output
 
-    def _send(self, call: _StandInCall, group: Group, made: list[Tensor], ends: tuple[list[Any], list[Any]]) -> None:
-        """In their order: tensors of its own, arguments, results."""
-        for sent in self.levels.sent:
-            tensor = made.pop(0) if sent.place is None else ends[sent.place[0]][sent.place[1]]
-            if sent.place is None or not tensor.is_leaf:  # what somebody holds in any case stays
-                part = arrived(tensor)
-                call.moved.append(group.engine.send(flat_bytes(part, 0, part.untyped_storage().nbytes()), group))
-
-    def backward(self, call: _StandInCall) -> None:
-        """Run the backward of one call."""
-        if call.group is not None:
-            call.group.asked()
-        came = [moved.open() for moved in call.moved]
-        call.moved.clear()
-        self._blob(self.levels.backward_peak_bytes - self.own[1])
-        call.held.clear()  # its peak counts what is still held when it comes: gradients do not come on top of all of it
-        for p in call.trained:  # as they were in the forward: under FSDP unsharded ones
-            if p.grad is None:
-                p.grad = torch.empty_like(p)
-        del came
-
-    def _blob(self, nbytes: int) -> Tensor:
+    def blob(self, nbytes: int) -> Tensor:
         return torch.empty(max(0, nbytes), dtype=torch.uint8, device=self.device)
 
 
@@ -538,8 +515,17 @@ class _StandInCall:
     def forward(self, call: int) -> None:
         """Nothing to note."""
 
-    def backward(self, call: int) -> None:
-        self.of.backward(self)
+    def backward(self, _call: int) -> None:
+        if self.group is not None:
+            self.group.asked()
+        came = [moved.open() for moved in self.moved]
+        self.moved.clear()
+        self.of.blob(self.of.levels.backward_peak_bytes - self.of.own[1])
+        self.held.clear()  # its peak counts what is still held when it comes: gradients do not come on top of all of it
+        for p in self.trained:  # as they were in the forward: under FSDP unsharded ones
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+        del came
 
 
 def stand_in_for_opaque(

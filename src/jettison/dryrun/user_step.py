@@ -200,13 +200,13 @@ def observe(
 
     for batch in batches:
         watchers = [_Watcher(use) for use in uses]
-        hooks = []
-        for watcher, module in zip(watchers, modules, strict=True):
-            inner = inside_of_ddp(module)
-            hooks.append(inner.register_forward_pre_hook(watcher.before, with_kwargs=True))
-            hooks.append(inner.register_forward_hook(watcher.after))
+        hooks = contextlib.ExitStack()
+        for watcher, inner in zip(watchers, map(inside_of_ddp, modules), strict=True):
+            hooks.callback(inner.register_forward_pre_hook(watcher.before, with_kwargs=True).remove)
+            hooks.callback(inner.register_forward_hook(watcher.after).remove)
         try:
             with (
+                hooks,
                 standing_in(optimizer, copied),
                 _on_fakes(step, modules, batch, mode, real),
                 noting_steps(optimizer, stepped),
@@ -225,8 +225,6 @@ def observe(
                 "returns"
             ) from error
         finally:
-            for hook in hooks:
-                hook.remove()
             for module in modules:
                 module.zero_grad(set_to_none=True)
         if not any(watcher.calls for watcher in watchers):
