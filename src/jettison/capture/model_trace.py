@@ -69,23 +69,14 @@ class BlockClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """Properties of the training loop that memory depends on in addition to the model.
+    """Properties of the training loop that memory depends on in addition to the model."""
 
-    Args:
-        holds_output: it references the model's output until the end of the step.
-        gradients_held: parameters have gradients already when the forward starts.
-        check: share of recomputed values that the runtime will compare with the forward's.
-        elsewhere_bytes: on the device, outside of the step: other models, workspaces of libraries.
-        compile: compile settings of the blocks.
-        chunked_loss: its cross entropy runs in chunks of rows.
-    """
-
-    holds_output: bool = True
-    gradients_held: bool = False
-    check: str = "always"
-    elsewhere_bytes: int = 0
-    compile: CompileSettings | None = None
-    chunked_loss: bool = False
+    holds_output: bool = True  # it references the model's output until the end of the step
+    gradients_held: bool = False  # parameters have gradients already when the forward starts
+    check: str = "always"  # share of recomputed values that the runtime will compare with the forward's
+    elsewhere_bytes: int = 0  # on the device, outside of the step: other models, workspaces of libraries
+    compile: CompileSettings | None = None  # of the blocks
+    chunked_loss: bool = False  # its cross entropy runs in chunks of rows
 
 
 @dataclass(kw_only=True)

@@ -139,18 +139,13 @@ def _around_stubs(
 
 @dataclass(kw_only=True)
 class Judge:
-    """Peaks of one model's steps.
-
-    Args:
-        problem: reason why every step is dry-run completely; empty if steps are composed.
-        offers: by class of blocks, policies that may be requested, most likely first.
-    """
+    """Peaks of one model's steps."""
 
     trace: ModelTrace
     dry_step: DryStep
     pricing: Pricing
-    problem: str = "nobody asked for it"
-    offers: dict[str, list[CheckpointPolicy]] = field(default_factory=dict)
+    problem: str = "nobody asked for it"  # why every step is dry-run completely; empty if steps are composed
+    offers: dict[str, list[CheckpointPolicy]] = field(default_factory=dict)  # by class of blocks, most likely first
     _first: _Outline | None = None
     _pieces: dict[Hashable, StretchPiece] = field(default_factory=dict)
     _dying: dict[Label, dict[SharedKey, int]] = field(default_factory=dict)  # bytes of shared storages, by root

@@ -77,45 +77,30 @@ class _Shared:
 
 @dataclass(slots=True)
 class Stretch:
-    """One stretch of a step.
-
-    Args:
-        start: its first level.
-        live_bytes: when it begins.
-        lets_go: before which level, from its own first, it lets go of shared storages for the last time.
-        dead: shared storages that die in it, their bytes, and before which level.
-        freed: others that die in it and were made elsewhere: where (by number), bytes, and before which level.
-    """
+    """One stretch of a step. It counts levels from its own first, and says before which one something happens."""
 
     place: Place
-    start: int
-    live_bytes: int
-    lets_go: dict[SharedKey, int] = field(default_factory=dict)
-    dead: dict[SharedKey, tuple[int, int]] = field(default_factory=dict)
-    freed: list[tuple[int, int, int]] = field(default_factory=list)
+    start: int  # its first level
+    live_bytes: int  # when it begins
+    lets_go: dict[SharedKey, int] = field(default_factory=dict)  # level of the last letting go of a shared storage
+    dead: dict[SharedKey, tuple[int, int]] = field(default_factory=dict)  # bytes and level of shared ones that die here
+    freed: list[tuple[int, int, int]] = field(default_factory=list)  # of others made elsewhere: stretch, bytes, level
 
 
 class StretchTape:
-    """See the text above. One may record several steps; it has the last.
-
-    Attributes:
-        problem: why it cannot be cut; empty where it can.
-        names: of blocks, by call.
-        touched: by call, what it is given and returns, and as what.
-        end_bytes: alive when the step was over.
-    """
+    """See the text above. One may record several steps; it has the last."""
 
     def __init__(self) -> None:
-        self.problem = ""
+        self.problem = ""  # why it cannot be cut
         self.begin()
 
     def begin(self) -> None:
         """Forget what was recorded."""
         self.levels: list[int] = []
         self.stretches: list[Stretch] = []
-        self.names: list[str] = []
-        self.touched: list[dict[SharedKey, tuple[int, int]]] = []
-        self.end_bytes = 0
+        self.names: list[str] = []  # of blocks, by call
+        self.touched: list[dict[SharedKey, tuple[int, int]]] = []  # by call, what it is given and returns, and as what
+        self.end_bytes = 0  # alive when the step was over
         self._firsts: list[int] = []
         self._pasts: list[int] = []
         self._end = 0

@@ -114,24 +114,14 @@ class ModelCall:
 
 @dataclass(kw_only=True)
 class ModelUse:
-    """Calls of one model in a step.
-
-    Args:
-        in_flight: the most calls at a time whose saved tensors are there: between forward and backward, and behind a
-            backward that retained the graph.
-        adds_up: a forward begins when gradients of an earlier one are there.
-        backwards: what they are like, as `backward_kinds` says it.
-        gradients: that parameters had when an optimizer stepped or the step ended, fake.
-        unplanned: where else it is called with gradients, and runs without a plan: in transforms of `torch.func`, under
-            saved-tensor hooks.
-    """
+    """Calls of one model in a step."""
 
     calls: list[ModelCall] = field(default_factory=list)
-    in_flight: int = 0
-    adds_up: bool = False
-    backwards: set[str] = field(default_factory=set)
-    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    unplanned: set[str] = field(default_factory=set)
+    in_flight: int = 0  # most calls at a time with saved tensors: before a backward, or after one that retains them
+    adds_up: bool = False  # a forward begins when gradients of an earlier one are there
+    backwards: set[str] = field(default_factory=set)  # see `backward_kinds`
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # fake: as an optimizer steps or the step ends
+    unplanned: set[str] = field(default_factory=set)  # where it also runs, but without a plan
 
     @property
     def kinds(self) -> list[ModelCall]:
@@ -144,23 +134,19 @@ class ModelUse:
 
 @dataclass(frozen=True, kw_only=True)
 class SeenStep:
-    """Uses of each module in a step; numbers of the loop's optimizers that it runs itself; parameters that it leaves
-    with gradients.
-    """
+    """Observations of a step."""
 
-    uses: list[ModelUse]
-    inside: frozenset[int] = frozenset()
-    left: frozenset[nn.Parameter] = frozenset()
+    uses: list[ModelUse]  # of each module
+    inside: frozenset[int] = frozenset()  # numbers of the loop's optimizers that the step itself runs
+    left: frozenset[nn.Parameter] = frozenset()  # that had gradients when it was over
 
 
 @dataclass(kw_only=True)
 class Counted:
-    """Allocations of a step's run on fake tensors: see `AllocationCounter.stretches`; and ops, by the keys of their
-    prices.
-    """
+    """Allocations of a step's run on fake tensors."""
 
-    levels: list[tuple[str, list[int]]] = field(default_factory=list)
-    ops: dict[str, OpRequest] = field(default_factory=dict)
+    levels: list[tuple[str, list[int]]] = field(default_factory=list)  # without workspaces of kernels
+    ops: dict[str, OpRequest] = field(default_factory=dict)  # whose kernels may have some, by the keys of their prices
 
 
 def observe(

@@ -119,15 +119,10 @@ def _given(traces: Iterable[ModelTrace]) -> Iterator[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetVerdict:
-    """Whether plans fit, of one rank, or of several together.
+    """Whether plans fit, of one rank, or of several together."""
 
-    Args:
-        needs_bytes: the smallest budget under which all of them have plans.
-        refused: that one has none: arguments of its `Infeasible`.
-    """
-
-    needs_bytes: int
-    refused: dict[str, Any] | None = None
+    needs_bytes: int  # the smallest budget under which all of them have plans
+    refused: dict[str, Any] | None = None  # arguments of the `Infeasible` of one that has none
 
     @classmethod
     def fits(cls, minimum_budget_bytes: Iterable[int]) -> BudgetVerdict:

@@ -298,16 +298,11 @@ _CORES: Final = {f"{RECORD}.GptAttention": False, f"{RECORD}.LlamaAttention": Tr
 
 @dataclass(frozen=True)
 class ContextCore:
-    """A core whose rows meet the keys of all ranks.
-
-    Args:
-        core: of one rank, called with what is gathered.
-        fused: without a mask it is causal, and one kernel.
-    """
+    """A core whose rows meet the keys of all ranks."""
 
     context: Context
-    core: Callable[..., Tensor]
-    fused: bool
+    core: Callable[..., Tensor]  # of one rank, called with what is gathered
+    fused: bool  # without a mask it is causal, and one kernel
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *more: Any) -> Tensor:
         """As the core, with some rows of q, k and v."""
