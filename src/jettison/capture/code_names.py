@@ -123,9 +123,7 @@ _WIDE = {
 _WIDE_TOGETHER = {("sys", "modules"): Wide.MODULES, ("inspect", "stack"): Wide.FRAMES}
 _WIDE_BUILTINS = {**dict.fromkeys(("exec", "eval", "__import__"), Wide.MODULES), "globals": Wide.GLOBALS}
 
-
 # closures, defaults, and the globals that code names ------------------------------------------------------------------
-
 
 _LIBRARIES = (
     *("torch", "numpy", "jettison", "_pytest", "pytest", *named("packages")),
@@ -297,7 +295,6 @@ def _library_folders() -> tuple[Path, ...]:
 # walk does so, the walk includes all data that can be reached that way: of the program's own modules, of the function's
 # package, of modules that a string in it names; of libraries, only attributes that code sets on objects that it names
 # (`library_owners`), and on threads and loggers.
-
 
 NEVER_INSIDE = (type, types.FrameType, types.CodeType, types.FunctionType, types.BuiltinFunctionType)
 WHEREVER = (Wide.FRAMES, Wide.OBJECTS, Wide.SUBCLASSES)

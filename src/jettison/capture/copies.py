@@ -31,7 +31,6 @@ from jettison.core.errors import JettisonError, UnsupportedModule
 # The walk asks the garbage collector for the referents of an object, and runs no code of the object's class:
 # `__getattr__` may forward each name, `__class__` may be a property, `items()` may raise.
 
-
 _COPIED_AS_IS = frozenset((*PLAIN, range, type(Ellipsis), type(NotImplemented)))
 _NEVER_COPIED = (type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref)
 """Types that `copy.deepcopy` treats as constants."""

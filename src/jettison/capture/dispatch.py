@@ -32,7 +32,6 @@ from jettison.core.objects import swapped
 # purely fake trace can take a path that training never takes. `RealUntilFake` keeps ops whose arguments are all real on
 # real tensors (ids, masks, position tables); ops with any fake argument (weights, hidden states) are fake.
 
-
 WHICH_DEVICE = torch.ops.prim.device.default
 """Every other call of a dry run; answered first, without dispatching to the modes below."""
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -173,7 +172,6 @@ def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
 
 
 # events for recorders -------------------------------------------------------------------------------------------------
-
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 
@@ -334,7 +332,6 @@ def _watch_modules(recorder: OpRecorder) -> Iterator[Any]:
 
 
 # functions that `torch.compile` returned ------------------------------------------------------------------------------
-
 
 CALLS_COMPILED = "it calls a function that torch.compile has made, whose ops are others than those of its Python"
 

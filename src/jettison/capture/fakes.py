@@ -424,7 +424,6 @@ _CORRECTIONS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
 }
 """By operator: the result of the CPU's kernel, from (arguments, keywords, the fake kernel's result)."""
 
-
 _TRUTH = "_jettison_truth"
 _LOGIC: dict[str, Any] = {"aten::any": any, "aten::all": all, "aten::mul": all, "aten::bitwise_and": all}
 _LOGIC |= {"aten::logical_and": all, "aten::logical_or": any, "aten::bitwise_or": any, "aten::clone": all}

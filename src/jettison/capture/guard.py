@@ -44,7 +44,6 @@ _wants, _content = attrgetter("requires_grad"), attrgetter("cell_contents")
 _PRIVATE = frozenset(("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
-
 Setting = tuple[Same[Any], Any]
 """(the table, or the class that it is of; key)."""
 

@@ -5,15 +5,13 @@
 
 NOTE [ No user code runs ]
 A user's class may count its lookups, raise in ``__iter__``, forward each name to another object, or claim to be another
-class (``__class__``). Reading state runs none of that: kinds are told by `type`, containers are read by the methods of
-the builtin type that they derive from, and attributes by C's descriptors.
+class (``__class__``). So kinds are told by `type`, containers are read by the methods of the builtin type that they
+derive from, and attributes by C's descriptors.
 
 NOTE [ Set aside ]
-No table of Python's holds the state of C objects: the memory of a buffer, iterators, files, contexts of `decimal`. Some
-of it can be written back. The rest is set aside before a run that must change nothing: wherever Python holds an
-iterator or another object with hidden C state, the run finds a copy; instead of a file that is open for writing it
-finds a file in memory; and if nothing can be copied, as with a generator, it finds an `Untouchable`, which refuses by
-name before anything changes. See `Reach.set_aside`.
+State of C objects is in no table of Python's: the memory of a buffer, iterators, files, contexts of `decimal`. If it
+cannot be written back, the object is set aside before a run that must change nothing: the run finds a copy of it, a
+file in memory for one that is open for writing, or an `Untouchable`, which refuses by name before anything changes.
 """
 
 from __future__ import annotations
@@ -733,7 +731,6 @@ def _arguments(key: Any, mark: Any, *, typed: bool) -> tuple[tuple[Any, ...], di
 _RESULT = "the result"
 _TAKES_ANYTHING: Callable[..., Any] = lambda *_args, **_kwargs: "the result"  # noqa: E731
 _TAKES_NOTHING: Callable[..., Any] = lambda: None  # noqa: E731
-
 
 # C state that can be written back -------------------------------------------------------------------------------------
 

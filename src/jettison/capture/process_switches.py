@@ -46,7 +46,6 @@ KERNEL_SWITCHES: tuple[Switch, ...] = (
 )
 """Switches that choose kernels, their precision, or the order of their sums."""
 
-
 _handler: Callable[[int], Any] = sys.modules["_signal"].getsignal  # `signal` makes an enum of each
 _SIGNALS = tuple(map(int, signal.valid_signals()))
 

@@ -6,18 +6,15 @@ and some values refer to (its kinds: `kinds.KINDS`), so that changes by a run ca
 fake tensors must leave no trace.
 
 NOTE [ What code cannot name ]
-A model may hold a vocabulary of 100,000 entries that its forward never reads. An attribute is reached by its name, so
-if no code on the walk reads that name, the attribute cannot be reached by that code. A container of more than `MANY`
-entries in such an attribute is not walked. That only holds if all code is known: if a class has a library's methods,
-whose names are not collected, or some code computes names (`_BY_ANY_NAME`), every container is walked. That costs a
-comparison of identities in C, and only values that can change are entered: plain values and tuples of them cannot
-(`worth_a_look`).
+A model may hold a vocabulary of 100,000 entries that its forward never reads. A container of more than `MANY` entries
+is not walked if no code on the walk reads the name of its attribute, unless a class has a library's methods, whose
+names are not collected, or some code computes names (`_BY_ANY_NAME`). A walk compares identities in C, and enters only
+values that can change: not plain values, nor tuples of them (`worth_a_look`).
 
 NOTE [ Code of libraries ]
 An object of `networkx` leads through the methods of its class to all of networkx, and from there to all of sympy. The
-user's own state is walked completely; so is that of the packages that the model's modules come from. Code of any other
-installed package is followed call by call, nearest first, and no further once `MOST_OF_LIBRARIES` values were reached
-through it. A library's objects in the user's state count as the user's.
+state of the user's code, and of the packages of the model's modules, is walked completely. Code of other installed
+packages is followed call by call, nearest first, until `MOST_OF_LIBRARIES` values were reached through it.
 """
 
 from __future__ import annotations
@@ -311,9 +308,9 @@ class Reach:
             self._waiting.append((value, depth))
 
     def _attributes_later(self, owner: Any, attributes: dict[str, Any], depth: int) -> None:
-        knows_all = all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in type(owner).__mro__)
+        bases = type(owner).__mro__  # whose methods are walked, or known
         for name, value in list(attributes.items()):
-            if knows_all and _has_many(value):
+            if _has_many(value) and all(c.__module__ in _KNOWN_BASES or not is_foreign(c.__module__) for c in bases):
                 self._unnamed.append((name, value, depth))
             else:
                 self._later(value, depth)

@@ -246,7 +246,6 @@ def layout_of(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 # therefore never mistaken for its base. An in-place write gives the storage a new version, which is a new buffer:
 # earlier saves and reads refer to the old one.
 
-
 ONLY_DENSE = "only dense tensors can be recorded: pad nested ones (to_padded_tensor), or train without a plan"
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -403,7 +402,6 @@ class BufferTape:
 
 
 # recorder ------------------------------------------------------------------------------------------------------------
-
 
 BY_HAND = "it moves torch's random generator by hand (a seed, a saved state, fork_rng)"
 _GUESSED = "it decides by values that are not known before it runs"

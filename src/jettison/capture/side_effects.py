@@ -131,7 +131,6 @@ def _registered() -> tuple[int, ...]:
 #
 # Temporary files may be made, and files that Python and compilers write while they import and compile may stay.
 
-
 _ALLOWED = (
     *("importlib.", "tempfile.", "torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.", "linecache."),
 )

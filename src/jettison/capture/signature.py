@@ -155,7 +155,6 @@ def _copied(leaf: Any, tensors: Callable[[Tensor], Tensor], memo: dict[int, Any]
 
 # arguments beyond their types: equal values for those that a forward cannot tell apart --------------------------------
 
-
 DEEPEST = 8
 MOST_BYTES = 4096  # of an array that is compared by its values
 

@@ -558,7 +558,6 @@ def _like(leaf: Any, mode: FakeTensorMode) -> Any:
 # reads a tensor of another block's graph from a side store cannot be run alone. Their ops belong to the surrounding
 # region. If the code around the blocks decides by values, the smallest module that does so becomes a region itself.
 
-
 VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 

@@ -6,9 +6,8 @@ more, the difference is workspace that kernels allocate and free inside one call
 `measure_ops` (in `op_costs.py`) measures it, and the counter adds it through its `workspace` argument.
 
 NOTE [Following a storage to its death]. `Tensor.untyped_storage()` always returns the same Python object for one C++
-storage, and while C++ holds the storage that object is preserved with its weak references intact. A weak reference to
-it therefore fires when the last owner goes, whether Python, a saved variable of the graph or a gradient buffer of the
-engine. A weak reference to the *tensor* would not do: a saved variable re-wraps the storage in a new tensor.
+storage, which lives as long as that. A weak reference to it therefore fires when the last owner goes, whether Python, a
+saved variable of the graph, which re-wraps the storage in a new tensor, or a gradient buffer of the engine.
 
 NOTE [Accumulating in place]. Where several branches meet, the engine adds gradients in place if it holds the last
 reference, but never under a dispatch mode, where it calls `add` out of place. The counter would see one buffer too
@@ -452,7 +451,6 @@ def quiet_gc() -> Iterator[None]:
 # Tensors made of numbers in ops with tensors, as in ``x * 0.5``: 8 bytes on the CPU, which no operator allocates and no
 # saved-tensor hook sees. A factor stays until its node of autograd has run; if a graph is freed without a backward,
 # nothing reports it, and its factors stay counted.
-
 
 NO_NODE = -2
 _KEPT = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)  # for the gradient of the other factor

@@ -37,7 +37,6 @@ _MASKS = (torch.bool, torch.uint8)
 _BY_MASK = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _PUTS = (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default)
 
-
 # arguments ------------------------------------------------------------------------------------------------------------
 
 

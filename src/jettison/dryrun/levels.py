@@ -405,7 +405,6 @@ def _over_blocks(
 
 # blocks that cannot run on fake tensors: observed on real ones, and stood in for --------------------------------------
 
-
 RANDOM_RUNS = 4
 
 

@@ -6,10 +6,9 @@ stand-in tensors: here if its kernel is known to be safe on made-up values, else
 
 NOTE [ Every workspace is known ]
 Seconds may be estimated, bytes may not: a budget is a promise. So every distinct request runs once for its workspace,
-whatever that takes, but for large elementwise calls of which smaller ones were seen to take nothing. The deadline
-bounds only the repetitions that make seconds precise; only ops that may be recomputed have those. Where a kernel cannot
-be run its workspace is bounded by the bytes of what it reads and writes (for a convolution: by the unfolded columns),
-and `OpPrice.problem` has the reason.
+except large elementwise calls of which smaller ones took nothing. The deadline bounds only the repetitions that make
+the seconds of recomputed ops precise. If a kernel cannot be run, its workspace is bounded by the bytes that it reads
+and writes (for a convolution: by the unfolded columns), and `OpPrice.problem` has the reason.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class OpPrice:
 
 UNPRICED = OpPrice(seconds=None, workspace_bytes=0)
 ROUGH = replace(UNPRICED, rough=True)
-
 
 _KNOWN: dict[tuple[int, str], OpPrice] = {}
 """Prices of this process, by threads and key: workspaces depend on the number of threads."""

@@ -5,11 +5,10 @@ block is entered and left, in backward by the node of autograd that an operator 
 made it. What an operator finds freed was freed by the stretch before it.
 
 NOTE [ Who lets go of a block's tensors ]
-Most storages die in the stretch that made them, or in the backward of the same call. What goes from block to block is
-held by several: a hidden state by the block that made it and by the one that it is given to, a mask by all that get it.
-It dies with the last of them, so that the stretch of its death depends on what others keep. For these storages, which
-are arguments or results of calls, the tape also notes how many hold them: the level before which a count goes down for
-the last time in a stretch is where that stretch lets go. The stretch that lets go last is where the storage dies.
+Most storages die in the stretch that made them, or in the backward of the same call. Arguments and results of calls are
+held by several: a hidden state by the block that made it and by the one that gets it, a mask by all that get it. The
+stretch of their death depends on what others keep. So the tape notes how many hold them: the level before which a count
+goes down for the last time in a stretch is where that stretch lets go; where the last one does, the storage dies.
 """
 
 from __future__ import annotations

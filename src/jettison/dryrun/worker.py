@@ -26,7 +26,6 @@ SILENCE_SECONDS = 60.0  # for any other one
 MOST_WORKERS = 8
 _START = "from jettison.dryrun.worker import serve; serve()"
 
-
 TravellingCall = tuple[tuple[str, str, str], tuple[Any, ...], dict[str, Any]]
 """A request as it travels: namespace, name and overload of its operator, arguments, keyword arguments."""
 

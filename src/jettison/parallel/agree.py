@@ -7,10 +7,9 @@ the same: digests of 32 bytes, compared on their way up a tree of ranks (NOTE [ 
 differ, one rank of each of the two largest groups says what its digest was made of, so that the region can be named.
 
 A rank takes its groups in the order of their ranks, as all do, so that no two wait for each other. It has its plan from
-the group whose first rank is the lowest, and hands it out in those where it is the first itself.
-
-Ranks that share parameters only by the first step (FSDP2 may come after the plan) are compared as that step begins.
-Shapes are not compared: a dim that does not divide is sharded unevenly, and DTensor pads on some ranks only.
+the group whose first rank is the lowest, and hands it out in those where it is the first itself. Ranks that share
+parameters only by the first step (FSDP2 may come after the plan) are compared as that step begins. Shapes are not
+compared: a dim that does not divide is sharded unevenly, and DTensor pads on some ranks only.
 
 NOTE [ One refusal ]
 A rank that alone has no plan would ask again with another budget alone, and wait for ranks at their first step. So a

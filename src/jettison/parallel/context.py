@@ -15,10 +15,8 @@ one plan is for all ranks and all compute the same things again.
 
 NOTE [ Causal rows ]
 Rows of causal attention that begin somewhere in the sequence are ops of their own, `jettison::causal_rows` and
-`jettison::causal_rows_backward`: one fused kernel's forward, and its backward. A recording sees ops and shapes, and
-what a kernel has to read hangs on where a rank's rows begin. As one op over whole keys it has the same shapes on all
-ranks, so that one plan is for all of them; where they begin is a constant. What a kernel takes inside the op is priced
-as every kernel's workspace is.
+`jettison::causal_rows_backward`: one fused kernel's forward, and its backward. What the kernel reads depends on where a
+rank's rows begin; as one op over whole keys it has the same shapes on all ranks, so that one plan is for all of them.
 
 b micro-batch · a heads · k key-value heads · n (m: of a kernel) rows at hand · s = nc sequence · d head dim · c ranks.
 """
@@ -288,7 +286,6 @@ def _flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) ->
 # `known_models` knows the layers: there the core is a function that the configuration names, and ours is registered
 # (`AttentionInterface.register`). A model is then called with this rank's tokens and their positions (`Context.take`,
 # `Context.positions`), and with labels that were shifted before they were taken.
-
 
 NAME: Final = "jettison_context"
 """Name of the function among transformers' attention functions."""

@@ -363,7 +363,6 @@ class VocabularyParallel(Style):
 # The note hangs on the tensor, so nothing outlives the forward. A product that gets something else than what was
 # gathered (a part of it, a cast) finds no note and saves what it got, as torch does: more bytes, same gradients.
 
-
 _NOTE = "_jettison_gathered"
 
 
