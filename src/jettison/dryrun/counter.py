@@ -64,15 +64,6 @@ _STATE = "generator state"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByteMark:
-    """One named point of a step: bytes live there, and the peak since the previous mark."""
-
-    name: str
-    live_bytes: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class AllocationEvent:
     """A storage's allocation (positive) or free (negative), the operator that returned it, and bytes live afterwards.
 
@@ -146,7 +137,6 @@ class AllocationCounter(TorchDispatchMode):
         self._tape = tape
         self._live_bytes = 0
         self._peak_bytes = 0
-        self._mark_peak_bytes = 0
         self._events: list[AllocationEvent] | None = [] if record_events else None
         self._phase = ""
         self._fakes: QuickFakeMode | None = None  # if only its modes are below
@@ -229,14 +219,7 @@ class AllocationCounter(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Restart the peak from the bytes that are live now."""
         self._settle()
-        self._peak_bytes = self._mark_peak_bytes = self._live_bytes
-
-    def mark(self, name: str) -> ByteMark:
-        """Return bytes live now and the peak since the last mark; `peak_bytes` is untouched."""
-        self._settle()
-        mark = ByteMark(name=name, live_bytes=self._live_bytes, peak_bytes=self._mark_peak_bytes)
-        self._mark_peak_bytes = self._live_bytes
-        return mark
+        self._peak_bytes = self._live_bytes
 
     def __enter__(self) -> Any:
         self._resize, self._get_state = torch.UntypedStorage.resize_, torch.get_rng_state
@@ -426,7 +409,6 @@ class AllocationCounter(TorchDispatchMode):
     def _raise_peak(self, live_bytes: int) -> None:
         self._note(live_bytes)
         self._peak_bytes = max(self._peak_bytes, live_bytes)
-        self._mark_peak_bytes = max(self._mark_peak_bytes, live_bytes)
 
     def _note(self, live_bytes: int) -> None:
         if self._tape is not None:

@@ -147,7 +147,7 @@ class _Counter(AllocationCounter):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _raise_peak(self, live_bytes: int) -> None:
-        if self._sending and live_bytes > self._mark_peak_bytes:
+        if self._sending and live_bytes > self._peak_bytes:
             before, self._sending = self._live_bytes, False
             self._wait()
             live_bytes -= before - self._live_bytes

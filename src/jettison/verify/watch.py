@@ -196,8 +196,9 @@ class CountingMeter(LoopMeter):
     def step(self) -> tuple[int, int | None]:
         self._steps += 1
         self._counter.step = self._steps
-        mark = self._counter.mark("step")
-        return mark.live_bytes, mark.peak_bytes
+        peak_bytes = self._counter.peak_bytes
+        self._counter.reset_peak()
+        return self._counter.live_bytes, peak_bytes
 
     def survivors(self) -> tuple[Survivor, ...]:
         """Survivors by the line of the program that made them."""
