@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, cast
 
+import numpy
 import torch
 
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -62,17 +63,6 @@ def _folder() -> str | None:
     with contextlib.suppress(OSError):  # it has been deleted
         return os.getcwd()
     return None
-
-
-def _numpy() -> tuple[Any, Any] | None:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else (numpy.geterr(), numpy.get_printoptions())
-
-
-def _set_numpy(wanted: tuple[Any, Any] | None) -> None:
-    if wanted is not None:
-        sys.modules["numpy"].seterr(**wanted[0])
-        sys.modules["numpy"].set_printoptions(**wanted[1])
 
 
 Environment = tuple[dict[Any, Any], dict[bytes, bytes]]
@@ -156,7 +146,8 @@ PROCESS_SWITCHES: tuple[Switch, ...] = (
         lambda was: torch.set_anomaly_enabled(*was),
     ),
     (lambda: dict(vars(torch._tensor_str.PRINT_OPTS)), lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was)),
-    (_numpy, _set_numpy),
+    (numpy.geterr, lambda was: numpy.seterr(**was)),
+    (numpy.get_printoptions, lambda was: numpy.set_printoptions(**was)),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (sys.getswitchinterval, sys.setswitchinterval),
     (gc.get_threshold, lambda was: gc.set_threshold(*was)),
@@ -195,8 +186,7 @@ def _set_limits(wanted: dict[int, tuple[int, int]]) -> None:
 
 
 def _set_lines(wanted: dict[Any, Any]) -> None:
-    for name in linecache.cache.keys() - wanted.keys():
-        del linecache.cache[name]
+    linecache.cache.clear()
     linecache.cache.update(wanted)
 
 
