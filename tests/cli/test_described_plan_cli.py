@@ -65,6 +65,22 @@ def test_a_plan_that_cannot_surely_fit_a_gpu_is_made_and_marked(capsys: pytest.C
     assert 0.99 * usable < device["expected"] <= usable < device["high"]
 
 
+def test_the_smallest_plan_is_made_where_its_low_end_may_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its modelled bytes are above usable memory, as a ledger may be that is too close to call."""
+    asked = ["plan", "gemma3-1b", "--zero", "0", "--dp", "4", "--gpu", "a100-40gb", "--format", "json"]
+    assert run([*asked, "--seq", "8192"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    least = found["minimum_budget_bytes"]
+    assert found["verdict"] == "too close to call"
+    assert hardware("a100-40gb").usable_bytes > least == found["budget_bytes"] == found["predicted"]["peak_bytes"]
+    assert "no plan of this run takes less" in found["warnings"][-1]
+    ledger = ["ledger", *asked[1:], "--seq", "8192", "--recompute", "auto"]
+    assert run(ledger) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "too close to call"
+    assert run([*asked, "--seq", "9000"]) == 3
+    assert "the smallest feasible budget is" in capsys.readouterr().err
+
+
 def test_plan_decides_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "llama3-8b", "--budget", "100GiB", "--recompute", "full"]) == 2
     assert "plan decides" in capsys.readouterr().err

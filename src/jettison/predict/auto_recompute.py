@@ -17,7 +17,7 @@ from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
 from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.predict.ranges import FitBudget, FitRule, fit_budgets
+from jettison.predict.ranges import FitBudget, FitRule, fit_budgets, most_bytes
 from jettison.predict.stage_choice import StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Staying, kept_by
@@ -226,10 +226,10 @@ TRIED: Final = 6
 
 
 def choose_within(run: Run, limit: Limit, hardware: Hardware, *, host_budget_bytes: int | None = None) -> AutoForecast:
-    """Choose within a budget; for a GPU within the first of `fit_budgets` with a choice.
+    """Choose within a budget; for a GPU within the first of `fit_budgets` with a choice, else the smallest that may fit.
 
     Raises:
-        Infeasible, UsageError: see `choose`; for a GPU, of bytes that may fit.
+        Infeasible, UsageError: see `choose`; for a GPU, where even the low end of the smallest choice does not fit.
     """
     *surer, last = fit_budgets(run, limit)
     stages: Stages = {}
@@ -241,7 +241,15 @@ def choose_within(run: Run, limit: Limit, hardware: Hardware, *, host_budget_byt
     for budget in surer:
         with suppress(Infeasible):
             return chosen(budget)
-    return chosen(last)
+    try:
+        return chosen(last)
+    except Infeasible as refused:
+        smallest = refused.minimum_budget_bytes
+        if limit.device_bytes is None or smallest > most_bytes(
+            run, run.layout, usable_bytes=limit.device_bytes, budget_bytes=limit.budget_bytes
+        ):
+            raise
+        return chosen(replace(last, nbytes=smallest))
 
 
 def choose_with_whole(

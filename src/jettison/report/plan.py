@@ -145,7 +145,9 @@ class ForecastPlan:
             found.append("layers are compiled: seconds are of fused kernels, kept bytes of what layers save uncompiled")
         if self.verdict is FitVerdict.CLOSE and self.limit is not None and self.limit.gpu:
             needs, gpu = self.figures.needs, self.limit.gpu
-            surer = f"a smaller --budget is surer, from {format_bytes(self.choice.minimum_budget_bytes)}"
+            least = self.choice.minimum_budget_bytes
+            lower = f"a smaller --budget is surer, from {format_bytes(least)}"
+            surer = lower if least < self.choice.forecast.peak_bytes else "no plan of this run takes less"
             found.append(f"whether this plan fits {gpu} is {self.verdict}: it needs {needs}; {surer}")
         return tuple(found)
 
