@@ -195,6 +195,18 @@ def test_presets_that_reduce_in_fp32_after_the_last_micro_batch_are_searched(pre
         assert one.seconds.step == pytest.approx(step, rel=1e-9), one.candidate.flags
 
 
+def test_gradients_reduced_last_are_searched_where_a_ledger_takes_them() -> None:
+    """A flag is asked of every layout; a preset's is of layouts without pipelines."""
+    asked = SearchRequest(seq=256, zero="3", gradient_sync="last", cp="1", recompute="none")
+    setups = asked.space(LLAMA, A100, gpus=4, global_batch=16).setups
+    assert {setup.layout.pp for setup in setups} == {1}
+    for setup in setups:
+        assert resolve(LLAMA, as_typed(setup, gradient_sync="last")).run.layout.gradient_sync == "last"
+    of_preset = replace(asked, gradient_sync=None, like="huggingface").space(LLAMA, A100, gpus=4, global_batch=16)
+    words = {setup.layout.pp: str(setup.layout.gradient_sync) for setup in of_preset.setups if setup.layout.dp > 1}
+    assert words == {1: "last", 2: "each"}
+
+
 # what a framework can run ---------------------------------------------------------------------------------------------
 
 

@@ -360,8 +360,8 @@ class Space:
             for ep in self._expert_ranks(dp * cp):
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
                     grouped = {**of_template, **(self.over_shards if pp == ep == 1 else {})}
-                    when = self.over_shards.get("gradient_sync", own.gradient_sync)
-                    grouped["gradient_sync"] = when if pp == 1 else GradientSync.EACH
+                    if "gradient_sync" in self.over_shards:  # the preset's; a flag's is refused with stages instead
+                        grouped["gradient_sync"] = self.over_shards["gradient_sync"] if pp == 1 else GradientSync.EACH
                     for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # one rank shards nothing
                         try:
                             layout = Layout(
