@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -462,7 +463,7 @@ def test_llama_70b_on_64_h100_is_quick() -> None:
     assert 0.3 < best.seconds.mfu < 0.65
     assert best.figures.peak_bytes > 0.9 * best.limit_bytes  # there is something to do with the rest
     steps = [found.seconds.step for found in report.answer.ranked]
-    assert steps == sorted(steps)
+    assert all(one <= 1.01 * other for one, other in pairwise(steps))  # within one per cent by slack
     peaks = [found.needed_bytes for found in report.answer.front]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == len(peaks)

@@ -154,6 +154,20 @@ def test_a_searched_peak_is_the_ledgers() -> None:
     assert best.figures.peak_bytes != forecast(upcast).peak_bytes
 
 
+def test_inputs_of_adapters_have_gradients_where_a_candidate_recomputes() -> None:
+    """As `ledger` and `--explain` have it: PEFT asks for them with checkpoints alone, and a flag decides for all."""
+    for asks in (None, True, False):
+        asked = SearchRequest(lora="r=8", tp="1", pp="1", cp="1", zero="0", micro_batch="1", input_gradients=asks)
+        whole = asked.space(LLAMA, A100, gpus=1, global_batch=2)
+        (setup,) = whole.setups
+        for word in ("none", "full"):
+            typed = resolve(LLAMA, as_typed(setup, lora="r=8", recompute=word, input_gradients=asks)).run
+            run = setup_run(setup, whole.template, typed.recompute)
+            assert (run.model, run.tuning) == (typed.model, typed.tuning)
+            assert forecast(run).peak_bytes == forecast(typed).peak_bytes
+            assert run.model.layers[0].detached is not (word == "full" if asks is None else asks)
+
+
 def test_candidates_with_another_loss_are_not_taken_for_each_other() -> None:
     """What a journal knows of one is not an answer to the other, although their templates are the same."""
     one, other = (

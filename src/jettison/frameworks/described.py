@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jettison.core.objects import renamed
 from jettison.cost.execution import execution_of
 from jettison.cost.matmul import op_seconds
 from jettison.frameworks.policy import Cost, Decision, LayerAction, LayerPolicy, Subject
@@ -12,6 +13,7 @@ from jettison.ledger.program import Op
 from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.ranges import figures
+from jettison.predict.run_fields import RunRequest
 from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
 from jettison.spec.recompute import Mode, Recompute
@@ -145,6 +147,6 @@ def subject_of(choice: AutoForecast, document: dict[str, object], model: str) ->
         segments=choice.segments,
         described=choice,
         predicted=predicted if isinstance(predicted, dict) else {},
-        asked=made_by if isinstance(made_by, dict) else {},
+        asked=renamed(RunRequest, made_by) if isinstance(made_by, dict) else {},
         expected_ratio=1.0 if expected is None else expected.expected / choice.step_seconds,
     )

@@ -226,7 +226,7 @@ TRIED: Final = 6
 
 
 def choose_within(run: Run, limit: Limit, hardware: Hardware, *, host_budget_bytes: int | None = None) -> AutoForecast:
-    """Choose within a budget; for a GPU within the first of `fit_budgets` with a choice, else the smallest that may fit.
+    """Choose within a budget; for a GPU within the first of `fit_budgets` with a choice, else the least that may fit.
 
     Raises:
         Infeasible, UsageError: see `choose`; for a GPU, where even the low end of the smallest choice does not fit.

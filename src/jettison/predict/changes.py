@@ -134,7 +134,7 @@ def _changes(run: Run) -> Iterator[_Setting]:
 
 
 def _with_recompute(run: Run, *, mode: Recompute) -> Run:
-    return replace(run, recompute=mode)
+    return run.recomputed(mode)
 
 
 def _offloading(run: Run) -> Run:

@@ -29,7 +29,7 @@ from jettison.spec.frameworks import rule, software
 from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss, Scans, workspaces
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
-from jettison.spec.model import SECOND, AnyLayer, Layer, ModelSpec, Pooling, RecordedLayer
+from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.model_variants import with_mtp, with_products
 from jettison.spec.precision import Adding, Gradients, Precision, optimizer, precision
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
@@ -161,8 +161,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         assert isinstance(first, Layer), "recorded models are refused adapters"
         narrow = tuning.upcast is Upcast.NORMS and model.embedding_norm is None
         if narrow or not tuning.inputs_need_gradients:
-            detached = not tuning.inputs_need_gradients
-            model = replace(model, layers=tuple(_starting(model.layers, narrow=narrow, detached=detached)))
+            model = model.starting(narrow=narrow, detached=not tuning.inputs_need_gradients)
         refuse_idle(model, tuning)
     gradients = _gradients(request.gradients, kernels)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
@@ -396,16 +395,8 @@ def _tuning(request: RunRequest) -> Tuning | None:
         upcast=_word(Upcast, request.kbit_upcast, "kbit-upcast", Upcast.NONE),
         base=_word(Base, request.base, "base", Base.PLAIN),
         inputs_need_gradients=given_or(request.input_gradients, given_or(request.recompute, "none") != "none"),
+        by_recompute=request.input_gradients is None,
     )
-
-
-def _starting(layers: Sequence[AnyLayer], *, narrow: bool, detached: bool) -> Iterator[AnyLayer]:
-    """Yield layers, with changes to the first of each stack."""
-    before: bool | None = None
-    for layer in layers:
-        assert isinstance(layer, Layer)
-        yield layer if layer.source is before else replace(layer, narrow=narrow, detached=detached)
-        before = layer.source
 
 
 def _check_upcast(run: Run) -> None:

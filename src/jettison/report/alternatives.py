@@ -162,7 +162,7 @@ def _options(found: Estimate) -> Iterator[RecomputeOption]:
         modes.append(Recompute(offload=True))
     current = run.recompute
     for mode in modes if current in modes else [current, *modes]:
-        other = replace(run, recompute=mode)
+        other = run.recomputed(mode)
         timed = found if mode == current else estimate(other, found.hardware, execution=found.execution)
         peak = forecast(other).peak_bytes
         limit = Limit(nbytes=available_bytes(found.hardware, other), device_bytes=found.hardware.usable_bytes)

@@ -314,7 +314,7 @@ def _modes(run: Run) -> Changes:
     named: dict[Recompute, str] = {}
     for word, recompute in modes:
         named.setdefault(recompute, f"--recompute {word}")
-    return {word: partial(replace, run, recompute=recompute) for recompute, word in named.items()}
+    return {word: partial(run.recomputed, recompute) for recompute, word in named.items()}
 
 
 def _sequence_parallelism(run: Run) -> Changes:

@@ -87,7 +87,7 @@ class ZeroBuckets:
                 ``trainer_config_finalize``).
 
         Raises:
-            UsageError: an unknown name, or a value that is not a number of elements.
+            UsageError: an unknown name, one given twice, or a value that is not a number of elements.
         """
         if text == "none":
             return None
@@ -96,9 +96,9 @@ class ZeroBuckets:
         for item in () if text == "default" else text.split(","):
             name, _, word = item.partition("=")
             name, value = name.replace("-", "_"), auto.get(name, -1) if word == "auto" else _elements(word)
-            if name not in cls.__slots__ or value < 0 or (name == "reduce" and value == 0):
+            if name not in cls.__slots__ or name in found or value < 0 or (name == "reduce" and value == 0):
                 raise UsageError(
-                    f"got --zero-buckets {short(text)}; expected default, none, or numbers of elements such as "
+                    f"got --zero-buckets {short(text)}; expected default, none, or each number of elements once, as in "
                     "live=1e9,reuse=1e9,prefetch=auto,persist=auto,reduce=5e8"
                 )
             found[name] = value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -719,6 +719,15 @@ class ModelSpec:
     def depth(self) -> int:
         """Number of layers L with MTP layers."""
         return len(self.layers)
+
+    def starting(self, **changes: bool) -> ModelSpec:
+        """Copy with changes to the first layer of each stack, none of which is a recorded one."""
+        stacks = (
+            list(stack) for _, stack in groupby(self.layers, lambda layer: isinstance(layer, Layer) and layer.source)
+        )
+        return replace(
+            self, layers=tuple(layer for first, *rest in stacks for layer in (replace(first, **changes), *rest))
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

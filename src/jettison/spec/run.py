@@ -146,6 +146,23 @@ class Run:
     def __post_init__(self) -> None:
         check_run(self)
 
+    def recomputed(self, recompute: Recompute) -> Run:
+        """Copy with another recomputation, and with the gradients of adapters' first inputs that it brings."""
+        return replace(self.starting_as(recompute), recompute=recompute)
+
+    def starting_as(self, recompute: Recompute) -> Run:
+        """Run whose first layers' inputs have gradients if those of adapters have under this recomputation."""
+        needs, tuning = recompute.mode is not Mode.NONE, self.tuning
+        follows = tuning is not None and tuning.by_recompute and tuning.inputs_need_gradients != needs
+        return self._with_other_start if follows else self
+
+    @cached_property
+    def _with_other_start(self) -> Run:
+        assert self.tuning is not None
+        needs = not self.tuning.inputs_need_gradients
+        tuning = replace(self.tuning, inputs_need_gradients=needs)
+        return replace(self, model=self.model.starting(detached=not needs), tuning=tuning)
+
     @cached_property
     def gradient_rule(self) -> GradientRule:
         """Dtypes of weight gradients during a backward."""
@@ -405,7 +422,7 @@ def _fp8_base(run: Run) -> Iterator[str]:
     if run.tuning is None or run.tuning.base is not Base.FP8:
         return
     if run.layout.zero == 3:
-        yield "got --base fp8 with --zero 3; all-gathers of FP8 weights are not modelled: give --zero 0"
+        yield "got --base fp8 with --zero 3; all-gathers of FP8 weights are not modelled: give --zero 2 or less"
     elif any(layer.experts for layer in run.model.kinds):
         yield f"got --base fp8 and {run.model.name}, whose FP8 experts are not modelled: give --base plain"
     elif run.kernels.fused_adapters:
@@ -425,9 +442,10 @@ def _parts(run: Run) -> Iterator[str]:
         check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))
     lets_go = run.recompute.mode is Mode.NONE or (run.recompute.mode is Mode.FULL and run.recompute.reentrant)
     if run.tuning is not None and run.tuning.base is Base.INT8 and not lets_go:
+        modes = "" if run.recompute.mode is Mode.AUTO else "--recompute none, --reentrant, or "
         yield (
             f"got --base int8 with --recompute {run.recompute}; bitsandbytes keeps the inputs of its matmuls, which "
-            "only reentrant checkpoints free: give --recompute none, --reentrant, or --base nf4"
+            f"only reentrant checkpoints free: give {modes}--base nf4"
         )
 
 

@@ -100,7 +100,8 @@ def _facts(subject: Subject, cost: Cost) -> Iterator[str]:
     if overhead is not None:
         yield f"- recomputation as a share of a step without it: {format_percent(overhead)}"
     if cost.step_seconds is not None:
-        yield f"- a step: {format_seconds(cost.step_seconds)}, predicted for {subject.hardware.name}"
+        step = format_seconds(subject.expected_ratio * cost.step_seconds)
+        yield f"- a step: {step}, expected on {subject.hardware.name}"
 
 
 def _table(subject: Subject) -> Iterator[str]:
