@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
@@ -720,14 +720,14 @@ class ModelSpec:
         """Number of layers L with MTP layers."""
         return len(self.layers)
 
-    def starting(self, **changes: bool) -> ModelSpec:
+    def starting(self, **changes: Any) -> ModelSpec:
         """Copy with changes to the first layer of each stack, none of which is a recorded one."""
-        stacks = (
-            list(stack) for _, stack in groupby(self.layers, lambda layer: isinstance(layer, Layer) and layer.source)
-        )
-        return replace(
-            self, layers=tuple(layer for first, *rest in stacks for layer in (replace(first, **changes), *rest))
-        )
+        found: list[AnyLayer] = []
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            first = not found or layer.source is not self.layers[len(found) - 1].source
+            found.append(replace(layer, **changes) if first else layer)
+        return replace(self, layers=tuple(found))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
