@@ -723,10 +723,11 @@ class ModelSpec:
     def starting(self, **changes: Any) -> ModelSpec:
         """Copy with changes to the first layer of each stack, none of which is a recorded one."""
         found: list[AnyLayer] = []
+        before: bool | None = None
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            first = not found or layer.source is not self.layers[len(found) - 1].source
-            found.append(replace(layer, **changes) if first else layer)
+            found.append(layer if layer.source is before else replace(layer, **changes))
+            before = layer.source
         return replace(self, layers=tuple(found))
 
 
