@@ -30,7 +30,7 @@ from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss, Sc
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
-from jettison.spec.model_variants import with_mtp, with_products
+from jettison.spec.model_variants import with_mtp, with_products, with_starts
 from jettison.spec.precision import Adding, Gradients, Precision, optimizer, precision
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
@@ -161,7 +161,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         assert isinstance(first, Layer), "recorded models are refused adapters"
         narrow = tuning.upcast is Upcast.NORMS and model.embedding_norm is None
         if narrow or not tuning.inputs_need_gradients:
-            model = model.starting(narrow=narrow, detached=not tuning.inputs_need_gradients)
+            model = with_starts(model, narrow=narrow, detached=not tuning.inputs_need_gradients)
         refuse_idle(model, tuning)
     gradients = _gradients(request.gradients, kernels)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens

@@ -180,7 +180,7 @@ def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -
     A sharded base is not upcast: NOTE [ What is not packed ] in `spec.tuning`.
     """
     recompute = recompute or Recompute()
-    layout, template = setup.layout, template.starting_as(recompute)
+    layout, template = setup.layout, template.recomputed(recompute)
     tuning = template.tuning
     if tuning is not None and (layout.tp > 1 or layout.zero == 3):
         tuning = replace(tuning, upcast=Upcast.NONE)
@@ -193,7 +193,6 @@ def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -
         precision=setup.precision or template.precision,
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
-        recompute=recompute,
     )
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.objects import summary
@@ -719,16 +719,6 @@ class ModelSpec:
     def depth(self) -> int:
         """Number of layers L with MTP layers."""
         return len(self.layers)
-
-    def starting(self, **changes: Any) -> ModelSpec:
-        """Copy with changes to the first layer of each stack, none of which is a recorded one."""
-        found: list[AnyLayer] = []
-        before: bool | None = None
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            found.append(layer if layer.source is before else replace(layer, **changes))
-            before = layer.source
-        return replace(self, layers=tuple(found))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Variants of a model: layers for multi-token prediction (MTP), and recipes of single GEMMs.
+"""Variants of a model: other first layers, layers for multi-token prediction (MTP), and recipes of single GEMMs.
 
 NOTE [ Recipes of single GEMMs ]
 Megatron-Core runs the first and last layers without a recipe (``first_last_layers_bf16``,
@@ -13,7 +13,7 @@ recipes of single modules by globs, of which the first match counts
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.spec.fp8 import RECIPES, WIDE, Fp8Recipe, Library, Rule
@@ -25,6 +25,17 @@ _ENDS: Final = ("first", "last")
 _MTP: Final = "mtp"
 MTP_LEFT_OUT: Final = "for multi-token prediction (MTP) left out"
 _WITHOUT_LOGITS: Final = (Loss.FUSED, Loss.CHUNKED, Loss.LISTED)
+
+
+def with_starts(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """Return a model with changes to the first layer of each stack; none is a recorded one."""
+    found: list[AnyLayer] = []
+    before: bool | None = None
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        found.append(layer if layer.source is before else replace(layer, **changes))
+        before = layer.source
+    return replace(model, layers=tuple(found))
 
 
 def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool = False) -> ModelSpec:

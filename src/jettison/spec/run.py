@@ -25,6 +25,7 @@ from jettison.spec.kernels import (
 )
 from jettison.spec.layout import GradientSync, Layout, exchange_misfit, whole_flags
 from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, ModelSpec, Moe, Pooling, SelectiveScan
+from jettison.spec.model_variants import with_starts
 from jettison.spec.precision import (
     MUONS,
     PRECISIONS,
@@ -148,20 +149,17 @@ class Run:
 
     def recomputed(self, recompute: Recompute) -> Run:
         """Copy with another recomputation, and with the gradients of adapters' first inputs that it brings."""
-        return replace(self.starting_as(recompute), recompute=recompute)
-
-    def starting_as(self, recompute: Recompute) -> Run:
-        """Run whose first layers' inputs have gradients if those of adapters have under this recomputation."""
         needs, tuning = recompute.mode is not Mode.NONE, self.tuning
         follows = tuning is not None and tuning.by_recompute and tuning.inputs_need_gradients != needs
-        return self._with_other_start if follows else self
+        found = self._with_other_start if follows else self
+        return found if recompute == found.recompute else replace(found, recompute=recompute)
 
     @cached_property
     def _with_other_start(self) -> Run:
         assert self.tuning is not None
         needs = not self.tuning.inputs_need_gradients
         tuning = replace(self.tuning, inputs_need_gradients=needs)
-        return replace(self, model=self.model.starting(detached=not needs), tuning=tuning)
+        return replace(self, model=with_starts(self.model, detached=not needs), tuning=tuning)
 
     @cached_property
     def gradient_rule(self) -> GradientRule:
