@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import Parameter
 
 from jettison.cli.app import LOCAL, Switch
-from jettison.cli.file_kinds import describes_run
 from jettison.core.errors import UsageError
 from jettison.models.described import described_model
 from jettison.predict.forecast import forecast
@@ -79,8 +78,11 @@ def sourced(
         if own_gpus is not None or source.allow_unread:
             flag = "--allow-unread" if own_gpus is None else f"--gpus {own_gpus}"
             raise UsageError(f"got {flag} without --from; expected --from FILE of a trainer as well")
-        if Path(model).is_file() and Path(model).suffix != ".json" and describes_run(Path(model)):
-            hint(f"note: of {model} the model alone is read; --from {model} reads the run")
+        if Path(model).is_file() and Path(model).suffix != ".json":
+            from jettison.cli.file_kinds import describes_run
+
+            if describes_run(Path(model)):
+                hint(f"note: of {model} the model alone is read; --from {model} reads the run")
         _say_anchor(request)
         return model, request, None
     from jettison.frameworks.run_file import read_run, replaced

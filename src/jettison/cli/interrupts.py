@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,10 +31,10 @@ def end_at_once_on_interrupt() -> None:
     """Make Ctrl-C end this process within a moment, from now until it ends. For a program's main thread."""
     if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
         return
-    theirs, ours = socket.socketpair()
-    ours.setblocking(False)
-    signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_wait, args=(theirs, ours), daemon=True, name="jettison-interrupts").start()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=_wait, args=(read_end,), daemon=True, name="jettison-interrupts").start()
     sys.unraisablehook = _hooked(sys.unraisablehook)
 
 
@@ -52,8 +51,8 @@ def say_interrupted() -> None:
             print("jettison: interrupted", file=sys.stderr, flush=True)
 
 
-def _wait(wakes: socket.socket, _kept: socket.socket) -> None:
-    while signals := wakes.recv(64):
+def _wait(read_end: int) -> None:
+    while signals := os.read(read_end, 64):
         if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             _came.set()
             time.sleep(MOMENT_SECONDS)

@@ -138,52 +138,52 @@ class Region:
         Args:
             kept: buffers that stay under a policy; None: what autograd saves.
         """
+        stays = self.program.saved_buffers() if kept is None else kept
+        if stays not in self._unnamed:
+            self._unnamed[stays] = tuple(self._entries(stays))
+        return (entry.in_layer(layer) for entry in self._unnamed[stays])
+
+    @cached_property
+    def _unnamed(self) -> dict[frozenset[int], tuple[SavedTensor, ...]]:
+        """Entries of no layer by the buffers that stay: many layers share a region."""
+        return {}
+
+    def _entries(self, stays: frozenset[int]) -> Iterator[SavedTensor]:
         program, of = self.program, self.buffers
-        stays = program.saved_buffers() if kept is None else kept
         named: set[int] = set()
         for step in self.tape.steps:
             for s in step.saved:
                 buffer = of[s.value.storage]
                 named.add(buffer)
                 if buffer in stays:
-                    yield self._entry(layer, s.value, step.path, step.name, s.role, s.reference)
-        storages = {index: storage for storage, index in of.items()}
+                    yield self._entry(s.value, step.path, step.name, s.role, s.reference)
+        storages = list(of)
         for buffer in sorted(stays - named):
             value = self.tape.values[storages[buffer]]
             source = program.buffers[buffer].source
             role = program.buffers[buffer].name if source in (Source.INPUT, Source.RANDOM) else HELD
-            yield self._entry(layer, value, "", "", role, "")
+            yield self._entry(value, "", "", role, "")
 
-    def _entry(self, layer: str, value: Value, path: str, op: str, role: str, reference: str) -> SavedTensor:
-        owner = self.tape.values[value.storage]
-        ops, stops, anchor = self._recompute(self.buffers[value.storage])
+    def _entry(self, value: Value, path: str, op: str, role: str, reference: str) -> SavedTensor:
+        owner, storages = self.tape.values[value.storage], list(self.buffers)
+        closure = self.program.closure(self.buffers[value.storage])
         return SavedTensor(
-            layer=layer,
+            layer="",
             path=path,
             op=op,
             role=role,
             shape=value.shape,
             dtype=value.dtype,
-            storage=f"{layer}#{value.storage}",
+            storage=f"#{value.storage}",
             storage_bytes=tensor_bytes(owner.shape, owner.dtype),
             origin=Origin.FORMULA,
             placement=Placement(value.places),
-            anchor=anchor,
+            anchor=closure.anchor,
             reference=reference,
-            recompute_flops=sum(self.program.ops[o].flops for o in ops),
-            recompute_bytes_moved=sum(self.program.ops[o].bytes_moved for o in ops),
-            inputs=tuple(f"{layer}#{stop}" for stop in stops),
+            recompute_flops=sum(self.program.ops[o].flops for o in closure.ops),
+            recompute_bytes_moved=sum(self.program.ops[o].bytes_moved for o in closure.ops),
+            inputs=tuple(f"#{storages[stop]}" for stop in closure.stops),
         )
-
-    def _recompute(self, buffer: int) -> tuple[tuple[int, ...], list[int], str | None]:
-        if buffer not in self._closures:
-            closure, storages = self.program.closure(buffer), list(self.buffers)
-            self._closures[buffer] = closure.ops, [storages[stop] for stop in closure.stops], closure.anchor
-        return self._closures[buffer]
-
-    @cached_property
-    def _closures(self) -> dict[int, tuple[tuple[int, ...], list[int], str | None]]:
-        return {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,6 +110,9 @@ class Ledger(Sequence[SavedTensor]):
 
     def to_csv(self) -> str:
         """All entries as CSV with a header; shapes as ``256x2x128``, placements as ``tp:2``."""
+        import csv  # imported on use, as are the others of this module
+        import io
+
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(ENTRY_FIELDS)

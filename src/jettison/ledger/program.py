@@ -10,7 +10,6 @@ anywhere.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -216,8 +215,7 @@ class Program:
         """Digest that is equal for regions that run the same ops in the same order, on tensors of any shape."""
         ops = [(op.name, op.inputs, op.outputs, op.path, op.anchor) for op in self.ops]
         buffers = [(b.source, b.producer, b.name, b.keepable) for b in self.buffers]
-        text = repr((ops, buffers, [slot.buffer for slot in self.slots], self.outputs))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _hashed(repr((ops, buffers, [slot.buffer for slot in self.slots], self.outputs)))
 
     def digest(self) -> str:
         """Digest that is equal for regions that compute the same thing on tensors of the same shape."""
@@ -225,8 +223,13 @@ class Program:
 
     @functools.cached_property
     def _digest(self) -> str:
-        text = json.dumps(self, default=_by_field, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _hashed(json.dumps(self, default=_by_field, sort_keys=True, separators=(",", ":")))
+
+
+def _hashed(text: str) -> str:
+    import hashlib  # imported on use, to keep the command line's start fast
+
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _by_field(part: Any) -> dict[str, Any]:

@@ -130,6 +130,16 @@ class SavedTensor:
             return self.storage_bytes
         return -(-self.storage_bytes * self.local_bytes(mesh_sizes) // self.nbytes)
 
+    def in_layer(self, layer: str) -> SavedTensor:
+        """This entry of no layer as a layer has it, which names its storages. A checked entry is not checked again."""
+        put, made = object.__setattr__, object.__new__(SavedTensor)
+        for name in ENTRY_FIELDS:
+            put(made, name, getattr(self, name))
+        put(made, "layer", layer)
+        put(made, "storage", layer + self.storage)
+        put(made, "inputs", tuple(layer + each for each in self.inputs))
+        return made
+
     def on_rank(self, mesh_sizes: Mapping[str, int]) -> SavedTensor:
         """This entry as one rank has it: local shape and bytes, no sharding left."""
         return replace(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,6 +74,8 @@ def require_known_file(model: str) -> None:
 
 def nearest(kind: str) -> str:
     """Return the described type of the most similar name; the plainest where none is similar."""
+    from difflib import get_close_matches  # imported on use, to keep the command line's start fast
+
     kind = kind.lower().replace("-", "_")
     wholly = [one for one in FAMILIES if kind.startswith(one) or one.startswith(kind)]
     close = wholly or get_close_matches(kind, FAMILIES, n=1, cutoff=0.5)
