@@ -243,7 +243,7 @@ def deliver(
     table: Callable[[], RenderableType],
     *,
     form: str,
-    out: Path | None,
+    out: Path | None = None,
     csv: Callable[[], str] | None = None,
     request: Mapping[str, Any] | None = None,
     source: RunFile | None = None,

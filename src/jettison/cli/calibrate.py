@@ -94,7 +94,6 @@ def command(
             lambda: _document(anchor, run),
             lambda: facts_table(rows),
             form=form,
-            out=None,
             request=asked(model=model, measured=measured, gpu=gpu, request=request),
         )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from jettison.cli.app import ON, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
-from jettison.cli.snapshots import is_snapshot
 from jettison.core.errors import UsageError, install
 from jettison.core.files import write_whole
 from jettison.core.process import cores
@@ -20,7 +19,7 @@ from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import read_oom_log
 from jettison.diagnose.memory import diagnose_memory
-from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
+from jettison.diagnose.snapshot import facts_of_snapshot, is_snapshot, read_snapshot
 from jettison.diagnose.watch_record import read_watch_record
 from jettison.models.model_types import require_known_file
 from jettison.report.console import hint, progress
@@ -67,7 +66,7 @@ def command(
                 raise UsageError(f"got --{name} without --calibrate; give both, or neither")
     if oom is not None or model is not None:
         said = _said(oom, model)
-        deliver(said.document, said.table, form=form, out=None, request=asked(oom=oom, model=model))
+        deliver(said.document, said.table, form=form, request=asked(oom=oom, model=model))
         return
     if not calibrate:
         found = facts()
@@ -75,7 +74,7 @@ def command(
         keys = keys_of("jettison.doctor/1")
         known = {name: value for name, value in by_name.items() if name in keys}
         document = shaped({"schema": "jettison.doctor/1", **known, "facts": by_name})
-        deliver(lambda: document, lambda: facts_table(found), form=form, out=None, request=asked())
+        deliver(lambda: document, lambda: facts_table(found), form=form, request=asked())
         return
     if out is not None and out.suffix != ".toml":
         raise UsageError(f"got --out {out}; expected a name that ends in .toml, so that --gpu takes it as a file")
@@ -96,7 +95,7 @@ def command(
         return
     table = figures(measured)
     request = asked(calibrate=True, quick=quick, device=device, ranks=ranks)
-    deliver(lambda: calibration_document(measured), lambda: facts_table(table), form=form, out=None, request=request)
+    deliver(lambda: calibration_document(measured), lambda: facts_table(table), form=form, request=request)
 
 
 def _said(oom: Path | None, model: str | None) -> FindingsReport:

@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import groupby
 from typing import Any, Final
@@ -307,31 +307,20 @@ class _Ops(TorchDispatchMode):
 
 
 SCHEMA: Final = "jettison.doctor_model/1"
-_VERIFY: Final = Change(
-    line="jettison verify {model} --given", why="proves whether gradients are those of a plain copy"
-)
 _CHANGES: Final = {
-    Hazard.RANDOM: Change(line="torch.rand(...)    # of the default generator", why="checkpoints put that stream back"),
-    Hazard.NESTED: Change(
-        line="checkpoint(function, *tensors, use_reentrant=False)", why="sees tensors wherever they are"
+    Hazard.RANDOM: ("torch.rand(...)    # of the default generator", "checkpoints put that stream back"),
+    Hazard.NESTED: ("checkpoint(function, *tensors, use_reentrant=False)", "sees tensors wherever they are"),
+    Hazard.WRITTEN: ("y = x + 1    # not: x.add_(1)", "recompute then reads what forward had"),
+    Hazard.SHARED: (
+        "torch.autocast(..., cache_enabled=False)",
+        "each use then casts the weight anew, in forward and again",
     ),
-    Hazard.WRITTEN: Change(line="y = x + 1    # not: x.add_(1)", why="recompute then reads what forward had"),
-    Hazard.SHARED: Change(
-        line="torch.autocast(..., cache_enabled=False)", why="each use then casts the weight anew, in forward and again"
-    ),
-    Hazard.CONTEXT: Change(
-        line="with sdpa_kernel(...): loss.backward()", why="recompute chooses kernels where it runs"
-    ),
-    Hazard.CHOICE: Change(
-        line='jettison.apply(model, "selective-op", batch=batch)', why="plans of Jettison's keep what was chosen"
-    ),
-    Hazard.BUFFERS: Change(
-        line="if torch._C._current_graph_task_id() == -1: self.counter += 1", why="counts in forward alone"
-    ),
-    Hazard.CAPTURED: Change(
-        line="block(x, shared)    # as an argument", why="its gradient then flows through the block"
-    ),
+    Hazard.CONTEXT: ("with sdpa_kernel(...): loss.backward()", "recompute chooses kernels where it runs"),
+    Hazard.CHOICE: ('jettison.apply(model, "selective-op", batch=batch)', "plans of Jettison's keep what was chosen"),
+    Hazard.BUFFERS: ("if torch._C._current_graph_task_id() == -1: self.counter += 1", "counts in forward alone"),
+    Hazard.CAPTURED: ("block(x, shared)    # as an argument", "its gradient then flows through the block"),
 }
+"""What to write instead, and why."""
 
 
 def diagnose_model(request: ModelRequest, *, progress: Progress = silent) -> FindingsReport:
@@ -349,12 +338,8 @@ def diagnose_model(request: ModelRequest, *, progress: Progress = silent) -> Fin
     now = sorted({one.hazard for one in seen if one.now})
     verdict = ", ".join(now) if now else "none"
     rows = [("model", request.model), ("at risk now", verdict)]
-    more: dict[str, Any] = {"model": request.model, "hazards": [_fields(one) for one in seen]}
+    more: dict[str, Any] = {"model": request.model, "hazards": [asdict(one) for one in seen]}
     return FindingsReport(schema=SCHEMA, facts=rows, findings=_findings(seen, request.model), more=more)
-
-
-def _fields(one: Sighting) -> dict[str, Any]:
-    return {"hazard": str(one.hazard), "block": one.block, "what": one.what, "now": one.now}
 
 
 def _findings(seen: Sequence[Sighting], model: str) -> tuple[Finding, ...]:
@@ -364,8 +349,9 @@ def _findings(seen: Sequence[Sighting], model: str) -> tuple[Finding, ...]:
         blocks = [one.block for one in group]
         where = span(blocks) if blocks != [""] else "the model around its blocks"
         claim = f"{hazard}: {where}" if late else f"{hazard}, and it is recomputed in backward: {where}"
-        verify = Change(line=_VERIFY.line.format(model=model), why=_VERIFY.why)
-        changes = (_CHANGES[hazard],) if late else (_CHANGES[hazard], verify)
+        verify = f"jettison verify {model} --given", "proves whether gradients are those of a plain copy"
+        wanted = [_CHANGES[hazard]] if late else [_CHANGES[hazard], verify]
+        changes = tuple(Change(line=line, why=why) for line, why in wanted)
         kind = FindingKind.AT_RISK_IF_RUN_AGAIN if late else FindingKind.AT_RISK_NOW
         evidence = what if not late else f"{what} (nothing runs it again in this step)"
         found.append(Finding(kind=kind, claim=claim, evidence=(evidence,), changes=changes))

@@ -29,7 +29,6 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.ranges import fit_budgets
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import is_live, resolve
-from jettison.predict.time import Estimate
 from jettison.predict.time import estimate as estimate_run
 from jettison.predict.training_cost import Wanted
 from jettison.predict.whole_micro_batches import settled
@@ -41,7 +40,6 @@ from jettison.spec.run import Run, anchored, placed
 
 if TYPE_CHECKING:
     from jettison.predict.auto_recompute import AutoForecast
-    from jettison.report.alternatives import Trilemma
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +118,15 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
     found = estimate_run(run, device, execution=how, chosen=chosen)
     eager = ""
     if flags.compile and not planned:
-        memory, eager = _compiled(memory)
+        try:
+            memory = forecast(replace(memory.run, compiled=True))
+        except UsageError as error:  # none is described: what there is, and why
+            eager = str(error)
+    explained = None
+    if flags.explain:
+        from jettison.report.alternatives import trilemma
+
+        explained = trilemma(found)
     return EstimateReport(
         model=model,
         asked=asked,
@@ -128,18 +134,10 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
         memory=memory,
         available_bytes=limit.nbytes,
         fit_rule=None if choice is None else choice.fit_rule,
-        trilemma=_explain(found) if flags.explain else None,
+        trilemma=explained,
         wanted=wanted,
         eager_memory=eager,
     )
-
-
-def _compiled(memory: Forecast) -> tuple[Forecast, str]:
-    """The memory that `ledger --compile` states; where none is described, what there is, and why."""
-    try:
-        return forecast(replace(memory.run, compiled=True)), ""
-    except UsageError as error:
-        return memory, str(error)
 
 
 def _memory(run: Run, device: Hardware, limit: Limit) -> tuple[Forecast, AutoForecast | None]:
@@ -150,9 +148,3 @@ def _memory(run: Run, device: Hardware, limit: Limit) -> tuple[Forecast, AutoFor
     planned, reached = anchored(run, device)
     choice = choose_within(planned, limit, reached)
     return replace(choice.forecast, run=run), choice
-
-
-def _explain(found: Estimate) -> Trilemma:
-    from jettison.report.alternatives import trilemma
-
-    return trilemma(found)

@@ -7,15 +7,16 @@ JSON, or events with a category each. None has a call site or an address, so tha
 
 from __future__ import annotations
 
-import gzip
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from jettison.core.errors import UsageError
+from jettison.diagnose.snapshot import is_snapshot
 
 _LOOKED_AT_BYTES: Final = 1 << 16
 _SCHEMA: Final = re.compile(r'"schema"\s*:\s*"(jettison\.[a-z_]+)/\d+"')
@@ -31,14 +32,14 @@ class FileKind:
         verbs: that read it, the one to name first.
         command: that reads it, with ``{}`` for the file; empty where none does.
         instead: what to do where none does.
-        fits: whether the beginning of a file is of this kind.
+        fits: whether a file, and the text that it begins with, are of this kind.
     """
 
     name: str
     verbs: tuple[str, ...]
     command: str = ""
     instead: str = ""
-    fits: Callable[[Path, bytes, str], bool]
+    fits: Callable[[Path, str], bool]
 
     def advice(self, path: Path) -> str:
         """Return the message: what the file is, and what to type."""
@@ -47,31 +48,23 @@ class FileKind:
         return f"{what}; {way}"
 
 
-def _schema(*names: str) -> Callable[[Path, bytes, str], bool]:
-    def fits(_path: Path, _begin: bytes, text: str) -> bool:
+def _schema(*names: str) -> Callable[[Path, str], bool]:
+    def fits(_path: Path, text: str) -> bool:
         found = _SCHEMA.search(text)
         return found is not None and found[1].removeprefix("jettison.") in names
 
     return fits
 
 
-def _has(*words: str) -> Callable[[Path, bytes, str], bool]:
-    return lambda _path, _begin, text: any(word in text for word in words)
-
-
-def _pickle(_path: Path, begin: bytes, _text: str) -> bool:
-    return len(begin) > 1 and begin[0] == 0x80 and begin[1] <= 5
-
-
-def _timeline(_path: Path, _begin: bytes, text: str) -> bool:
+def _timeline(_path: Path, text: str) -> bool:
     begin = re.sub(r"\s+", "", text[:400])
     lists = re.match(r"\[\[\d+(,|\],)", begin) is not None
     return "GPU Memory Timeline" in text or lists
 
 
-def _toml(*sections: str) -> Callable[[Path, bytes, str], bool]:
+def _toml(*sections: str) -> Callable[[Path, str], bool]:
     heads = re.compile(rf"^\s*\[({'|'.join(sections)})[\].]", re.MULTILINE)
-    return lambda path, _begin, text: path.suffix == ".toml" and heads.search(text) is not None
+    return lambda path, text: path.suffix == ".toml" and heads.search(text) is not None
 
 
 def describes_run(path: Path) -> bool:
@@ -85,7 +78,12 @@ def describes_run(path: Path) -> bool:
 
 
 KINDS: Final = (
-    FileKind(name="a memory snapshot", verbs=("report", "profile", "doctor"), command="report {}", fits=_pickle),
+    FileKind(
+        name="a memory snapshot",
+        verbs=("report", "profile", "doctor"),
+        command="report {}",
+        fits=lambda path, _text: is_snapshot(path),
+    ),
     FileKind(
         name="a timeline that torch's export_memory_timeline wrote: totals by category, without sites",
         verbs=(),
@@ -96,7 +94,7 @@ KINDS: Final = (
         name="a trace of torch.profiler",
         verbs=("profile",),
         command="profile {}",
-        fits=_has('"traceEvents"', '"deviceProperties"'),
+        fits=lambda _path, text: '"traceEvents"' in text or '"deviceProperties"' in text,
     ),
     FileKind(name="a plan", verbs=("report", "verify", "export", "train"), command="report {}", fits=_schema("plan")),
     FileKind(name="a proof", verbs=("report",), command="report {}", fits=_schema("proof")),
@@ -106,25 +104,25 @@ KINDS: Final = (
         name="a document that a command printed, which no command reads",
         verbs=(),
         instead="run the command that its key request names again for a table",
-        fits=lambda path, _begin, text: path.suffix != ".jsonl" and _SCHEMA.search(text) is not None,
+        fits=lambda path, text: path.suffix != ".jsonl" and _SCHEMA.search(text) is not None,
     ),
     FileKind(
         name="the log of a training run",
         verbs=("report",),
         command="report {}",
-        fits=lambda path, _begin, _text: path.suffix == ".jsonl",
+        fits=lambda path, _text: path.suffix == ".jsonl",
     ),
     FileKind(
         name="the configuration of a model",
         verbs=("ledger", "plan", "estimate", "search", "verify", "explore", "doctor", "export"),
         command="ledger {}",
-        fits=lambda path, _begin, text: path.suffix == ".json" and '"model_type"' in text,
+        fits=lambda path, text: path.suffix == ".json" and '"model_type"' in text,
     ),
     FileKind(
         name="a training framework's configuration of a run",
         verbs=(),
         command="ledger --from {}",
-        fits=lambda path, _begin, _text: describes_run(path),
+        fits=lambda path, _text: describes_run(path),
     ),
     FileKind(
         name="a recipe of jettison train",
@@ -142,7 +140,7 @@ KINDS: Final = (
         name="a log of memory that ran out",
         verbs=("doctor",),
         command="doctor --oom {}",
-        fits=lambda path, _begin, text: path.suffix not in (".py", ".toml", ".json") and "out of memory" in text,
+        fits=lambda path, text: path.suffix not in (".py", ".toml", ".json") and "out of memory" in text,
     ),
 )
 """The first that fits counts."""
@@ -157,21 +155,14 @@ def file_kind(path: Path) -> FileKind | None:
             begin = file.read(_LOOKED_AT_BYTES)
     except (OSError, ValueError):
         return None
-    if begin[:2] == b"\x1f\x8b":
-        begin = _unzipped(begin)
+    if begin[:2] == b"\x1f\x8b":  # gzipped, and maybe cut off
+        with suppress(zlib.error):
+            begin = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(begin, _LOOKED_AT_BYTES)
     text = begin.decode("utf-8", errors="replace")
-    return next((kind for kind in KINDS if kind.fits(path, begin, text)), None)
+    return next((kind for kind in KINDS if kind.fits(path, text)), None)
 
 
 def misplaced(path: Path, verb: str) -> str | None:
     """Return the message about a file that another command reads; None where this verb reads it, or it is unknown."""
     kind = file_kind(path)
     return None if kind is None or verb in kind.verbs else kind.advice(path)
-
-
-def _unzipped(begin: bytes) -> bytes:
-    """Unpack the beginning of a gzipped file, which may be cut off."""
-    try:
-        return zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(begin, _LOOKED_AT_BYTES)
-    except (zlib.error, gzip.BadGzipFile):
-        return b""

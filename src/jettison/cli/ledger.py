@@ -31,7 +31,7 @@ from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
 from jettison.models.model_types import require_known_file
 from jettison.predict.allowance import Limit, limit_of
-from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitBudget, fit_budgets
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_trace, resolve
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from jettison.predict.auto_recompute import AutoForecast
     from jettison.predict.changes import FittingChange
     from jettison.predict.largest import FitAnswer
-    from jettison.report.explain import Explanation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +175,11 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
     budgets = () if limit is None else fit_budgets(asked.run, limit)
     found = forecast(settled(asked.run, budgets)) if choice is None else choice.forecast
     asked = replace(asked, run=found.run)
-    explanation = _explain(found, budgets, device) if flags.explain else None
+    explanation = None
+    if flags.explain:
+        from jettison.report.explain import explain
+
+        explanation = explain(found, budgets=budgets, hardware=device)
     changes = None if explanation is None else explanation.changes
     return forecast_report(
         model,
@@ -223,12 +226,6 @@ def _fit(
     return fit(
         asked.run, budget_bytes=last.nbytes, surer=surer, peak=partial(smallest_budget, hardware=choice.hardware)
     )
-
-
-def _explain(found: Forecast, budgets: Sequence[FitBudget], device: Hardware) -> Explanation:
-    from jettison.report.explain import explain
-
-    return explain(found, budgets=budgets, hardware=device)
 
 
 def _read(path: Path) -> Ledger:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -19,8 +19,8 @@ from jettison.predict.run_request import flag_of
 from jettison.report.schemas import shaped
 from jettison.report.tables import grid
 from jettison.spec.frameworks import named, rule
-from jettison.spec.hardware import Hardware, hardware, hardware_names
-from jettison.spec.precision import PRECISIONS, Precision
+from jettison.spec.hardware import hardware, hardware_names
+from jettison.spec.precision import PRECISIONS
 
 _MEANINGS: Final[dict[str, dict[str, str]]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
@@ -53,155 +53,124 @@ def list_names(what: str | None = None) -> NamesReport:
     """
     if what is not None and what not in _SECTIONS:
         raise UsageError(f"got the list {what!r}; expected one of {', '.join(_SECTIONS)}")
-    return NamesReport(sections=tuple(_SECTIONS[name]() for name in _SECTIONS if what in (None, name)))
+    return NamesReport(rows={name: _SECTIONS[name].rows() for name in _SECTIONS if what in (None, name)})
 
 
-def _models() -> Section:
-    rows = []
+Row = dict[str, Any]
+
+
+def _models() -> Iterator[Row]:
     for name in PRESETS:
         model = preset(name)
-        rows.append({"name": name, "parameters": parameter_count(model), "layers": model.depth, "hidden": model.hidden})
-    return Section(
-        name="models",
-        title="Models; a config.json, its folder or a Hugging Face id will do as well",
-        rows=tuple(rows),
-        shown=(
-            ("parameters", lambda row: format_count(row["parameters"])),
-            ("layers", lambda row: str(row["layers"])),
-            ("hidden", lambda row: str(row["hidden"])),
-        ),
-    )
+        yield {"name": name, "parameters": parameter_count(model), "layers": model.depth, "hidden": model.hidden}
 
 
-def _gpus() -> Section:
-    return Section(
-        name="gpus",
-        title="Accelerators for --gpu; a TOML file will do as well",
-        rows=tuple(_gpu(hardware(name)) for name in hardware_names()),
-        shown=(
-            ("memory", lambda row: format_bytes(row["memory_bytes"])),
-            ("usable", lambda row: format_bytes(row["usable_bytes"])),
-            ("bf16", lambda row: _per_second(row["bf16_flops_per_second"], 1e12, "TFLOP/s")),
-            ("memory bandwidth", lambda row: _per_second(row["memory_bytes_per_second"], 1e9, "GB/s")),
-            ("links", lambda row: _per_second(row["link_bytes_per_second"], 1e9, "GB/s")),
-        ),
-    )
+def _gpus() -> Iterator[Row]:
+    for device in map(hardware, hardware_names()):
+        stated = {name: getattr(device, name) for name in ("name", "memory_bytes", "usable_bytes")}
+        stated["bf16_flops_per_second"] = device.flops_per_second.bf16
+        rest = ("memory_bytes_per_second", "link_bytes_per_second", "source", "usable_source", "reached_source")
+        yield stated | {name: getattr(device, name) for name in rest}
 
 
-def _gpu(device: Hardware) -> dict[str, Any]:
-    return {
-        "name": device.name,
-        "memory_bytes": device.memory_bytes,
-        "usable_bytes": device.usable_bytes,
-        "bf16_flops_per_second": device.flops_per_second.bf16,
-        "memory_bytes_per_second": device.memory_bytes_per_second,
-        "link_bytes_per_second": device.link_bytes_per_second,
-        "source": device.source,
-        "usable_source": device.usable_source,
-        "reached_source": device.reached_source,
-    }
+def _per_second(key: str, unit: float, name: str) -> Callable[[Row], str]:
+    return lambda row: "" if row[key] is None else f"{row[key] / unit:,.4g} {name}"
 
 
-def _per_second(value: int | None, unit: float, name: str) -> str:
-    return "" if value is None else f"{value / unit:,.4g} {name}"
+def _precisions() -> Iterator[Row]:
+    for one in PRECISIONS.values():
+        stated: Row = {"name": one.name, "compute": one.compute, "weights": one.parameter, "gradients": one.gradient}
+        stated |= {"accumulator": one.accumulator, "master": one.master, "moments": one.moment}
+        yield stated | dict.fromkeys(("gemms", "products"), one.product)
 
 
-def _precisions() -> Section:
-    return Section(
-        name="precisions",
-        title="Precisions for --precision",
-        rows=tuple(_precision(one) for one in PRECISIONS.values()),
-        shown=tuple(
-            (name, _field(name)) for name in ("compute", "weights", "gradients", "accumulator", "master", "moments")
-        ),
-    )
-
-
-def _precision(one: Precision) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "compute": one.compute,
-        "weights": one.parameter,
-        "gradients": one.gradient,
-        "accumulator": one.accumulator,
-        "master": one.master,
-        "moments": one.moment,
-        **dict.fromkeys(("gemms", "products"), one.product),
-    }
-
-
-def _field(name: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: row[name] or ""
-
-
-def _worded(name: str, title: str, words: dict[str, str]) -> Section:
-    rows = tuple({"name": word, "meaning": meaning} for word, meaning in words.items())
-    return Section(name=name, title=title, rows=rows, shown=(("meaning", _field("meaning")),))
-
-
-def _frameworks() -> Iterator[tuple[str, str]]:
+def _frameworks() -> Iterator[Row]:
     for name in named("presets"):
-        given = rule(name, tp=1)
-        yield name, " ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in given.items())
+        flags = ((flag_of(field), value) for field, value in rule(name, tp=1).items())
+        yield {"name": name, "meaning": " ".join(flag if value is True else f"{flag} {value}" for flag, value in flags)}
 
 
-_SECTIONS: Final[dict[str, Callable[[], Section]]] = {
-    "models": _models,
-    "gpus": _gpus,
-    "precisions": _precisions,
-    "policies": lambda: _worded("policies", "Policies for --recompute", _MEANINGS["policies"]),
-    "optimizers": lambda: _worded("optimizers", "Optimizers for --optimizer", _MEANINGS["optimizers"]),
-    "frameworks": lambda: _worded(
-        "frameworks", "Framework presets for --like, and the flags that each sets on one GPU", dict(_frameworks())
+def _worded(words: Mapping[str, str]) -> Iterator[Row]:
+    return ({"name": word, "meaning": meaning} for word, meaning in words.items())
+
+
+def _field(name: str) -> Callable[[Row], str]:
+    return lambda row: str(row[name] or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One kind of names.
+
+    Args:
+        made: rows, one a name, as the document has them; the key ``name`` comes first.
+        shown: columns for people: a header, and a cell out of a row.
+    """
+
+    title: str
+    made: Callable[[], Iterator[Row]]
+    shown: Mapping[str, Callable[[Row], str]] = field(default_factory=lambda: {"meaning": _field("meaning")})
+
+    def rows(self) -> tuple[Row, ...]:
+        """All rows."""
+        return tuple(self.made())
+
+
+_SECTIONS: Final = {
+    "models": Section(
+        "Models; a config.json, its folder or a Hugging Face id will do as well",
+        _models,
+        {
+            "parameters": lambda row: format_count(row["parameters"]),
+            "layers": _field("layers"),
+            "hidden": _field("hidden"),
+        },
     ),
-    "targets": lambda: _worded(
-        "targets", "Targets of export --to", {name: entry["says"] for name, entry in named("targets").items()}
+    "gpus": Section(
+        "Accelerators for --gpu; a TOML file will do as well",
+        _gpus,
+        {
+            "memory": lambda row: format_bytes(row["memory_bytes"]),
+            "usable": lambda row: format_bytes(row["usable_bytes"]),
+            "bf16": _per_second("bf16_flops_per_second", 1e12, "TFLOP/s"),
+            "memory bandwidth": _per_second("memory_bytes_per_second", 1e9, "GB/s"),
+            "links": _per_second("link_bytes_per_second", 1e9, "GB/s"),
+        },
+    ),
+    "precisions": Section(
+        "Precisions for --precision",
+        _precisions,
+        {name: _field(name) for name in ("compute", "weights", "gradients", "accumulator", "master", "moments")},
+    ),
+    "policies": Section("Policies for --recompute", lambda: _worded(_MEANINGS["policies"])),
+    "optimizers": Section("Optimizers for --optimizer", lambda: _worded(_MEANINGS["optimizers"])),
+    "frameworks": Section("Framework presets for --like, and the flags that each sets on one GPU", _frameworks),
+    "targets": Section(
+        "Targets of export --to", lambda: _worded({name: one["says"] for name, one in named("targets").items()})
     ),
 }
 KINDS: Final = tuple(_SECTIONS)
-
-
-# What `jettison list` says: names with what they stand for ------------------------------------------------------------
-
-
 SCHEMA: Final = "jettison.list/1"
 SENTENCES: Final = frozenset({"meaning"})
 """Columns of text; the others are figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
-    """One kind of names.
-
-    Args:
-        rows: one a name, as the document has it; the key ``name`` comes first.
-        shown: columns for people: a header, and a cell out of a row.
-    """
-
-    name: str
-    title: str
-    rows: tuple[dict[str, Any], ...]
-    shown: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class NamesReport:
     """All kinds, or the one that was asked for."""
 
-    sections: tuple[Section, ...]
+    rows: Mapping[str, tuple[Row, ...]]
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.list/1``: a list for each kind; kinds that nobody asked for are null."""
-        return shaped({"schema": SCHEMA, **{section.name: list(section.rows) for section in self.sections}})
+        return shaped({"schema": SCHEMA, **{name: list(rows) for name, rows in self.rows.items()}})
 
     def table(self) -> RenderableType:
         """A table for each kind."""
         parts: list[RenderableType] = []
-        for section in self.sections:
-            texts = [header for header, _ in section.shown if header in SENTENCES]
-            figures = [header for header, _ in section.shown if header not in SENTENCES]
-            table = grid(section.title, ("name", *texts), figures)
-            for row in section.rows:
-                table.add_row(row["name"], *(cell(row) for _, cell in section.shown))
-            parts += ["", table]
+        for name, rows in self.rows.items():
+            title, shown = _SECTIONS[name].title, _SECTIONS[name].shown
+            texts = [header for header in shown if header in SENTENCES]
+            cells = [(row["name"], *(cell(row) for cell in shown.values())) for row in rows]
+            parts += ["", grid(title, ("name", *texts), [one for one in shown if one not in SENTENCES], cells)]
         return Group(*parts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import RenderableType
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.entries import ledger_of
@@ -68,10 +68,7 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
         UsageError: no such model, or no such policy.
         TraceError: the model cannot be recorded.
     """
-    progress("building the model")
-    loaded = load(request, fake=True)
-    progress("tracing")
-    traced = loaded.trace()
+    loaded, traced = _traced(request, progress)
     policies, segments = policies_of(recompute, list(dict.fromkeys(c.name for c in traced.calls)))
     root = KeepAll()
     optimizer = optimizer_for(request, traced.fake_model)
@@ -99,7 +96,7 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
     return LedgerReport(
         model=request.model,
         recompute=recompute,
-        parameters=_count(traced.fake_model),
+        parameters=sum(p.numel() for p in parameters),
         ledger=entries,
         stages=(stage,),
         phases=phases if optimizer else phases[:2],
@@ -107,6 +104,13 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
         request=request.document() | {"recompute": recompute},
         built=tuple(_built(request, loaded)),
     )
+
+
+def _traced(request: ModelRequest, progress: Progress) -> tuple[Loaded, ModelTrace]:
+    progress("building the model")
+    loaded = load(request, fake=True)
+    progress("tracing")
+    return loaded, loaded.trace()
 
 
 CLOSED_FORM = {torch.float32: "fp32", torch.bfloat16: "bf16-pure"}
@@ -160,10 +164,7 @@ def live_plan(
         UsageError: no such model.
         TraceError: the model cannot be recorded.
     """
-    progress("building the model")
-    loaded = load(request, fake=True)
-    progress("tracing")
-    traced = loaded.trace()
+    _, traced = _traced(request, progress)
     progress("planning")
     small = unique_bytes(traced.fake_model.parameters()) <= MEASURED_BELOW_BYTES
     optimizer = optimizer_for(request, traced.fake_model)
@@ -197,7 +198,3 @@ def _kept(
         return chosen - {b for b, position in inputs.get(name, {}).items() if position in linked[name]}
 
     return kept
-
-
-def _count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())

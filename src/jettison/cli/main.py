@@ -101,8 +101,7 @@ def _run(arguments: list[str]) -> int:
     except CycloptsError as error:
         verb = " ".join(["jettison", *(error.command_chain or ())])
         message = message_of(error, arguments)
-        hint(f"jettison: {message} (see {verb} --help)")
-        return _failed(arguments, "UsageError", message, EXIT_USAGE)
+        return _failed(arguments, "UsageError", message, EXIT_USAGE, more=f" (see {verb} --help)")
     except Answered as answered:
         hint(f"jettison: {answered.error}")
         return answered.error.exit_code
@@ -111,50 +110,45 @@ def _run(arguments: list[str]) -> int:
             say_interrupted()
             return EXIT_INTERRUPTED
         if error.exit_code == EXIT_USAGE and (said := misplaced_file(arguments)) is not None:
-            return _misplaced(arguments, said)
-        hint(f"jettison: {error}")
+            return _failed(arguments, "UsageError", said, EXIT_USAGE)
         return _failed(arguments, type(error).__name__, str(error), error.exit_code, error.details)
     except KeyboardInterrupt:
         say_interrupted()
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         raise
-    except (
-        Exception
-    ) as error:  # a package that is not here; a bug of ours, or of the factory that was called: show where
+    except Exception as error:
+        # a package that is not here; a bug of ours, or of the factory that was called: show where
         if interrupted():  # within an import, or a library that takes it for a failure of its own
             say_interrupted()
             return EXIT_INTERRUPTED
         extra = EXTRAS.get((getattr(error, "name", None) or "").partition(".")[0])
         if isinstance(error, ModuleNotFoundError) and extra is not None:
             message = f"this needs {error.name}, which is not installed: {install(extra)}"
-            hint(f"jettison: {message}")
             return _failed(arguments, "UsageError", message, EXIT_USAGE)
         if isinstance(error, ValueError) and (said := misplaced_file(arguments)) is not None:  # bytes that are no text
-            return _misplaced(arguments, said)
+            return _failed(arguments, "UsageError", said, EXIT_USAGE)
         hint(traceback.format_exc())
-        hint("jettison: internal error (above)")
-        return _failed(arguments, type(error).__name__, str(error), EXIT_INTERNAL)
+        return _failed(arguments, type(error).__name__, str(error), EXIT_INTERNAL, said="internal error (above)")
     return 0
 
 
-def _misplaced(arguments: list[str], said: str) -> int:
-    hint(f"jettison: {said}")
-    return _failed(arguments, "UsageError", said, EXIT_USAGE)
-
-
 def _failed(
-    arguments: list[str], kind: str, message: str, exit_code: int, details: dict[str, object] | None = None
+    arguments: list[str],
+    kind: str,
+    message: str,
+    exit_code: int,
+    details: dict[str, object] | None = None,
+    *,
+    said: str | None = None,
+    more: str = "",
 ) -> int:
-    """Print the error's document where JSON was asked for; return the exit code."""
-    if _asks_for_json(arguments):
+    """Print the error, and its document where JSON was asked for; return the exit code."""
+    hint(f"jettison: {message if said is None else said}{more}")
+    if "--format=json" in arguments or ("--format", "json") in pairwise(arguments):
         document = error_document(arguments, kind=kind, message=message, exit_code=exit_code, details=details or {})
         sys.stdout.write(json_text(document))
     return exit_code
-
-
-def _asks_for_json(arguments: list[str]) -> bool:
-    return "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
 
 
 def _to_nowhere() -> None:

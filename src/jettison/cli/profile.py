@@ -14,14 +14,13 @@ from rich.console import RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.cli.file_kinds import misplaced
-from jettison.cli.snapshots import is_snapshot
 from jettison.core.errors import UsageError
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.diagnose.facts import MemoryFacts
 from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
 from jettison.diagnose.slow import slow_findings, slow_first, snapshot_findings
-from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, read_snapshot
+from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, is_snapshot, read_snapshot
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.diagnose.trace_modules import ROLES, ModuleProfile, profile_modules
 from jettison.report.console import progress

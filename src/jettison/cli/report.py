@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from jettison.cli.app import Figures, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
-from jettison.cli.snapshots import is_snapshot, refuse_old_pickle, snapshot_report
+from jettison.cli.snapshots import refuse_old_pickle, snapshot_report
 from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
+from jettison.diagnose.snapshot import is_snapshot
 from jettison.report.console import hint, progress
 from jettison.report.headless import require_browser, save_figures
 from jettison.report.report import Report
@@ -40,7 +41,7 @@ def command(
         made = report(files)
         say("writing the page")
         html = made.html()
-    deliver(made.document, made.table, form=form, out=None, request=asked(files=files))
+    deliver(made.document, made.table, form=form, request=asked(files=files))
     write_whole(target, html)
     hint(f"wrote {target}")
     if figures is not None:

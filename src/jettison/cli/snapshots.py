@@ -19,16 +19,6 @@ from jettison.report.snapshot import SnapshotReport
 _JSON_BEGINS: Final = b'{["-0123456789tfn \t\r\n\xef'
 
 
-def is_snapshot(path: Path) -> bool:
-    """Does a file begin as a pickle does?"""
-    try:
-        with path.open("rb") as file:
-            begin = file.read(2)
-    except OSError:
-        return False
-    return len(begin) == 2 and begin[0] == 0x80 and begin[1] <= 5
-
-
 def refuse_old_pickle(path: Path) -> None:
     """Pickles of protocol 0 and 1 are text, and would be called JSON that is broken.
 

@@ -82,7 +82,7 @@ def command(
             gpu=gpu,
             export=export,
         )
-        deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None, request=said)
+        deliver(result.document, lambda: "\n".join(result.lines()), form=form, request=said)
 
 
 def train(

@@ -26,6 +26,16 @@ class JettisonError(Exception):
         return {name: value for name, value in vars(self).items() if isinstance(value, int | float | str | bool)}
 
 
+class TooMuchMemory(JettisonError, ValueError):
+    """More bytes are needed than there are. Its attributes are the arguments that it is made of."""
+
+    exit_code: ClassVar[int] = 3
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive pickling, so that one rank or worker can hand the error to another."""
+        return partial(type(self), **{name: value for name, value in vars(self).items() if name != "__notes__"}), ()
+
+
 class UsageError(JettisonError, ValueError):
     """The request makes no sense as written: an unknown name, a quantity without a unit, a wrong file."""
 
@@ -36,10 +46,8 @@ class NotDescribed(UsageError):
     """A model without a closed form. With torch and transformers installed, a trace can describe its blocks instead."""
 
 
-class Infeasible(JettisonError, ValueError):
+class Infeasible(TooMuchMemory):
     """No plan fits the budget. ``minimum_budget_bytes`` is a budget that does."""
-
-    exit_code: ClassVar[int] = 3
 
     def __init__(self, *, minimum_budget_bytes: int, budget_bytes: int, reason: str = "") -> None:
         """Build the message out of both budgets; ``reason`` is one more sentence about what takes the bytes."""
@@ -53,21 +61,9 @@ class Infeasible(JettisonError, ValueError):
         self.budget_bytes = budget_bytes
         self.reason = reason
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Survive pickling, so that one rank or worker can hand the error to another."""
-        build = partial(
-            type(self),
-            minimum_budget_bytes=self.minimum_budget_bytes,
-            budget_bytes=self.budget_bytes,
-            reason=self.reason,
-        )
-        return (build, ())
 
-
-class DoesNotFit(JettisonError, ValueError):
+class DoesNotFit(TooMuchMemory):
     """A run needs more memory than there is. No plan was searched for, so no alternative is suggested."""
-
-    exit_code: ClassVar[int] = 3
 
     def __init__(self, *, peak_bytes: int, limit_bytes: int, limit_name: str, advice: str = "") -> None:
         """Build the message from the peak, the limit it exceeds, and advice."""
@@ -80,22 +76,9 @@ class DoesNotFit(JettisonError, ValueError):
         self.limit_name = limit_name
         self.advice = advice
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Survive pickling."""
-        build = partial(
-            type(self),
-            peak_bytes=self.peak_bytes,
-            limit_bytes=self.limit_bytes,
-            limit_name=self.limit_name,
-            advice=self.advice,
-        )
-        return (build, ())
 
-
-class HostBudgetExceeded(JettisonError, ValueError):
+class HostBudgetExceeded(TooMuchMemory):
     """Offloaded tensors need more CPU memory than allowed. ``real_bytes`` includes the round-up of pinned memory."""
-
-    exit_code: ClassVar[int] = 3
 
     def __init__(self, *, needed_bytes: int, real_bytes: int, limit_bytes: int, limit_name: str) -> None:
         """Build the message; ``limit_name`` says what the limit is."""
@@ -109,17 +92,6 @@ class HostBudgetExceeded(JettisonError, ValueError):
         self.real_bytes = real_bytes
         self.limit_bytes = limit_bytes
         self.limit_name = limit_name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Survive pickling."""
-        build = partial(
-            type(self),
-            needed_bytes=self.needed_bytes,
-            real_bytes=self.real_bytes,
-            limit_bytes=self.limit_bytes,
-            limit_name=self.limit_name,
-        )
-        return (build, ())
 
 
 class ProofFailed(JettisonError, RuntimeError):

@@ -16,7 +16,7 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.diagnose.log import MOST_READ_BYTES, decoded
 from jettison.diagnose.profile_file import is_trace, read_profile
-from jettison.diagnose.snapshot import read_snapshot
+from jettison.diagnose.snapshot import is_snapshot, read_snapshot
 from jettison.diagnose.step_profile import profile_steps
 from jettison.spec.anchor import MEASURED_WORDS, MeasuredRun
 from jettison.spec.frameworks import named
@@ -42,9 +42,7 @@ def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int) -> 
         profile = profile_steps(read_profile(path))
         allocated, reserved = profile.reserved_at_peak or (None, None)
         return MeasuredRun(allocated=allocated, reserved=reserved, step=profile.ns / profile.steps / 1e9)
-    with path.open("rb") as file:
-        begin = file.read(2)
-    if len(begin) == 2 and begin[0] == 0x80:
+    if is_snapshot(path):
         device = read_snapshot(path).busiest
         if not len(device.timeline.allocation):
             raise UsageError(f"{path} has no events: it shows one moment, and no peak of a step")

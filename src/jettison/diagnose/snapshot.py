@@ -199,6 +199,16 @@ class Snapshot:
         return max(self.devices, key=lambda device: device.timeline.peak_bytes)
 
 
+def is_snapshot(path: Path) -> bool:
+    """Does a file begin as a pickle of protocol 2 to 5 does?"""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(2)
+    except OSError:
+        return False
+    return len(begin) == 2 and begin[0] == 0x80 and begin[1] <= 5
+
+
 def read_snapshot(path: Path) -> Snapshot:
     """Read a snapshot.
 

@@ -24,7 +24,7 @@ from jettison.formula.basic import (
     scale,
 )
 from jettison.formula.norm import norm
-from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Saved, Value, Weight, Writer
+from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Saved, Value, Writer
 from jettison.ledger.program import Anchor
 from jettison.spec.kernels import AttentionKernel, ContextExchange, Device, Documents
 from jettison.spec.model import Attention, Biases, Norm, NormKind, QkNorm
@@ -67,24 +67,22 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
         joined = joined or (w.kernels.packed_heads and w.run.micro_batch > 1)
         context = core(w, q, k, v, spec, joined=joined)
         if gate is not None:
-            context = multiply(w, context, _opened(w, gate), ("attention output", "attention gate"))
-        out = linear(
-            w,
-            context,
-            w.run.model.hidden,
-            "out",
-            bias=spec.out_bias,
-            split="row",
-            role="projection input",
-            reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
-            original=True,
-        )
+            gate = copy(w, gate)  # gates and queries are interleaved
+            opened = w.tape.op("aten.sigmoid.default", [gate], keeps="attention gate")
+            context = multiply(w, context, opened, ("attention output", "attention gate"))
+        out = projected(w, context, bias=spec.out_bias, reference="arXiv 2205.05198 §4.1, linear projection: 2sbh")
         # modeling_llama.py, LlamaAttention.forward: query_states, key_states, value_states
         if w.kernels.model_code:
             w.tape.name(q, k, v)
         out = leave(w, out)
         name_given(w, x, whole)
         return out
+
+
+def projected(w: Writer, context: Value, *, bias: bool, reference: str) -> Value:
+    """Output projection of attention, partial sums over tp."""
+    more = {"split": "row", "role": "projection input", "reference": reference, "original": True}
+    return linear(w, context, w.run.model.hidden, "out", bias=bias, **more)  # type: ignore[arg-type]
 
 
 def head_places(w: Writer) -> Places:
@@ -113,12 +111,6 @@ def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Valu
         for name, bias in (("key", spec.qkv_bias and spec.key_bias), ("value", spec.qkv_bias))
     )
     return heads_of(w, q, spec.heads, d), *(heads_of(w, y, spec.kv_heads, d, length) for y in (k, v))  # type: ignore[return-value]
-
-
-def _opened(w: Writer, gate: Value) -> Value:
-    """Sigmoid of the gate; its input is a copy, since gates and queries are interleaved."""
-    gate = copy(w, gate)
-    return w.tape.op("aten.sigmoid.default", [gate], keeps="attention gate")
 
 
 def _project(
@@ -201,7 +193,8 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     fused = w.kernels.attention is AttentionKernel.FLASH
     added = as_mask(w, spec, added) if fused and added is not None else added
     lone = w.kernels.indexed_kv and k.shape[HEADS] < q.shape[HEADS]  # never grouped by a fused kernel
-    apart = not fused or (masked and not lone) or w.kernels.always_repeat_kv or not _takes_groups(k, v)
+    grouped = k.shape[-1] == v.shape[-1] <= 256  # which fused kernels can share among query heads
+    apart = not fused or (masked and not lone) or w.kernels.always_repeat_kv or not grouped
     if w.kernels.repeat_kv and apart:
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
     repeated = (k, v) if w.kernels.model_code else ()
@@ -245,11 +238,6 @@ def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Valu
     if exchange is ContextExchange.P2P:
         k, v = (copy(w, x) for x in (k, v))  # two halves of one buffer
     return q, k, v, back
-
-
-def _takes_groups(k: Value, v: Value) -> bool:
-    """Can a fused kernel share key-value heads among query heads? Up to a head of 256, with keys as wide as values."""
-    return k.shape[-1] == v.shape[-1] <= 256
 
 
 def _falls_back(w: Writer, q: Value, v: Value, added: Value | None) -> bool:
@@ -312,8 +300,9 @@ def flash(
         [out, rows],
         saves=kept,
         flops=flops,
-        workspace=biases_workspace(q, added) + passing,
-        weights=[sink_weight(w, q.shape[HEADS])] if sinks else [],
+        # the kernel makes the biases' gradient for each sequence of a batch before they are summed
+        workspace=(q.local_shape[0] * added.nbytes if added is not None and added.grad else 0) + passing,
+        weights=[w.parameter("sinks", q.shape[HEADS], split=0)] if sinks else [],
     )
     return out
 
@@ -394,16 +383,8 @@ def eager(
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     places = head_places(w)
     if w.run.layout.cp > 1:  # keys of all ranks
-        k, v = (
-            w.tape.collective(
-                "all_gather_into_tensor",
-                "cp",
-                x,
-                tuple(p for p in x.places if p[0] != "cp"),
-                backward="reduce_scatter_tensor",
-            )
-            for x in (k, v)
-        )
+        whole = tuple(p for p in k.places if p[0] != "cp")
+        k, v = (w.tape.collective(GATHER, "cp", x, whole, backward=SCATTER) for x in (k, v))
     dtype = "float32" if w.kernels.wide_scores else q.dtype
     out_dtype = v.dtype if w.kernels.wide_scores else q.dtype
     q, k = (cast(w, x, dtype) if joined else as_batch(w, cast(w, x, dtype)) for x in (q, k))
@@ -412,7 +393,8 @@ def eager(
     if not w.kernels.fused_softmax:
         scores = scale(w, scores)
     if spec.softcap:
-        scores = _softcap(w, scores)
+        tanh = w.tape.op("aten.tanh.default", [scale(w, scores)], keeps="capped scores")
+        scores = scale(w, tanh)  # c * tanh(scores / c): Gemma 2
     if spec.alibi:
         scores = add(w, scores, w.table("distances", (spec.heads, 1, k.shape[ROWS]), scores.dtype, ()))
     scores = scores if added is None else add(w, scores, added)
@@ -445,13 +427,6 @@ def _mask(w: Writer, scores: Value, spec: Attention) -> Value:
     return add(w, scores, w.table(MASK, scores.shape[ROWS:], dtype))
 
 
-def _softcap(w: Writer, scores: Value) -> Value:
-    """c * tanh(scores / c): Gemma 2."""
-    scores = scale(w, scores)
-    out = w.tape.op("aten.tanh.default", [scores], keeps="capped scores")
-    return scale(w, out)
-
-
 def _softmax(w: Writer, scores: Value, dtype: str, spec: Attention, op: str = "aten._softmax.default") -> Value:
     """Softmax in ``dtype`` of scores cast to it. The result is saved."""
     scores = cast(w, scores, dtype)
@@ -477,8 +452,9 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
     shape = (1, spec.heads, rows, keys)
     places = (("tp", 1),) if w.tp > 1 else ()
     dtype = w.compute if spec.buckets else w.matmul_dtype  # zeros have the dtype of queries
-    if spec.biases is Biases.GIVEN:
-        return w.tape.source(BIASES, shape, dtype, places, grad=has_gradient(w, spec), free=True)
+    if spec.biases is Biases.GIVEN:  # frozen tables require no gradient, unless the code asks for one
+        learned = (spec.buckets > 0 and w.run.tuning is None) or w.kernels.learned_zeros
+        return w.tape.source(BIASES, shape, dtype, places, grad=learned, free=True)
     anchor = Anchor.HANDED if spec.biases is Biases.FIRST else None
     with w.tape.scope("biases"):
         positions = w.table("positions", (keys,), "int64")
@@ -499,11 +475,6 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
     return w.tape.view(made, shape, places)
 
 
-def has_gradient(w: Writer, spec: Attention) -> bool:
-    """Do a layer's position biases require a gradient? Frozen tables do not, unless the code asks for one."""
-    return (spec.buckets > 0 and w.run.tuning is None) or w.kernels.learned_zeros
-
-
 def as_mask(w: Writer, spec: Attention, added: Value) -> Value:
     """Position biases as a fused kernel takes them: heads outermost in memory, future keys masked. Zeros need no copy.
 
@@ -516,11 +487,6 @@ def as_mask(w: Writer, spec: Attention, added: Value) -> Value:
         seen = w.tape.op("aten.ge.Tensor", [positions], (1, 1, *added.shape[2:]), "bool", grad=False)
         added = w.tape.op("aten.where.self", [added, seen], saves=[Saved(seen, "attention mask")])
     return copy(w, added)
-
-
-def biases_workspace(q: Value, added: Value | None) -> int:
-    """Bytes of the biases' gradient, which the kernel makes for each sequence of a batch before they are summed."""
-    return 0 if added is None or not added.grad else q.local_shape[0] * added.nbytes
 
 
 # Masks and document bounds: is a mask a tensor, and where do packed documents begin? ----------------------------------
@@ -564,31 +530,22 @@ def document_bounds(w: Writer) -> Iterator[Value]:
 SINKS = "arXiv 2309.17453 §3.3"
 
 
-def sink_weight(w: Writer, heads: int) -> Weight:
-    """One logit a head."""
-    return w.parameter("sinks", heads, split=0)
-
-
 def softmax_with_sinks(w: Writer, scores: Value, op: str) -> Value:
     """Probabilities of the keys alone, b × a × s × s.
 
     Written out, the softmax is one column wider than its scores, and so is what stays of it; the row maxima are
     subtracted by hand, and autograd keeps where they were.
     """
-    weights = [sink_weight(w, scores.shape[1])]
+    weights = [w.parameter("sinks", scores.shape[HEADS], split=0)]
     if w.kernels.fused_softmax:
-        out = w.tape.empty(scores.shape, scores.dtype, scores.places, grad=scores.grad or not weights[0].frozen)
-        w.tape.record(op, [scores], [out], saves=[Saved(out, "softmax output", SINKS)], weights=weights)
-        return out
+        return w.tape.op(op, [scores], keeps="softmax output", reference=SINKS, weights=weights)
     wider = (*scores.shape[:-1], scores.shape[-1] + 1)
     joint = w.tape.op("aten.cat.default", [scores], wider, weights=weights)
     highest = w.tape.empty((*wider[:-1], 1), joint.dtype, joint.places, grad=joint.grad)
     where = w.tape.empty(highest.shape, "int64", joint.places)
     w.tape.record("aten.max.dim", [joint], [highest, where], saves=[Saved(where, "position of the maximum")])
     shifted = w.tape.op("aten.sub.Tensor", [joint, highest], passes=True)
-    out = w.tape.empty(wider, joint.dtype, joint.places, grad=joint.grad)
-    w.tape.record(op, [shifted], [out], saves=[Saved(out, "softmax output", SINKS)])
-    return w.tape.view(out, scores.shape)
+    return w.tape.view(w.tape.op(op, [shifted], keeps="softmax output", reference=SINKS), scores.shape)
 
 
 # What nanotron's attention makes of its joint projection --------------------------------------------------------------

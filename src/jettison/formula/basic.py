@@ -395,6 +395,6 @@ def leave(w: Writer, y: Value) -> Value:
     return w.tape.collective("all_reduce", "tp", y, y.places, backward=None)
 
 
-def discrete(w: Writer, x: Value, name: str, shape: tuple[int, ...], dtype: str = "int64") -> Value:
+def discrete(w: Writer, x: Value, name: str, shape: tuple[int, ...]) -> Value:
     """A discrete choice, which must not be recomputed."""
-    return w.tape.op(name, [x], shape, dtype, grad=False, anchor=Anchor.DISCRETE)
+    return w.tape.op(name, [x], shape, "int64", grad=False, anchor=Anchor.DISCRETE)

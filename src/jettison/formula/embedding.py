@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jettison.formula.attention import READ
-from jettison.formula.basic import add, cast, convolution, copy, dropout, for_matmul, linear, scale, weight_copies
+from jettison.formula.basic import add, cast, convolution, copy, dropout, leave, linear, scale, weight_copies
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
-from jettison.formula.tape import Saved, Value, Writer
+from jettison.formula.tape import Places, Saved, Value, Weight, Writer
 from jettison.spec.kernels import AttentionKernel, Device
 from jettison.spec.model import (
     Activation,
@@ -144,33 +144,25 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
         tied: the table belongs to another region.
         declared: this region declares the table, or its stage's copy.
     """
-    model, layout = w.run.model, w.run.layout
+    model, weights = w.run.model, []
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
-    ways = _whole_gradient(w)
-    weights = (
-        [w.parameter(TOKENS, model.vocab, model.hidden, split=0, tied=tied, table=True, gradient_ways=ways)]
-        if declared
-        else []
-    )
-    x = w.tape.op(
-        "aten.embedding.default",
-        [ids],
-        w.shape(model.hidden),
-        w.table_dtype,
-        w.inside(),
-        saves=[Saved(ids, "token ids")],
-        weights=weights,
-        grad=not weights[0].frozen if weights else w.run.tuning is None,
-    )
-    if w.tp > 1:
-        kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
-        back = "all_gather_into_tensor" if layout.sp else None
-        x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
-    return x
+    if declared:
+        ways, sizes = _whole_gradient(w), (model.vocab, model.hidden)
+        weights.append(w.parameter(TOKENS, *sizes, split=0, tied=tied, table=True, gradient_ways=ways))
+    learned = not weights[0].frozen if declared else w.run.tuning is None
+    return leave(w, _rows(w, ids, "token ids", weights, w.shape(model.hidden), w.inside(), grad=learned))
+
+
+def _rows(
+    w: Writer, ids: Value, role: str, weights: list[Weight], shape: tuple[int, ...], places: Places, *, grad: bool
+) -> Value:
+    """Rows of a table by their ids, which are saved."""
+    kept, name = [Saved(ids, role)], "aten.embedding.default"
+    return w.tape.op(name, [ids], shape, w.table_dtype, places, saves=kept, weights=weights, grad=grad)
 
 
 def _whole_gradient(w: Writer) -> int:
-    """Bytes of a full table's gradient, which DTensor makes on every rank; the shard is a view of it.
+    """Size of the gradient that DTensor makes of the full table on every rank, in shards; the shard is a view of it.
 
     ``torch/distributed/tensor/_ops/_embedding_ops.py``, ``embedding_dense_backward_strategy``: no rule shards rows, so
     every rank has the full gradient, of which ``Shard._split_tensor`` takes a part without a copy. nanotron
@@ -181,14 +173,8 @@ def _whole_gradient(w: Writer) -> int:
 
 def _masks(w: Writer) -> None:
     """Attention masks of each sequence, with distances of each head. Kept for all layers."""
-    rows, heads = (
-        (w.run.micro_batch, 1, w.run.seq, w.run.seq),
-        [
-            layer.heads
-            for layer in w.run.model.described
-            if isinstance(layer.attention, Attention) and layer.attention.alibi
-        ],
-    )
+    rows, mixers = (w.run.micro_batch, 1, w.run.seq, w.run.seq), [one.attention for one in w.run.model.described]
+    heads = [mixer.heads for mixer in mixers if isinstance(mixer, Attention) and mixer.alibi]
     with w.tape.scope("mask"):
         seen = w.table("seen", rows, "bool")
         if w.kernels.filled_masks:
@@ -236,16 +222,8 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool 
         shape = w.shape()[0], w.shape()[1]
     stored = ids_name == POSITIONS and w.kernels.stored_positions and not w.run.packed
     ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)
-    return w.tape.op(
-        "aten.embedding.default",
-        [ids],
-        (*shape, w.run.model.hidden),
-        w.table_dtype,
-        w.outside(),
-        saves=[Saved(ids, ids_name)],
-        weights=[weight],
-        grad=not weight.frozen,
-    )
+    sizes, learned = (*shape, w.run.model.hidden), not weight.frozen
+    return _rows(w, ids, ids_name, [weight], sizes, w.outside(), grad=learned)
 
 
 # Contrastive image-text models: both ends of the image tower ----------------------------------------------------------
@@ -343,7 +321,8 @@ def _positions(w: Writer, x: Value, spec: Audio) -> Value:
         )
         bias = w.parameter("bias", hidden)
         copies = weight_copies(w, [bias])
-        weight, rows = for_matmul(w, weight), for_matmul(w, w.tape.view(x, (b, hidden, s)))
+        weight = cast(w, weight, w.matmul_dtype)
+        rows = cast(w, w.tape.view(x, (b, hidden, s)), w.matmul_dtype)
         out = w.tape.op(
             "aten.convolution.default",
             [rows, weight, *copies],

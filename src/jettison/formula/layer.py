@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.formula.attention import attention, core, head_places, heads_of, rotate
+from jettison.formula.attention import attention, core, head_places, heads_of, projected, rotate
 from jettison.formula.basic import add, cast, copy, dropout, enter, leave, linear, wider
 from jettison.formula.mlp import mlp
 from jettison.formula.moe import moe
@@ -56,18 +56,19 @@ def layer(w: Writer, x: Value, spec: Layer) -> Value:
             inner = _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec)
             return add(w, x, norm(w, inner, spec.norm, "mlp_output_norm"))
         case Arrangement.OUTER:
-            inner = _dropped(w, _attend(w, x, spec))
-            given, x = x, norm(w, add(w, inner, x), spec.norm, "attention_norm")
-            if w.kernels.named_blocks:
-                w.tape.name(inner, given)
+            x = _normed_sum(w, _attend(w, x, spec), x, spec, "attention_norm", named=w.kernels.named_blocks)
             if spec.cross is not None:
-                inner = _dropped(w, attention(w, x, spec.cross, spec.norm, asks=True))
-                x = norm(w, add(w, inner, x), spec.norm, "cross_attention_norm")
-            inner = _dropped(w, _feed(w, x, spec))
-            given, x = x, norm(w, add(w, inner, x), spec.norm, "mlp_norm")
-            if w.kernels.named_blocks:
-                w.tape.name(inner, given)
-            return x
+                inner = attention(w, x, spec.cross, spec.norm, asks=True)
+                x = _normed_sum(w, inner, x, spec, "cross_attention_norm", named=False)
+            return _normed_sum(w, _feed(w, x, spec), x, spec, "mlp_norm", named=w.kernels.named_blocks)
+
+
+def _normed_sum(w: Writer, inner: Value, x: Value, spec: Layer, name: str, *, named: bool) -> Value:
+    inner = _dropped(w, inner)
+    out = norm(w, add(w, inner, x), spec.norm, name)
+    if named:
+        w.tape.name(inner, x)
+    return out
 
 
 def _dropped(w: Writer, x: Value) -> Value:
@@ -117,18 +118,7 @@ def latent_attention(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm
         k, v = _key_value(w, x, spec, norm_spec)
         expanded = Attention(heads=spec.heads, kv_heads=spec.heads, head_dim=spec.query_dim)
         context = core(w, q, k, v, expanded, joined=not w.kernels.fused_rotary)
-        out = linear(
-            w,
-            context,
-            w.run.model.hidden,
-            "out",
-            bias=spec.bias,
-            split="row",
-            role="projection input",
-            reference=f"{REFERENCE}, eq. 19",
-            original=True,
-        )
-        return leave(w, out)
+        return leave(w, projected(w, context, bias=spec.bias, reference=f"{REFERENCE}, eq. 19"))
 
 
 def _query(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> Value:
@@ -136,21 +126,17 @@ def _query(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> Value
     if spec.query_rank is not None:
         down = linear(w, x, spec.query_rank, "query_down", bias=spec.bias, reference=f"{REFERENCE}, eq. 12")
         x = norm(w, down, norm_spec, "query_norm")
-    whole, kept = enter(w, x)
-    q = linear(
-        w,
-        whole,
-        spec.heads * spec.query_dim,
-        "query",
-        bias=False,
-        split="column",
-        keeps=kept,
-        reference=f"{REFERENCE}, eq. 13",
-    )
-    q = heads_of(w, q, spec.heads, spec.query_dim)
+    q = _up(w, x, spec.heads, spec.query_dim, "query", f"{REFERENCE}, eq. 13")
     plain, turning = (w.tape.view(q, (*q.shape[:-1], width)) for width in (spec.nope_dim, spec.rope_dim))
     turned = rotate(w, turning, spec.rope_dim)
     return w.tape.op("aten.cat.default", [plain, turned], q.shape, wider(plain, turned))
+
+
+def _up(w: Writer, x: Value, heads: int, width: int, name: str, reference: str) -> Value:
+    """Heads of a latent tensor, from all of the sequence."""
+    whole, kept = enter(w, x)
+    more = {"bias": False, "split": "column", "keeps": kept, "reference": reference}
+    return heads_of(w, linear(w, whole, heads * width, name, **more), heads, width)  # type: ignore[arg-type]
 
 
 def _key_value(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> tuple[Value, Value]:
@@ -159,19 +145,9 @@ def _key_value(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> t
         w, x, spec.kv_rank + spec.rope_dim, "key_value_down", bias=spec.bias, reference=f"{REFERENCE}, eq. 9 and 15"
     )
     latent, turning = (w.tape.view(joint, (*joint.shape[:-1], width)) for width in (spec.kv_rank, spec.rope_dim))
-    whole, kept = enter(w, norm(w, latent, norm_spec, "key_value_norm"))
-    width = spec.nope_dim + spec.value_dim
-    expanded = linear(
-        w,
-        whole,
-        spec.heads * width,
-        "key_value",
-        bias=False,
-        split="column",
-        keeps=kept,
-        reference=f"{REFERENCE}, eq. 10 and 11",
-    )
-    expanded = heads_of(w, expanded, spec.heads, width)
+    latent = norm(w, latent, norm_spec, "key_value_norm")
+    width, reference = spec.nope_dim + spec.value_dim, f"{REFERENCE}, eq. 10 and 11"
+    expanded = _up(w, latent, spec.heads, width, "key_value", reference)
     plain, v = (w.tape.view(expanded, (*expanded.shape[:-1], width)) for width in (spec.nope_dim, spec.value_dim))
     shared, _ = enter(w, turning)
     one_head = (w.run.micro_batch, 1, w.run.seq, spec.rope_dim)

@@ -95,14 +95,14 @@ def replay(
     resident = program.kept_bytes(kept)
     again = frozenset(program.recompute_set(kept))
     backward = begin(Backward, region, kept, again, rule, accumulates=accumulates, frames=frames, held=held)
-    last = region.last_read
+    last, owned = region.last_read, [w for w in region.weights if not w.tied and not w.frozen]
     forward = _forward_peaks(region, kept | {*program.outputs}, region.last_ops, last)
     around = Around(forward=forward, backward=backward.run(last, reentrant=reentrant))
     return Passes(
         resident=resident,
         forward_peak=max(around.forward),
         backward_peak=max(around.backward),
-        gradient=weight_gradients(region, rule.kept),
+        gradient=sum(w.gradient_numel for w in owned) * DTYPE_BYTES[rule.kept],
         recompute_flops=sum(program.ops[o].flops for o in again),
         output=region.output.nbytes,
         around=around,
@@ -129,11 +129,6 @@ def begin(
     begun = [CheckpointFrame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
     runs = frozenset[int]().union(*(frame.again for frame in begun)) if frames else again
     return kind(region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, frames=begun, held=held)
-
-
-def weight_gradients(region: Region, dtype: str) -> int:
-    """Bytes of the gradients of a region's own weights on one rank."""
-    return sum(w.gradient_numel for w in region.weights if not w.tied and not w.frozen) * DTYPE_BYTES[dtype]
 
 
 def forward_levels(
@@ -298,11 +293,8 @@ class Backward:
 
     def _made(self, step: TapeOp, incoming: list[int]) -> list[Weight]:
         """Weights whose gradients this step makes; ``incoming``: gradients of its outputs."""
-        return [w for w in step.makes if not self._added_within(w)]
-
-    def _added_within(self, weight: Weight) -> bool:
-        """Does the matmul that makes this gradient also accumulate it?"""
-        return self.fused and weight.product and (self.dummies or not weight.head)
+        # a matmul that accumulates its weight's gradient makes none
+        return [w for w in step.makes if not (self.fused and w.product and (self.dummies or not w.head))]
 
     def _fetch(self, b: int) -> None:
         buffer = self.program.buffers[b]

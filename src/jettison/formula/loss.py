@@ -73,7 +73,8 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple
         reference=f"{EXTRA}, output layer: 2sbh",
     )
     if model.head.softcap:
-        logits = _softcap(w, logits)
+        tanh = w.tape.op("aten.tanh.default", [scale(w, logits)], keeps="capped logits")
+        logits = scale(w, tanh)  # c * tanh(logits / c): Gemma 2
     if w.kernels.biased_logits and w.run.precision.casts:  # modeling_bart.py: lm_logits + self.final_logits_bias
         logits = cast(w, logits, "float32")
     w.tape.returned.append(logits)
@@ -148,13 +149,6 @@ def _without_last(w: Writer, logits: Value, labels: Value) -> tuple[Value, Value
     return copied, w.tape.op("aten.clone.default", [labels], (b, s - 1), grad=False)
 
 
-def _softcap(w: Writer, logits: Value) -> Value:
-    """c * tanh(logits / c): Gemma 2."""
-    logits = scale(w, logits)
-    out = w.tape.op("aten.tanh.default", [logits], keeps="capped logits", grad=True)
-    return scale(w, out)
-
-
 def _gathered(w: Writer, logits: Value) -> Value:
     """Logits of the full vocabulary, all-gathered."""
     return w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward=None) if w.tp > 1 else logits
@@ -177,14 +171,20 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
         named.append(wide)
         wide, labels = _without_last(w, wide, labels)
     wide = cast(w, wide, "float32") if w.run.precision.casts or _autocast_loss(w) else wide
-    rows = w.tape.op(
-        "aten._log_softmax.default", [wide], keeps="log-softmax output", reference=f"{EXTRA}: 4sbv", grad=True
-    )
-    loss = w.tape.empty((), wide.dtype, grad=True)
-    weight = w.tape.empty((), wide.dtype)
+    loss = _cross_entropy(w, _log_softmax(w, wide, f"{EXTRA}: 4sbv"), labels)
+    w.tape.name(*named)  # arguments of the function that casts or copies them
+    return loss
+
+
+def _log_softmax(w: Writer, wide: Value, reference: str = "") -> Value:
+    return w.tape.op("aten._log_softmax.default", [wide], keeps="log-softmax output", reference=reference, grad=True)
+
+
+def _cross_entropy(w: Writer, rows: Value, labels: Value) -> Value:
+    """The loss of log-softmax rows."""
+    loss, weight = w.tape.empty((), rows.dtype, grad=True), w.tape.empty((), rows.dtype)
     kept = [Saved(rows, "log-softmax output"), Saved(labels, "labels"), Saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
-    w.tape.name(*named)  # arguments of the function that casts or copies them
     return loss
 
 
@@ -275,10 +275,9 @@ def _te(w: Writer, logits: Value, labels: Value) -> Value:
     over ``_input`` and returns it to be saved; backward scales it in place. (From 2.18 on the gradient has an fp32
     tensor of its own.)
     """
-    loss = w.tape.empty((), "float32", grad=True)
     kept = [Saved(logits, "gradient of the logits")]
-    w.tape.record("te_parallel_cross_entropy", [logits, labels], [loss], saves=kept, in_place=True)
-    return loss
+    name = "te_parallel_cross_entropy"
+    return w.tape.op(name, [logits, labels], (), "float32", (), saves=kept, grad=True, in_place=True)
 
 
 def _in_place(w: Writer, logits: Value, labels: Value) -> Value:
@@ -322,13 +321,10 @@ def _dtensor(w: Writer, logits: Value, labels: Value) -> Value:
     ``_nll_loss_and_log_softmax_backward`` has the log-softmax, ``grad_input``, ``torch.exp(x)`` and their sum at once:
     four fp32 copies of a rank's logits.
     """
-    wide = cast(w, logits, "float32")
-    rows = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
-    w.tape.record("loss_parallel.log_softmax", [wide], [rows], passes=True)
-    loss = w.tape.empty((), "float32", grad=True)
-    kept = [Saved(rows, "log-softmax output", f"{EXTRA}: 4sbv"), Saved(labels, "labels")]
-    w.tape.record("loss_parallel.nll_loss", [rows, labels], [loss], saves=kept, workspace=2 * rows.nbytes)
-    return loss
+    rows = w.tape.op("loss_parallel.log_softmax", [cast(w, logits, "float32")], grad=True, passes=True)
+    kept, copies = [Saved(rows, "log-softmax output", f"{EXTRA}: 4sbv"), Saved(labels, "labels")], 2 * rows.nbytes
+    name = "loss_parallel.nll_loss"
+    return w.tape.op(name, [rows, labels], (), "float32", (), saves=kept, grad=True, workspace=copies)
 
 
 def _unread(x: Value) -> Value:
@@ -459,7 +455,7 @@ def contrast(w: Writer, x: Value, pair: Pair) -> Value:
     roles = ("text direction", "image direction")
     logits = batched_matmul(w, text, image, (batch, batch), (), pair.width, roles)
     logits = multiply(w, logits, _temperature(w), ("logits", "temperature"))
-    losses = [_cross_entropy(w, each, rows) for each in (logits, w.tape.view(logits, logits.shape))]
+    losses = [_of_rows(w, each, rows) for each in (logits, w.tape.view(logits, logits.shape))]
     return scale(w, add(w, *losses))
 
 
@@ -474,21 +470,13 @@ def _temperature(w: Writer) -> Value:
     """The exponential of the learned logit scale."""
     weight = w.parameter("temperature")
     held = w.read(weight, "temperature")
-    log, out = cast(w, held, w.compute), w.tape.empty((), w.compute, grad=held.grad)
-    w.tape.record("aten.exp.default", [log], [out], saves=[Saved(out, "temperature")], weights=[weight])
-    return out
+    return w.tape.op("aten.exp.default", [cast(w, held, w.compute)], keeps="temperature", weights=[weight])
 
 
-def _cross_entropy(w: Writer, logits: Value, rows: Value) -> Value:
+def _of_rows(w: Writer, logits: Value, rows: Value) -> Value:
     """Cross entropy in which each row's own column is the target."""
-    wide = cast(w, logits, "float32") if w.kernels.loss_float32 else logits
-    found = w.tape.empty(wide.shape, wide.dtype, grad=True)
-    w.tape.record("aten._log_softmax.default", [wide], [found], saves=[Saved(found, "log-softmax output")])
-    labels = w.tape.op("aten.arange.default", [rows], grad=False)
-    loss, weight = w.tape.empty((), wide.dtype, grad=True), w.tape.empty((), wide.dtype)
-    kept = [Saved(found, "log-softmax output"), Saved(labels, "labels"), Saved(weight, "loss weight")]
-    w.tape.record("aten.nll_loss_forward.default", [found, labels], [loss, weight], saves=kept)
-    return loss
+    found = _log_softmax(w, cast(w, logits, "float32") if w.kernels.loss_float32 else logits)
+    return _cross_entropy(w, found, w.tape.op("aten.arange.default", [rows], grad=False))
 
 
 # Connectionist temporal classification (CTC) -------------------------------------------------------------------------
@@ -506,9 +494,7 @@ def align(w: Writer, x: Value, spec: Audio) -> Value:
     )
     if w.tp > 1:
         logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
-    wide = cast(w, logits, "float32")
-    rows = w.tape.empty(wide.shape, "float32", wide.places, grad=True)
-    w.tape.record("aten._log_softmax.default", [wide], [rows], saves=[Saved(rows, "log-softmax output")])
+    rows = _log_softmax(w, cast(w, logits, "float32"))
     labels = spec.labels(spec.heard(w.run.source_seq, w.run.seq))
     numbers = [w.tape.source(name, (b,), "int64") for name in ("lengths of sequences", "lengths of labels")]
     targets = w.tape.source("labels", (b * labels,), "int64")

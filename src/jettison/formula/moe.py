@@ -53,6 +53,7 @@ from jettison.formula.basic import (
     linear,
     multiply,
     quantise,
+    scale,
     unpacked,
     weight_copies,
 )
@@ -290,8 +291,7 @@ def _hidden(w: Writer, x: Value, scores: Value | None, order: _TokenOrder, spec:
 def _clamped(w: Writer, gate: Value, up: Value) -> Value:
     """g · sigmoid(α g) · (u + 1) with both halves clamped, op by op: gpt-oss."""
     gate, up = (w.tape.op("aten.clamp.default", [v], saves=[Saved(v, "activation input")]) for v in (gate, up))
-    wide = w.tape.op("aten.mul.Tensor", [gate])
-    sigmoid = w.tape.op("aten.sigmoid.default", [wide], keeps="activation output")
+    sigmoid = w.tape.op("aten.sigmoid.default", [scale(w, gate)], keeps="activation output")
     gated = multiply(w, gate, sigmoid, ("product operand", "activation output"))
     shifted = w.tape.op("aten.add.Tensor", [up], passes=True)
     return multiply(w, shifted, gated, ("product operand", "product operand"))

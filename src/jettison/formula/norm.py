@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jettison.formula.basic import cast, multiply, power, weigh
-from jettison.formula.tape import Saved, Value, Weight, Writer
+from jettison.formula.tape import Places, Saved, Value, Weight, Writer
 from jettison.spec.kernels import Device
 from jettison.spec.model import Norm, NormKind
 
@@ -11,17 +11,14 @@ REFERENCE = "arXiv 2205.05198 §4.1, layer norm: the input, 2sbh"
 STATISTICS = "left out of the equations: one number a row"
 
 
-def norm(
-    w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None, split: bool = False, apiece: bool = False
-) -> Value:
+def norm(w: Writer, x: Value, spec: Norm, name: str, *, split: bool = False, apiece: bool = False) -> Value:
     """Normalise the last dim of x.
 
     Args:
-        width: size of the weight, if not the last dim's.
         split: the weight is sharded over tp like its input.
         apiece: one weight for each head; x is b × heads × s × d.
     """
-    size = x.shape[-1] if width is None else width
+    size = x.shape[-1]
     with w.tape.scope(name):
         if not spec.weight:
             if spec.kind is NormKind.RMS and not w.kernels.fused_norm:
@@ -61,8 +58,7 @@ def _fused(
     dtype = x.dtype if of_input else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or any(not weight.frozen for weight in weights))
     layer = spec.kind is NormKind.LAYER
-    rows = (*x.shape[:-1], 1)
-    places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
+    rows, places = _row_numbers(x)
     count = 2 if layer else 1
     if apiece:
         count, rows = count * x.local_shape[1], (rows[0], 1, *rows[2:])
@@ -82,11 +78,14 @@ def _fused(
     return out
 
 
+def _row_numbers(x: Value) -> tuple[tuple[int, ...], Places]:
+    """Shape and placement of one number for each row of x."""
+    return (*x.shape[:-1], 1), tuple(p for p in x.places if p[1] != len(x.shape) - 1)
+
+
 def root_mean_square(w: Writer, x: Value) -> Value:
     """x / rms(x) in fp32, op by op: the fp32 copy and the reciprocal root are saved."""
-    wide = cast(w, x, "float32")
-    rows = (*x.shape[:-1], 1)
-    places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
+    wide, (rows, places) = cast(w, x, "float32"), _row_numbers(x)
     square = power(w, wide, "norm input", REFERENCE)
     mean = w.tape.op("aten.mean.dim", [square], rows, places=places)
     root = _reciprocal_root(w, mean)
@@ -108,9 +107,7 @@ def _weighed_wide(w: Writer, normal: Value, weight: Weight) -> Value:
 
 def _written_layer(w: Writer, x: Value, weight: Weight) -> Value:
     """weight * (x - mean) / sqrt(variance), all in fp32: transformers' CohereLayerNorm, which subtracts twice."""
-    wide = cast(w, x, "float32")
-    rows = (*x.shape[:-1], 1)
-    places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
+    wide, (rows, places) = cast(w, x, "float32"), _row_numbers(x)
     mean = w.tape.op("aten.mean.dim", [wide], rows, places=places)
     square = power(w, w.tape.op("aten.sub.Tensor", [wide, mean]), "norm input", REFERENCE)
     variance = w.tape.op("aten.mean.dim", [square], rows, places=places)

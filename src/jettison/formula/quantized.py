@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from jettison.formula.tape import Places, Saved, Value, Weight, Writer
+from jettison.formula.tape import Saved, Value, Weight, Writer
 from jettison.spec.fp8 import QUANTISED_THROUGH_BYTES, SCALE_DTYPE, Fp8Recipe, Library, Scales, scale_shape
 
 QUANTISE, PAD = "quantise.fp8", "pad.rows"
@@ -137,19 +137,13 @@ def padded(w: Writer, x: Value, experts: int) -> Value:
     if recipe is None or recipe.library is not Library.TE:
         return x
     each = -(-x.local_shape[0] // experts)
-    return _resized(w, x, experts * (-(-each // recipe.expert_rows) * recipe.expert_rows))
+    local = experts * (-(-each // recipe.expert_rows) * recipe.expert_rows)
+    if local == x.local_shape[0]:
+        return x
+    ranks = prod(w.tape.mesh.get(axis, 1) for axis, dim in x.places if dim == 0)
+    return w.tape.op(PAD, [x], (local * ranks, *x.shape[1:]))
 
 
 def unpadded(w: Writer, x: Value, rows: int) -> Value:
     """Undo `padded`; ``rows`` counts all ranks."""
     return x if x.shape[0] == rows else w.tape.op(PAD, [x], (rows, *x.shape[1:]))
-
-
-def _resized(w: Writer, x: Value, local: int) -> Value:
-    if local == x.local_shape[0]:
-        return x
-    return w.tape.op(PAD, [x], (local * _ranks(w, x.places), *x.shape[1:]))
-
-
-def _ranks(w: Writer, places: Places) -> int:
-    return prod(w.tape.mesh.get(axis, 1) for axis, dim in places if dim == 0)

@@ -87,28 +87,12 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
 
 def fused_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> Value:
     """Convolution, scan, norm and output projection, whose input backward recomputes."""
-    b, s, hidden = w.run.micro_batch, w.run.seq, w.run.model.hidden
+    hidden = w.run.model.hidden
     weights = [w.parameter("dt_bias", spec.heads), w.parameter("D", spec.heads), *_convolution(w, spec)]
     with w.tape.scope("norm"):
         weights.append(w.parameter("weight", spec.inner))
     normal = w.tape.empty(w.shape(spec.inner), joint.dtype, grad=True)
-    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype)
-    roots = w.tape.empty((spec.groups, b * s), WIDE)
-    flops, workspace = _dual(w, joint, spec)
-    w.tape.record(
-        "fused_scan",
-        [joint, rate],
-        [normal, scanned, roots],
-        saves=[
-            Saved(joint, "scan input", SPLIT),
-            Saved(rate, "decay rate", SPLIT),
-            Saved(scanned, "scan output", SPLIT),
-            Saved(roots, "norm statistics", SPLIT),
-        ],
-        weights=weights,
-        flops=flops,
-        workspace=workspace,
-    )
+    _dual(w, joint, rate, normal, spec, weights, roots=True)
     with w.tape.scope("out_proj"):
         weights = [w.parameter("weight", hidden, spec.inner, product=True)]
         weights += [w.parameter("bias", hidden)] if spec.bias else []
@@ -139,21 +123,7 @@ def shared_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> 
     places = w.on_tp(2)
     turned = copy(w, joint, (b, s, joint.shape[-1]), places) if b > 1 else joint
     gated = w.tape.empty((b, s, spec.inner), joint.dtype, places, grad=True)
-    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype, places)
-    flops, workspace = _dual(w, joint, spec)
-    w.tape.record(
-        "fused_scan",
-        [turned, rate],
-        [gated, scanned],
-        saves=[
-            Saved(turned, "scan input", SPLIT),
-            Saved(rate, "decay rate", SPLIT),
-            Saved(scanned, "scan output", SPLIT),
-        ],
-        weights=weights,
-        flops=flops,
-        workspace=workspace,
-    )
+    _dual(w, turned, rate, gated, spec, weights)
     gated = copy(w, gated, w.shape(spec.inner), places) if b > 1 else w.tape.view(gated, w.shape(spec.inner))
     normal = w.tape.empty(gated.shape, joint.dtype, places, grad=True)
     roots = w.tape.empty((spec.groups, b * s), WIDE, (("tp", 0),) if w.tp > 1 else ())
@@ -175,15 +145,35 @@ def _convolution(w: Writer, spec: StateSpaceDual) -> list[Weight]:
         return weights + ([w.parameter("bias", spec.convolved, split=0)] if spec.convolution_bias else [])
 
 
-def _dual(w: Writer, joint: Value, spec: StateSpaceDual) -> tuple[int, int]:
-    """FLOPs of a rank's convolution and scan, and the workspace of their backward: states with their gradients, and
-    the convolution's output.
+def _dual(
+    w: Writer,
+    joint: Value,
+    rate: Value,
+    out: Value,
+    spec: StateSpaceDual,
+    weights: list[Weight],
+    *,
+    roots: bool = False,
+) -> None:
+    """A rank's convolution and scan; the workspace of their backward: states with their gradients, and the
+    convolution's output.
+
+    Args:
+        roots: a norm is part of it, whose statistics are saved.
     """
-    tokens = w.run.micro_batch * w.run.seq
+    b, s = w.run.micro_batch, w.run.seq
+    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), joint.dtype, out.places)
+    kept = [Saved(joint, "scan input", SPLIT), Saved(rate, "decay rate", SPLIT), Saved(scanned, "scan output", SPLIT)]
+    made = [out, scanned]
+    if roots:
+        made.append(w.tape.empty((spec.groups, b * s), WIDE))
+        kept.append(Saved(made[-1], "norm statistics", SPLIT))
+    tokens = b * s
     each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
     states = 4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
-    workspace = states + DTYPE_BYTES[joint.dtype] * tokens * spec.convolved
-    return 2 * tokens * (each + spec.convolved * spec.taps) // w.tp, workspace // w.tp
+    workspace = (states + DTYPE_BYTES[joint.dtype] * tokens * spec.convolved) // w.tp
+    flops = 2 * tokens * (each + spec.convolved * spec.taps) // w.tp
+    w.tape.record("fused_scan", [joint, rate], made, saves=kept, weights=weights, flops=flops, workspace=workspace)
 
 
 def _states(w: Writer, chunk: int, each: int) -> int:
@@ -197,9 +187,9 @@ def _states(w: Writer, chunk: int, each: int) -> int:
 # b sequences · s tokens · C channels.
 
 
-def short_convolution(w: Writer, x: Value, channels: int, taps: int, *, bias: bool, kind: Activation) -> Value:
-    """b × s × C. ``causal_conv1d_fn`` of transformers pads both sides and cuts off the end, so that the activation
-    saves a longer sequence.
+def short_convolution(w: Writer, x: Value, channels: int, taps: int, *, bias: bool) -> Value:
+    """b × s × C, with SiLU. ``causal_conv1d_fn`` of transformers pads both sides and cuts off the end, so that the
+    activation saves a longer sequence.
     """
     b, s = w.run.micro_batch, w.run.seq
     with w.tape.scope("convolution"):
@@ -207,7 +197,7 @@ def short_convolution(w: Writer, x: Value, channels: int, taps: int, *, bias: bo
         weights += [w.parameter("bias", channels)] if bias else []
         held = cast(w, w.tape.view(x, (b, channels, s)), w.held(frozen=weights[0].frozen))
         rows = convolution(w, held, (b, channels, s + taps - 1), weights, taps)
-        out = activation(w, w.tape.view(rows, (b, channels, s)), kind)
+        out = activation(w, w.tape.view(rows, (b, channels, s)), Activation.SILU)
         return w.tape.view(cast(w, out, x.dtype), (b, s, channels))
 
 
@@ -248,26 +238,24 @@ KERNELS_OF_A_CHUNK = 9
 
 def gated_delta(w: Writer, x: Value, spec: GatedDelta) -> Value:
     """The linear-attention block, from the normed residual stream to what is added to it."""
+    b, s, channels = w.run.micro_batch, w.run.seq, 2 * spec.keys + spec.values
     with w.tape.scope("mixer"):
         qkv, z, beta, rate = _delta_project(w, without_padding(w, x), spec)
-        channels = 2 * spec.keys + spec.values
         strength = w.tape.op("aten.sigmoid.default", [beta], keeps="write strength", reference=RULE)
         if w.kernels.scans is Scans.FUSED:
             mixed = fused_convolution(w, qkv, channels, spec.taps)
             out = fused_delta(w, mixed, strength, _decay(w, rate, spec.value_heads), spec)
         else:
-            mixed = short_convolution(w, qkv, channels, spec.taps, bias=False, kind=Activation.SILU)
-            out = _delta_written(w, mixed, strength, _decay(w, rate, spec.value_heads), spec)
-        out = _delta_gated(w, out, z)
+            mixed = short_convolution(w, qkv, channels, spec.taps, bias=False)
+            decay = _decay(w, rate, spec.value_heads)
+            q, k = (_heads_spread(w, w.tape.view(mixed, (b, s, spec.key_heads, spec.key_dim)), spec) for _ in range(2))
+            v = w.tape.view(mixed, (b, s, spec.value_heads, spec.value_dim))
+            out = _DeltaRule(w, spec).chunks(q, k, v, strength, decay)
+        # each head normalised, and weighted by the gate in fp32: ``Qwen3NextRMSNormGated``
+        normal = norm(w, out, Norm(kind=NormKind.RMS), "norm")
+        gate = activation(w, cast(w, z, WIDE), Activation.SILU)
+        out = cast(w, multiply(w, normal, gate, ("normalised output", "gate"), WIDE), out.dtype)
         return linear(w, w.tape.view(out, w.shape(spec.values)), w.run.model.hidden, "out_proj", bias=False)
-
-
-def _delta_written(w: Writer, mixed: Value, strength: Value, rate: Value, spec: GatedDelta) -> Value:
-    """The delta rule op by op: b × s × a × dv."""
-    b, s = w.run.micro_batch, w.run.seq
-    q, k = (_heads_spread(w, w.tape.view(mixed, (b, s, spec.key_heads, spec.key_dim)), spec) for _ in range(2))
-    v = w.tape.view(mixed, (b, s, spec.value_heads, spec.value_dim))
-    return _DeltaRule(w, spec).chunks(q, k, v, strength, rate)
 
 
 def _delta_project(w: Writer, x: Value, spec: GatedDelta) -> tuple[Value, Value, Value, Value]:
@@ -312,13 +300,6 @@ def negative_rate(w: Writer, *shape: int) -> Value:
     wide = cast(w, held, WIDE)
     w.tape.record("aten.exp.default", [wide], [rate], saves=[Saved(rate, "decay rate")], weights=[weight])
     return w.tape.op("aten.neg.default", [rate])
-
-
-def _delta_gated(w: Writer, out: Value, z: Value) -> Value:
-    """Each head normalised, and weighted by the gate in fp32: ``Qwen3NextRMSNormGated``."""
-    normal = norm(w, out, Norm(kind=NormKind.RMS), "norm")
-    gate = activation(w, cast(w, z, WIDE), Activation.SILU)
-    return cast(w, multiply(w, normal, gate, ("normalised output", "gate"), WIDE), out.dtype)
 
 
 def _column(w: Writer, x: Value) -> Value:
@@ -460,8 +441,7 @@ class _DeltaRule:
         w, rows = self.w, (*x.shape[:-1], 1)
         total = w.tape.op("aten.sum.dim_IntList", [multiply(w, x, x, (OPERAND, OPERAND))], rows)
         total = w.tape.op("aten.add.Tensor", [total], passes=True)
-        root = w.tape.empty(rows, WIDE, grad=x.grad)
-        w.tape.record("aten.rsqrt.default", [total], [root], saves=[Saved(root, "norm statistics")])
+        root = w.tape.op("aten.rsqrt.default", [total], keeps="norm statistics")
         return multiply(w, x, root, (OPERAND, "norm statistics"))
 
     def _filled(self, x: Value) -> Value:
@@ -492,10 +472,9 @@ class _DeltaRule:
 
     def _solved(self, system: Value, right: Value) -> Value:
         """The triangular system of each chunk, which replaces sequential updates."""
-        out = self.w.tape.empty(right.shape, WIDE, grad=True)
-        kept = [Saved(system, "triangular system", RULE), Saved(out, OPERAND, RULE)]
-        self.w.tape.record("aten.linalg_solve_triangular.default", [system, right], [out], saves=kept)
-        return out
+        kept = [Saved(system, "triangular system", RULE)]
+        name, operands = "aten.linalg_solve_triangular.default", [system, right]
+        return self.w.tape.op(name, operands, right.shape, WIDE, (), saves=kept, keeps=OPERAND, reference=RULE)
 
 
 # Mamba 1 of transformers without kernels of mamba-ssm: a loop over tokens ---------------------------------------------
@@ -520,9 +499,8 @@ def selective_scan(w: Writer, x: Value, spec: SelectiveScan, norm_spec: Norm) ->
     with w.tape.scope("mixer"):
         joint = linear(w, without_padding(w, x), 2 * spec.inner, "in_proj", bias=spec.bias)
         rate = negative_rate(w, spec.inner, spec.state)
-        mixed = short_convolution(
-            w, w.tape.view(joint, channels), spec.inner, spec.taps, bias=spec.convolution_bias, kind=Activation.SILU
-        )
+        channeled = w.tape.view(joint, channels)
+        mixed = short_convolution(w, channeled, spec.inner, spec.taps, bias=spec.convolution_bias)
         mixed = without_padding(w, mixed)
         step, write, ask = _selected(w, mixed, spec, norm_spec)
         out = _selective(w, mixed, step, rate, write, ask)
@@ -637,9 +615,7 @@ def state_space(w: Writer, x: Value, spec: StateSpaceDual) -> Value:
         if w.kernels.scans is Scans.FUSED:
             return (shared_split if w.kernels.shares_scans else fused_split)(w, joint, rate, spec)
         channels = w.tape.view(joint, (b, s, spec.convolved))
-        mixed = short_convolution(
-            w, channels, spec.convolved, spec.taps, bias=spec.convolution_bias, kind=Activation.SILU
-        )
+        mixed = short_convolution(w, channels, spec.convolved, spec.taps, bias=spec.convolution_bias)
         mixed = without_padding(w, mixed)
         out = _DualScan(w, spec).run(mixed, _time_step(w, w.tape.view(joint, (b, s, spec.heads))), rate)
         out = _normed(w, out, w.tape.view(joint, (b, s, spec.inner)), spec.groups)

@@ -75,8 +75,15 @@ def input_half(
     half = _InputReplay(region, kept, rule, stays, lets_go)
     half.run(-1)
     retained = {tensor: half.sizes[tensor] for tensor in half.retained}
+    steps = region.tape.steps
+    last = max((number for number, step in enumerate(steps) if step.learned), default=-1)
+    before = {b for step in steps[: last + 1] for b in _saved(region, step)}
+    behind = {b for step in steps[last + 1 :] if step.differentiable for b in _saved(region, step)}
     return InputHalf(
-        peak=half.peak, gradients=sum(retained.values()), incoming=retained.get(0, 0), detached=_detached(region, kept)
+        peak=half.peak,
+        gradients=sum(retained.values()),
+        incoming=retained.get(0, 0),
+        detached=region.program.kept_bytes(frozenset(behind - before) & kept),
     )
 
 
@@ -156,15 +163,6 @@ def _saved(region: Region, step: TapeOp) -> Iterator[int]:
         buffer = region.buffers[each.value.storage]
         if not region.program.buffers[buffer].free:
             yield buffer
-
-
-def _detached(region: Region, kept: frozenset[int]) -> int:
-    """Buffers kept only for steps after the last group."""
-    steps = region.tape.steps
-    last = max((number for number, step in enumerate(steps) if step.learned), default=-1)
-    before = {b for step in steps[: last + 1] for b in _saved(region, step)}
-    behind = {b for step in steps[last + 1 :] if step.differentiable for b in _saved(region, step)}
-    return region.program.kept_bytes(frozenset(behind - before) & kept)
 
 
 # second halves --------------------------------------------------------------------------------------------------------

@@ -112,6 +112,7 @@ def static(
     parameters = gradients = state = master = copies = gathered = reduced = largest = before = stepping = first = 0
     host_state = host_elements = unsharded = 0
     moves, reduce_bytes = on_host.moves, DTYPE_BYTES[precision.reduce_dtype]
+    recipe_parameters = precision.recipe is not None and precision.recipe.parameters
     freed, waits = moves and on_host.frees_gradients, moves and on_host.moves_parameters
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
@@ -120,7 +121,7 @@ def static(
         at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
         if w.frozen:  # ZeRO 3 shards frozen weights as well
             shared = layout.zero == 3 and (ranks > 1 or waits)
-            alone = bool(w.quantized_bytes) and precision.recipe is not None and precision.recipe.parameters
+            alone = bool(w.quantized_bytes) and recipe_parameters
             held_bytes = 0 if alone else w.held_bytes - w.scale_bytes
             parameters += (-(-held_bytes // ranks) if shared else held_bytes) + w.quantized_bytes
             unsharded += w.scale_bytes  # which are never offloaded
@@ -139,7 +140,9 @@ def static(
         copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0) + (summed * accumulated if held.apart else 0)
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
         if moves and at[0] >= on_host.least_elements:
-            moved = own if on_host.steps_there else _paged(at[0], optimizer)
+            # bitsandbytes' two moments: a byte an element plus scales, or fp32, whatever the parameter's dtype
+            paged = 2 * at[0] * (1 if optimizer is Optimizer.ADAM8BIT else 4)
+            moved = own if on_host.steps_there else paged
             host_state += moved + (copy if on_host.moves_masters else 0)
             host_elements += at[0]
             own, copy = max(0, own - moved), 0 if on_host.moves_masters else copy
@@ -147,7 +150,8 @@ def static(
         copies += at[0] * (DTYPE_BYTES[held.optimizer_gradient] if held.optimizer_gradient else 0)
         state += own
         if layout.zero == 3 and wrapped:
-            gathered += w.numel * (1 if _travels_narrow(w, precision) else DTYPE_BYTES[precision.compute])
+            narrow = recipe_parameters and w.product and not w.head  # NOTE [ Copies in torchao ] in `spec.fp8`
+            gathered += w.numel * (1 if narrow else DTYPE_BYTES[precision.compute])
         if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
             reduced += w.gradient_numel * reduce_bytes
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]
@@ -170,21 +174,10 @@ def static(
     )
 
 
-def _travels_narrow(weight: Weight, precision: Precision) -> bool:
-    """Does FSDP all-gather the weight in FP8? For torchao: NOTE [ Copies in torchao ] in `spec.fp8`."""
-    held = precision.recipe is not None and precision.recipe.parameters
-    return held and weight.product and not weight.head
-
-
 def _wide(precision: Precision) -> Precision:
     """Precision of a weight held in fp32: no copy of it in another dtype."""
     wide = "float32"
     return replace(precision, parameter=wide, gradient=wide, accumulator=None, master=None, optimizer_gradient=None)
-
-
-def _paged(elements: int, kind: Optimizer) -> int:
-    """Bytes of bitsandbytes' two moments: one byte an element plus scales, or fp32, whatever the parameter's dtype."""
-    return 2 * elements * (1 if kind is Optimizer.ADAM8BIT else 4)
 
 
 def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:

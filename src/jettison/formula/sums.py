@@ -14,29 +14,37 @@ from math import prod
 from typing import Any, Final, NoReturn, Self
 
 
+class Expression:
+    """A formula that its canonical text identifies."""
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical text, for documents as well."""
+        return self._written()
+
+    def _written(self) -> str:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is type(self) and self.text == other.text)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
 @dataclass(frozen=True, eq=False)
-class Quotient:
+class Quotient(Expression):
     """A division of whole numbers with a remainder, rounded."""
 
     above: Sum
     below: Sum
     up: bool  # rounded up; otherwise down
 
-    @cached_property
-    def text(self) -> str:
-        """Canonical text, which identifies it."""
+    def _written(self) -> str:
         return f"{'ceil' if self.up else 'floor'}(({self.above}) / ({self.below}))"
-
-    def __str__(self) -> str:
-        """Text for documents."""
-        return self.text
-
-    def __eq__(self, other: object) -> bool:
-        """Is it the same division?"""
-        return self is other or (isinstance(other, Quotient) and self.text == other.text)
-
-    def __hash__(self) -> int:
-        return hash(self.text)
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """Value at these sizes."""
@@ -45,26 +53,13 @@ class Quotient:
 
 
 @dataclass(frozen=True, eq=False)
-class Positive:
+class Positive(Expression):
     """A sum where it is above zero, else 0."""
 
     of: Sum
 
-    @cached_property
-    def text(self) -> str:
-        """Canonical text, which identifies it."""
+    def _written(self) -> str:
         return f"max(0, {self.of})"
-
-    def __str__(self) -> str:
-        """Text for documents."""
-        return self.text
-
-    def __eq__(self, other: object) -> bool:
-        """Is it the same sum's?"""
-        return self is other or (isinstance(other, Positive) and self.text == other.text)
-
-    def __hash__(self) -> int:
-        return hash(self.text)
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """Value at these sizes."""
@@ -79,28 +74,16 @@ Product = tuple[Factor, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
-    """Whole-number multiples of monomials, sorted. Make them with `constant`, `symbol` and arithmetic."""
+class Sum(Expression):
+    """Whole-number multiples of monomials, sorted. Make them with `constant`, `symbol` and arithmetic.
+
+    Two sums that are equal as polynomials are equal.
+    """
 
     terms: tuple[tuple[Product, int], ...]
 
-    @cached_property
-    def text(self) -> str:
-        """Canonical text, which identifies it."""
-        if not self.terms:
-            return "0"
-        return " + ".join("*".join([str(n), *map(str, factors)]) for factors, n in self.terms)
-
-    def __str__(self) -> str:
-        """Text for documents."""
-        return self.text
-
-    def __eq__(self, other: object) -> bool:
-        """Is it equal as a polynomial?"""
-        return isinstance(other, Sum) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
+    def _written(self) -> str:
+        return " + ".join("*".join([str(n), *map(str, factors)]) for factors, n in self.terms) or "0"
 
     @property
     def number(self) -> int | None:
@@ -364,22 +347,10 @@ def _refused(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-LOSING: Final = [
-    "pow",
-    "rpow",
-    "truediv",
-    "rtruediv",
-    "divmod",
-    "rdivmod",
-    "lshift",
-    "rshift",
-    "and",
-    "or",
-    "xor",
-    "invert",
-    "abs",
-    "round",
-]
+LOSING: Final = (
+    *("pow", "rpow", "truediv", "rtruediv", "divmod", "rdivmod", "lshift", "rshift", "and", "or", "xor"),
+    *("invert", "abs", "round"),
+)
 """Operations of `int` that a `Sum` cannot express."""
 for _name in LOSING:
     setattr(Traced, f"__{_name}__", _refused(_name))

@@ -255,7 +255,7 @@ class Tape:
         """Record an op with one result, by default of the first input's shape, dtype and placement.
 
         Args:
-            keeps: role of the result, if the op saves it; ``reference``: where it is published.
+            keeps: role of the result, if the op saves it as well; ``reference``: where it is published.
             contracted: local elements that a matmul sums over; its FLOPs count a multiply-add as two.
         """
         like = inputs[0]
@@ -268,8 +268,8 @@ class Tape:
             carries if grad is None else grad,
         )
         flops += 2 * prod(out.local_shape) * contracted
-        saves = (Saved(out, keeps, reference),) if keeps else saves
-        self.record(name, inputs, (out,), saves=saves, weights=weights, copied=copied, flops=flops, **traits)
+        kept = (*saves, Saved(out, keeps, reference)) if keeps else saves
+        self.record(name, inputs, (out,), saves=kept, weights=weights, copied=copied, flops=flops, **traits)
         return out
 
     def record(

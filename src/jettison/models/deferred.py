@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from jettison.capture.fakes import fake_mode
+from jettison.capture.op_traits import writes
 from jettison.capture.randomness import Streams, default_stream
 from jettison.core.errors import JettisonError
 
@@ -174,7 +175,7 @@ class _ConstructorRecorder(TorchDispatchMode):
         outs = tree_leaves(out)
         if not any(isinstance(leaf, FakeTensor) for leaf in (*given, *outs)):
             return out
-        self._note(func, before, spec, written(func, args, kwargs), outs)
+        self._note(func, before, spec, writes(func, args, kwargs), outs)
         return out
 
     def place(self, tensor: Tensor) -> _TensorPlace:
@@ -221,18 +222,18 @@ class _ConstructorRecorder(TorchDispatchMode):
         made = [self._met(out) for out in outs]
         if func in _EMPTY:
             return
-        writes = set()
+        written = set()
         for tensor in changed:
             if not isinstance(tensor, FakeTensor):
                 raise NotDeferrable(f"{name} writes to a tensor from a file, or from before it began")
-            writes.add(self.place(tensor).storage)
+            written.add(self.place(tensor).storage)
         new = {place.storage for place in made if place is not None}
-        if not writes and not new:
+        if not written and not new:
             return  # a view, or a question
         overwrites = set(new)
         if name in _OVERWRITES and self._is_whole(self.place(changed[0])):
-            overwrites |= writes
-        reads = {number for number in places if number not in writes or number not in overwrites}
+            overwrites |= written
+        reads = {number for number in places if number not in written or number not in overwrites}
         reads |= {leaf.storage for leaf in leaves[1:] if isinstance(leaf, _TensorPlace)}  # a copy of a part of itself
         self.program.ops.append(
             _ConstructorOp(
@@ -244,7 +245,7 @@ class _ConstructorRecorder(TorchDispatchMode):
                 spec=spec,
                 made=tuple(made),
                 reads=frozenset(reads),
-                writes=frozenset(writes | new),
+                writes=frozenset(written | new),
                 overwrites=frozenset(overwrites),
                 draws=torch.Tag.nondeterministic_seeded in func.tags,
             )
@@ -328,16 +329,6 @@ def deferred(make: Callable[[], nn.Module]) -> Deferred:
     return out
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes to, by its schema."""
-    out: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            out += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return out
-
-
 def _at(place: _TensorPlace, storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=place.dtype, device=storage.device).set_(
         storage, place.offset, place.size, place.stride
@@ -377,8 +368,5 @@ def _replace(model: nn.Module, recorder: _ConstructorRecorder, parameters: dict[
                     table[key] = real(held)
         for key, held in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
-                vars(module)[key] = tree_map(real, held) if _holds(held) else held
-
-
-def _holds(value: Any) -> bool:
-    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value))
+                holds = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(held))
+                vars(module)[key] = tree_map(real, held) if holds else held

@@ -36,20 +36,15 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
         try:
             found = model_spec(model, live=live)
         except NotDescribed as error:
-            if can_record():
-                values, name = _values(model)
-                require_known(values.get("model_type"), name)
-            else:
+            if not can_record():
                 why = str(error).partition(". Trace the model")[0]
-                if _forbidden:
-                    raise NotDescribed(why) from None
-                raise NotDescribed(
-                    f"{why}. Any other is recorded where torch and transformers are installed: {install('hf')}"
-                ) from None
+                if not _forbidden:
+                    why += f". Any other is recorded where torch and transformers are installed: {install('hf')}"
+                raise NotDescribed(why) from None
         else:
             if model in PRESETS or not found.left_out or found.patches is not None or not can_record():
                 return found
-            values, _ = _values(model)
+            values, name = _values(model)
             if not any(values.get(f"{tower}_config") for tower in TOWERS):
                 return found
             from jettison.models.recorded import with_towers
@@ -57,8 +52,7 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
             if (whole := with_towers(found, values)) is not None:
                 return whole
     values, name = _values(model)
-    if trace:
-        require_known(values.get("model_type"), name)
+    require_known(values.get("model_type"), name)
     from jettison.models.recorded import recorded_model
 
     return recorded_model(values, request, name=name)

@@ -29,7 +29,7 @@ from jettison.capture.tracer import trace_model
 from jettison.capture.trees import op_leaves, tree_leaves
 from jettison.core.dtypes import DTYPE_BYTES, dtype_name
 from jettison.core.errors import JettisonError, UsageError
-from jettison.cost.kernel import BATCHED, FLASH, HOLD
+from jettison.cost.kernel import BATCHED, FLASH
 from jettison.families.config import TOWERS, not_built
 from jettison.formula.region import RecordedRegion, RecordedRegions, Region, RegionRecorder, parameter_count
 from jettison.formula.tape import Saved, Tape, TapeOp, Value, Weight
@@ -340,19 +340,15 @@ class _TraceRegions:
     @cached_property
     def handed_on(self) -> list[frozenset[int]]:
         """By call, what it keeps of its results that another block keeps as its argument: that one pays."""
-        found = []
+        found, blocks = [], self.trace.root.blocks
+        elsewhere = {blocks[b] for b in self.kept_alone if b in blocks}  # results by call and leaf
         for index, call in enumerate(self.trace.calls):
             trace = self.called(call).trace
             saved = trace.program.saved_buffers()
             refs = [(leaf, ref) for leaf, ref in enumerate(trace.output_leaves) if isinstance(ref, TensorRef)]
-            kept = {ref.buffer for leaf, ref in refs if ref.buffer in saved and (index, leaf) in self.kept_results}
+            kept = {ref.buffer for leaf, ref in refs if ref.buffer in saved and (index, leaf) in elsewhere}
             found.append(frozenset(kept))
         return found
-
-    @cached_property
-    def kept_results(self) -> set[tuple[int, int]]:
-        """Results, by call and leaf, that another block keeps as an argument of its own."""
-        return {self.trace.root.blocks[b] for b in self.kept_alone if b in self.trace.root.blocks}
 
     @cached_property
     def kept_alone(self) -> set[int]:
@@ -388,15 +384,12 @@ class _TraceRegions:
         ops = self.program.ops
         return [op for op in ops if op.index not in later], [op for op in ops if op.index in later]
 
-    def _kept_of(self, ops: list[Op]) -> set[int]:
-        maker = self._maker(ops, {}, set())
-        back = {value.storage: b for b, value in maker.values.items()}
-        return {back[s.value.storage] for step in maker.tape.steps for s in step.saved}
-
     @cached_property
     def saved_before(self) -> set[int]:
         """Buffers that the part before the blocks saves for itself, or for several of them."""
-        return self._kept_of(self.parts[0]) | self.held
+        maker = self._maker(self.parts[0], {}, set())
+        back = {value.storage: b for b, value in maker.values.items()}
+        return {back[s.value.storage] for step in maker.tape.steps for s in step.saved} | self.held
 
     @cached_property
     def held(self) -> set[int]:
@@ -431,7 +424,7 @@ class _TraceRegions:
         inside = {b for b in self.trace.root.blocks if self._kept_inside(b)}
         maker = self._maker(ops, theirs, self.kept_alone | inside)
         for b in sorted(self.held):
-            maker.hold(b, "shared input")
+            maker.tape.hold(maker.value(b), "shared input")
         return Region(tape=maker.tape, output=self._stream(maker))
 
     def _stream(self, maker: TapeMaker) -> Value:
@@ -455,7 +448,7 @@ class _TraceRegions:
         maker = self._maker(ops, weights, self.saved_before | self.kept_alone | inside)
         for ref in dict.fromkeys(self.trace.outside):
             if self._costs(ref.buffer):
-                maker.hold(ref.buffer, "kept by the loss")
+                maker.tape.hold(maker.value(ref.buffer), "kept by the loss")
         return Region(tape=maker.tape, output=self._loss(maker))
 
     def _only_read_by(self, ops: list[Op]) -> set[str]:
@@ -537,11 +530,6 @@ class TapeMaker:
         kept = self._kept_by()
         for op in ops:
             self._write(op, kept.get(op.index, ()))
-
-    def hold(self, b: int, role: str) -> None:
-        """Keep a buffer through backward for others."""
-        kept = (Saved(self.value(b), role),)
-        self.tape.steps.append(TapeOp(HOLD, "", (self.value(b),), (), kept, (), 0, 0, False, None, None, 0))
 
     def _write(self, op: Op, kept: Sequence[int]) -> None:
         found = [(ref, self._weight(ref.buffer)) for ref in self._read(op)]
