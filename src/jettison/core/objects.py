@@ -1,11 +1,17 @@
-"""Short reprs, renamed fields, keys by identity, and temporary attributes."""
+"""Short reprs, renamed fields, keys by identity, temporary attributes, and objects by name."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from types import ModuleType
 from typing import Any, Generic, TypeVar
+
+from jettison.core.errors import UsageError
 
 
 def summary(it: object, text: str) -> str:
@@ -59,6 +65,30 @@ class Same(Generic[T]):
 
     def __hash__(self) -> int:
         return id(self.it)
+
+
+def module_of(target: str, expected: str, what: str = "") -> tuple[ModuleType, str]:
+    """The module of ``module:name``, and the name. Modules are looked for in the working directory as well.
+
+    Args:
+        what: the target is, for messages.
+
+    Raises:
+        UsageError: it has another form, or there is no such module.
+    """
+    module, colon, name = target.partition(":")
+    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise UsageError(f"got {what}{target!r}; {expected}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module), name
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        where = f"in {os.getcwd()} or among installed ones"
+        raise UsageError(f"{what}{target!r}: there is no module {error.name!r} {where}; {expected}") from error
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 @contextmanager

@@ -5,10 +5,7 @@ Loose text becomes typed here and nowhere else.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -23,6 +20,7 @@ from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError
+from jettison.core.objects import module_of
 from jettison.families.presets import PRESETS, hub_config, is_hub_id
 from jettison.models.huggingface import ConfigRequest, batch_for, build, read_config
 from jettison.spec.precision import Optimizer
@@ -183,22 +181,10 @@ def named_function(name: str) -> Callable[..., Any]:
     Raises:
         UsageError: there is no such module or function.
     """
-    module, colon, function = name.partition(":")
-    if not colon or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        raise UsageError(f"got {name!r}; expected module:function")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise UsageError(
-            f"{name!r}: there is no module {error.name!r} in {os.getcwd()} or among installed ones"
-        ) from error
-    finally:
-        sys.path.remove(os.getcwd())
-    made: Any = getattr(found, function, None)
+    module, function = module_of(name, "expected module:function")
+    made: Any = getattr(module, function, None)
     if not callable(made):
-        names = [key for key, value in vars(found).items() if inspect.isfunction(value) and not key.startswith("_")]
-        raise UsageError(f"{name!r}: {module} has no function {function!r}; it has {', '.join(names[:8]) or 'none'}")
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        has = f"has no function {function!r}; it has {', '.join(names[:8]) or 'none'}"
+        raise UsageError(f"{name!r}: {module.__name__} {has}")
     return made

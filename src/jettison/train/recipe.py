@@ -7,10 +7,7 @@ value; sections check combinations of fields.
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
 import tomllib
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -22,6 +19,7 @@ from typing import Any, ClassVar, Final, Literal, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from jettison.core.errors import UsageError
+from jettison.core.objects import module_of
 from jettison.core.parse_units import parse_bytes, parse_seconds
 from jettison.spec.layout import Layout, Schedule
 
@@ -488,10 +486,12 @@ def read_recipe(target: str) -> TrainRecipe:
     path = Path(target)
     if path.suffix == ".toml" or path.exists():
         return _from_file(path)
-    module, colon, name = target.partition(":")
-    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        raise UsageError(f"got the recipe {target!r}; {_EXPECTED}")
-    return _from_python(target, module, name)
+    module, name = module_of(target, _EXPECTED, "the recipe ")
+    value = getattr(module, name, None)
+    value = value() if callable(value) else value
+    if not isinstance(value, TrainRecipe):
+        raise UsageError(f"recipe {target!r} is a {type(value).__name__}; {_EXPECTED}")
+    return value
 
 
 def parse_recipe(text: str, *, name: str = "recipe") -> TrainRecipe:
@@ -522,23 +522,6 @@ def _from_file(path: Path) -> TrainRecipe:
     except UnicodeDecodeError:
         raise UsageError(f"recipe {path} is not UTF-8 text; expected a TOML file") from None
     return parse_recipe(text, name=str(path))
-
-
-def _from_python(target: str, module: str, name: str) -> TrainRecipe:
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise UsageError(f"recipe {target!r}: there is no module {error.name!r}; {_EXPECTED}") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    value = getattr(found, name, None)
-    value = value() if callable(value) else value
-    if not isinstance(value, TrainRecipe):
-        raise UsageError(f"recipe {target!r} is a {type(value).__name__}; {_EXPECTED}")
-    return value
 
 
 def _first(error: ValidationError) -> str:
