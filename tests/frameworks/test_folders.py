@@ -72,7 +72,7 @@ def test_a_framework_is_one_folder() -> None:
         "toy 1",
         found.plan_cost,
     )
-    assert [row["meaning"] for row in list_names("targets").sections[0].rows] == ["a toy"]
+    assert [row["meaning"] for row in list_names("targets").document()["targets"]] == ["a toy"]
     assert rule("toy-2", tp=2) == {"kernels": "pytorch", "attention": "flash", "loss": "dtensor"}
     assert rule("toy-2", tp=2, zero=3) == rule("toy-2", tp=1) == {"kernels": "pytorch", "attention": "flash"}
     assert said_here("--toys", "4") == "--micro-batch 4"

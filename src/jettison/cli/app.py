@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
@@ -169,8 +169,6 @@ LOCAL: Final[Mapping[str, bool]] = {"local": True}
 
 app = CommandLine(name="jettison", version=__version__, help_flags=HELP_FLAGS, suppress_keyboard_interrupt=False)
 
-ERROR_SCHEMA: Final = "jettison.error/1"
-
 
 class Answered(Exception):
     """The document on stdout says it already: what is left is a line on stderr and the exit code."""
@@ -191,20 +189,6 @@ def answered() -> Iterator[None]:
         yield
     except JettisonError as error:
         raise Answered(error) from error
-
-
-def error_document(
-    arguments: Sequence[str], *, kind: str, message: str, exit_code: int, details: dict[str, Any]
-) -> dict[str, Any]:
-    """In the place of the document that was asked for; ``details`` are the numbers that the message has in words."""
-    return {
-        "schema": ERROR_SCHEMA,
-        "error": kind,
-        "message": message,
-        "exit_code": exit_code,
-        "details": details,
-        "request": {"arguments": list(arguments)},
-    }
 
 
 def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:

@@ -35,7 +35,13 @@ def end_at_once_on_interrupt() -> None:
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     threading.Thread(target=_wait, args=(read_end,), daemon=True, name="jettison-interrupts").start()
-    sys.unraisablehook = _hooked(sys.unraisablehook)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not (interrupted() or issubclass(unraisable.exc_type, KeyboardInterrupt)):
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def interrupted() -> bool:
@@ -83,11 +89,3 @@ def _end_processes() -> None:
         with suppress(OSError):
             for child in listed.read_text(encoding="ascii").split():
                 os.kill(int(child), signal.SIGKILL)
-
-
-def _hooked(before: Any) -> Any:
-    def hook(unraisable: Any) -> None:
-        if not (interrupted() or issubclass(unraisable.exc_type, KeyboardInterrupt)):
-            before(unraisable)
-
-    return hook

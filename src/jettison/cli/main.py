@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from cyclopts import CycloptsError, Group
 
-from jettison.cli.app import Answered, app, error_document, option
+from jettison.cli.app import Answered, app, option
 from jettison.cli.interrupts import EXIT_INTERRUPTED, end_at_once_on_interrupt, end_now, interrupted, say_interrupted
 from jettison.cli.suggestions import message_of, misplaced_file, refuse_fractions
 from jettison.core.errors import JettisonError, install
@@ -101,7 +101,7 @@ def _run(arguments: list[str]) -> int:
     except CycloptsError as error:
         verb = " ".join(["jettison", *(error.command_chain or ())])
         message = message_of(error, arguments)
-        return _failed(arguments, "UsageError", message, EXIT_USAGE, more=f" (see {verb} --help)")
+        return _failed(arguments, "UsageError", message, EXIT_USAGE, said=f"{message} (see {verb} --help)")
     except Answered as answered:
         hint(f"jettison: {answered.error}")
         return answered.error.exit_code
@@ -139,14 +139,17 @@ def _failed(
     message: str,
     exit_code: int,
     details: dict[str, object] | None = None,
-    *,
-    said: str | None = None,
-    more: str = "",
+    said: str = "",
 ) -> int:
-    """Print the error, and its document where JSON was asked for; return the exit code."""
-    hint(f"jettison: {message if said is None else said}{more}")
+    """Print the error, and its document where JSON was asked for; return the exit code.
+
+    Args:
+        details: numbers of the message. ``said``: what people read instead.
+    """
+    hint(f"jettison: {said or message}")
     if "--format=json" in arguments or ("--format", "json") in pairwise(arguments):
-        document = error_document(arguments, kind=kind, message=message, exit_code=exit_code, details=details or {})
+        document = {"schema": "jettison.error/1", "error": kind, "message": message, "exit_code": exit_code}
+        document |= {"details": details or {}, "request": {"arguments": arguments}}
         sys.stdout.write(json_text(document))
     return exit_code
 

@@ -137,12 +137,12 @@ def _plan(model: str, request: RunRequest, flags: PlanFlags, say: Progress) -> S
 def _ledger(model: str, request: RunRequest, flags: LedgerFlags, say: Progress) -> ServedAnswer:
     say("adding up")
     report = ledger(model, request, flags, progress=say)
-    text = json_text(report.document())
+    text, exit_code = json_text(report.document()), 0
     try:
         report.require()
     except JettisonError as error:
-        return ServedAnswer(text=text, exit_code=error.exit_code)
-    return ServedAnswer(text=text, exit_code=0)
+        exit_code = error.exit_code
+    return ServedAnswer(text=text, exit_code=exit_code)
 
 
 def _estimate(model: str, request: RunRequest, flags: EstimateFlags, say: Progress) -> ServedAnswer:

@@ -20,8 +20,7 @@ def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
     with w.tape.scope(name):
         whole, kept = enter(w, x)
         routed = name != "mlp" and "shared_experts" not in w.run.again  # the router saves the input
-        block = _gated if spec.gated else _plain
-        hidden = block(w, whole, kept, spec, routed)
+        hidden = _hidden(w, whole, kept, spec, routed)
         hidden = dropout(w, hidden, site=w.run.model.dropout_sites.inner)
         if w.kernels.widened_down and w.run.precision.casts:
             hidden = cast(w, hidden, w.held(frozen=w.run.tuning is not None))
@@ -31,14 +30,11 @@ def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
         return out
 
 
-def _plain(w: Writer, x: Value, kept: Value, spec: Mlp, routed: bool) -> Value:
+def _hidden(w: Writer, x: Value, kept: Value, spec: Mlp, routed: bool) -> Value:
     more = {"bias": spec.bias, "split": "column", "keeps": kept, "original": routed}
-    up = linear(w, x, spec.ffn, "up", reference=f"{PAPER}: 2sbh", **more)  # type: ignore[arg-type]
-    return activation(w, up, spec.activation)
-
-
-def _gated(w: Writer, x: Value, kept: Value, spec: Mlp, routed: bool) -> Value:
-    more = {"bias": spec.bias, "split": "column", "keeps": kept, "original": routed}
+    if not spec.gated:
+        up = linear(w, x, spec.ffn, "up", reference=f"{PAPER}: 2sbh", **more)  # type: ignore[arg-type]
+        return activation(w, up, spec.activation)
     if spec.fused_gate_up or w.kernels.fused_projections:
         joint = linear(w, x, 2 * spec.ffn, "gate_up", **more)  # type: ignore[arg-type]
         gate, up = halves(w, joint, spec.ffn)

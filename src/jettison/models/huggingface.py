@@ -131,7 +131,9 @@ def build(
         UsageError: transformers has no trainable class for the config, or cannot make a model of it.
     """
     if dtype is None:
-        dtype = PRECISIONS[asked.precision] if asked.precision else _own_dtype(config)
+        stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        own = torch.bfloat16 if stated in ("bfloat16", "float16") else torch.float32
+        dtype = PRECISIONS[asked.precision] if asked.precision else own
     config.dtype = dtype
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache for generation would grow from step to step
@@ -157,12 +159,6 @@ def build(
     return (model if mode is None else fake_copy(model, mode, "cpu")).train()
 
 
-def _own_dtype(config: Any) -> torch.dtype:
-    stated = getattr(config, "dtype", None)
-    name = str(stated).removeprefix("torch.")
-    return {"bfloat16": torch.bfloat16, "float16": torch.bfloat16}.get(name, torch.float32)
-
-
 def class_for(config: Any) -> Any:
     """The class of transformers that trains a configuration.
 
@@ -172,7 +168,10 @@ def class_for(config: Any) -> Any:
     transformers = _transformers()
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, name, None)
-        if cls is not None and ("For" in name or name.endswith("LMHeadModel") or _compares(cls)):
+        if cls is None:
+            continue
+        compares = "return_loss" in inspect.signature(cls.forward).parameters  # images with texts: a loss of its own
+        if compares or "For" in name or name.endswith("LMHeadModel"):
             return cls
     from transformers.models.auto import modeling_auto
 
@@ -185,11 +184,6 @@ def class_for(config: Any) -> Any:
         f"transformers has no class with a loss for model_type {config.model_type!r}; use module:factory and return "
         "(model, batch, loss_fn)"
     )
-
-
-def _compares(cls: Any) -> bool:
-    """Does a class of no task have a loss all the same: does it hold images against texts?"""
-    return "return_loss" in inspect.signature(cls.forward).parameters
 
 
 def _mappings(config: Any) -> tuple[str, ...]:
