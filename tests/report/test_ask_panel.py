@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jettison.core.units import format_bytes
+from jettison.core.units import format_bytes, format_seconds
 from jettison.report.page import page
 from jettison.report.server import Limits
 from support.browser import (
@@ -62,6 +62,23 @@ def test_a_plan_is_asked_for_and_shown(open_page: Open, server: Served) -> None:
         opened.page.get_by_role("button", name="Save JSON").click()
     saved = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
     assert (download.value.suggested_filename, saved["hash"]) == ("plan.json", document["hash"])
+
+    full = server.post("estimate", {"model": "gpt-22b", "tp": 8, "recompute": "full", "gpu": "a100-80gb"}).json()
+    fill(opened, compare="full", gpu="a100-80gb")
+    command = opened.page.inner_text("#ask .command code")
+    assert command == "jettison plan gpt-22b --budget 60GiB --gpu a100-80gb --tp 8"
+    assert ask(opened) == "answered"
+    rows = opened.page.locator("#ask table:has-text('The plan beside one setting') tbody tr").all_inner_texts()
+    planned, other = (row.split("\t") for row in rows)
+    assert planned[0] == "as planned"
+    step = format_seconds(full["figures"]["step_seconds"]["expected"])
+    assert other == ["full, for all layers", format_bytes(full["peak_bytes"]), step, "yes"]
+    fill(opened, gpu="")
+    assert ask(opened) == "answered"
+    rows = opened.page.locator("#ask table:has-text('The plan beside one setting') tbody tr").all_inner_texts()
+    assert rows[0].split("\t")[:2] == ["as planned", format_bytes(document["predicted"]["peak_bytes"])]
+    assert rows[1].split("\t")[2] == "n/a"
+    fill(opened, compare="")
 
     fill(opened, budget="20GiB")
     assert ask(opened) == "answered"

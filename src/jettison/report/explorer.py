@@ -72,11 +72,15 @@ def built(
     """
     asked = [one.argument for one in page_models(models) if one.asked]
     found: dict[str, Any] = {}
+
+    def say(name: str) -> None:
+        progress(f"working out {name}, {len(found) + 1} of {len(builders)} figures' data")
+
     sent = [name for name in LONG if name in builders]
     workers = min(jobs, len(sent), MOST_PROCESSES) - 1
     if workers < 1:
         for name, build in builders.items():
-            progress(f"working out {name}")
+            say(name)
             found[name] = build(asked)
         return found
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
@@ -87,10 +91,10 @@ def built(
         here = [name for name in builders if name not in waiting]
         for name in [*reversed(sent), *here]:
             if name in here or waiting[name].cancel():  # nobody has begun with it
-                progress(f"working out {name}")
+                say(name)
                 found[name] = builders[name](asked)
         for name in [name for name in sent if name not in found]:
-            progress(f"working out {name}")
+            say(name)
             found[name] = waiting[name].result()
         whole = True
     finally:

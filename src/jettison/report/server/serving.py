@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -63,7 +64,7 @@ async def serve(
     Raises:
         UsageError: a model that is none.
     """
-    shown, pool = ServedPage(page), Pool(limits, service.answers)
+    shown, pool = ServedPage(page, progress), Pool(limits, service.answers)
 
     def crowded() -> bool:
         return len(server.server_state.connections) > limits.connections
@@ -94,7 +95,7 @@ async def serve(
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(ended.set))
 
     async def made() -> None:
-        await shown.make(limits, service.answers, progress)
+        await shown.make(limits, service.answers)
         ready()
 
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -120,21 +121,27 @@ async def serve(
 
 
 WAITING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="1">
-<title>Jettison</title><p>The page is being worked out. It comes by itself.</p></html>
+<title>Jettison</title><h1>The page is being made</h1><p>%s, %.0f s. It opens by itself.</p></html>
 """
-"""Without scripts and styles, which its policy does not allow."""
+"""Takes what is being done and since when. Without scripts and styles, which its policy does not allow."""
 
 
 class ServedPage:
-    """A page's text once it is there; before, None."""
+    """A page's text once it is there; before, None, and ``stands`` says what is being done."""
 
-    def __init__(self, page: str | Sequence[str]) -> None:
-        """``page``: its text, or the models that it is about."""
+    def __init__(self, page: str | Sequence[str], progress: Progress) -> None:
+        """``page``: its text, or the models that it is about. ``progress`` is told what `stands` says."""
         self.text = page if isinstance(page, str) else None
+        self.stands, self.began, self._progress = "starting", time.monotonic(), progress
         self._models = [] if isinstance(page, str) else list(page)
         self._process: asyncio.subprocess.Process | None = None
 
-    async def make(self, limits: Limits, answers: str, progress: Progress) -> None:
+    def say(self, text: str) -> None:
+        """Note what is being done."""
+        self.stands = text
+        self._progress(text)
+
+    async def make(self, limits: Limits, answers: str) -> None:
         """Have it made.
 
         Raises:
@@ -143,6 +150,7 @@ class ServedPage:
         """
         if self.text is not None:
             return
+        self.say("loading the planner")
         self._process = process = await started_process(
             ("page", answers, str(limits.answer_bytes), *self._models), limits.answer_bytes
         )
@@ -154,7 +162,7 @@ class ServedPage:
             self.text = said.get("page")
             if self.text is not None:
                 return
-            progress(said["progress"])
+            self.say(said["progress"])
         raise RuntimeError("the process that makes the page ended without one (its own words are above)")
 
     async def stop(self) -> None:
@@ -272,7 +280,8 @@ def application(page: ServedPage, pool: Pool, limits: Limits, service: Service) 
 
     async def root(_request: Request) -> Response:
         if page.text is None:
-            return Response(WAITING, 503, media_type="text/html", headers={"Retry-After": "1"})
+            waiting = WAITING % (html.escape(page.stands.capitalize()), time.monotonic() - page.began)
+            return Response(waiting, 503, media_type="text/html", headers={"Retry-After": "1"})
         policy = _policy_of(page.text)
         return Response(page.text, media_type="text/html", headers={"Content-Security-Policy": policy})
 

@@ -9,7 +9,7 @@
     return { key, node, value };
   };
   const field = (kind, id, label, ...rest) =>
-    J.el("div", { class: `control ${kind}` }, J.el("label", { for: id }, label), ...rest);
+    J.el("div", { class: `control ${kind}${label.length > 14 ? " long" : ""}` }, J.el("label", { for: id }, label), ...rest);
 
   // Over min, max, step, or over a list of values (any numbers in ascending order).
   J.slider = ({ key, label, min, max, step = 1, values, value, format = String }) => {
@@ -26,7 +26,8 @@
       oninput: () => J.state.set(key, values ? values[Number(input.value)] : Number(input.value)),
     });
     const output = J.el("output", { for: id });
-    return bound(key, field("slider", id, label, input, output), current, () => {
+    const long = format(values ? values[values.length - 1] : max).length > 5 ? "slider long" : "slider";
+    return bound(key, field(long, id, label, input, output), current, () => {
       const now = current(), text = format(now);
       input.value = values ? nearest(now) : now;
       input.setAttribute("aria-valuetext", text);
@@ -55,7 +56,7 @@
     const id = `control-${(count += 1)}`;
     const current = () => J.state.get(key, Boolean(value));
     const input = J.el("input", { type: "checkbox", id, onchange: () => J.state.set(key, input.checked) });
-    const node = J.el("div", { class: "control toggle" }, input, J.el("label", { for: id }, label));
+    const node = J.el("div", { class: `control toggle${label.length > 14 ? " long" : ""}` }, input, J.el("label", { for: id }, label));
     return bound(key, node, current, () => (input.checked = current()));
   };
 })();

@@ -106,17 +106,18 @@ J.figure = ({ id, title, caption = "", controls = [], uses = [], draw, table = n
   }
 };
 
-// {columns: [name or {label, format}], rows}: numbers to the right, everything else to the left.
+// {columns: [name or {label, format}], rows}: numbers to the right, everything else to the left; no column without values.
 J.table = ({ columns, rows }) => {
-  const heads = columns.map((column) => (typeof column === "string" ? { label: column } : column));
+  const isUsed = columns.map((_, i) => i === 0 || !rows.length || rows.some((row) => ![null, undefined, ""].includes(row[i])));
+  const heads = columns.map((column) => (typeof column === "string" ? { label: column } : column)), used = (list) => list.filter((_, i) => isUsed[i]);
   const right = heads.map((_, i) => rows.some((row) => typeof row[i] === "number"));
   const cell = (value, i) => {
     const text = value === null || value === undefined ? "" : (heads[i].format?.(value) ?? (typeof value === "number" && Number.isInteger(value) ? J.format.grouped(value) : String(value)));
-    return J.el("td", { class: right[i] ? "number" : null }, text);
+    return J.el("td", { class: right[i] ? "number" : text.length > 40 ? "sentence" : text.length < 9 ? "short" : null }, text);
   };
   return J.el(
     "table", {},
-    J.el("thead", {}, J.el("tr", {}, heads.map((head, i) => J.el(head.label ? "th" : "td", { scope: head.label ? "col" : null, class: right[i] ? "number" : null }, head.label)))),
-    J.el("tbody", {}, rows.map((row) => J.el("tr", {}, row.map(cell)))),
+    J.el("thead", {}, J.el("tr", {}, used(heads.map((head, i) => J.el(head.label ? "th" : "td", { scope: head.label ? "col" : null, class: right[i] ? "number" : null }, head.label))))),
+    J.el("tbody", {}, rows.map((row) => J.el("tr", {}, used(row.map(cell))))),
   );
 };

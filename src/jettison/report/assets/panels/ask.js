@@ -10,6 +10,7 @@
   // fields -------------------------------------------------------------------------------------------------------------
   const LAYOUT = ["plan", "estimate", "ledger"], ALL = [...LAYOUT, "search"];
   const number = (key, label, of, more = {}) => ({ key, label, of, kind: "number", ...more });
+  const MODES = ["", "none", "selective", "selective-op", "full"];
   const FIELDS = [
     { key: "budget", label: "Budget, such as 60GiB", of: ["plan", "ledger", "search"], kind: "text" },
     { key: "gpu", label: "GPU", of: ALL, kind: "select", options: ["", ...gpus], usual: "h100-80gb" },
@@ -25,7 +26,8 @@
     number("cp", "Context parallel", LAYOUT, { least: 1 }),
     number("dp", "Data parallel", LAYOUT, { least: 1 }),
     number("zero", "ZeRO", LAYOUT, { least: 0, most: 3 }),
-    { key: "recompute", label: "Recompute", of: ["estimate", "ledger"], kind: "select", options: ["", "none", "selective", "selective-op", "full", "auto"] },
+    { key: "recompute", label: "Recompute", of: ["estimate", "ledger"], kind: "select", options: [...MODES, "auto"] },
+    { key: "compare", label: "Beside recompute", of: ["plan"], kind: "select", options: MODES, unset: "nothing", own: true }, // a second question
     { key: "fit", label: "What would fit", of: ["ledger"], kind: "select", options: ["", "on"] },
     { key: "precision", label: "Precision", of: LAYOUT, kind: "select", options: ["", "bf16", "bf16-autocast", "fp32"] },
     { key: "lora", label: "LoRA rank", of: LAYOUT, kind: "text" },
@@ -41,7 +43,7 @@
     const id = `ask-${field.key}`;
     const change = (event) => J.state.set(stored(field.key), event.target.value);
     const input = field.kind === "select"
-      ? J.el("select", { id, onchange: change }, field.options.map((o) => J.el("option", { value: o }, o || "as usual")))
+      ? J.el("select", { id, onchange: change }, field.options.map((o) => J.el("option", { value: o }, o || (field.unset ?? "as usual"))))
       : J.el("input", { id, type: field.kind, min: field.least, max: field.most, maxlength: 40, size: 10, autocomplete: "off", placeholder: field.needed ? null : "as usual", required: field.needed, onchange: change });
     input.value = J.state.get(stored(field.key), field.usual ?? "");
     if (field.kind === "select" && input.selectedIndex < 0) input.selectedIndex = 0;
@@ -100,7 +102,7 @@
 
   function ofTrainer() { return model.input.value === TRAINER; }
 
-  function applies(field) { return field.of.includes(verb.input.value) || (field.ofFiles && ofTrainer()); }
+  function applies(field, asked = verb.input.value) { return field.of.includes(asked) || (field.ofFiles && ofTrainer()); }
 
   // the kind of a pasted text, which readers tell by the end of a name
   function nameOf(content) {
@@ -109,11 +111,11 @@
     return /^#!|\s--[a-z][\w-]+/m.test(content) ? "pasted.sh" : "pasted.yaml";
   }
 
-  function given() {
+  function given(asked) {
     const found = {};
     for (const field of fields) {
       const { key, kind, input } = field, value = input.value.trim();
-      if (!applies(field) || value === "") continue;
+      if (!applies(field, asked) || field.own || value === "" || input.closest("[hidden]")) continue;
       found[key] = SWITCHES.has(key) ? value === "on" : kind === "number" ? Number(value) : value;
     }
     return found;
@@ -133,21 +135,21 @@
   }
 
   // asking -------------------------------------------------------------------------------------------------------------
-  async function body() {
+  async function body(question) {
     if (ofTrainer()) {
       const chosen = [...files.files], cleaned = (name) => name.replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(-60);
       if (!chosen.length && !pasted.value.trim()) throw new Error("Choose a trainer's file, or paste one.");
       if (d3.sum(chosen, (one) => one.size) > limits.body_bytes) throw new Error(`The files are too large; at most ${bytes(limits.body_bytes)} can be sent.`);
       const sent = await Promise.all(chosen.map(async (one) => ({ name: cleaned(one.name), text: await one.text() })));
-      return { files: sent.length ? sent : [{ name: nameOf(pasted.value), text: pasted.value }], ...given() };
+      return { files: sent.length ? sent : [{ name: nameOf(pasted.value), text: pasted.value }], ...given(question) };
     }
-    if (model.input.value !== UPLOAD) return { model: model.input.value, ...given() };
+    if (model.input.value !== UPLOAD) return { model: model.input.value, ...given(question) };
     const chosen = file.files[0];
     if (!chosen) throw new Error("Choose the config.json to ask about.");
     if (chosen.size > limits.body_bytes) throw new Error(`${chosen.name} has ${bytes(chosen.size)}; at most ${bytes(limits.body_bytes)} can be sent.`);
     let config;
     try { config = JSON.parse(await chosen.text()); } catch { throw new Error(`${chosen.name} is not JSON.`); }
-    return { config, name: chosen.name.replace(/\.json$/, "").replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60) || "uploaded", ...given() };
+    return { config, name: chosen.name.replace(/\.json$/, "").replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60) || "uploaded", ...given(question) };
   }
 
   async function start() {
@@ -158,12 +160,12 @@
     answer.setAttribute("aria-busy", "true");
     const watching = setInterval(() => watch(mine), WATCH_MILLISECONDS);
     try {
-      const asked = verb.input.value, sent = JSON.stringify({ ...await body(), id: mine.id });
-      const response = await fetch(`/api/${asked}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: sent, signal: mine.abort.signal });
-      const content = await response.text();
-      if (!response.ok) throw new Error(problem(response, content));
+      const asked = verb.input.value, beside = asked === "plan" && fields.find(({ key }) => key === "compare").input.value;
+      const content = await posted(asked, { ...await body(), id: mine.id }, mine.abort.signal);
       [text, shown] = [content, JSON.parse(content)];
-      answer.replaceChildren(...notes(shown), ...TABLES[asked](shown).filter(Boolean));
+      const question = given().gpu ? "estimate" : "ledger"; // without a GPU there are bytes and no seconds
+      const other = beside && JSON.parse(await posted(question, { ...await body(question), recompute: beside, id: mine.id }, mine.abort.signal));
+      answer.replaceChildren(...notes(shown), ...TABLES[asked](shown).filter(Boolean), ...(other ? [compared(shown, beside, other)] : []));
       save.hidden = false;
       download.hidden = !(ofTrainer() && asked === "plan" && shown.feasible);
       status.textContent = "answered";
@@ -178,14 +180,18 @@
     }
   }
 
+  async function posted(question, sent, signal) {
+    const response = await fetch(`/api/${question}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(sent), signal });
+    const content = await response.text();
+    if (!response.ok) throw new Error(problem(response, content));
+    return content;
+  }
+
   // the first of the trainer's files again, with the plan's settings in it
   async function written() {
     trouble.textContent = "";
     try {
-      const response = await fetch("/api/write", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(await body()) });
-      const content = await response.text();
-      if (!response.ok) throw new Error(problem(response, content));
-      const found = JSON.parse(content);
+      const found = JSON.parse(await posted("write", await body()));
       status.replaceChildren(...markdown(found.says.join("; ")));
       J.save.download(found.name, new Blob([found.text], { type: "text/plain" }));
     } catch (error) {
@@ -287,6 +293,14 @@
         edges.map(([name, { value, may, rule }]) => [name, value ?? "none", may ?? value ?? "none", value === null ? "" : RULES[rule]])),
       ...(changes.length ? [table("Settings with which it fits, the fastest first", ["change", asBytes("peak"), step, "of a step", "how surely"], settings)] : []),
     ];
+  }
+
+  // the plan, and one setting of recompute for all layers
+  function compared({ feasible, figures, predicted, budget_bytes: budget }, mode, other) {
+    const row = (name, peak, of) => [name, peak, of?.step_seconds ? seconds(of.step_seconds.expected) : "n/a", peak <= budget ? "yes" : "no"];
+    const rows = [row(`${mode}, for all layers`, other.peak_bytes, other.figures)];
+    if (feasible) rows.unshift(row("as planned", predicted.peak_bytes, figures));
+    return table("The plan beside one setting", ["recompute", asBytes("allocated"), "step", "within the budget"], rows);
   }
 
   const TABLES = {
