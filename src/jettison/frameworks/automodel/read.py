@@ -28,14 +28,11 @@ def read(keys: Keys) -> None:
         keys.notes.append("kernels of AutoModel's own model code, chosen by its backend, are counted as PyTorch's")
     _layout(keys)
     _batch(keys)
-    _checkpoints(keys)
+    checkpoints = "distributed.activation_checkpointing"
+    if keys.text(checkpoints, "false") in ("true", "full"):
+        keys.give("recompute", "full" if keys.field("ep", 1) > 1 else "parts", checkpoints)
     if keys.field("loss") == "fused" or keys.field("pp", 1) > 1:
         keys.give("keep_logits", False)
-    dtype = keys.text("model.torch_dtype", keys.text("model.dtype", "bf16")).removeprefix("torch.")
-    if dtype in ("float32", "fp32"):
-        keys.give("precision", "bf16-autocast", "model.torch_dtype", "model.dtype")
-    elif dtype not in ("bf16", "bfloat16", "auto"):
-        keys.refuse("model.torch_dtype", "expected bfloat16 or float32")
     if keys.on("optimizer.fused") or not keys.on("optimizer.foreach", True):
         keys.give("optimizer", "adamw", "optimizer.fused", "optimizer.foreach")
         if not keys.on("optimizer.fused"):
@@ -119,19 +116,6 @@ def _pipeline(keys: Keys, local: int, steps: int) -> int:
         keys.refuse("distributed.pipeline.pp_schedule", "give --virtual-stages, which follows from the model's layers")
         keys.read("distributed.pipeline.layers_per_stage", "distributed.pipeline.round_virtual_stages_to_pp_multiple")
     return steps * (local // size)
-
-
-def _checkpoints(keys: Keys) -> None:
-    key = "distributed.activation_checkpointing"
-    mode = keys.text(key, "false")
-    if mode in ("true", "full"):
-        keys.give("recompute", "full" if keys.field("ep", 1) > 1 else "parts", key)
-    elif mode == "selective":
-        keys.give("recompute", "selective-op-alternate", key)
-    elif mode in ("false", "none"):
-        keys.give("recompute", "none", key)
-    else:
-        keys.refuse(key, "expected true, false or selective")
 
 
 def _adapters(keys: Keys) -> None:

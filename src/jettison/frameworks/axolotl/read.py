@@ -98,8 +98,6 @@ def _half(keys: Keys) -> bool:
         keys.refuse("bf16", "full, without autocast, is not read")
     found = bf16 in ("auto", "true", "1") or bool({key for key in ("bfloat16", "fp16", "float16") if keys.on(key)})
     keys.read("bf16", why="weights and matmuls in 16 bits" if found else "weights in fp32")
-    if keys.text("torch_dtype", "bfloat16") not in ("bfloat16", "torch.bfloat16"):
-        keys.refuse("torch_dtype", "it follows from bf16")
     return found
 
 

@@ -12,8 +12,6 @@ def read(keys: Keys) -> None:
         _of_v1(keys)
         return
     stage = keys.text("stage", "sft")
-    if stage not in ("sft", "pt"):
-        keys.refuse("stage", f"{stage} is not modelled; expected sft or pt")
     trainer.full_length(keys, packed=keys.on("packing", stage == "pt") or keys.on("neat_packing"))
     _adapters(keys)
     # ``model/model_utils/checkpointing.py``, ``prepare_model_for_training``
@@ -56,8 +54,6 @@ def _adapters(keys: Keys) -> None:
         return
     products = trainer.targets(keys, "lora_target", "all-linear")
     trainer.low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, products, "finetuning_type", "lora_target")
-    if keys.text("quantization_method", "bnb") not in ("bnb", "bitsandbytes", "0"):
-        keys.refuse("quantization_method", "expected bnb: other quantizations are not modelled")
     bits = keys.whole("quantization_bit")
     if bits == 4:
         double = "-double" * keys.on("double_quantization", True)
@@ -94,10 +90,6 @@ def _of_v1(keys: Keys) -> None:
         keys.read("dist_config.name", "dist_config.config_file", why="that file")
     if (keys.whole("cp_size", 1) or 1) > 1:
         keys.refuse("cp_size", "its loss of sharded sequences is not modelled")
-    if keys.text("batching_strategy", "normal") not in ("normal", "padding_free"):
-        keys.refuse(
-            "batching_strategy", "the number of tokens of such a batch is unknown; expected normal or padding_free"
-        )
     if keys.text("optim_config.name") == "muon":
         keys.give("optimizer", "muon", "optim_config.name")
         keys.read(*keys.matching("optim_config.*"))

@@ -42,7 +42,6 @@ def read(keys: Keys) -> None:
         )
     (_policy if python else _recompute)(keys)
     (_converters if python else _products)(keys)
-    _precision(keys)
     _others(keys)
 
 
@@ -127,7 +126,7 @@ def _layout(keys: Keys) -> None:
             keys.give("gradients", "buckets", replicate_key)
         old = next(keys.matching(*_OLD), "")  # autocast is of 0b44d4c4, June 2025
         if old or keys.field("tp", 1) > 1 or keys.field("pp", 1) > 1:
-            keys.give("precision", "fp32")
+            keys.give("precision", keys.said("precision") or "fp32")
             why = f"in a version that has {old}" if old else "with tensor or pipeline parallelism"
             keys.notes.append(f"without FSDP torchtitan has no mixed precision {why}")
     if keys.field("cp", 1) > 1:
@@ -403,17 +402,6 @@ def _products(keys: Keys) -> None:
     wide = [one for one in _listed(keys, filter_key) if one not in _WIDE]
     if wide:
         keys.refuse(filter_key, "other exceptions from FP8 are not modelled; expected output or router.gate")
-
-
-def _precision(keys: Keys) -> None:
-    held, computed = keys.text("training.dtype", "float32"), keys.text("training.mixed_precision_param", "bfloat16")
-    if held == "bfloat16":
-        keys.give("precision", "bf16-pure", "training.dtype")
-    elif computed == "float32":
-        keys.give("precision", "fp32", "training.mixed_precision_param")
-    for key, value in (("training.dtype", held), ("training.mixed_precision_param", computed)):
-        if value not in ("float32", "bfloat16"):
-            keys.refuse(key, "expected float32 or bfloat16")
 
 
 def _others(keys: Keys) -> None:
