@@ -164,6 +164,10 @@ def flags_of(request: CommonRequest) -> Iterator[str]:
             yield str(value)
 
 
+def _flags(name: str, value: Any) -> str:
+    return " ".join(flags_of(RunRequest(**{name: value})))
+
+
 def replaced(asked: Mapping[str, Any]) -> frozenset[str]:
     """Fields of a file that the command line overrides by related ones: recompute mode and module lists."""
     mode, modules = asked.get("recompute"), asked.get("recompute_modules")
@@ -258,7 +262,7 @@ class Keys:
         self._fields[name] = value
         for key in keys:
             if key in self.values:
-                said = " ".join(flags_of(RunRequest(**{name: value})))
+                said = _flags(name, value)
                 other = self.asked.get(name) not in (None, value) or name in replaced(self.asked)
                 self._became.setdefault(key, []).append(f"{said} (the command line says another)" if other else said)
 
@@ -274,7 +278,7 @@ class Keys:
     def drop(self, name: str) -> None:
         """Remove a field, and its flag from the keys that it came from."""
         value = self._fields.pop(name, None)
-        said = "" if value is None else " ".join(flags_of(RunRequest(**{name: value})))
+        said = "" if value is None else _flags(name, value)
         for became in self._became.values():
             became[:] = [one for one in became if one != said]
 
@@ -324,7 +328,7 @@ class Keys:
 
     def some(self, *globs: str) -> bool:
         """Does any key match one of these patterns?"""
-        return next(self.matching(*globs), None) is not None
+        return any(self.matching(*globs))
 
     def under(self, name: str, prefix: str, file: ConfigFile | None = None) -> None:
         """Read keys under a prefix, with those of a further file, by another framework's reader."""
@@ -380,19 +384,24 @@ class Keys:
     def by_table(self, table: Mapping[str, Any], prefix: str = "") -> None:
         """Read keys under a prefix by a table of ``read.toml``."""
         self._tables.append((prefix, table))
+        typed: Mapping[type, Callable[[str], Any]] = {int: self.whole, float: self.number, bool: self.on}
         for own, name in table.get("keys", {}).items():
             key = f"{prefix}{own}"
-            if self.has(key) and name in self.asked and _variable(self.values[key]):
-                self.read(key, why="the command line says it")
-            elif self.has(key) and _variable(self.values[key]):
-                self._left_open(key)
-            elif self.has(key):
-                kind = _KINDS[name]
-                value = self.whole(key) if kind is int else self.number(key) if kind is float else self.get(key)
-                value = ",".join(map(str, value)) if isinstance(value, list) else value
-                value = self.on(key) if kind is bool else value
-                self._contradicted(key, name, value)
-                self.give(name, value, key)
+            if not self.has(key):
+                continue
+            if _variable(self.values[key]):
+                if name in self.asked:
+                    self.read(key, why="the command line says it")
+                else:
+                    self._left_open(key)
+                continue
+            value = typed.get(_KINDS[name], self.get)(key)
+            value = ",".join(map(str, value)) if isinstance(value, list) else value
+            before = self._fields.get(name)
+            if before is not None and before != value and name not in self.asked:
+                said = f"{self.written(key)} = {_shown(value)} is counted, and another key says {_flags(name, before)}"
+                self.note(f"{said}: they contradict")
+            self.give(name, value, key)
         for own, words in table.get("words", {}).items():
             if self.has(f"{prefix}{own}"):
                 self.word(f"{prefix}{own}", words)
@@ -415,13 +424,6 @@ class Keys:
         """Compile the layers, by these keys."""
         self.compile = True
         self.read(*keys, why="--compile")
-
-    def _contradicted(self, key: str, name: str, value: Any) -> None:
-        """Note that a key contradicts another one."""
-        before = self._fields.get(name)
-        if before is not None and before != value and name not in self.asked:
-            said = " ".join(flags_of(RunRequest(**{name: before})))
-            self.note(f"{self.written(key)} = {_shown(value)} is counted, and another key says {said}: they contradict")
 
     def word(self, key: str, words: Mapping[str, Any]) -> None:
         """Set the fields of a key's value."""
@@ -531,15 +533,10 @@ def read_run(
     first, *others = sorted(files, key=_order)
     table = _table(first)
     if table is None:
+        why = f"which has no key of a known framework; expected {', '.join({table['says']: 0 for table in tables()})}"
         if (named := _named_within(first)) is not None:
-            raise UsageError(
-                f"got --from {first.path}, which starts a run of {named}; expected --from {named}, and flags for "
-                "what the script changes"
-            )
-        raise UsageError(
-            f"got --from {first.path}, which has no key of a known framework; expected "
-            f"{', '.join(dict.fromkeys(table['says'] for table in tables()))}"
-        )
+            why = f"which starts a run of {named}; expected --from {named}, and flags for what the script changes"
+        raise UsageError(f"got --from {first.path}, {why}")
     name = table["framework"]
     keys = Keys(first, asked=asked, gpus=gpus, asked_model=model, table=table)
     keys.by_table(table)
@@ -554,10 +551,9 @@ def read_run(
     if unread and not allow_unread:
         listed = "; ".join(f"{key} ({key.why})" for key in unread[:8])
         more = f"; and {len(unread) - 8} more" if len(unread) > 8 else ""
-        raise UsageError(
-            f"{first.path}: {len(unread)} key{'s' * (len(unread) > 1)} that may change memory or time "
-            f"{'are' if len(unread) > 1 else 'is'} not read: {listed}{more}. Give --allow-unread to continue without"
-        )
+        keys_are = ("key", "is") if len(unread) == 1 else ("keys", "are")
+        said = f"{len(unread)} {keys_are[0]} that may change memory or time {keys_are[1]} not read: {listed}{more}"
+        raise keys.error(f"{said}. Give --allow-unread to continue without")
     return RunFile(
         path=first.path,
         framework=name,
@@ -716,12 +712,10 @@ def _settled(model: str | None, keys: Keys) -> str | None:
     return found
 
 
-def _kind(annotation: str) -> type:
-    return next((kind for name, kind in _BY_NAME.items() if name in annotation), str)
-
-
 _BY_NAME: Final = {"int": int, "Tokens": int, "float": float, "bool": bool}
-_KINDS: Final = {f.name: _kind(str(f.type)) for f in fields(RunRequest)}
+_KINDS: Final = {
+    f.name: next((kind for name, kind in _BY_NAME.items() if name in str(f.type)), str) for f in fields(RunRequest)
+}
 
 
 def _off(value: Any) -> bool:

@@ -87,7 +87,7 @@ def half(keys: Keys, *, default: bool = False) -> bool:
     if (fp16 and not bf16) or asked == "fp16":
         keys.note("fp16 is counted as bf16, which takes the same bytes; its loss scale is not counted")
     if asked == "fp8":
-        for key in keys.matching("accelerate.mixed_precision", "mixed_precision"):
+        for key in ("accelerate.mixed_precision", "mixed_precision"):
             keys.refuse(key, "FP8 by accelerate is not read")
     return bf16 or fp16 or asked in ("bf16", "fp16")
 
@@ -120,8 +120,7 @@ def optimizer(keys: Keys, key: str, default: str) -> None:
     """Set the default optimizer unless a key sets one; under DeepSpeed any AdamW steps on copies of gradients."""
     if not keys.has(key) and keys.field("optimizer") is None:
         keys.give("optimizer", default)
-    deepspeed = keys.said("like") == "deepspeed"
-    if deepspeed and keys.field("optimizer") in ("adamw", "adamw-foreach"):
+    if keys.said("like") == "deepspeed" and keys.field("optimizer") in ("adamw", "adamw-foreach"):
         keys.drop("optimizer")
 
 
@@ -254,9 +253,8 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
     sharded = sharded or (again if again not in ("true", "false") else "")
     words_of = f"{words} {sharded.lower()}"
     if "hybrid" in words_of or sharded in ("4", "5"):
-        keys.refuse(
-            key("sharding_strategy", "reshard_after_forward"), "hybrid shards are not read: give --zero-replicas"
-        )
+        where = key("sharding_strategy", "reshard_after_forward")
+        keys.refuse(where, "hybrid shards are not read: give --zero-replicas")
     if "no_shard" in words_of or sharded == "3":
         keys.give("zero", 0, key("sharding_strategy"))
     elif "shard_grad_op" in words_of or sharded == "2" or again == "false":
@@ -265,8 +263,7 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
         keys.give("offload_optimizer", "fsdp1" if first else "fsdp2", key("offload_params", "cpu_offload"))
     if keys.on(key("activation_checkpointing")):
         keys.give("recompute", "full", key("activation_checkpointing"))
-    policy = keys.text(key("auto_wrap_policy"), "transformer_based_wrap")
-    if policy != "transformer_based_wrap":
+    if keys.text(key("auto_wrap_policy"), "transformer_based_wrap") != "transformer_based_wrap":
         keys.refuse(key("auto_wrap_policy"), "only layers are modelled as FSDP units: TRANSFORMER_BASED_WRAP")
     if first and keys.field("zero") == 3:
         keys.give("fsdp_version", 1, key("version"))
