@@ -9,8 +9,8 @@ function ``read(keys)`` for keys without a table form. Sections of ``read.toml``
 - ``like``: framework preset of such a run.
 - ``keys``: fields of a request by key, with the same value: ``"training.seq_len" = "seq"``.
 - ``words``: by key and value (lower-case text or a glob), fields with their values, and ``note``, a message. Other
-  values are refused, by the reason ``why`` if there is one. ``like = "NAME:KEY"``: includes the values of another
-  framework's key.
+  values are refused; ``why`` is the reason, in which ``{}`` is the value. ``like = "NAME:KEY"``: includes the values of
+  another framework's key.
 - ``on``: by key, fields with their values if the option is on.
 - ``usual``: fields that neither the file nor the command line sets.
 - ``read``: globs of keys that the framework's ``read`` accounts for.
@@ -430,7 +430,7 @@ class Keys:
         text, known = self.text(key), {word: said for word, said in words.items() if word != "why"}
         found = known.get(text, next((said for glob, said in known.items() if fnmatchcase(text, glob)), None))
         if found is None:
-            self.refuse(key, str(words.get("why", f"expected one of {', '.join(known)}")))
+            self.refuse(key, str(words.get("why", f"expected one of {', '.join(known)}")).replace("{}", text))
         for name, value in (found or {}).items():
             if name == "note":
                 self.note(f"{self.written(key)} = {text}: {value}")
