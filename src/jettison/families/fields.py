@@ -212,19 +212,13 @@ def _gpt_neo(family: Family, values: Mapping[str, Any], name: str) -> Read:
 def _dbrx(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """Attention and experts are nested objects."""
     attention, experts = (_part(values, key, name) for key in ("attn_config", "ffn_config"))
-    kind = _part(experts, "ffn_act_fn", name).get("name", "silu")
-    weights = experts.get("moe_normalize_expert_weights", 1.0)
-    jitter = experts.get("moe_jitter_eps")
-    read = {"hidden_act": kind, "norm_topk_prob": weights is not None, "moe_jitter_eps": jitter}
-    return family, {
-        "moe_num_experts": 4,
-        "moe_top_k": 1,
-        "ffn_hidden_size": 3584,
-        **attention,
-        **experts,
-        **values,
-        **read,
+    usual = {"moe_num_experts": 4, "moe_top_k": 1, "ffn_hidden_size": 3584}
+    read = {
+        "hidden_act": _part(experts, "ffn_act_fn", name).get("name", "silu"),
+        "norm_topk_prob": experts.get("moe_normalize_expert_weights", 1.0) is not None,
+        "moe_jitter_eps": experts.get("moe_jitter_eps"),
     }
+    return family, {**usual, **attention, **experts, **values, **read}
 
 
 def _falcon(family: Family, values: Mapping[str, Any], name: str) -> Read:

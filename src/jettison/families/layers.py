@@ -192,10 +192,8 @@ def scan_of(fields: ConfigFields) -> Scan:
             return _delta(fields, grouped=fields.family.scan is ScanKind.GROUPED_DELTA)
         case ScanKind.MAMBA2:
             return _mamba2(fields)
-        case ScanKind.MAMBA1 | ScanKind.NORMED_MAMBA1:
-            return _mamba1(fields, normed=fields.family.scan is ScanKind.NORMED_MAMBA1)
-        case None:
-            raise AssertionError("a family without scans")
+        case kind:
+            return _mamba1(fields, normed=kind is ScanKind.NORMED_MAMBA1)
 
 
 def _mamba1(fields: ConfigFields, *, normed: bool) -> SelectiveScan:
@@ -294,18 +292,12 @@ def _causal(fields: ConfigFields) -> bool:
 
 
 def _rotated(fields: ConfigFields, head_dim: int) -> int:
-    """Number of rotated dims of a head: two for each frequency; an odd share is rounded up."""
-    dim = int(head_dim * _rotated_share(fields, head_dim))
-    return dim + dim % 2 if dim < head_dim else dim
-
-
-def _rotated_share(fields: ConfigFields, head_dim: int) -> float:
-    """Share of a head that is rotated. ``rope_parameters`` of transformers 5 has priority; older files may give the
-    share in a key of their own.
+    """Number of rotated dims of a head: two for each frequency; an odd share is rounded up. ``rope_parameters`` of
+    transformers 5 has priority; older files may give the share in a key of their own.
     """
     key = fields.family.rotary_key
     if not key:
-        return 1.0
+        return head_dim
     share: Any = fields.number(key)
     if key == _ROTARY_DIM:
         share = share / head_dim if share else 1.0
@@ -316,7 +308,8 @@ def _rotated_share(fields: ConfigFields, head_dim: int) -> float:
             break
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise UsageError(f"{fields.name}: got {key} {short(share)}; expected a share above 0 and at most 1")
-    return share
+    dim = int(head_dim * share)
+    return dim + dim % 2 if dim < head_dim else dim
 
 
 def latent_attention_of(fields: ConfigFields) -> LatentAttention:
@@ -360,6 +353,7 @@ def experts_of(fields: ConfigFields) -> Moe:
     if top_k > experts:
         raise fields.error("num_experts_per_tok", f"at most the {experts} experts")
     groups, top_groups = _groups(fields, experts)
+    may_lack_shared = style.shared_fused or fields.family.defaults.get(style.shared_width) == 0  # Granite's, Megatron's
     return Moe(
         experts=experts,
         top_k=top_k,
@@ -367,7 +361,7 @@ def experts_of(fields: ConfigFields) -> Moe:
         activation=fields.activation(),
         gated=fields.family.gated,
         normalise_top_k=style.normalised or fields.flag("norm_topk_prob"),
-        shared_ffn=fields.size(style.shared_width, least=0 if _may_lack_shared(fields) else 1)
+        shared_ffn=fields.size(style.shared_width, least=0 if may_lack_shared else 1)
         if style.shared_width
         else ffn * (fields.optional_size("n_shared_experts", least=0) or 0),
         jitters=style.jitters if fields.values.get(style.jitter_key) else 0,
@@ -376,13 +370,6 @@ def experts_of(fields: ConfigFields) -> Moe:
         top_groups=top_groups,
         latent=fields.optional_size("moe_latent_size") or 0,
     )
-
-
-def _may_lack_shared(fields: ConfigFields) -> bool:
-    """Granite's and Megatron's experts may have no shared experts."""
-    style = fields.family.experts
-    assert style is not None
-    return style.shared_fused or fields.family.defaults.get(style.shared_width) == 0
 
 
 def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:

@@ -512,11 +512,9 @@ class Layout:
             raise UsageError(f"--tp {self.tp} neither divides the {kv_heads} key-value heads nor is a multiple of them")
 
     def _check_scan(self, scan: Scan, name: str) -> None:
-        shared = self.tp > 1
-        if isinstance(scan, StateSpaceDual):  # by Megatron-Core: `Run` checks the kernels
-            if scan.heads % self.tp or scan.groups % self.tp:
-                raise UsageError(f"--tp {self.tp} does not divide {scan.heads} heads in {scan.groups} groups of a scan")
-            shared = False
+        shared = self.tp > 1 and not isinstance(scan, StateSpaceDual)  # by Megatron-Core: `Run` checks the kernels
+        if isinstance(scan, StateSpaceDual) and (scan.heads % self.tp or scan.groups % self.tp):
+            raise UsageError(f"--tp {self.tp} does not divide {scan.heads} heads in {scan.groups} groups of a scan")
         if shared or self.cp > 1:
             flag = f"--tp {self.tp}" if shared else f"--cp {self.cp}"
             raise UsageError(
@@ -681,8 +679,8 @@ def _ends(text: str, layers: int, chunks: int) -> tuple[int, ...]:
         raise UsageError(
             f"--stage-layers {text} leaves {left} layers for {inner} other stages; expected a number that divides"
         )
-    middle = (left // inner,) * inner
-    return (*((ends["first"],) if "first" in ends else ()), *middle, *((ends["last"],) if "last" in ends else ()))
+    first, last = ([ends[end]] if end in ends else [] for end in ("first", "last"))
+    return (*first, *(left // inner,) * inner, *last)
 
 
 def _pattern(text: str, further: int) -> tuple[int, ...]:
@@ -695,7 +693,11 @@ def _pattern(text: str, further: int) -> tuple[int, ...]:
                 raise UsageError(
                     f"--stage-layers {short(text)} has {short(one[0])}; expected at most {_MOST_ITEMS} items"
                 )
-        flat = re.sub(rf"(?:\(([{_LETTERS}|]*)\)|([{_LETTERS}|]))\*(\d+)", _repeated, flat)
+        flat = re.sub(
+            rf"(?:\(([{_LETTERS}|]*)\)|([{_LETTERS}|]))\*(\d+)",
+            lambda found: (found[2] if found[1] is None else found[1]) * int(found[3]),
+            flat,
+        )
         flat = re.sub(rf"\(([{_LETTERS}|]*)\)(?!\*)", r"\1", flat)
     if not re.fullmatch(r"E?[t|]*m*L?", flat):
         raise UsageError(
@@ -708,10 +710,6 @@ def _pattern(text: str, further: int) -> tuple[int, ...]:
             f"--stage-layers {text} has {told} x m, MTP layers, and --mtp-num-layers is {further}; give the same number"
         )
     return tuple(stage.count("t") for stage in flat.split("|"))
-
-
-def _repeated(found: re.Match[str]) -> str:
-    return (found[1] if found[1] is not None else found[2]) * int(found[3])
 
 
 # recorded -------------------------------------------------------------------------------------------------------------

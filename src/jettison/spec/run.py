@@ -192,9 +192,7 @@ class Run:
     @property
     def gathers_parameters(self) -> bool:
         """Whether parameters are unsharded only while in use, by all-gather or from the host's memory."""
-        if self.states_on_host.moves_parameters:
-            return True
-        return self.layout.shards_parameters
+        return self.states_on_host.moves_parameters or self.layout.shards_parameters
 
     @property
     def gradients_pile_up(self) -> bool:
@@ -411,7 +409,7 @@ def _narrow_base(run: Run) -> Iterator[str]:
             f"--kernels {sets_with('te_products')} and --fp8-recipe, or --precision bf16"
         )
     elif tuning.base is not Base.PLAIN or run.layout.zero == 3:
-        what = f"--base {tuning.base}" if tuning.base is not Base.PLAIN else "--zero 3"
+        what = "--zero 3" if tuning.base is Base.PLAIN else f"--base {tuning.base}"
         yield f"got {what} with --lora and --fp8-recipe {recipe.name}; they are not modelled together: drop one"
 
 
@@ -635,14 +633,13 @@ def _frozen(run: Run, frozen: FrozenModel) -> Iterator[str]:
 def check_scans(model: ModelSpec, kernels: Kernels) -> None:
     """Reject --ssm-kernels where no layer has one, or not of that kernel."""
     scans = [layer.scan for layer in model.described if layer.scan is not None]
+    why = ""
     if not scans:
-        raise UsageError(
-            f"got --ssm-kernels {kernels.scans}; {model.name} has no state-space or linear-attention layer"
-        )
-    if kernels.scans is Scans.FUSED and any(isinstance(scan, SelectiveScan) for scan in scans):
-        raise UsageError(
-            f"got --ssm-kernels fused; the fused kernel of {model.name}'s scans is not modelled: give written"
-        )
+        why = f"{model.name} has no state-space or linear-attention layer"
+    elif kernels.scans is Scans.FUSED and any(isinstance(scan, SelectiveScan) for scan in scans):
+        why = f"the fused kernel of {model.name}'s scans is not modelled: give written"
+    if why:
+        raise UsageError(f"got --ssm-kernels {kernels.scans}; {why}")
 
 
 def placed(run: Run, hardware: Hardware) -> Run:

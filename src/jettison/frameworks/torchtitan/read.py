@@ -261,26 +261,21 @@ def _recompute(keys: Keys, usual: str = "2") -> None:
     mode_key, option_key = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
     mode, option = keys.text(mode_key, "selective"), keys.text(option_key, usual)
     recomputed = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+    if mode == "memory_budget":
+        keys.refuse(mode_key, "the compiler chooses recomputation; give --recompute")
+        return
+    keys.read(recomputed, "activation_checkpoint.memory_budget")
     if mode in ("none", "full"):
         keys.give("recompute", mode, mode_key)
-        keys.read(recomputed)
-    elif mode == "selective" and option == "op":
-        keys.give("recompute", "selective-op-alternate", mode_key, option_key)
-        names = keys.get(recomputed, [])
-        if names not in ([], ["moe.router.gate"]):
-            keys.refuse(recomputed, "expected none, or moe.router.gate, whose GEMMs are small")
-    elif mode == "selective" and re.fullmatch("[1-9][0-9]*", option):
+    elif mode != "selective" or not re.fullmatch("op|[1-9][0-9]*", option):
+        where = option_key if mode == "selective" else mode_key
+        keys.refuse(where, "expected one of none, full, or selective with op or a number")
+    elif option != "op":
         keys.give("recompute", "full" if option == "1" else f"interval:{option}", mode_key, option_key)
-        keys.read(recomputed)
-    elif mode == "memory_budget":
-        keys.refuse(mode_key, "the compiler chooses recomputation; give --recompute")
     else:
-        keys.refuse(
-            mode_key if mode != "selective" else option_key,
-            "expected one of none, full, or selective with op or a number",
-        )
-    if mode != "memory_budget":
-        keys.read("activation_checkpoint.memory_budget")
+        keys.give("recompute", "selective-op-alternate", mode_key, option_key)
+        if keys.get(recomputed, []) not in ([], ["moe.router.gate"]):
+            keys.refuse(recomputed, "expected none, or moe.router.gate, whose GEMMs are small")
 
 
 def _policy(keys: Keys) -> None:
