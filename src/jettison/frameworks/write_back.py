@@ -104,37 +104,37 @@ def write_back(
     tried = list(_tried(rows, spec, base, choice.forecast.run.anchor, compiled=found.compile))
     if not tried:
         raise UsageError(f"none of the settings of {found.says} can be modelled for {spec.name}")
-    peaks = [forecast(run).peak_bytes for run, *_ in tried]
     bounds = (choice.budget_bytes, choice.budget_bytes if limit is None else limit.nbytes)
-    fits = ([one for one, peak in zip(tried, peaks, strict=True) if peak <= bound] for bound in bounds)
+    fits = ([one for one in tried if one.peak_bytes <= bound] for bound in bounds)
     fitting = next(filter(None, fits), [])
     if not fitting:
         raise DoesNotFit(
-            peak_bytes=min(peaks),
+            peak_bytes=min(one.peak_bytes for one in tried),
             limit_bytes=bounds[-1],
             limit_name="the plan's budget",
             advice=f"the least of the {len(tried)} settings of {found.says}; jettison export has other targets",
         )
-    seconds = [estimate(run, choice.hardware).step_seconds for run, *_ in fitting]
-    changes = [_changes(found, file, keys) if _unlike(found.request, own) else {} for _, own, keys in fitting]
-    alike = [at for at, took in enumerate(seconds) if took <= (1 + ALIKE) * min(seconds)]
-    sends = [bool(request.offload) for _, request, _ in fitting]
-    best = min(alike, key=lambda at: (bool(changes[at]), sends[at], forecast(fitting[at][0]).peak_bytes))
-    run, request, _ = fitting[best]
-    peak = forecast(run).peak_bytes
-    changed = changes[best]
+    timed = [(estimate(one.run, choice.hardware).step_seconds, one) for one in fitting]
+    fastest = min(took for took, _ in timed)
+    alike = [
+        (_changes(found, file, one.keys) if _unlike(found.request, one.request) else {}, took, one)
+        for took, one in timed
+        if took <= (1 + ALIKE) * fastest
+    ]
+    changed, took, best = min(alike, key=lambda row: (bool(row[0]), bool(row[2].request.offload), row[2].peak_bytes))
     text = edited(file, changed)
-    _check(text, found, request, others, changed)
+    _check(text, found, best.request, others, changed)
+    decided = {name: getattr(best.request, name) for name in DECIDED}
     return WrittenBack(
         text=text,
-        words=_words(request),
+        words=" ".join(flags_of(RunRequest(**decided))) or "--recompute none",
         changed=changed,
-        peak_bytes=peak,
-        step_seconds=seconds[best],
+        peak_bytes=best.peak_bytes,
+        step_seconds=took,
         plan_peak_bytes=choice.forecast.peak_bytes,
         plan_step_seconds=choice.step_seconds,
         tried=len(tried),
-        verdict=figures(run, peak, hardware=choice.hardware.name).verdict(
+        verdict=figures(best.run, best.peak_bytes, hardware=choice.hardware.name).verdict(
             usable_bytes=None if limit is None else limit.device_bytes,
             budget_bytes=None if limit is None else limit.budget_bytes,
         ),
@@ -163,9 +163,17 @@ def _changes(found: RunFile, file: ConfigFile, keys: Mapping[str, Any]) -> dict[
     return {key: value for key, value in named.items() if not same(key, value)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    run: Run
+    request: RunRequest
+    keys: Mapping[str, Any]
+    peak_bytes: int
+
+
 def _tried(
     rows: Sequence[Mapping[str, Any]], spec: ModelSpec, base: RunRequest, anchor: RunAnchor | None, *, compiled: bool
-) -> Iterator[tuple[Run, RunRequest, Mapping[str, Any]]]:
+) -> Iterator[_Tried]:
     """Yield settings that can be modelled, with the file's keys. The plan's hardware includes its anchor already."""
     for row in rows:
         numbers = range(2, spec.depth + 1) if "{k" in json.dumps(row) else (0,)
@@ -176,20 +184,15 @@ def _tried(
             try:
                 run = resolve(spec, request).run
                 run = replace(run, compiled=compiled or run.compiled, anchor=anchor)
-                forecast(run)
+                yield _Tried(run=run, request=request, keys=keys, peak_bytes=forecast(run).peak_bytes)
             except UsageError:
                 continue
-            yield run, request, keys
 
 
 def _filled(value: Any, k: int) -> Any:
     if value == "{k:d}":
         return k
     return value.replace("{k}", str(k)) if isinstance(value, str) else value
-
-
-def _words(request: RunRequest) -> str:
-    return " ".join(flags_of(RunRequest(**{name: getattr(request, name) for name in DECIDED}))) or "--recompute none"
 
 
 def _check(
@@ -208,7 +211,7 @@ def _check(
         model=found.model_argument,
         gpus=found.gpus,
         allow_unread=True,
-        asked=_undecided(request),
+        asked={name: getattr(request, name) for name in request.given() if name not in DECIDED},
         text=text,
     )
     if other := _unlike(again.request, request):
@@ -242,10 +245,6 @@ def _other_key(path: Path, text: str, changed: Mapping[str, Any]) -> str:
     except UsageError:
         return ", ".join(changed)
     return next((key for key in {**was, **now} if key not in was or key not in now or was[key] != now[key]), "")
-
-
-def _undecided(request: RunRequest) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in request.given() if name not in DECIDED}
 
 
 # edits in place -------------------------------------------------------------------------------------------------------

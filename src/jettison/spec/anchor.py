@@ -131,23 +131,17 @@ class RunAnchor:
 def _lines(anchor: RunAnchor) -> Iterator[str]:
     yield "# One measured run of a software stack, written by jettison calibrate; --anchor reads it."
     yield f'schema = "{SCHEMA}"'
-    for name in ("stack", "gpu", "kind", "run"):
-        yield f"{name} = {json.dumps(getattr(anchor, name))}"
-    yield "\n[measured]"
-    for f in fields(MeasuredRun):
-        value = getattr(anchor.measured, f.name)
-        if value is not None:
-            yield f"{f.name} = {value!r}"
-    yield "\n[memory] # bytes; fragments: GiB per square root of allocated GiB"
-    if anchor.copies:
-        yield f"copies = {anchor.copies}\nbuffer = {json.dumps(anchor.buffer)}"
-    yield f"unexplained = {anchor.unexplained}"
-    for name in ("fragments", "context"):
-        if getattr(anchor, name) is not None:
-            yield f"{name} = {getattr(anchor, name)!r}"
-    yield "\n[time] # factors on predicted seconds"
-    for name in FACTORS:
-        yield f"{name} = {getattr(anchor, name)!r}"
+    copied = ("copies", "buffer") if anchor.copies else ()
+    memory = "\n[memory] # bytes; fragments: GiB per square root of allocated GiB"
+    for head, owner, names in (
+        ("", anchor, ("stack", "gpu", "kind", "run")),
+        ("\n[measured]", anchor.measured, [f.name for f in fields(MeasuredRun)]),
+        (memory, anchor, (*copied, "unexplained", "fragments", "context")),
+        ("\n[time] # factors on predicted seconds", anchor, FACTORS),
+    ):
+        values = {name: getattr(owner, name) for name in names}
+        yield from filter(None, [head])
+        yield from (f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None)
 
 
 def read_anchor(path: Path) -> RunAnchor:
