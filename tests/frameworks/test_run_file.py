@@ -225,7 +225,7 @@ def test_references_of_yaml_to_its_own_keys(tmp_path: Path) -> None:
 
 def test_tables_name_fields_of_a_request() -> None:
     for table in tables():
-        given = [*table.get("keys", {}).values(), *table.get("usual", {})]
+        given = [*table.get("keys", {}).values(), *table.get("usual", {}), *table.get("first", {})]
         given += [field for said in table.get("on", {}).values() for field in said]
         for words in table.get("words", {}).values():
             given += [field for word, said in words.items() if word != "why" for field in said]

@@ -11,6 +11,7 @@ function ``read(keys)`` for keys without a table form. Sections of ``read.toml``
 - ``words``: by key and value (lower-case text or a glob), fields with their values, and ``note``, a message. Other
   values are refused; ``why`` is the reason, in which ``{}`` is the value. ``like = "NAME:KEY"``: includes the values of
   another framework's key.
+- ``first``: by field, keys of which the first that the file has counts.
 - ``on``: by key, fields with their values if the option is on.
 - ``usual``: fields that neither the file nor the command line sets.
 - ``read``: globs of keys that the framework's ``read`` accounts for.
@@ -405,6 +406,9 @@ class Keys:
         for own, words in table.get("words", {}).items():
             if self.has(f"{prefix}{own}"):
                 self.word(f"{prefix}{own}", words)
+        for name, owns in table.get("first", {}).items():
+            if key := next(filter(self.whole, filter(self.has, owns)), ""):
+                self.give(name, self.whole(key), key)
         for own, given in table.get("on", {}).items():
             if self.on(f"{prefix}{own}"):
                 for name, value in given.items():
@@ -415,10 +419,9 @@ class Keys:
         self.read(*self.matching(*(f"{prefix}{glob}" for glob in table.get("read", ()))))
         for key in filter(self.on, (f"{prefix}{own}" for own in table.get("compiles", ()))):
             self.compiles(key)
-        key = next((own for own in table.get("names", ()) if self.has(own)), "")
-        if key:
+        if key := next(filter(self.has, table.get("names", ())), ""):
             self.model = str(self.get(key))
-            self.read(*table["names"], why=self.model)
+            self.read(key, why=self.model)
 
     def compiles(self, *keys: str) -> None:
         """Compile the layers, by these keys."""

@@ -8,17 +8,9 @@ a layer (components/distributed/activation_checkpointing.py) or, in its own mode
 from __future__ import annotations
 
 from math import prod
-from typing import Final
 
 from jettison.frameworks.run_file import Keys
 from jettison.frameworks.trainer_keys import low_rank, reduces_last
-
-_LENGTHS: Final = (
-    "packed_sequence.packed_sequence_size",
-    "dataset.seq_len",
-    "dataset.seq_length",
-    "dataset.max_length",
-)
 
 
 def read(keys: Keys) -> None:
@@ -92,10 +84,7 @@ def _batch(keys: Keys) -> None:
     else:
         keys.read(*keys.matching("distributed.pipeline.*"))
     keys.give("micro_batches", steps, "step_scheduler.global_batch_size")
-    key = next(filter(keys.whole, _LENGTHS), None)
-    if key is not None:
-        keys.give("seq", keys.whole(key), key)
-    elif "seq" not in keys.asked:
+    if keys.field("seq") is None:
         keys.notes.append(
             "the file has no sequence length, and batches are padded to their longest sequence: give --seq"
         )

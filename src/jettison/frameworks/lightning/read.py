@@ -7,7 +7,6 @@ trainer/connectors/accelerator_connector.py (auto is one device, or ddp).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Final
 
 from jettison.frameworks.run_file import Keys
@@ -15,38 +14,16 @@ from jettison.frameworks.trainer_keys import reduces_last, zero_buckets
 
 _STRATEGY: Final = "trainer.strategy"
 _ARGUMENTS: Final = f"{_STRATEGY}.init_args"
-_MODELS: Final = (
-    *("model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_id", "pretrained", "model"),
-)
-_BATCHES: Final = ("micro_batch_size", "train_batch_size", "batch_size", "per_device_batch_size")
-_LENGTHS: Final = (
-    *("max_seq_length", "max_seq_len", "max_length", "seq_length", "seq_len", "block_size", "context_length"),
-)
-_COMPILED: Final = ("compile", "torch_compile", "use_compile")
 
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
-    if key := _usual(keys, _MODELS):
-        keys.model = str(keys.get(key))
-        keys.read(key, why=keys.model)
-    for names, field in ((_BATCHES, "micro_batch"), (_LENGTHS, "seq")):
-        if key := _usual(keys, names):
-            keys.give(field, keys.whole(key), key)
-    if (key := _usual(keys, _COMPILED)) and keys.on(key):
-        keys.compiles(key)
     devices = _devices(keys)
     _strategy(keys, devices)
     if keys.field("optimizer") is None:
         fused = keys.on("optimizer.init_args.fused")
         keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.class_path")
     keys.notes.append("the module's own step is counted as that of transformers' code and Trainer")
-
-
-def _usual(keys: Keys, names: Sequence[str]) -> str:
-    """Return the key of the first argument of a module or a DataModule with one of these names; empty without one."""
-    places = ("model.init_args", "data.init_args", "model", "data")
-    return next(filter(keys.has, (f"{place}.{name}" for name in names for place in places)), "")
 
 
 def _devices(keys: Keys) -> int:

@@ -96,9 +96,8 @@ def _layout(keys: Keys) -> None:
 
 
 def _sequence(keys: Keys) -> None:
-    longest = next((key for key in ("tokenizer.max_seq_len", "dataset.max_seq_len") if keys.has(key)), None)
+    longest = next(filter(keys.has, keys.table["first"]["seq"]), None)
     if longest is not None:
-        keys.give("seq", keys.whole(longest), longest)
         if not keys.on("dataset.packed"):
             keys.notes.append(
                 f"batches are padded to their longest sequence, at most {longest}: give --seq for shorter ones"
