@@ -277,11 +277,7 @@ images with classes runs."""
 
 
 def kernels_for(model: ModelSpec, name: str) -> Kernels:
-    """The named set of kernels, adapted to this model's family.
-
-    Raises:
-        UsageError: no such set, or no closed form of it for this family.
-    """
+    """The named set of kernels, adapted to this model's family; a `UsageError` without a closed form of it."""
     chosen = kernels(name, model.family)
     family = FAMILIES.get(model.family) or PAIRS.get(model.family)
     if chosen.undescribed and (family is None or chosen.name not in family.described_kernels):

@@ -41,11 +41,7 @@ def unknown_preset(name: str, others: str) -> UsageError:
 
 @cache
 def preset(name: str) -> ModelSpec:
-    """Return a published model by name.
-
-    Raises:
-        UsageError: no such name; the message has similar ones.
-    """
+    """Return a published model by name; a `UsageError` names similar ones."""
     if name not in PRESETS:
         raise unknown_preset(name, "A config.json or its folder")
     model = parse_config(PRESETS[name], name=name)
@@ -136,11 +132,9 @@ def _nearest(model: str) -> str:
 
     asked = _letters(model.partition("/")[2])
     within = [name for name in PRESETS if _letters(name) in asked]
-    close = within or get_close_matches(asked, [_letters(name) for name in PRESETS], n=1, cutoff=0.6)
-    if not close:
-        return ""
-    found = max(close, key=len) if within else next(name for name in PRESETS if _letters(name) == close[0])
-    return f"The nearest preset is {found}, which needs no file. "
+    spelled = {_letters(name): name for name in reversed([*PRESETS])}
+    close = within or [spelled[one] for one in get_close_matches(asked, [*reversed(spelled)], n=1, cutoff=0.6)]
+    return f"The nearest preset is {max(close, key=len)}, which needs no file. " if close else ""
 
 
 _SAME_SIZES: Final = frozenset(

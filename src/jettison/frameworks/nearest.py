@@ -180,11 +180,7 @@ class Nearest:
         )
 
     def refuse_described(self) -> None:
-        """Refuse the plan of a described run, which names no modules.
-
-        Raises:
-            CannotSay: the plan is one.
-        """
+        """Refuse the plan of a described run, which names no modules, by a `CannotSay`."""
         if not self.subject.live:
             raise CannotSay(
                 f"{self.target} wraps modules by name, and this plan of a described run names none; plan the "
@@ -209,11 +205,7 @@ class Nearest:
             )
 
     def refuse_images(self) -> None:
-        """Refuse a described plan of a model without tokens.
-
-        Raises:
-            CannotSay: the plan is one.
-        """
+        """Refuse a described plan of a model without tokens, by a `CannotSay`."""
         if self.subject.described is not None and not self.subject.described.forecast.run.model.words:
             raise CannotSay(
                 f"{self.target} is for language models, and {self.subject.model} reads no tokens; export --to "

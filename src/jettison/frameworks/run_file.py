@@ -116,11 +116,7 @@ class RunFile:
 
     @property
     def model_argument(self) -> str:
-        """Model argument of the command line: the file itself if it describes its own model.
-
-        Raises:
-            UsageError: the file names no model.
-        """
+        """Model argument of the command line: the file itself if it describes its own model; a `UsageError` without."""
         if self.model is not None:
             return self.model
         if self.config is not None:
@@ -343,12 +339,7 @@ class Keys:
             _reader(name)(self, prefix)
 
     def named(self, key: str) -> ConfigFile | None:
-        """Return the file that this key names, relative to the working directory or this file's folders; None if it is
-        missing.
-
-        Raises:
-            UsageError: the file cannot be read.
-        """
+        """Return the file that this key names, relative to the working directory or this file's folders; or None."""
         value = self.get(key)
         if not isinstance(value, str) or len(value) > 1000:
             return None
@@ -357,11 +348,7 @@ class Keys:
         return None if found is None else read_config_file(found)
 
     def share(self, *axes: str) -> int:
-        """Return the number of devices over the product of these axes.
-
-        Raises:
-            UsageError: the number of devices is unknown, or these axes do not divide it.
-        """
+        """Return the number of devices over the product of these axes; a `UsageError` if they do not divide it."""
         if self.gpus == 0:
             return 1
         sizes = {axis: self.field(axis, 1) for axis in axes}
@@ -533,7 +520,7 @@ def read_run(
     files = [read_config_file(Path(path), None if at else text) for at, path in enumerate(paths)]
     if not files:
         raise UsageError("expected a framework's file")
-    first, *others = sorted(files, key=_order)
+    first, *others = sorted(files, key=lambda file: int((_table(file) or {"order": 100}).get("order", 50)))
     table = _table(first)
     if table is None:
         why = f"which has no key of a known framework; expected {', '.join({table['says']: 0 for table in tables()})}"
@@ -668,11 +655,6 @@ def is_run_file(model: str) -> bool:
     """Is this a framework's file and not a model's ``config.json``?"""
     file, _ = split_name(Path(model))
     return file.is_file() and file.suffix.lower() != ".json" and _table(read_config_file(Path(model))) is not None
-
-
-def _order(file: ConfigFile) -> int:
-    table = _table(file)
-    return 100 if table is None else int(table.get("order", 50))
 
 
 def _table(file: ConfigFile) -> Mapping[str, Any] | None:

@@ -41,19 +41,11 @@ class Planned:
         return summary(self, text)
 
     def report(self) -> HandleReport:
-        """See `jettison.planner.handle.Applied.report`.
-
-        Raises:
-            UsageError: there is no plan before the first batch.
-        """
+        """See `jettison.planner.handle.Applied.report`; a `UsageError` before the first batch."""
         return self._there("report").report()
 
     def memory(self) -> MemoryReport | None:
-        """See `jettison.planner.handle.Applied.memory`.
-
-        Raises:
-            UsageError: there is no plan before the first batch.
-        """
+        """See `jettison.planner.handle.Applied.memory`; a `UsageError` before the first batch."""
         return self._there("memory").memory()
 
     def _there(self, asked: str) -> Applied:

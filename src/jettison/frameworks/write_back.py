@@ -198,11 +198,7 @@ def _filled(value: Any, k: int) -> Any:
 def _check(
     text: str, found: RunFile, request: RunRequest, others: tuple[Path, ...], changed: Mapping[str, Any]
 ) -> None:
-    """Read the new text back: it must give the chosen settings, and all other keys as before.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Read the new text back; a `UsageError` unless it gives the chosen settings, and all other keys as before."""
     if other := _other_key(found.path, text, changed):
         raise UsageError(f"{found.path} would also change {other}: change it by hand")
     again = read_run(
@@ -251,17 +247,13 @@ def _other_key(path: Path, text: str, changed: Mapping[str, Any]) -> str:
 
 
 def edited(file: ConfigFile, changes: Mapping[str, Any]) -> str:
-    """Change the values of keys in a file's text, with comments and order kept; None removes a key.
-
-    Raises:
-        UsageError: a key's place in the text cannot be changed.
+    """Change the values of keys in a file's text, with comments and order kept; None removes a key. A `UsageError` if
+    a key's place in the text cannot be changed.
     """
-    text = file.text
+    text, name = file.text, split_name(file.path)[1]
     for key, value in changes.items():
-        if file.syntax == "python":
-            text = _python(text, key, value, split_name(file.path)[1])
-        else:
-            text = _EDITORS[file.syntax](text, key, value)
+        python = file.syntax == "python"
+        text = _python(text, key, value, name) if python else _EDITORS[file.syntax](text, key, value)
     return text
 
 

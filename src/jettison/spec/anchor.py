@@ -145,11 +145,7 @@ def _lines(anchor: RunAnchor) -> Iterator[str]:
 
 
 def read_anchor(path: Path) -> RunAnchor:
-    """Read a file that `RunAnchor.text` wrote.
-
-    Raises:
-        UsageError: no such file, or another format.
-    """
+    """Read a file that `RunAnchor.text` wrote, or raise a `UsageError`."""
     from pydantic import TypeAdapter
 
     try:

@@ -206,11 +206,7 @@ class Tuning:
         wide: bool = False,
         upcast: Upcast = Upcast.NONE,
     ) -> Tuning:
-        """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``.
-
-        Raises:
-            UsageError: another key, or a value that is not a number.
-        """
+        """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``; a `UsageError` for other words."""
         given = {"r": text} if text.isdecimal() else {}
         for part in () if given else text.split(","):
             key, equals, value = part.partition("=")
@@ -306,11 +302,7 @@ class FrozenWords:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> FrozenWords:
-        """Read ``same``, or ``same,dtype=bf16,sharded=no,when=before``.
-
-        Raises:
-            UsageError: another key or value.
-        """
+        """Read ``same``, or ``same,dtype=bf16,sharded=no,when=before``; a `UsageError` for other words."""
         model, *parts = text.split(",")
         given = dict(part.partition("=")[::2] for part in parts)
         example = f"expected {flag} same or a model, optionally with ,dtype=bf16,sharded=no,when=before"

@@ -212,11 +212,7 @@ def _program(keys: Keys) -> None:
 
 
 def config(keys: Keys) -> Mapping[str, Any]:
-    """Return the model in the form of a ``config.json``.
-
-    Raises:
-        UsageError: a size is missing or invalid.
-    """
+    """Return the model in the form of a ``config.json``; a `UsageError` if a size is missing or invalid."""
     hidden, heads = _size(keys, "hidden_size"), _size(keys, "num_attention_heads")
     gated = keys.on("swiglu") or keys.on("quick_geglu")
     positions = _position_kind(keys)

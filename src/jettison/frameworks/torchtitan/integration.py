@@ -105,11 +105,7 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **
 
 
 def _check(config: Any) -> None:
-    """Check that the trainer's other settings can be planned.
-
-    Raises:
-        UnsupportedModule: a setting cannot be planned.
-    """
+    """Reject settings of the trainer that cannot be planned, by an `UnsupportedModule`."""
     own = config.activation_checkpoint
     if own is not None and not isinstance(own, AutoCheckpoint.Config):
         raise UnsupportedModule(
@@ -141,11 +137,7 @@ def _check(config: Any) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Check that the model's attention can be recorded.
-
-    Raises:
-        UnsupportedModule: it cannot.
-    """
+    """Reject models whose attention cannot be recorded, by an `UnsupportedModule`."""
     for name, module in model.named_modules():
         if isinstance(module, FlexAttention):
             raise UnsupportedModule(
@@ -156,11 +148,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _being_built() -> Trainer:
-    """Find the Trainer whose ``__init__`` is running, since it gives the policy only the model.
-
-    Raises:
-        UnsupportedModule: there is none.
-    """
+    """Find the Trainer whose ``__init__`` is running, which gives the policy only the model; or raise."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
