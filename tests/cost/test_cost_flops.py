@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jettison.cost.flops import Counting, forward_flops, model_flops, seconds_of, utilisation, visible_share
+from jettison.cost.flops import Counting, forward_flops, model_flops, utilisation, visible_share
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.run_fields import RunRequest
@@ -98,7 +98,6 @@ def test_mfu_and_hfu_of_table_5_follow_from_its_times(model: str) -> None:
         if row[column]:
             share = 100 * utilisation(flops, seconds=seconds, **machine)
             assert share == pytest.approx(float(row[column]), abs=0.2)
-            assert seconds_of(share / 100, flops=flops, **machine) == pytest.approx(seconds)
 
 
 PALM_ROWS = [row for row in facts("published_runs.csv") if row["mfu_percent"] and "mpt" not in row["model"]]

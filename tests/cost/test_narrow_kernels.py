@@ -12,7 +12,7 @@ from jettison.cost.execution import Execution, Fusion, execution_of, usual_execu
 from jettison.cost.kernel import GROUPED, PRODUCTS, Half, Kernel, Product
 from jettison.cost.launches import work
 from jettison.cost.matmul import product_seconds, rate
-from jettison.cost.narrow_kernels import copying_bytes, narrow_kernels
+from jettison.cost.narrow_kernels import NarrowKernels, copying_bytes
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
@@ -180,7 +180,8 @@ def test_shards_are_quantised_before_they_are_gathered() -> None:
 def test_copies_travel(name: str, inputs: float, gradients: float) -> None:
     run = run_of(name, "llama3-8b", seq=8192, tp=4, sp=True)
     chosen = region(run)
-    kernels = narrow_kernels(chosen.tape, execution_of(run), run.precision.product, run.precision.recipe)
+    precision = run.precision
+    kernels = NarrowKernels(tape=chosen.tape, how=execution_of(run), product=precision.product, recipe=precision.recipe)
     shares = {(c.kind, c.backward): kernels.gathered_share(c) for c in chosen.collectives if "gather" in c.kind}
     sums = [c for c in chosen.collectives if c.backward and "scatter" in chosen.tape.steps[c.step].name]
     assert shares["all_gather_into_tensor", False] == pytest.approx(inputs, abs=1e-6)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from operator import mul
 
 import pytest
 
 from jettison.memory.actions import Occupancy, OrderOptions, Weights, device_order
-from jettison.memory.schedule import ScheduledPass, Work, order
+from jettison.memory.schedule import PipelineShape, ScheduledPass, Work
 from jettison.spec.layout import Schedule
 from support.orders import device, fullest
 
-PLAIN = Schedule.ONE_F_ONE_B
+shape = partial(PipelineShape, Schedule.ONE_F_ONE_B, stages=2)
 
 
 def test_a_chunk_is_reduced_while_another_works() -> None:
     """Two micro-batches through two chunks: F0 F0 F1 F1 B1 B1, reduce 1, B0 B0, reduce 0."""
     walk = OrderOptions(learning=True, reducing=True)
-    order = device_order(PLAIN, stage=0, stages=2, micro_batches=2, virtual_stages=2, walk=walk)
+    order = device_order(shape(micro_batches=2, virtual_stages=2), 0, walk=walk)
     actions = [(str(action.work), action.chunk) for action, _ in order.actions()]
     assert actions[4:] == [("B", 1), ("B", 1), ("REDUCE_GRAD", 1), ("B", 0), ("B", 0), ("REDUCE_GRAD", 0)]
     first = next(state for state in _all(order.steps, walk) if state.step == ScheduledPass(Work.BACKWARD, 0, 0))
@@ -27,13 +28,13 @@ def test_a_chunk_is_reduced_while_another_works() -> None:
 
 def test_weights_are_whole_behind_a_backward() -> None:
     """One stage of 1F1B, F B F B: only the second forward finds them."""
-    steps = order(PLAIN, stage=1, stages=2, micro_batches=2)
+    steps = shape(micro_batches=2).order(1)
     found = [(s.step.work, s.whole) for s in _all(steps, OrderOptions(weights=Weights.GATHERED))]
     assert found == [(Work.FORWARD, (0,)), (Work.BACKWARD, (0,)), (Work.FORWARD, (1,)), (Work.BACKWARD, (0,))]
 
 
 def test_a_schedule_fetches_three_chunks_ahead() -> None:
-    steps = order(PLAIN, stage=0, stages=2, micro_batches=2, virtual_stages=4)
+    steps = shape(micro_batches=2, virtual_stages=4).order(0)
     states = _all(steps, OrderOptions(weights=Weights.FETCHED))
     assert states[0].whole == (1, 1, 1, 0)
     assert states[2].whole == (0, 1, 1, 1)  # its forwards are over, and its turn is far
@@ -43,7 +44,7 @@ def test_a_schedule_fetches_three_chunks_ahead() -> None:
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
 def test_the_states_that_are_left_have_the_dearest(weights: Weights, micro_batches: int) -> None:
     draw = random.Random(micro_batches)
-    steps = order(PLAIN, stage=0, stages=2, micro_batches=micro_batches, virtual_stages=2)
+    steps = shape(micro_batches=micro_batches, virtual_stages=2).order(0)
     walk = OrderOptions(learning=True, reducing=True, weights=weights)
     few, every = fullest(steps, walk), _all(steps, walk)
     for _ in range(50):

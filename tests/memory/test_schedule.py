@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from jettison.core.errors import UsageError
 from jettison.memory.actions import Occupancy, OrderOptions, device_order
-from jettison.memory.schedule import ScheduledPass, Work, order, orders
+from jettison.memory.schedule import PipelineShape, ScheduledPass, Work
 from jettison.spec.layout import Schedule
 from support.orders import fullest, most_in_flight, peak_in_flight
 
@@ -42,9 +42,13 @@ def cases(draw: st.DrawFn) -> Case:
     return schedule, stages, draw(st.integers(1, 30)), 1
 
 
-def orders_of(case: Case) -> tuple[tuple[ScheduledPass, ...], ...]:
+def shape_of(case: Case) -> PipelineShape:
     schedule, stages, micro_batches, virtual_stages = case
-    return orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    return PipelineShape(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+
+
+def orders_of(case: Case) -> tuple[tuple[ScheduledPass, ...], ...]:
+    return shape_of(case).orders
 
 
 # --- torch.distributed.pipelining -----------------------------------------------------------------------------------
@@ -206,7 +210,7 @@ def test_every_step_runs_once_and_nothing_waits_for_ever(case: Case) -> None:
 
 
 def test_the_check_finds_a_deadlock() -> None:
-    first, second = orders(ONE_F_ONE_B, stages=2, micro_batches=4)
+    first, second = orders_of((ONE_F_ONE_B, 2, 4, 1))
     early = (first[0], first[2], first[1], *first[3:])  # a backward before the forward that the other waits for
     assert left_undone([early, second], 1) == []
     hasty = (first[2], first[0], first[1], *first[3:])
@@ -316,7 +320,7 @@ def test_devices_learn_from_their_last_chunk_on() -> None:
     """4 stages of 2 chunks, 8 micro-batches: 11 chunks are in flight when backwards begin, and no gradients are there;
     they are of the last chunk alone when those of the first begin."""
     walk = OrderOptions(learning=True)
-    states = device_order(ONE_F_ONE_B, stage=0, stages=4, micro_batches=8, virtual_stages=2, walk=walk).fullest.values()
+    states = device_order(shape_of((ONE_F_ONE_B, 4, 8, 2)), 0, walk=walk).fullest.values()
     backwards = [s for s in states if s.step.work is Work.BACKWARD]
     first = {chunk: next(s for s in backwards if s.step.chunk == chunk) for chunk in (0, 1)}
     assert (first[1].forward, first[1].learned) == ((7, 4), (0, 0))
@@ -324,19 +328,10 @@ def test_devices_learn_from_their_last_chunk_on() -> None:
 
 
 def assert_truncation_changes_nothing(case: Case) -> None:
-    schedule, stages, micro_batches, virtual_stages = case
+    schedule, _, _, virtual_stages = case
     for (stage, steps), learning in product(enumerate(orders_of(case)), (False, True)):
         every = fullest(steps, OrderOptions(learning=learning))
-        few = tuple(
-            device_order(
-                schedule,
-                stage=stage,
-                stages=stages,
-                micro_batches=micro_batches,
-                virtual_stages=virtual_stages,
-                walk=OrderOptions(learning=learning),
-            ).fullest.values()
-        )
+        few = tuple(device_order(shape_of(case), stage, walk=OrderOptions(learning=learning)).fullest.values())
         if schedule.splits and virtual_stages > 1:  # of weight steps that are left to the end the last are shown
             assert unnumbered(every) == unnumbered(few)
         else:
@@ -363,10 +358,7 @@ def test_few_micro_batches_stand_for_many_interleaved(stages: int, virtual_stage
 
 def test_large_pipelines_are_replayed_in_part() -> None:
     for stage in (0, 31, 63):
-        many, more = (
-            device_order(ONE_F_ONE_B, stage=stage, stages=64, micro_batches=n, virtual_stages=4)
-            for n in (2048, 64 * 10**9)
-        )
+        many, more = (device_order(shape_of((ONE_F_ONE_B, 64, n, 4)), stage) for n in (2048, 64 * 10**9))
         assert many is more
         assert max(sum(state.alive) for state in many.fullest.values()) == 2 * (63 - stage) + 3 * 64 + 1
 
@@ -377,7 +369,7 @@ def test_large_pipelines_are_replayed_in_part() -> None:
 @given(st.integers(1, 8), st.integers(1, 30))
 def test_gpipe_holds_every_micro_batch_on_every_stage(stages: int, micro_batches: int) -> None:
     """ArXiv 1811.06965 §2.2: forwards of the whole batch come before the first backward."""
-    found = orders(GPIPE, stages=stages, micro_batches=micro_batches)
+    found = orders_of((GPIPE, stages, micro_batches, 1))
     assert [peak_in_flight(steps) for steps in found] == [micro_batches] * stages
     assert len(set(found)) == 1
 
@@ -385,7 +377,7 @@ def test_gpipe_holds_every_micro_batch_on_every_stage(stages: int, micro_batches
 @given(st.integers(1, 8), st.integers(1, 30))
 def test_1f1b_stage_i_holds_p_less_i_micro_batches(stages: int, micro_batches: int) -> None:
     """ArXiv 2104.04473 §2.2.1: at most as many as the pipeline is deep, where GPipe holds all; fewer further down."""
-    found = orders(ONE_F_ONE_B, stages=stages, micro_batches=micro_batches)
+    found = orders_of((ONE_F_ONE_B, stages, micro_batches, 1))
     assert peak_in_flight(found[0]) == min(stages, micro_batches)
     assert [peak_in_flight(steps) for steps in found] == [min(stages - i, micro_batches) for i in range(stages)]
 
@@ -396,9 +388,7 @@ def test_interleaved_first_stage_holds_a_model_and_p_less_1_chunks(stages: int, 
     layers = 5 * stages * virtual_stages
     paper = layers * (1 + Fraction(stages - 1, stages * virtual_stages))
     for rounds in (2, 3, 10):
-        first, *_, last = orders(
-            ONE_F_ONE_B, stages=stages, micro_batches=rounds * stages, virtual_stages=virtual_stages
-        )
+        first, *_, last = orders_of((ONE_F_ONE_B, stages, rounds * stages, virtual_stages))
         assert peak_in_flight(first) == stages * virtual_stages + stages - 1
         assert peak_in_flight(first) * 5 == paper
         assert peak_in_flight(last) == (virtual_stages - 1) * stages + 1
@@ -406,15 +396,15 @@ def test_interleaved_first_stage_holds_a_model_and_p_less_1_chunks(stages: int, 
 
 def test_gpt_530b_first_stage_holds_139_layers() -> None:
     """ArXiv 2205.05198 Table 3: 105 layers, p = 35, m = 3, batch 280 of 1: 105 (1 + 34/105)."""
-    states = device_order(ONE_F_ONE_B, stage=0, stages=35, micro_batches=280, virtual_stages=3).fullest.values()
+    states = device_order(shape_of((ONE_F_ONE_B, 35, 280, 3)), 0).fullest.values()
     assert max(sum(state.alive) for state in states) == 139
 
 
 @given(st.integers(1, 8), st.integers(1, 30))
 def test_zb_h1_holds_on_every_stage_what_1f1b_holds_on_the_first(stages: int, micro_batches: int) -> None:
     """ArXiv 2401.10241 §2.1: the peak of 1F1B, and as many micro-batches in flight on all workers."""
-    found = orders(ZERO_BUBBLE, stages=stages, micro_batches=micro_batches)
-    plain = orders(ONE_F_ONE_B, stages=stages, micro_batches=micro_batches)
+    found = orders_of((ZERO_BUBBLE, stages, micro_batches, 1))
+    plain = orders_of((ONE_F_ONE_B, stages, micro_batches, 1))
     assert [peak_in_flight(steps) for steps in found] == [peak_in_flight(plain[0])] * stages
     for stage, (steps, whole) in enumerate(zip(found, plain, strict=True)):
         assert tuple(step for step in steps if step.work is not Work.WEIGHT) == whole
@@ -423,7 +413,7 @@ def test_zb_h1_holds_on_every_stage_what_1f1b_holds_on_the_first(stages: int, mi
 
 def test_zb_h1_with_four_stages() -> None:
     """Every worker holds four, and later ones more of them as halves."""
-    states = [device_order(ZERO_BUBBLE, stage=i, stages=4, micro_batches=64).fullest.values() for i in range(4)]
+    states = [device_order(shape_of((ZERO_BUBBLE, 4, 64, 1)), i).fullest.values() for i in range(4)]
     before = [[(*s.forward, *s.weight) for s in found if s.step.work is Work.BACKWARD] for found in states]
     assert before == [[(4, 0)], [(3, 1)], [(2, 2)], [(1, 3)]]
 
@@ -443,17 +433,15 @@ def test_zb_h1_with_four_stages() -> None:
     ],
 )
 def test_what_a_schedule_does_not_know(case: Case, says: str) -> None:
-    schedule, stages, micro_batches, virtual_stages = case
-    calls: list[Callable[..., object]] = [order, device_order]
-    for call in calls:
-        with pytest.raises(UsageError, match=says):
-            call(schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
     with pytest.raises(UsageError, match=says):
-        orders_of(case)
+        shape_of(case)
 
 
 def test_a_stage_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match="got stage 4 of a pipeline of 4; expected 0 to 3"):
-        order(GPIPE, stage=4, stages=4, micro_batches=1)
+    shape = shape_of((GPIPE, 4, 1, 1))
+    calls: list[Callable[[int], object]] = [shape.order, lambda stage: device_order(shape, stage)]
+    for call in calls:
+        with pytest.raises(UsageError, match="got stage 4 of a pipeline of 4; expected 0 to 3"):
+            call(4)
     with pytest.raises(UsageError, match="got 0 stages"):
-        orders(GPIPE, stages=0, micro_batches=1)
+        shape_of((GPIPE, 0, 1, 1))

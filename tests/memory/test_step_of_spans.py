@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.memory.actions import OrderOptions, device_order
+from jettison.memory.schedule import PipelineShape
 from jettison.memory.span import Phase, Span, levels, peaks
 from jettison.memory.step import Event, Lifetime, StageLoad, moments, peak, peak_bytes
 from jettison.memory.unit import Unit
@@ -61,11 +62,8 @@ def stage(
     return StageLoad(
         chunks=chunks,
         order=device_order(
-            Schedule.ONE_F_ONE_B,
-            stage=0,
-            stages=stages,
-            micro_batches=micro_batches,
-            virtual_stages=len(chunks),
+            PipelineShape(Schedule.ONE_F_ONE_B, stages=stages, micro_batches=micro_batches, virtual_stages=len(chunks)),
+            0,
             walk=OrderOptions(learning=gradients is not Gradients.UPFRONT),
         ),
         micro_batches=micro_batches,

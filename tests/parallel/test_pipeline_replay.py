@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 )
 
 from jettison.cost.pipeline import Replay, schedule_seconds
-from jettison.memory.schedule import ScheduledPass, orders
+from jettison.memory.schedule import PipelineShape
 from jettison.spec.layout import Schedule
 from support.orders import most_in_flight, peak_in_flight
 from support.ranks import Launches, run_ranks
@@ -158,8 +158,10 @@ def _took(span: list[float], ranks: int) -> float:
 # --- what we say ----------------------------------------------------------------------------------------------------
 
 
-def ours(case: Case, ranks: int) -> tuple[tuple[ScheduledPass, ...], ...]:
-    return orders(OURS[case["name"]], stages=ranks, micro_batches=case["micro_batches"], virtual_stages=case["chunks"])
+def ours(case: Case, ranks: int) -> PipelineShape:
+    return PipelineShape(
+        OURS[case["name"]], stages=ranks, micro_batches=case["micro_batches"], virtual_stages=case["chunks"]
+    )
 
 
 def times(case: Case, ranks: int) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
@@ -178,7 +180,7 @@ def times(case: Case, ranks: int) -> tuple[list[list[float]], list[list[float]],
 
 
 def predicted(case: Case, ranks: int) -> Replay:
-    return schedule_seconds(OURS[case["name"]], case["micro_batches"], *times(case, ranks))
+    return schedule_seconds(ours(case, ranks), *times(case, ranks))
 
 
 def measured(found: list[Any]) -> float:
@@ -256,7 +258,7 @@ def test_the_orders_are_torchs(played: Played) -> None:
     ranks, results = played
     assert {case["name"] for case, _ in results} == set(TORCH)
     for case, found in results:
-        expected = [[[str(s.work), s.micro_batch, s.chunk] for s in steps] for steps in ours(case, ranks)]
+        expected = [[[str(s.work), s.micro_batch, s.chunk] for s in steps] for steps in ours(case, ranks).orders]
         assert [rank["log"] for rank in found] == expected, case
         assert all(all(rank["gradients"]) for rank in found)
 
@@ -264,7 +266,7 @@ def test_the_orders_are_torchs(played: Played) -> None:
 def test_what_is_held_is_what_torch_holds(played: Played) -> None:
     ranks, results = played
     for case, found in results:
-        for steps, rank in zip(ours(case, ranks), found, strict=True):
+        for steps, rank in zip(ours(case, ranks).orders, found, strict=True):
             whole, half = (list(map(max, zip(*states, strict=True))) for states in zip(*rank["held"], strict=True))
             assert (tuple(whole), tuple(half)) == most_in_flight(steps), case
             assert max(sum(w) + sum(h) for w, h in rank["held"]) == peak_in_flight(steps), case

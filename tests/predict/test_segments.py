@@ -17,7 +17,7 @@ from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast, forecast_sizes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
-from jettison.predict.stage_choice import StageSegments, layer_points
+from jettison.predict.stage_choice import StageChoice, layer_points
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Staying, kept_by
 from jettison.predict.time import estimate
@@ -135,7 +135,7 @@ def every_plan(run: Run, *, single_points: int) -> Iterator[tuple[int, float]]:
     found = forecast(run)
     layers = [part for part in found.parts if part.is_layer]
     timing = Timing(run=run, hardware=H100, execution=execution_of(run))
-    segments = StageSegments(run=run, stage=found.stages[0], timing=timing, fresh=True)
+    choice = StageChoice(run=run, stage=found.stages[0], timing=timing)
     points = layer_points(timing.prices(layers[0].layer), layers[0].region)
     few = points if len(points) <= single_points else (points[0], *points[1 :: max(1, len(points) // single_points)])
     alone = [((Staying(p.kept),), p.seconds) for p in few]
@@ -145,7 +145,7 @@ def every_plan(run: Run, *, single_points: int) -> Iterator[tuple[int, float]]:
         at = 1  # behind the embedding
         for length in lengths:
             together = tuple(Staying(kept, frozenset(), place, length) for place in range(length))
-            ways.append(alone if length == 1 else [(together, segments.seconds(at, at + length))])
+            ways.append(alone if length == 1 else [(together, choice.segment_seconds(at, at + length))])
             at += length
         for picked in product(*ways):
             chosen = [one for staying, _ in picked for one in staying]

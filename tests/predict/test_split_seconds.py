@@ -12,12 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from jettison.memory.schedule import Work, order
+from jettison.memory.schedule import Work
 from jettison.predict.clock import SliceKind, step_slices
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.stage_time import Timing
+from jettison.predict.stages import pipeline_shape
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout, Schedule
@@ -143,10 +144,7 @@ def simulated(found: Estimate) -> dict[tuple[int, Work, int, int], tuple[float, 
     """
     run, layout = found.run, found.run.layout
     pp, chunks = layout.pp, layout.virtual_stages
-    orders = [
-        order(layout.schedule, stage=d, stages=pp, micro_batches=run.micro_batches, virtual_stages=chunks)
-        for d in range(pp)
-    ]
+    orders = pipeline_shape(run).orders
     owner = {layout.schedule.place(d, c, pp): d for d in range(pp) for c in range(chunks)}
     last = pp * chunks - 1
     delivered: dict[int, set[tuple[Work, int, int]]] = defaultdict(set)  # by device: what it has, of which place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,7 @@ from jettison.cost.pipeline import schedule_seconds
 from jettison.families.config import parse_config
 from jettison.frameworks.megatron.write import layout_settings, overrides_text
 from jettison.memory.actions import device_order
-from jettison.memory.schedule import Work, order
+from jettison.memory.schedule import PipelineShape, Work
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
@@ -166,7 +167,8 @@ def table(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
 def test_chunks_take_turns_by_groups(micro_batches: int, group: int) -> None:
     stages, chunks = 4, 3
     for stage in range(stages):
-        steps = order(F1B, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group)
+        shape = PipelineShape(F1B, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group)
+        steps = shape.order(stage)
         forwards = [(s.micro_batch, s.chunk) for s in steps if s.work is Work.FORWARD]
         assert forwards == table(micro_batches, chunks, group)
         warm_up = next(i for i, s in enumerate(steps) if s.work is Work.BACKWARD)
@@ -176,9 +178,10 @@ def test_chunks_take_turns_by_groups(micro_batches: int, group: int) -> None:
 
 
 def test_a_group_of_as_many_as_stages_is_no_other_order() -> None:
-    sizes = {"stage": 1, "stages": 4, "micro_batches": 24, "virtual_stages": 2}
-    assert order(F1B, **sizes) == order(F1B, **sizes, group=4)
-    assert device_order(F1B, **sizes).fullest == device_order(F1B, **sizes, group=4).fullest
+    shape = PipelineShape(F1B, stages=4, micro_batches=24, virtual_stages=2)
+    grouped = replace(shape, group=4)
+    assert shape.order(1) == grouped.order(1)
+    assert device_order(shape, 1).fullest == device_order(grouped, 1).fullest
 
 
 @pytest.mark.parametrize("left", [0, 4])
@@ -187,15 +190,16 @@ def test_many_groups_hold_what_few_do(left: int) -> None:
 
     def held(groups: int) -> set[tuple[int, ...]]:
         count = groups * 6 + left
-        sizes = {"stage": 0, "stages": 4, "micro_batches": count, "virtual_stages": 2, "group": 6}
-        return {state.forward for state in device_order(F1B, **sizes).fullest.values()}
+        shape = PipelineShape(F1B, stages=4, micro_batches=count, virtual_stages=2, group=6)
+        return {state.forward for state in device_order(shape, 0).fullest.values()}
 
     assert held(4) == held(9)
 
 
 def test_time_of_many_groups_goes_on_as_that_of_few() -> None:
     forward, backward = [[1.0, 1.0]] * 4, [[2.0, 2.0]] * 4
-    ends = [schedule_seconds(F1B, n, forward, backward, group=5).ends[0] for n in (2000, 2005, 4000)]
+    shape = PipelineShape(F1B, stages=4, micro_batches=2000, virtual_stages=2, group=5)
+    ends = [schedule_seconds(replace(shape, micro_batches=n), forward, backward).ends[0] for n in (2000, 2005, 4000)]
     assert ends[2] - ends[0] == pytest.approx(400 * (ends[1] - ends[0]))
     assert ends[1] - ends[0] == pytest.approx(5 * 2 * 3)
 

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB
 from jettison.families.presets import preset
-from jettison.memory.schedule import Work, order, recomputing_share, window
+from jettison.memory.schedule import Work
 from jettison.memory.unit import Unit
 from jettison.predict.auto_recompute import choose_with_whole
 from jettison.predict.forecast import Stage, forecast, plain
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
+from jettison.predict.stages import pipeline_shape
 from jettison.predict.time import estimate
-from jettison.predict.whole_micro_batches import largest_window, most_whole, settled, with_whole
+from jettison.predict.whole_micro_batches import most_whole, settled, with_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import Gradients
@@ -32,9 +33,7 @@ def run_of(model: str = "gpt2", **flags: object) -> Run:
 
 def steps_of(run: Run, stage: int) -> list[tuple[Work, tuple[int, int], bool]]:
     """Every step of a device: what, which micro-batch through which chunk, and is that one kept whole?"""
-    layout = run.layout
-    sizes = {"stage": stage, "stages": layout.pp, "micro_batches": run.micro_batches}
-    steps = order(layout.schedule, **sizes, virtual_stages=layout.virtual_stages)
+    steps = pipeline_shape(run).order(stage)
     before = next(i for i, step in enumerate(steps) if step.work is not Work.FORWARD)  # forwards in flight at most
     whole: dict[tuple[int, int], bool] = {}
     for step in steps:
@@ -128,9 +127,9 @@ def test_the_share_that_computes_again_is_that_of_every_forward(
     run = run_of("gpt2-medium", pp=stages, virtual_stages=chunks, micro_batches=count, recompute="full")
     for stage in range(stages):
         less = [not kept for work, _, kept in steps_of(with_whole(run, whole), stage) if work is Work.FORWARD]
-        sizes = {"stage": stage, "stages": stages, "micro_batches": count, "virtual_stages": chunks}
-        assert recomputing_share(Schedule.ONE_F_ONE_B, **sizes, whole=whole) == sum(less) / len(less)
-        assert window(Schedule.ONE_F_ONE_B, **sizes) <= len(less)
+        shape = pipeline_shape(run)
+        assert shape.recomputing_share(stage, whole) == sum(less) / len(less)
+        assert shape.window(stage) <= len(less)
 
 
 def test_by_hand() -> None:
@@ -155,7 +154,7 @@ def test_as_many_as_fit() -> None:
     run = run_of("gpt-175b", tp=8, pp=8, micro_batches=64, recompute="full")
     for limit in (60 * GIB, 70 * GIB):
         found = most_whole(run, limit)
-        assert 0 < found.recompute.whole < largest_window(run) == 8
+        assert 0 < found.recompute.whole < pipeline_shape(run).window(0) == 8
         assert forecast(found).peak_bytes <= limit
         assert forecast(with_whole(run, found.recompute.whole + 1)).peak_bytes > limit
     assert most_whole(run, 1000 * GIB).recompute.whole == 8

@@ -11,6 +11,7 @@ from jettison.core.units import format_bytes
 from jettison.families.presets import preset
 from jettison.formula.static import Static
 from jettison.memory.actions import OrderOptions, device_order
+from jettison.memory.schedule import PipelineShape
 from jettison.memory.step import StageLoad
 from jettison.memory.unit import Unit
 from jettison.predict.allowance import available_bytes, limit_of
@@ -159,7 +160,9 @@ def stage_of(gradients: Gradients, micro_batches: int = 1, transient: int = 0) -
     load = StageLoad(
         chunks=((first, second),),
         order=device_order(
-            Schedule.ONE_F_ONE_B, stage=0, stages=1, micro_batches=micro_batches, walk=OrderOptions(learning=True)
+            PipelineShape(Schedule.ONE_F_ONE_B, stages=1, micro_batches=micro_batches),
+            0,
+            walk=OrderOptions(learning=True),
         ),
         micro_batches=micro_batches,
         fixed=1000,

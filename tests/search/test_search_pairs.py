@@ -40,9 +40,16 @@ def test_every_micro_batch_is_pairs() -> None:
     assert forecast(resolve(LLAMA, typed).run).peak_bytes == found.figures.peak_bytes
 
 
-@pytest.mark.parametrize("given", [{"tp": "2"}, {"cp": "1,2"}, {"micro_batch": "1,3"}])
-def test_what_has_no_pairs_is_refused_in_words(given: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="got --loss dpo with"):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tp": "2"}, "got --tp 2 with --loss dpo; its head is unsharded"),
+        ({"cp": "1,2"}, "got --cp 1,2 with --loss dpo; its head is unsharded"),
+        ({"micro_batch": "1,3"}, "got --loss dpo with --micro-batch 1,3; a pair is two sequences"),
+    ],
+)
+def test_what_has_no_pairs_is_refused_in_words(given: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         SearchRequest(loss="dpo", **given).space(LLAMA, H100, gpus=4, global_batch=16)
 
 

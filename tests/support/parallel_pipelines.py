@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jettison
 from jettison.core.errors import UsageError
-from jettison.memory.schedule import ScheduledPass, Work, order
+from jettison.memory.schedule import PipelineShape, ScheduledPass, Work
 from jettison.parallel.parameters import shard_blocks
 from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss
 from jettison.planner.handle import Applied
@@ -295,8 +295,8 @@ def pipeline(name: str, group: distributed.ProcessGroup) -> dict[str, Any]:
     found["replayed"] = peak_in_flight(work_of(plain.schedule))
     if name in KNOWN:
         schedule, chunks = KNOWN[name]
-        known = order(schedule, stage=rank, stages=size, micro_batches=MICRO_BATCHES, virtual_stages=chunks)
-        found["known"] = peak_in_flight(known)
+        shape = PipelineShape(schedule, stages=size, micro_batches=MICRO_BATCHES, virtual_stages=chunks)
+        found["known"] = peak_in_flight(shape.order(rank))
     exact = Rank(name, group, policy="full", dtype=torch.float64)
     exact.step(0)
     exact.step(SEED + rank)

@@ -16,8 +16,7 @@ from jettison.core.units import format_bytes, format_seconds
 from jettison.cost.flops import tokens
 from jettison.frameworks.run_file import flags_of
 from jettison.predict.anchor import fit_anchor, fragment_bytes
-from jettison.predict.extra_buffers import extra_bytes
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import extra_bytes, forecast
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import is_live, resolve
 from jettison.predict.time import estimate

@@ -51,12 +51,12 @@ class RegionFlops:
         return PASSES * self.forward(visible) - self.frozen
 
 
-def region_flops(region: Region, steps: frozenset[int] | None = None) -> RegionFlops:
-    """Count a region's matmuls, or those of some steps of its tape."""
-    chosen = [step for i, step in enumerate(region.tape.steps) if steps is None or i in steps]
-    attention = sum(step.flops for step in chosen if step.name in (FLASH, BATCHED))
-    frozen = sum(step.flops for step in chosen if step.weights and not step.learned)
-    return RegionFlops(products=sum(step.flops for step in chosen) - attention, attention=attention, frozen=frozen)
+def region_flops(region: Region) -> RegionFlops:
+    """Count a region's matmuls."""
+    steps = region.tape.steps
+    attention = sum(step.flops for step in steps if step.name in (FLASH, BATCHED))
+    frozen = sum(step.flops for step in steps if step.weights and not step.learned)
+    return RegionFlops(products=sum(step.flops for step in steps) - attention, attention=attention, frozen=frozen)
 
 
 def visible_share(layer: AnyLayer, seq: int) -> float:
@@ -87,9 +87,9 @@ def _forward(scene: RegionSignature) -> tuple[RegionFlops, tuple[tuple[AnyLayer,
     return RegionFlops(products=products, attention=0, frozen=frozen), layers
 
 
-def forward_flops(run: Run, *, causal: bool = False) -> float:
+def forward_flops(run: Run) -> float:
     """FLOPs of one micro-batch's forward through the entire model."""
-    return _micro_batch_flops(unsharded(run), causal)[0]
+    return _micro_batch_flops(unsharded(run), causal=False)[0]
 
 
 @lru_cache(maxsize=4096)
@@ -175,8 +175,3 @@ def everything(region: Region) -> frozenset[int]:
 def utilisation(flops: float, *, seconds: float, devices: int, peak_flops_per_second: float) -> float:
     """Share of all devices' peak: MFU for model FLOPs, HFU for hardware FLOPs."""
     return flops / (seconds * devices * peak_flops_per_second)
-
-
-def seconds_of(utilised: float, *, flops: float, devices: int, peak_flops_per_second: float) -> float:
-    """Seconds of a step with this utilisation."""
-    return flops / (utilised * devices * peak_flops_per_second)

@@ -63,46 +63,17 @@ class KernelWork:
 # ops by their memory access, which decides how they fuse and what they read and write ---------------------------------
 
 
-POINTWISE = frozenset(
-    (
-        "aten.add.Tensor",
-        "aten.sub.Tensor",
-        "aten.mul.Tensor",
-        "aten.div.Tensor",
-        "aten.neg.default",
-        "aten.cat.default",
-        "aten.pow.Tensor_Scalar",
-        "aten.rsqrt.default",
-        "aten.tanh.default",
-        "aten.sigmoid.default",
-        "aten.gelu.default",
-        "aten.silu.default",
-        "aten.relu.default",
-        "aten.clamp.default",
-        "aten.native_dropout.default",
-        "aten.bernoulli.p",
-        "aten._to_copy.default",
-        "aten.where.ScalarOther",
-        "aten.masked_fill.Scalar",
-        "gated_activation",
-        "gated_activation.clamped",
-        "rotary",
-        "quantise.fp8",
-    )
-)
+_ARITHMETIC = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.neg.default")
+_FUNCTIONS = ("aten.pow.Tensor_Scalar", "aten.rsqrt.default", "aten.tanh.default", "aten.sigmoid.default")
+_ACTIVATIONS = ("aten.gelu.default", "aten.silu.default", "aten.relu.default", "aten.clamp.default")
+_GATED = ("gated_activation", "gated_activation.clamped", "rotary")
+_DRAWS = ("aten.native_dropout.default", "aten.bernoulli.p", "aten.where.ScalarOther", "aten.masked_fill.Scalar")
+_COPIES = ("aten.cat.default", "aten._to_copy.default", "quantise.fp8")
+POINTWISE = frozenset((*_ARITHMETIC, *_FUNCTIONS, *_ACTIVATIONS, *_GATED, *_DRAWS, *_COPIES))
 """Elementwise ops, or nearly so."""
-REDUCTIONS = frozenset(
-    (
-        "aten.native_layer_norm.default",
-        "aten._fused_rms_norm.default",
-        "aten._softmax.default",
-        "aten._safe_softmax.default",
-        "aten._log_softmax.default",
-        "aten.mean.dim",
-        "aten.sum.dim_IntList",
-        "aten.max.dim",
-    )
-)
+_NORMS = ("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
+_SOFTMAX = ("aten._softmax.default", "aten._safe_softmax.default", "aten._log_softmax.default")
+REDUCTIONS = frozenset((*_NORMS, *_SOFTMAX, "aten.mean.dim", "aten.sum.dim_IntList", "aten.max.dim"))
 """Reductions over rows."""
 PAD = "pad.rows"
 LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default", PAD))

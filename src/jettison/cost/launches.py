@@ -63,7 +63,7 @@ from jettison.cost.kernel import (
     KernelWork,
     Product,
 )
-from jettison.cost.narrow_kernels import NarrowKernels, narrow_kernels
+from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
@@ -116,41 +116,29 @@ def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = F
     made: list[list[int]] = []
     group_of: dict[int, int] = {}
     maker: dict[int, int] = {}
+
+    def joined(step: TapeOp, leaders: frozenset[str]) -> int | None:
+        """Return the group that a step may join: the last one whose results it reads, if it starts with a leader."""
+        makers = [maker[v.storage] for v in step.inputs if v.storage in maker]
+        if not makers:
+            return None
+        chosen = group_of[max(makers)]
+        first = made[chosen][0]
+        if steps[first].name not in leaders or any(group_of[i] != chosen and i > first for i in makers):
+            return None
+        size, other = _size(step), max(_size(steps[i]) for i in made[chosen])
+        return chosen if size == other or (fusion is Fusion.COMPILED and size < other) else None
+
     for index, step in enumerate(steps):
-        chosen = None
         late = delayed_scaling and step.name == QUANTISE
-        if step.name in fusable or late:
-            leaders = POINTWISE | REDUCTIONS if late else fusable
-            chosen = _joined(step, steps, made, group_of, maker, fusion, leaders)
+        chosen = joined(step, POINTWISE | REDUCTIONS if late else fusable) if late or step.name in fusable else None
         if chosen is None:
             chosen = len(made)
             made.append([])
         made[chosen].append(index)
         group_of[index] = chosen
-        for out in step.outputs:
-            maker[out.storage] = index
+        maker |= {out.storage: index for out in step.outputs}
     return made
-
-
-def _joined(
-    step: TapeOp,
-    steps: Sequence[TapeOp],
-    made: list[list[int]],
-    group_of: dict[int, int],
-    maker: dict[int, int],
-    fusion: Fusion,
-    leaders: frozenset[str],
-) -> int | None:
-    """Return the group that a step may join: the last one whose results it reads, if it starts with a leader."""
-    makers = [maker[v.storage] for v in step.inputs if v.storage in maker]
-    if not makers:
-        return None
-    chosen = group_of[max(makers)]
-    first = made[chosen][0]
-    if steps[first].name not in leaders or any(group_of[i] != chosen and i > first for i in makers):
-        return None
-    size, other = _size(step), max(_size(steps[i]) for i in made[chosen])
-    return chosen if size == other or (fusion is Fusion.COMPILED and size < other) else None
 
 
 def aligned(*rows: int) -> int:
@@ -179,7 +167,8 @@ class _Listing:
     @cached_property
     def narrow(self) -> NarrowKernels:
         """Quantisation of FP8 and FP4 GEMMs."""
-        return narrow_kernels(self.tape, self.how, self.product, self.recipe)
+        recipe = self.recipe or self.how.recipe
+        return NarrowKernels(tape=self.tape, how=self.how, product=self.product, recipe=recipe)
 
     @cached_property
     def experts(self) -> ExpertKernels:
@@ -193,7 +182,8 @@ class _Listing:
 
     def work(self) -> KernelWork:
         steps = self.tape.steps
-        members = [group for group in self._groups(steps) if not self._is_free(steps[group[0]])]
+        found = groups(steps, self.how.fusion, delayed_scaling=self.narrow.joins)
+        members = [group for group in found if not self._is_free(steps[group[0]])]
         readers: defaultdict[int, set[int]] = defaultdict(set)
         narrow_only: defaultdict[int, set[int]] = defaultdict(set)  # readers of the fp8 copy
         narrowed = {step.inputs[0].index for step in steps if step.name == QUANTISE and self.narrow.joins}
@@ -222,9 +212,6 @@ class _Listing:
             backward += self._backward(group, own, leaving)
         backward += self._sums()
         return KernelWork(forward=tuple(forward), backward=tuple(reversed(backward)))
-
-    def _groups(self, steps: Sequence[TapeOp]) -> list[list[int]]:
-        return groups(steps, self.how.fusion, delayed_scaling=self.narrow.joins)
 
     def _is_free(self, step: TapeOp) -> bool:
         free = step.name in (HOLD, NAMES) or step.name.startswith(TRANSFER)
@@ -309,10 +296,7 @@ class _Listing:
             for v in step.inputs:
                 if v.storage not in inside:
                     views[v.storage][v.index] = v.nbytes
-        return sum(min(sum(sizes.values()), self._whole(storage)) for storage, sizes in views.items())
-
-    def _whole(self, storage: int) -> int:
-        return self.tape.sizes[storage]
+        return sum(min(sum(sizes.values()), self.tape.sizes[storage]) for storage, sizes in views.items())
 
     def _product(self, step: TapeOp) -> Product | None:
         """Sizes of a matmul, from its FLOPs and its result; None for other ops."""
@@ -438,24 +422,21 @@ class _Listing:
         for step in own:
             for s in step.saved:
                 storage = s.value.storage
-                views[storage] = min(self._whole(storage), views.get(storage, 0) + s.value.nbytes)
+                views[storage] = min(self.tape.sizes[storage], views.get(storage, 0) + s.value.nbytes)
         return sum(views.values())
 
     def _made(self, own: list[TapeOp]) -> list[int]:
-        """Bytes of each gradient of an outside input, unless it equals the incoming one."""
+        """Bytes of each gradient of an outside input, unless it equals the incoming one, as that of a sum's does if the
+        group's last step is one.
+        """
         inside = {v.storage for step in own for v in step.outputs}
-        passed = self._passed(own)
+        passed = own[-1].passes
         found: dict[int, int] = {}
         for step in own:
             for i, v in enumerate(step.inputs):
                 if v.grad and v.storage not in inside and not (step.passes and passed):
-                    size = v.nbytes if step.gradients is None else step.gradients[i]
-                    found[v.index] = size
+                    found[v.index] = v.nbytes if step.gradients is None else step.gradients[i]
         return list(found.values())
-
-    def _passed(self, own: list[TapeOp]) -> bool:
-        """Are there only sums between a sum's inputs and the group's output? The last step tells."""
-        return own[-1].passes
 
     def _gradients(self, own: list[TapeOp]) -> int:
         return sum(v.nbytes for step in own for v in step.inputs if v.grad)

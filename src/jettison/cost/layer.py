@@ -6,6 +6,29 @@ reduction of a column-parallel layer's input gradient with the weight-gradient G
 with the input-gradient GEMM. An all-gather in backward that mirrors a forward reduce-scatter brings the gradient itself
 and is exposed. If GEMMs are cut into t pieces, all of these overlap with GEMMs except for the first piece. An
 overlapped transfer still takes `Reached.shared` of the device while it lasts.
+
+NOTE [ Launch-bound ]
+The device waits if the host takes longer to launch kernels than they run: `Delays.dispatch` each. A Megatron layer of
+experts takes the host much longer than its launches: modules, quantisers and tensors of each expert are Python
+objects, and the host waits for the device's count of each expert's rows. TransformerEngine's issue 2897 measured
+1.2 ms of host time for a forward and 2.1 ms for a backward of the newest fused experts alone; fp8 costs the host
+twice what bf16 does (issue 761). `Delays.experts` is an entire layer's. CUDA graphs replay kernels without the host.
+
+NOTE [ Expert by expert ]
+TransformerEngine launches a grouped GEMM as a loop of cuBLASLt calls (``common/gemm/cublaslt_gemm.cu``,
+``multi_stream_cublas_gemm``): a descriptor, a heuristic search and a launch for each expert, two in forward and four
+in backward for its two matrices. Rows are quantised expert by expert, too (``csrc/extensions/cast.cpp``,
+``multi_tensor_quantize_impl``), except under NVFP4, which has one kernel for all (``split_quantize_nvfp4_impl``).
+Eight GEMMs of 128 × 2048 × 2048, whose arithmetic takes a few microseconds, took 267 µs on Blackwell
+(TransformerEngine's pull request 3134, "pure"): `Delays.product` is 33 µs there.
+
+NOTE [ Outside CUDA graphs ]
+A graph is captured once, for fixed sizes. With dropless routing the host reads the number of rows of each expert in
+each step and launches GEMMs of that size: recipes capture ``attn``, ``moe_router`` and ``moe_preprocess`` and leave
+experts to the host (NVIDIA-NeMo/Megatron-Bridge v0.2.0 to v0.6.0, ``cuda_graph_scope`` of scripts/performance/configs
+and perf_recipes). Full iterations are captured if every expert has a fixed number of rows
+(``moe_pad_expert_input_to_capacity``: Qwen3 in v0.1.0), or if fused experts read the numbers on the device and
+HybridEP does not wait for them (``_enable_deepseek_full_iteration_mxfp8`` in v0.6.0).
 """
 
 from __future__ import annotations
@@ -14,26 +37,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import Final
+from operator import add
+from typing import Final, NamedTuple
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
 from jettison.cost.kernel import BATCHED, GROUPED, IN_ORDER, PRODUCTS, TRANSFER, Half, Kernel, KernelWork
 from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
-from jettison.cost.narrow_kernels import NarrowKernels, narrow_kernels
+from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.formula.region import Region
-from jettison.formula.tape import Collective, Tape
+from jettison.formula.tape import Collective
 from jettison.spec.fp8 import NARROW_4
-from jettison.spec.hardware import Delays, Hardware
+from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Precision
 
 NO_RECOMPUTATION: frozenset[int] = frozenset()
+FUSED_EXPERTS: Final = 3.3e-3
+"""Host seconds of a layer of fused experts, forward and backward, on a GB200: NOTE [ Launch-bound ]."""
+FORWARD_OF_EXPERTS: Final = 1.2 / 3.3
+"""Forward's share of the host time of a layer of experts: NOTE [ Launch-bound ]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassSeconds:
+class PassSeconds(NamedTuple):
     """Seconds of compute, of exposed transfers, and of waiting for the host to launch kernels."""
 
     compute: float = 0.0
@@ -45,32 +72,25 @@ class PassSeconds:
         """Sum of the three."""
         return self.compute + self.transfers + self.dispatch
 
-    def __add__(self, other: PassSeconds) -> PassSeconds:
+    def __add__(self, other: PassSeconds) -> PassSeconds:  # type: ignore[override]  # not a longer tuple
         """Add two passes that follow each other."""
-        return PassSeconds(
-            compute=self.compute + other.compute,
-            transfers=self.transfers + other.transfers,
-            dispatch=self.dispatch + other.dispatch,
-        )
+        return PassSeconds(*map(add, self, other))
 
-    def __mul__(self, times: float) -> PassSeconds:
+    def __mul__(self, times: float) -> PassSeconds:  # type: ignore[override]
         """Repeat a pass."""
-        return PassSeconds(
-            compute=self.compute * times, transfers=self.transfers * times, dispatch=self.dispatch * times
-        )
+        return PassSeconds(*(each * times for each in self))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionSeconds:
+class RegionSeconds(NamedTuple):
     """Seconds of one micro-batch through one region on one rank.
 
     ``again`` is recomputation; ``inputs`` and ``weights`` are the gradients of inputs and of weights.
     """
 
-    forward: PassSeconds
-    again: PassSeconds
-    inputs: PassSeconds
-    weights: PassSeconds
+    forward: PassSeconds = PassSeconds()
+    again: PassSeconds = PassSeconds()
+    inputs: PassSeconds = PassSeconds()
+    weights: PassSeconds = PassSeconds()
 
     @property
     def backward(self) -> PassSeconds:
@@ -87,31 +107,16 @@ class RegionSeconds:
             + (again.dispatch + inputs.dispatch + weights.dispatch)
         )
 
-    def __add__(self, other: RegionSeconds) -> RegionSeconds:
+    def __add__(self, other: RegionSeconds) -> RegionSeconds:  # type: ignore[override]
         """Add two regions."""
-        return RegionSeconds(
-            forward=self.forward + other.forward,
-            again=self.again + other.again,
-            inputs=self.inputs + other.inputs,
-            weights=self.weights + other.weights,
-        )
+        return RegionSeconds(*map(add, self, other))
 
-    def __mul__(self, times: float) -> RegionSeconds:
+    def __mul__(self, times: float) -> RegionSeconds:  # type: ignore[override]
         """Repeat a region."""
-        return RegionSeconds(
-            forward=self.forward * times,
-            again=self.again * times,
-            inputs=self.inputs * times,
-            weights=self.weights * times,
-        )
+        return RegionSeconds(*(each * times for each in self))
 
 
-NOTHING = RegionSeconds(forward=PassSeconds(), again=PassSeconds(), inputs=PassSeconds(), weights=PassSeconds())
-
-
-def kernels_of(region: Region, execution: Execution, precision: Precision) -> KernelWork:
-    """Kernels of a region's forward and backward under an execution."""
-    return work(region, execution, precision.gradient, precision.product, recipe=precision.recipe or execution.recipe)
+NOTHING = RegionSeconds()
 
 
 class Class(StrEnum):
@@ -148,82 +153,72 @@ class PriceModel:
             again: steps of its tape that backward recomputes.
             planned: its saved tensors go through hooks, if the execution has them; hooks take host time.
         """
-        return _seconds(self, region, again, planned and self.execution.hooks)
+        return _timer(self, region).seconds(again, hooked=planned and self.execution.hooks)
 
     def by_class(self, region: Region) -> dict[Class, float]:
         """Seconds of a forward and a backward by kind of kernel."""
-        return _by_class(self, region)
+        timer, found = _timer(self, region), dict.fromkeys(Class, 0.0)
+        for kernel in (*timer.listed.forward, *timer.listed.backward):
+            found[timer.kind(kernel)] += timer.kernel(kernel)
+        return found
 
     def op_seconds(self, region: Region) -> tuple[float, ...]:
         """Least seconds that each op adds to recomputation, whatever else is recomputed."""
-        return _op_seconds(self, region)
-
-
-@lru_cache(maxsize=16384)
-def _seconds(prices: PriceModel, region: Region, again: frozenset[int], hooked: bool) -> RegionSeconds:
-    return _timer(prices, region).seconds(again, hooked=hooked)
-
-
-@lru_cache(maxsize=4096)
-def _by_class(prices: PriceModel, region: Region) -> dict[Class, float]:
-    timer = _timer(prices, region)
-    found = dict.fromkeys(Class, 0.0)
-    for kernel in (*timer.listed.forward, *timer.listed.backward):
-        found[timer.kind(kernel)] += timer.kernel(kernel)
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _op_seconds(prices: PriceModel, region: Region) -> tuple[float, ...]:
-    """Each op of a fused kernel takes an equal part of it: recomputing one recomputes the entire kernel."""
-    timer, steps = _timer(prices, region), range(len(region.tape.steps))
-    # a transfer that overlaps with recomputation costs less than alone
-    exposed, shared = prices.execution.exposed(prices.layout.tp), prices.hardware.reached.shared
-    least = exposed + (1 - exposed) * shared
-    overlapped = {c.step for c in region.collectives if c.axis == "ep" and prices.execution.hides_experts}
-    found = [
-        prices.seconds(region, frozenset((i,))).again.transfers * (min(least, shared) if i in overlapped else least)
-        for i in steps
-    ]
-    for kernel in timer.listed.forward:
-        for i in kernel.steps:
-            found[i] += timer.kernel(kernel) / len(kernel.steps)
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def _timer(prices: PriceModel, region: Region) -> _Timer:
-    return _Timer(prices, region)
+        return _timer(self, region).op_seconds
 
 
 class _Timer:
     """Times of one region under one price model."""
 
     def __init__(self, prices: PriceModel, region: Region) -> None:
-        self.region = region
+        self.region, self.tape = region, region.tape
         self.hardware, self.execution = prices.hardware, prices.execution
         self.precision, self.layout, self.visible = prices.precision, prices.layout, prices.visible
+        self._recipe = prices.precision.recipe or prices.execution.recipe
+        self._known: dict[tuple[frozenset[int], bool], RegionSeconds] = {}
 
     @cached_property
     def listed(self) -> KernelWork:
-        """The kernels of both passes."""
-        return kernels_of(self.region, self.execution, self.precision)
+        """Kernels of the region's forward and backward."""
+        precision = self.precision
+        return work(self.region, self.execution, precision.gradient, precision.product, recipe=self._recipe)
+
+    @cached_property
+    def op_seconds(self) -> tuple[float, ...]:
+        """Each op of a fused kernel takes an equal part of it: recomputing one recomputes the entire kernel."""
+        # a transfer that overlaps with recomputation costs less than alone
+        exposed, shared = self.execution.exposed(self.layout.tp), self.hardware.reached.shared
+        least = exposed + (1 - exposed) * shared
+        overlapped = {c.step for c in self.region.collectives if c.axis == "ep" and self.execution.hides_experts}
+        found = [
+            self._again(frozenset((i,))).transfers * (min(least, shared) if i in overlapped else least)
+            for i in range(len(self.tape.steps))
+        ]
+        for kernel in self.listed.forward:
+            for i in kernel.steps:
+                found[i] += self.kernel(kernel) / len(kernel.steps)
+        return tuple(found)
 
     def seconds(self, again: frozenset[int], *, hooked: bool = False) -> RegionSeconds:
+        """Seconds of both passes; see `PriceModel.seconds`."""
+        if (again, hooked) not in self._known:
+            self._known[again, hooked] = self._seconds(again, hooked)
+        return self._known[again, hooked]
+
+    def _seconds(self, again: frozenset[int], hooked: bool) -> RegionSeconds:
         listed = self.listed
-        repeated = [k for k in listed.forward if not again.isdisjoint(k.steps)]
         halves = {half: [k for k in listed.backward if k.half is half] for half in Half}
         hooks = (
             len(self.region.program.slots) * self.hardware.delays.hook if hooked and not self.execution.graphed else 0.0
         )
-        experts = self._host.experts
+        experts = self._expert_host_seconds
         return RegionSeconds(
             forward=self._pass(
                 listed.forward,
                 self._forward_transfers(None, listed.forward) + self._ring(listed.forward),
                 host=hooks + experts * FORWARD_OF_EXPERTS,
             ),
-            again=self._pass(repeated, self._forward_transfers(again, repeated) + self._ring(tuple(repeated))),
+            again=self._again(again),
             inputs=self._pass(
                 halves[Half.INPUTS],
                 self._backward_transfers(listed.backward) + self._ring(listed.backward),
@@ -232,24 +227,19 @@ class _Timer:
             weights=self._pass(halves[Half.WEIGHTS], 0.0, host=experts * (1 - FORWARD_OF_EXPERTS) / 2),
         )
 
-    def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> PassSeconds:
+    def _again(self, again: frozenset[int]) -> PassSeconds:
+        """Seconds of recomputing these steps."""
+        repeated = [k for k in self.listed.forward if not again.isdisjoint(k.steps)]
+        return self._pass(repeated, self._forward_transfers(again, repeated) + self._ring(repeated))
+
+    def _pass(self, kernels: Sequence[Kernel], transfers: float, host: float = 0.0) -> PassSeconds:
         """Args: host: seconds of host work in addition to launches."""
         compute = sum(self.kernel(k) for k in kernels)
-        handed = self._host.launching(kernels)
+        launches = 0 if self.execution.graphed else sum(k.launches for k in kernels)
+        handed = launches * self.hardware.delays.dispatch + self._expert_launches(kernels)
         if self.hardware.synchronous:
             return PassSeconds(compute=compute, transfers=transfers, dispatch=handed + host)
         return PassSeconds(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
-
-    @cached_property
-    def _host(self) -> HostWork:
-        return HostWork(
-            tape=self.region.tape,
-            execution=self.execution,
-            delays=self.hardware.delays,
-            ep=self.layout.ep,
-            narrow=self.precision.product is not None,
-            per_expert=self._narrow.dtype != NARROW_4,
-        )
 
     def kernel(self, kernel: Kernel) -> float:
         """Seconds of one kernel."""
@@ -263,7 +253,7 @@ class _Timer:
 
     def kind(self, kernel: Kernel) -> Class:
         """Kind of a kernel. Matmuls of eager attention count as attention."""
-        name = self.region.tape.steps[kernel.steps[0]].name
+        name = self.tape.steps[kernel.steps[0]].name
         if kernel.attention_flops or name == BATCHED:
             return Class.ATTENTION
         if "softmax" in name and name != "aten._log_softmax.default":
@@ -280,7 +270,7 @@ class _Timer:
 
     @cached_property
     def _narrow(self) -> NarrowKernels:
-        return narrow_kernels(self.region.tape, self.execution, self.precision.product, self.precision.recipe)
+        return NarrowKernels(tape=self.tape, how=self.execution, product=self.precision.product, recipe=self._recipe)
 
     def _exposed(self, axis: str) -> float:
         """Exposed share of a transfer: NOTE [ Overlap of transfers ]."""
@@ -293,7 +283,7 @@ class _Timer:
     def _overlapped_gemms(self, c: Collective, kernels: Sequence[Kernel], half: Half | None) -> float:
         """Seconds of the GEMMs that a transfer overlaps with: NOTE [ Overlap of transfers ]."""
         own = self._gemms_of_transfer[c.step]
-        steps = self.region.tape.steps
+        steps = self.tape.steps
         return sum(
             self.kernel(k)
             for k in kernels
@@ -303,7 +293,7 @@ class _Timer:
     @cached_property
     def _gemms_of_transfer(self) -> dict[int, frozenset[int]]:
         """GEMMs that read what a transfer gathers or write what it reduces, by the transfer's step."""
-        steps = self.region.tape.steps
+        steps = self.tape.steps
         found = {}
         for at in {c.step for c in self.region.collectives}:
             given, made = {v.storage for v in steps[at].inputs}, {v.storage for v in steps[at].outputs}
@@ -334,7 +324,7 @@ class _Timer:
     def _forward_transfers(self, steps: frozenset[int] | None, kernels: Sequence[Kernel]) -> float:
         """Cost of a forward's transfers, or of those of recomputed steps, which launch ``kernels``."""
         forward = [c for c in self.region.collectives if not c.backward]
-        at = [i for i, step in enumerate(self.region.tape.steps) if step.name.startswith(TRANSFER)]
+        at = [i for i, step in enumerate(self.tape.steps) if step.name.startswith(TRANSFER)]
         waited, hidden = 0.0, []
         for i, c in zip(at, forward, strict=True):
             if (steps is None or i in steps) and not self._overlaps_batches(c):
@@ -365,7 +355,7 @@ class _Timer:
                 hidden.append((seconds * (1 - exposed), self._overlapped_gemms(c, kernels, half)))
         return self._transfer_cost(waited, hidden) + self._experts(kernels, backward=True)
 
-    def _ring(self, kernels: tuple[Kernel, ...]) -> float:
+    def _ring(self, kernels: Sequence[Kernel]) -> float:
         """Exposed seconds of the ring of keys and values under context parallelism."""
         if self.layout.cp == 1:
             return 0.0
@@ -375,70 +365,24 @@ class _Timer:
         step = delays.start + (delays.link if ranks.nodes == 1 else delays.network)
         for kernel in kernels:
             if kernel.attention_flops:
-                inputs = self.region.tape.steps[kernel.steps[0]].inputs
+                inputs = self.tape.steps[kernel.steps[0]].inputs
                 moved = sum(v.nbytes for v in inputs[1:3]) * (ranks.size - 1) * (1 if kernel.half is None else 2)
                 around = moved / bandwidth(ranks, self.hardware) + (ranks.size - 1) * step
                 over = max(0.0, around - self.kernel(kernel)) if self.execution.hides_data else around
                 total += over + (around - over) * self.hardware.reached.shared
         return total
 
+    # host time: NOTE [ Launch-bound ] ---------------------------------------------------------------------------------
 
-# host time ------------------------------------------------------------------------------------------------------------
-#
-# NOTE [ Launch-bound ]
-# The device waits if the host takes longer to launch kernels than they run: `Delays.dispatch` each. A Megatron layer of
-# experts takes the host much longer than its launches: modules, quantisers and tensors of each expert are Python
-# objects, and the host waits for the device's count of each expert's rows. TransformerEngine's issue 2897 measured
-# 1.2 ms of host time for a forward and 2.1 ms for a backward of the newest fused experts alone; fp8 costs the host
-# twice what bf16 does (issue 761). `Delays.experts` is an entire layer's. CUDA graphs replay kernels without the host.
-#
-# NOTE [ Expert by expert ]
-# TransformerEngine launches a grouped GEMM as a loop of cuBLASLt calls (``common/gemm/cublaslt_gemm.cu``,
-# ``multi_stream_cublas_gemm``): a descriptor, a heuristic search and a launch for each expert, two in forward and four
-# in backward for its two matrices. Rows are quantised expert by expert, too (``csrc/extensions/cast.cpp``,
-# ``multi_tensor_quantize_impl``), except under NVFP4, which has one kernel for all (``split_quantize_nvfp4_impl``).
-# Eight GEMMs of 128 × 2048 × 2048, whose arithmetic takes a few microseconds, took 267 µs on Blackwell
-# (TransformerEngine's pull request 3134, "pure"): `Delays.product` is 33 µs there.
-#
-# NOTE [ Outside CUDA graphs ]
-# A graph is captured once, for fixed sizes. With dropless routing the host reads the number of rows of each expert in
-# each step and launches GEMMs of that size: recipes capture ``attn``, ``moe_router`` and ``moe_preprocess`` and leave
-# experts to the host (NVIDIA-NeMo/Megatron-Bridge v0.2.0 to v0.6.0, ``cuda_graph_scope`` of scripts/performance/configs
-# and perf_recipes). Full iterations are captured if every expert has a fixed number of rows
-# (``moe_pad_expert_input_to_capacity``: Qwen3 in v0.1.0), or if fused experts read the numbers on the device and
-# HybridEP does not wait for them (``_enable_deepseek_full_iteration_mxfp8`` in v0.6.0).
-
-
-FUSED_EXPERTS: Final = 3.3e-3
-"""Host seconds of a layer of fused experts, forward and backward, on a GB200: NOTE [ Launch-bound ]."""
-FORWARD_OF_EXPERTS: Final = 1.2 / 3.3
-"""Forward's share of the host time of a layer of experts: NOTE [ Launch-bound ]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostWork:
-    """Host seconds of one region."""
-
-    tape: Tape
-    execution: Execution
-    delays: Delays
-    ep: int  # ranks that share its experts
-    narrow: bool  # its GEMMs are FP8 or FP4
-    per_expert: bool  # rows are quantised expert by expert
-
-    @property
-    def experts(self) -> float:
-        """Seconds of experts' forward and backward in addition to `handing`."""
+    @cached_property
+    def _expert_host_seconds(self) -> float:
+        """Host seconds of experts' forward and backward in addition to launches."""
         if self._replayed or not self._grouped:
             return 0.0
         if self.execution.fuses_experts:
             return FUSED_EXPERTS
-        return self.delays.experts * (1.0 if self.narrow else 0.5) if self.execution.loops_experts else 0.0
-
-    def launching(self, kernels: Sequence[Kernel]) -> float:
-        """Seconds of launches, those of experts one by one."""
-        launches = 0 if self.execution.graphed else sum(k.launches for k in kernels)
-        return launches * self.delays.dispatch + self._expert_launches(kernels)
+        narrow = self.precision.product is not None
+        return self.hardware.delays.experts * (1.0 if narrow else 0.5) if self.execution.loops_experts else 0.0
 
     @cached_property
     def _grouped(self) -> bool:
@@ -452,13 +396,17 @@ class HostWork:
 
     def _expert_launches(self, kernels: Sequence[Kernel]) -> float:
         """Seconds of NOTE [ Expert by expert ], without the first quantisation, which is counted as a launch."""
-        if not self.delays.product or self._replayed or not (self._grouped and self.execution.loops_experts):
+        delays = self.hardware.delays
+        if not delays.product or self._replayed or not (self._grouped and self.execution.loops_experts):
             return 0.0
         total = 0.0
         for kernel in kernels:
             step = self.tape.steps[kernel.steps[-1]]
             if kernel.product is not None and kernel.product.grouped:
-                total += kernel.product.batch * self.delays.product
-            elif step.name == GROUPED and kernel.product is None and self.per_expert:
-                total += (step.weights[0].shape[0] // self.ep - 1) * kernel.launches * self.delays.dispatch
+                total += kernel.product.batch * delays.product
+            elif step.name == GROUPED and kernel.product is None and self._narrow.dtype != NARROW_4:
+                total += (step.weights[0].shape[0] // self.layout.ep - 1) * kernel.launches * delays.dispatch
         return total
+
+
+_timer = lru_cache(maxsize=4096)(_Timer)

@@ -57,17 +57,14 @@ class NarrowKernels:
     """Quantisation kernels of one tape."""
 
     tape: Tape
+    how: Execution
     product: str | None  # dtype of GEMMs' inputs; None: not quantised
     recipe: Fp8Recipe | None  # if known
-    delayed: bool  # scales come from earlier steps
-    loops: bool  # experts are launched one by one
-    compiled: bool  # a kernel that casts may compute the amax, too
-    head: bool = False  # is the head's GEMM quantised?
 
     @property
     def joins(self) -> bool:
         """Does the kernel that computes an input write its copies?"""
-        return self.delayed if self.recipe is None else self.recipe.history > 0
+        return self.how.delayed_scaling if self.recipe is None else self.recipe.history > 0
 
     @property
     def dtype(self) -> str | None:
@@ -86,7 +83,12 @@ class NarrowKernels:
         """Is a step an FP8 or FP4 GEMM? Under a recipe routers and gates are not, the head only by option."""
         if self.product is None or step.name not in PRODUCTS or self._stays_wide(step):
             return False
-        return self.recipe is None or (bool(step.weights) and self._narrowed(step.weights[0]))
+        if self.recipe is None or not step.weights:
+            return self.recipe is None
+        weight = step.weights[0]
+        return weight.product and not (
+            (weight.head and not self.how.narrow_head) or weight.shape[0] == 1 or weight.adapter
+        )
 
     def dtype_of(self, step: TapeOp) -> str | None:
         """Dtype of a quantised GEMM, by its name in `cost.matmul`; None if it is not quantised."""
@@ -110,9 +112,6 @@ class NarrowKernels:
     def _others(self) -> dict[Fp8Recipe, NarrowKernels]:
         return {}
 
-    def _narrowed(self, weight: Weight) -> bool:
-        return weight.product and (self.head or not weight.head) and weight.shape[0] > 1 and not weight.adapter
-
     def _experts(self, step: TapeOp) -> bool:
         narrow = self.product is not None and step.name == GROUPED and bool(step.weights)
         return narrow and not self._stays_wide(step)
@@ -123,7 +122,7 @@ class NarrowKernels:
             yield from other.forward(step, index)
             return
         if self.recipe is None:
-            if self.takes(step) and not self.delayed:
+            if self.takes(step) and not self.how.delayed_scaling:
                 weight, x = step.weights[0], step.inputs[0]
                 yield Kernel(steps=(index,), nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
             return
@@ -131,7 +130,7 @@ class NarrowKernels:
             return
         if self.recipe.library is Library.TORCHAO:
             yield Kernel(steps=(index,), nbytes=self._weights(step, self._looks), launches=1 + self._looks)
-        if self.joins or (self._experts(step) and not self.loops and step.path.endswith(LAST)):
+        if self.joins or (self._experts(step) and not self.how.loops_experts and step.path.endswith(LAST)):
             return
         x = self._source(step)
         if self._first[x.index] == index:
@@ -149,9 +148,9 @@ class NarrowKernels:
             return
         x, y = self._source(step), step.outputs[0]
         if self.recipe is None:
-            if step.name == GROUPED and not self.loops:
+            if step.name == GROUPED and not self.how.loops_experts:
                 return
-            reads = 1 if self.delayed else 2
+            reads = 1 if self.how.delayed_scaling else 2
             nbytes = reads * incoming + prod(y.local_shape)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=reads)
             return
@@ -160,7 +159,7 @@ class NarrowKernels:
             return
         trained, given = not step.weights[0].frozen, self._reduced.get(y.storage, y)
         turned = trained and self._turns(step, given, y)
-        if self.loops or not self._experts(step) or step.path.endswith(LAST):
+        if self.how.loops_experts or not self._experts(step) or step.path.endswith(LAST):
             nbytes = self._copies(given, both=trained and not turned)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=1 + self._looks)
         for value in (*((y,) if turned else ()), *((step.inputs[0],) if trained and self._turns(step, x) else ())):
@@ -173,7 +172,7 @@ class NarrowKernels:
         """See NOTE [ Passes in torchao ]."""
         assert self.recipe is not None
         rows = self.recipe.inputs is Scales.ROW
-        again = int(rows) if rows or self.compiled else self._looks
+        again = int(rows) if rows or self._compiled else self._looks
         x, y = step.inputs[0], step.outputs[0]
         copied = not (step.weights[0].frozen or self.recipe.wide_weight_gradient)
         nbytes = self._copies(y, both=copied and not rows)
@@ -277,9 +276,14 @@ class NarrowKernels:
         return recipe.rows_are_gathered and not recipe.either_way and _sizes(shard) != _sizes(whole)
 
     @property
+    def _compiled(self) -> bool:
+        """May a kernel that casts compute the amax, too?"""
+        return self.how.fusion is Fusion.COMPILED
+
+    @property
     def _looks(self) -> int:
         assert self.recipe is not None
-        return 0 if self.compiled and self.recipe.inputs is Scales.ROW else self.recipe.looks
+        return 0 if self._compiled and self.recipe.inputs is Scales.ROW else self.recipe.looks
 
     def _narrow(self, value: Value) -> int:
         """Bytes of a rowwise copy."""
@@ -315,16 +319,3 @@ def copying_bytes(recipe: Fp8Recipe, rows: int, columns: int, *, both: bool, loo
 def _sizes(value: Value) -> tuple[int, int]:
     """Return the rows and columns on one rank."""
     return prod(value.local_shape[:-1]), value.local_shape[-1]
-
-
-def narrow_kernels(tape: Tape, how: Execution, product: str | None, recipe: Fp8Recipe | None) -> NarrowKernels:
-    """Kernels of a tape under an execution, whose recipe is the default."""
-    return NarrowKernels(
-        tape=tape,
-        product=product,
-        recipe=recipe or how.recipe,
-        delayed=how.delayed_scaling,
-        loops=how.loops_experts,
-        compiled=how.fusion is Fusion.COMPILED,
-        head=how.narrow_head,
-    )

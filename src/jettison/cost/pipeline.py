@@ -6,7 +6,7 @@ the previous place, a backward the backward of the next place, each sent a trans
 needs its own forward. A weight pass needs its device only. A pass starts when its device is free and its input has
 arrived.
 
-Once the pipeline is full, every p micro-batches take as long as the p before them: `memory.schedule.order` has that
+Once the pipeline is full, every p micro-batches take as long as the p before them: `PipelineShape.order` has that
 period. How soon that is depends on the differences between stages. So every micro-batch is simulated up to
 `MOST_EVENTS` events; beyond, the last period is repeated.
 """
@@ -14,15 +14,16 @@ period. How soon that is depends on the differences between stages. So every mic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from operator import add
 
-from jettison.memory.schedule import ScheduledPass, Work, orders
-from jettison.spec.layout import Schedule
+from jettison.memory.schedule import PipelineShape, ScheduledPass, Work
 
 MOST_EVENTS = 100_000
 """Events simulated at most: 10 ms."""
+Seconds = Sequence[Sequence[float]]
+"""By device and chunk, of one micro-batch."""
 _Linked = tuple[int, int, bool, int]
 """Previous event on the same device, event needed, whether that is another device's, and index of the duration: 3 x
 place + kind. Events count from 1; 0 is the start."""
@@ -56,33 +57,6 @@ class Replay:
         """Idle seconds of each device."""
         return tuple(self.makespan - seconds for seconds in self.busy)
 
-    @property
-    def efficiency(self) -> float:
-        """Busy share of all devices' time."""
-        return sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 1.0
-
-
-def replay(
-    orders: Sequence[Sequence[ScheduledPass]],
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    weight: Sequence[Sequence[float]] | None = None,
-    *,
-    transfer: float = 0.0,
-    schedule: Schedule = Schedule.ONE_F_ONE_B,
-) -> Replay:
-    """Simulate the orders of all devices.
-
-    Args:
-        orders: passes of each device, from `memory.schedule.orders`.
-        forward, backward, weight: seconds of each device's chunks for one micro-batch; with ``weight``, ``backward``
-            is the gradients of inputs alone.
-        transfer: seconds between the end of a pass on one device and its arrival on another.
-        schedule: of the orders; it assigns places to devices.
-    """
-    events = _linked(tuple(tuple(steps) for steps in orders), schedule)
-    return _play(events, forward, backward, weight, transfer)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPass:
@@ -94,22 +68,14 @@ class TimedPass:
 
 
 def timed_passes(
-    schedule: Schedule,
-    micro_batches: int,
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    weight: Sequence[Sequence[float]] | None = None,
-    *,
-    group: int = 0,
-    transfer: float = 0.0,
+    shape: PipelineShape, forward: Seconds, backward: Seconds, weight: Seconds | None = None, *, transfer: float = 0.0
 ) -> tuple[tuple[TimedPass, ...], ...]:
-    """Return each device's passes under a named schedule, with their times: those that `schedule_seconds` sums up."""
-    stages, chunks = len(forward), len(forward[0])
-    events = _events(schedule, stages, micro_batches, chunks, group)
+    """Return each device's passes with their times: those that `schedule_seconds` sums up."""
+    events = _events(shape)
     durations = _durations(events, forward, backward, weight)
-    ends = _far_ends(events, durations, transfer)
-    steps = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group)
-    found: tuple[list[TimedPass], ...] = tuple([] for _ in range(stages))
+    ends = _ends(events, durations, transfer)
+    found: tuple[list[TimedPass], ...] = tuple([] for _ in range(shape.stages))
+    steps = shape.orders
     for event, (before, needed, far, duration) in enumerate(events.linked, start=1):
         device = events.devices[duration // 3]
         start = max(ends[before], ends[needed] + (transfer if far else 0.0))
@@ -119,28 +85,26 @@ def timed_passes(
 
 
 def schedule_seconds(
-    schedule: Schedule,
-    micro_batches: int,
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    weight: Sequence[Sequence[float]] | None = None,
-    *,
-    group: int = 0,
-    transfer: float = 0.0,
+    shape: PipelineShape, forward: Seconds, backward: Seconds, weight: Seconds | None = None, *, transfer: float = 0.0
 ) -> Replay:
-    """Simulate a named schedule of any number of micro-batches."""
-    stages, chunks = len(forward), len(forward[0])
-    affordable = MOST_EVENTS // (stages * chunks * (2 if weight is None else 3))
+    """Simulate a schedule of any number of micro-batches.
 
-    def play(count: int) -> Replay:
-        return _play(_events(schedule, stages, count, chunks, group), forward, backward, weight, transfer)
+    Args:
+        forward, backward, weight: seconds of each device's chunks for one micro-batch; with ``weight``, ``backward``
+            is the gradients of inputs alone.
+        transfer: seconds between the end of a pass on one device and its arrival on another.
+    """
+    affordable = MOST_EVENTS // (shape.stages * shape.virtual_stages * (2 if weight is None else 3))
 
-    turn = group or stages
-    if micro_batches <= max(affordable, 4 * turn):
-        return play(micro_batches)
-    periods = -(-(micro_batches - max(affordable, 4 * turn)) // turn)
-    longer = play(micro_batches - periods * turn)
-    short = play(micro_batches - (periods + 1) * turn)
+    def play(fewer: int) -> Replay:
+        events = _events(replace(shape, micro_batches=shape.micro_batches - fewer * shape.turn))
+        return _play(events, forward, backward, weight, transfer)
+
+    more = shape.micro_batches - max(affordable, 4 * shape.turn)
+    if more <= 0:
+        return play(0)
+    periods = -(-more // shape.turn)
+    longer, short = play(periods), play(periods + 1)
     return Replay(
         busy=tuple(b + periods * (b - a) for a, b in zip(short.busy, longer.busy, strict=True)),
         ends=tuple(b + periods * (b - a) for a, b in zip(short.ends, longer.ends, strict=True)),
@@ -148,26 +112,19 @@ def schedule_seconds(
 
 
 @lru_cache(maxsize=256)
-def _events(schedule: Schedule, stages: int, micro_batches: int, chunks: int, group: int) -> _Events:
-    found = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks, group=group)
-    return _linked(found, schedule)
-
-
-def _linked(orders: tuple[tuple[ScheduledPass, ...], ...], schedule: Schedule) -> _Events:
+def _events(shape: PipelineShape) -> _Events:
     """Sort events topologically. An event's code is (kind x places + place) x micro-batches + micro-batch."""
-    stages = len(orders)
-    chunks = 1 + max(step.chunk for steps in orders for step in steps)
+    stages, chunks, count = shape.stages, shape.virtual_stages, shape.micro_batches
     places = stages * chunks
-    of_device = [[schedule.place(device, chunk, stages) for chunk in range(chunks)] for device in range(stages)]
+    of_device = [[shape.schedule.place(device, chunk, stages) for chunk in range(chunks)] for device in range(stages)]
     devices = [0] * places
     for device, own in enumerate(of_device):
         for place in own:
             devices[place] = device
-    count = 1 + max(step.micro_batch for steps in orders for step in steps)
     kinds = places * count
     codes = [
         [(_KINDS[s.work] * places + of_device[device][s.chunk]) * count + s.micro_batch for s in steps]
-        for device, steps in enumerate(orders)
+        for device, steps in enumerate(shape.orders)
     ]
     numbers = [0] * (3 * kinds)  # of events that have been linked, by code
     of_event = [-1]  # devices
@@ -193,8 +150,7 @@ def _linked(orders: tuple[tuple[ScheduledPass, ...], ...], schedule: Schedule) -
         if positions[device] > begun:
             others = ((device + 1) % stages, (device - 1) % stages)
             waiting += [n for n in others if n != device and n not in waiting and positions[n] < len(codes[n])]
-    if any(position < len(own) for position, own in zip(positions, codes, strict=True)):
-        raise ValueError("deadlock: the orders of devices wait for each other")
+    assert all(position == len(own) for position, own in zip(positions, codes, strict=True)), "no order deadlocks"
     return _Events(
         linked=tuple(events), last=tuple(latest), durations=tuple(map(tuple, durations)), devices=tuple(devices)
     )
@@ -209,15 +165,9 @@ def _needed(code: int, kinds: int, count: int) -> int | None:
     return code - kinds  # its own forward, or its own backward
 
 
-def _play(
-    events: _Events,
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    weight: Sequence[Sequence[float]] | None,
-    transfer: float,
-) -> Replay:
+def _play(events: _Events, forward: Seconds, backward: Seconds, weight: Seconds | None, transfer: float) -> Replay:
     durations = _durations(events, forward, backward, weight)
-    ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
+    ends = _ends(events, durations, transfer)
     of_duration = durations.__getitem__
     return Replay(  # added one by one: from Python 3.12 on `sum` compensates for rounding
         busy=tuple(reduce(add, map(of_duration, own), 0.0) for own in events.durations),
@@ -225,12 +175,7 @@ def _play(
     )
 
 
-def _durations(
-    events: _Events,
-    forward: Sequence[Sequence[float]],
-    backward: Sequence[Sequence[float]],
-    weight: Sequence[Sequence[float]] | None,
-) -> list[float]:
+def _durations(events: _Events, forward: Seconds, backward: Seconds, weight: Seconds | None) -> list[float]:
     """Seconds of each place's three kinds of work, by the index in `_Linked`."""
     stages, chunks = len(forward), len(forward[0])
     durations = [0.0] * (3 * stages * chunks)
@@ -241,18 +186,8 @@ def _durations(
     return durations
 
 
-def _ends(events: _Events, durations: Sequence[float]) -> list[float]:
+def _ends(events: _Events, durations: Sequence[float], transfer: float) -> list[float]:
     """End of each event, after the start's 0."""
-    ends = [0.0]
-    end_at = ends.append
-    for before, needed, _, duration in events.linked:
-        free, ready = ends[before], ends[needed]
-        end_at((ready if ready > free else free) + durations[duration])
-    return ends
-
-
-def _far_ends(events: _Events, durations: Sequence[float], transfer: float) -> list[float]:
-    """`_ends` with transfers between devices."""
     ends = [0.0]
     end_at = ends.append
     for before, needed, far, duration in events.linked:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
@@ -134,68 +135,52 @@ class Program:
         Raises:
             ValueError: a needed buffer is neither kept nor can be recomputed.
         """
-        again: set[int] = set()
-        stack = [b for b in self.needed_buffers() | also if b not in kept]
-        seen: set[int] = set()
-        while stack:
-            b = stack.pop()
-            buffer = self.buffers[b]
-            if b in kept or buffer.free or b in seen:
-                continue
-            seen.add(b)
-            if buffer.producer is None:
+        wanted = [b for b in self.needed_buffers() | also if b not in kept]
+        again, stops = self._traced(wanted, kept)
+        for b in stops:
+            if b not in kept and not self.buffers[b].free:
+                buffer = self.buffers[b]
                 raise ValueError(
                     f"buffer {b} ({buffer.source}, {buffer.name or 'unnamed'}) is not kept and has no producer"
                 )
-            op = self.ops[buffer.producer]
-            if op.anchor is not None:
+        for o, b in again.items():
+            if (op := self.ops[o]).anchor is not None:
                 raise ValueError(
                     f"buffer {b} comes from {op.name}, which may not be recomputed ({op.anchor}), and is not kept"
                 )
-            if op.index not in again:
-                again.add(op.index)
-                stack.extend(op.inputs)
         return tuple(sorted(again))
 
     def can_compute(self, wanted: int, kept: frozenset[int]) -> bool:
         """Whether ops that may be recomputed lead from ``kept`` and free buffers to this one."""
-        stack, seen = [wanted], {wanted}
-        while stack:
-            buffer = self.buffers[stack.pop()]
-            if buffer.index in kept or buffer.free:
-                continue
-            if buffer.producer is None or self.ops[buffer.producer].anchor is not None:
-                return False
-            fresh = [b for b in self.ops[buffer.producer].inputs if b not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-        return True
+        ops, stops = self._traced([wanted], kept)
+        there = all(b in kept or self.buffers[b].free for b in stops)
+        return there and all(self.ops[o].anchor is None for o in ops)
 
     def closure(self, wanted: int) -> Closure:
         """Ops that recompute buffer ``wanted``; none for an argument, which no op computes."""
-        saved = self.saved_buffers() - {wanted}
-        ops: set[int] = set()
-        stops: list[int] = []
-        anchor: str | None = None
-        stack, seen = [wanted], {wanted}
-        while stack:
-            buffer = self.buffers[stack.pop()]
-            if buffer.index in saved or buffer.free or buffer.producer is None:
-                stops.append(buffer.index)
-                continue
-            op = self.ops[buffer.producer]
-            if op.anchor is not None:
-                anchor = anchor or str(op.anchor)
-            if op.index not in ops:
-                ops.add(op.index)
-                fresh = [b for b in op.inputs if b not in seen]
-                seen.update(fresh)
-                stack.extend(fresh)
+        ops, stops = self._traced([wanted], self.saved_buffers() - {wanted})
         if stops == [wanted]:
             return Closure(ops=(), stops=(), anchor=None)
-        if anchor is not None:
-            return Closure(ops=(), stops=(), anchor=anchor)
+        if anchors := [self.ops[o].anchor for o in ops if self.ops[o].anchor is not None]:
+            return Closure(ops=(), stops=(), anchor=str(anchors[0]))
         return Closure(ops=tuple(sorted(ops)), stops=tuple(sorted(stops)), anchor=None)
+
+    def _traced(self, wanted: Sequence[int], kept: frozenset[int]) -> tuple[dict[int, int], list[int]]:
+        """Ops that compute buffers, each with the first buffer that asked for it, and buffers that no op has to."""
+        ops: dict[int, int] = {}
+        stops: list[int] = []
+        stack, seen = list(wanted), set(wanted)
+        while stack:
+            b = stack.pop()
+            buffer = self.buffers[b]
+            if b in kept or buffer.free or buffer.producer is None:
+                stops.append(b)
+            elif buffer.producer not in ops:
+                ops[buffer.producer] = b
+                fresh = [each for each in self.ops[buffer.producer].inputs if each not in seen]
+                seen.update(fresh)
+                stack += fresh
+        return ops, stops
 
     def kept_bytes(self, kept: frozenset[int]) -> int:
         """Bytes that stay allocated between forward and backward because of this region."""

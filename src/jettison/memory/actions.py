@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from math import lcm
 from operator import add, ge
 from typing import Final, NamedTuple
 
-from jettison.memory.schedule import ScheduledPass, Work, apart, check_sizes, order, window
+from jettison.memory.schedule import PipelineShape, ScheduledPass, Work, apart
 from jettison.spec.layout import Schedule
 
 
@@ -268,16 +268,7 @@ class DeviceOrder:
 
 
 def device_order(
-    schedule: Schedule,
-    *,
-    stage: int,
-    stages: int,
-    micro_batches: int,
-    virtual_stages: int = 1,
-    group: int = 0,
-    whole: int = 0,
-    walk: OrderOptions = PLAIN,
-    every: bool = False,
+    shape: PipelineShape, stage: int, *, whole: int = 0, walk: OrderOptions = PLAIN, every: bool = False
 ) -> DeviceOrder:
     """Return the order of one device, without walking through thousands of micro-batches.
 
@@ -286,45 +277,31 @@ def device_order(
     With another group size, that size replaces p, and the remainder in the last group is included as well.
 
     Args:
-        whole: if above 0, the forwards of each `window` that run without checkpointing; they count as forwards of
-            extra chunks, where chunk v + c stands for chunk c. Their positions repeat with the order and the window.
+        whole: if above 0, the forwards of each `PipelineShape.window` that run without checkpointing; they count as
+            forwards of extra chunks, where chunk v + c stands for chunk c. Their positions repeat with the order and
+            the window.
         every: include all micro-batches.
 
     Raises:
-        UsageError: see `order`.
+        UsageError: the stage is out of range.
     """
-    sizes = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages, "group": group}
-    check_sizes(schedule, stage=stage, **sizes)
-    turn = group or stages
-    size, kept, periods = 1, 0, 0
-    if whole:
-        size = window(schedule, stage=stage, **sizes)
-        kept = min(whole, size)
-        periods = lcm(size, turn * virtual_stages) // (turn * virtual_stages)
-    count = min(micro_batches, (3 + periods) * turn + (micro_batches % turn if group else 0))
-    if every:
-        count = micro_batches
-    elif schedule is Schedule.GPIPE:  # equal on every stage; all micro-batches are in flight together
-        stage, count = 0, micro_batches
-    return _device_order(schedule, stage, stages, count, virtual_stages, group, size, kept, walk)
+    size = shape.window(stage)
+    turn = shape.turn
+    periods = lcm(size, turn * shape.virtual_stages) // (turn * shape.virtual_stages) if whole else 0
+    count = (3 + periods) * turn + (shape.micro_batches % turn if shape.group else 0)
+    if shape.schedule is Schedule.GPIPE and not every:  # equal on every stage; all micro-batches are in flight together
+        stage = 0
+    elif not every and count < shape.micro_batches:
+        shape = replace(shape, micro_batches=count)
+    return _device_order(shape, stage, size if whole else 1, min(whole, size), walk)
 
 
 @lru_cache(maxsize=1024)
-def _device_order(
-    schedule: Schedule,
-    stage: int,
-    stages: int,
-    count: int,
-    virtual_stages: int,
-    group: int,
-    size: int,
-    kept: int,
-    walk: OrderOptions,
-) -> DeviceOrder:
-    steps = order(schedule, stage=stage, stages=stages, micro_batches=count, virtual_stages=virtual_stages, group=group)
+def _device_order(shape: PipelineShape, stage: int, size: int, kept: int, walk: OrderOptions) -> DeviceOrder:
+    steps, own = shape.order(stage), shape.virtual_stages
     if kept:
-        steps = tuple(apart(steps, virtual_stages, size, kept))
-    return DeviceOrder(steps=steps, own=virtual_stages, chunks=(2 if kept else 1) * virtual_stages, walk=walk)
+        steps = tuple(apart(steps, own, size, kept))
+    return DeviceOrder(steps=steps, own=own, chunks=(2 if kept else 1) * own, walk=walk)
 
 
 def _coming(steps: Sequence[ScheduledPass], number: int, own: int) -> set[int]:

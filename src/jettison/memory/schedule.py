@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import product, takewhile
@@ -44,50 +44,138 @@ class ScheduledPass:
     chunk: int
 
 
-def orders(
-    schedule: Schedule, *, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
-) -> tuple[tuple[ScheduledPass, ...], ...]:
-    """Return the order of each device, first stage first; see `order`.
+@dataclass(frozen=True, slots=True)
+class PipelineShape:
+    """A pipeline's schedule, with the sizes that decide the order of each device.
+
+    Args:
+        micro_batches: of a step.
+        group: micro-batches for which a chunk takes its turn; 0: as many as stages.
 
     Raises:
-        UsageError: see `order`.
+        UsageError: a size below one, or a combination that the schedule does not support.
     """
-    sizes = {"stages": stages, "micro_batches": micro_batches, "virtual_stages": virtual_stages, "group": group}
-    check_sizes(schedule, stage=0, **sizes)
-    return tuple(order(schedule, stage=stage, **sizes) for stage in range(stages))
 
+    schedule: Schedule
+    _: KW_ONLY
+    stages: int
+    micro_batches: int
+    virtual_stages: int = 1
+    group: int = 0
 
-def order(
-    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
-) -> tuple[ScheduledPass, ...]:
-    """Return all passes of one device in order: warm-up forwards, alternating forwards and backwards, the remainder.
+    def __post_init__(self) -> None:
+        sizes = {"stages": self.stages, "micro-batches": self.micro_batches, "virtual stages": self.virtual_stages}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UsageError(f"got {size} {name} in a pipeline; expected 1 or more")
+        if self.schedule is Schedule.ZERO_BUBBLE_V:
+            if self.virtual_stages != 2 or self.group:
+                got = f"got {self.virtual_stages} virtual stages with the schedule {self.schedule}"
+                raise UsageError(f"{got}; it takes 2")
+        elif self.virtual_stages > 1:
+            self._check_interleaving()
 
-    Chunks take turns: p micro-batches at a time, or ``group``, with the remainder last (Megatron-LM,
-    ``megatron/core/pipeline_parallel/schedules.py``, ``get_schedule_table`` with
-    ``--microbatch-group-size-per-virtual-pipeline-stage``); forwards from the first chunk and backwards from the last.
-    Backwards follow the order of the forwards, with GPipe as well: its paper draws them in reverse order, which needs
-    the same memory.
+    def _check_interleaving(self) -> None:
+        """Check group sizes as Megatron-LM does in ``forward_backward_pipelining_with_interleaving``."""
+        stages, micro_batches, group = self.stages, self.micro_batches, self.group
+        if self.schedule is Schedule.GPIPE:
+            raise UsageError(
+                f"got {self.virtual_stages} virtual stages with the schedule {self.schedule}; only "
+                f"{Schedule.ONE_F_ONE_B} and {Schedule.ZERO_BUBBLE} interleave"
+            )
+        if not group and micro_batches % stages:
+            raise UsageError(
+                f"got {micro_batches} micro-batches for {stages} pipeline stages of {self.virtual_stages} virtual "
+                f"stages each; interleaving takes a multiple of {stages}: change the global batch, or give "
+                f"--virtual-stages 1, or a --micro-batch-group of {stages} or more, as Megatron takes it"
+            )
+        if group and not stages <= group <= micro_batches:
+            raise UsageError(
+                f"got --micro-batch-group {group}; expected {stages}, the pipeline stages, to {micro_batches}, the "
+                "micro-batches of a step"
+            )
+        if group and 0 < micro_batches % group < stages:
+            raise UsageError(
+                f"got --micro-batch-group {group} for {micro_batches} micro-batches; the remainder in the last group, "
+                f"{micro_batches % group}, has to be 0 or at least the {stages} pipeline stages"
+            )
 
-    ZB-H1 is 1F1B with each weight step delayed by as many backwards as there are earlier stages, so that every stage
-    holds p micro-batches: a later stage has fewer micro-batches in flight, and more weight steps pending. The
-    interleaved form is torch's (``torch/distributed/pipelining/schedules.py``, ``ScheduleInterleavedZeroBubble``):
-    each stage warms up with one forward more than the next, not two.
+    @property
+    def turn(self) -> int:
+        """Micro-batches for which a chunk takes its turn."""
+        return self.group or self.stages
 
-    Raises:
-        UsageError: a size below one, a stage out of range, or a combination that the schedule does not support.
-    """
-    check_sizes(
-        schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
-    )
-    if schedule is Schedule.ZERO_BUBBLE_V:
-        return tuple(_in_a_v(stage, stages, micro_batches))
-    forwards, backwards = _both_ways(group or stages, micro_batches, virtual_stages)
-    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages, group)
-    steps = list(forwards[:warm_up])
-    for pair in zip(forwards[warm_up:], backwards, strict=False):
-        steps += pair
-    steps += backwards[len(forwards) - warm_up :]
-    return tuple(_with_weights(steps, delay=stage) if schedule is Schedule.ZERO_BUBBLE else steps)
+    @property
+    def forwards(self) -> int:
+        """Number of forwards of a device in a step."""
+        return self.micro_batches * self.virtual_stages
+
+    @property
+    def orders(self) -> tuple[tuple[ScheduledPass, ...], ...]:
+        """Order of each device, first stage first."""
+        return tuple(map(self.order, range(self.stages)))
+
+    def order(self, stage: int) -> tuple[ScheduledPass, ...]:
+        """Return all passes of one device in order: warm-up forwards, alternating forwards and backwards, the rest.
+
+        Chunks take turns: p micro-batches at a time, or ``group``, with the remainder last (Megatron-LM,
+        ``megatron/core/pipeline_parallel/schedules.py``, ``get_schedule_table`` with
+        ``--microbatch-group-size-per-virtual-pipeline-stage``); forwards from the first chunk and backwards from the
+        last. Backwards follow the order of the forwards, with GPipe as well: its paper draws them in reverse order,
+        which needs the same memory.
+
+        ZB-H1 is 1F1B with each weight step delayed by as many backwards as there are earlier stages, so that every
+        stage holds p micro-batches: a later stage has fewer micro-batches in flight, and more weight steps pending. The
+        interleaved form is torch's (``torch/distributed/pipelining/schedules.py``, ``ScheduleInterleavedZeroBubble``):
+        each stage warms up with one forward more than the next, not two.
+
+        Raises:
+            UsageError: the stage is out of range.
+        """
+        self._check_stage(stage)
+        if self.schedule is Schedule.ZERO_BUBBLE_V:
+            return tuple(_in_a_v(stage, self.stages, self.micro_batches))
+        forwards, backwards = _both_ways(self.turn, self.micro_batches, self.virtual_stages)
+        warm_up = self._warm_up(stage)
+        steps = list(forwards[:warm_up])
+        for pair in zip(forwards[warm_up:], backwards, strict=False):
+            steps += pair
+        steps += backwards[len(forwards) - warm_up :]
+        return tuple(_with_weights(steps, delay=stage) if self.schedule is Schedule.ZERO_BUBBLE else steps)
+
+    def window(self, stage: int) -> int:
+        """Return the most forwards of a chunk that a device has in flight: those before its first backward.
+
+        Raises:
+            UsageError: the stage is out of range.
+        """
+        self._check_stage(stage)
+        return min(self._warm_up(stage) + 1, self.forwards)
+
+    def recomputing_share(self, stage: int, whole: int) -> float:
+        """Return the share of a device's forwards that checkpoint: all but those with i modulo `window` < ``whole``.
+
+        Raises:
+            UsageError: the stage is out of range.
+        """
+        size = self.window(stage)
+        windows, rest = divmod(self.forwards, size)
+        return (windows * max(0, size - whole) + max(0, rest - whole)) / self.forwards
+
+    def _check_stage(self, stage: int) -> None:
+        if not 0 <= stage < self.stages:
+            raise UsageError(f"got stage {stage} of a pipeline of {self.stages}; expected 0 to {self.stages - 1}")
+
+    def _warm_up(self, stage: int) -> int:
+        if self.schedule is Schedule.ZERO_BUBBLE_V:
+            steps = _in_a_v(stage, self.stages, self.micro_batches)
+            return len(list(takewhile(lambda step: step.work is Work.FORWARD, steps))) - 1
+        if self.schedule is Schedule.GPIPE:
+            return self.forwards
+        ahead = self.stages - stage - 1
+        if self.virtual_stages > 1:
+            ahead *= 1 if self.schedule is Schedule.ZERO_BUBBLE else 2
+        return min(ahead + (self.virtual_stages - 1) * self.turn, self.forwards)
 
 
 def _in_a_v(stage: int, stages: int, micro_batches: int) -> Iterator[ScheduledPass]:
@@ -127,21 +215,6 @@ def _both_ways(group: int, micro_batches: int, virtual_stages: int) -> tuple[tup
     return tuple(forwards), tuple(backwards)
 
 
-def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int, group: int) -> int:
-    everything = micro_batches * virtual_stages
-    if schedule is Schedule.ZERO_BUBBLE_V:
-        begin = takewhile(lambda step: step.work is Work.FORWARD, _in_a_v(stage, stages, micro_batches))
-        return len(list(begin)) - 1
-    if schedule is Schedule.GPIPE:
-        return everything
-    later = stages - stage - 1
-    if virtual_stages == 1:
-        return min(later, everything)
-    if schedule is Schedule.ZERO_BUBBLE:
-        return min(later + (virtual_stages - 1) * (group or stages), everything)
-    return min(2 * later + (virtual_stages - 1) * (group or stages), everything)
-
-
 def _with_weights(steps: Sequence[ScheduledPass], *, delay: int) -> Iterator[ScheduledPass]:
     """Put the weight half of each backward after the ``delay``-th later backward."""
     waiting: list[ScheduledPass] = []
@@ -154,98 +227,12 @@ def _with_weights(steps: Sequence[ScheduledPass], *, delay: int) -> Iterator[Sch
     yield from waiting
 
 
-def check_sizes(
-    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int, group: int = 0
-) -> None:
-    """Check that the stage exists and that the schedule supports these sizes.
-
-    Raises:
-        UsageError: it does not.
-    """
-    for name, size in (("stages", stages), ("micro-batches", micro_batches), ("virtual stages", virtual_stages)):
-        if size < 1:
-            raise UsageError(f"got {size} {name} in a pipeline; expected 1 or more")
-    if not 0 <= stage < stages:
-        raise UsageError(f"got stage {stage} of a pipeline of {stages}; expected 0 to {stages - 1}")
-    if schedule is Schedule.ZERO_BUBBLE_V:
-        if virtual_stages != 2 or group:
-            raise UsageError(f"got {virtual_stages} virtual stages with the schedule {schedule}; it takes 2")
-        return
-    if virtual_stages == 1:
-        return
-    if schedule is Schedule.GPIPE:
-        raise UsageError(
-            f"got {virtual_stages} virtual stages with the schedule {schedule}; only {Schedule.ONE_F_ONE_B} and "
-            f"{Schedule.ZERO_BUBBLE} interleave"
-        )
-    if group:
-        _check_group(group, stages, micro_batches)
-    elif micro_batches % stages:
-        raise UsageError(
-            f"got {micro_batches} micro-batches for {stages} pipeline stages of {virtual_stages} virtual stages each; "
-            f"interleaving takes a multiple of {stages}: change the global batch, or give --virtual-stages 1, or a "
-            f"--micro-batch-group of {stages} or more, as Megatron takes it"
-        )
-
-
-def _check_group(group: int, stages: int, micro_batches: int) -> None:
-    """Check a group size as Megatron-LM does in ``forward_backward_pipelining_with_interleaving``."""
-    if not stages <= group <= micro_batches:
-        raise UsageError(
-            f"got --micro-batch-group {group}; expected {stages}, the pipeline stages, to {micro_batches}, the "
-            "micro-batches of a step"
-        )
-    if 0 < micro_batches % group < stages:
-        raise UsageError(
-            f"got --micro-batch-group {group} for {micro_batches} micro-batches; the remainder in the last group, "
-            f"{micro_batches % group}, has to be 0 or at least the {stages} pipeline stages"
-        )
-
-
-def window(
-    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, group: int = 0
-) -> int:
-    """Return the most forwards of a chunk that a device has in flight: those before its first backward.
-
-    Raises:
-        UsageError: see `order`.
-    """
-    check_sizes(
-        schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
-    )
-    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages, group)
-    return min(warm_up + 1, micro_batches * virtual_stages)
-
-
-def recomputing_share(
-    schedule: Schedule,
-    *,
-    stage: int,
-    stages: int,
-    micro_batches: int,
-    virtual_stages: int = 1,
-    group: int = 0,
-    whole: int,
-) -> float:
-    """Return the share of a device's forwards that checkpoint: all but those with i modulo `window` < ``whole``.
-
-    Raises:
-        UsageError: see `order`.
-    """
-    size = window(
-        schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages, group=group
-    )
-    windows, rest = divmod(micro_batches * virtual_stages, size)
-    less = windows * max(0, size - whole) + max(0, rest - whole)
-    return less / (micro_batches * virtual_stages)
-
-
 def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:
     """Yield the passes, with extra chunks for forwards without checkpointing and their backwards.
 
     Args:
         chunks: number of the device's chunks, without the extra ones.
-        size: length of a `window`; ``whole`` forwards of each run without checkpointing.
+        size: length of a `PipelineShape.window`; ``whole`` forwards of each run without checkpointing.
     """
     kept: set[tuple[int, int]] = set()
     forwards = 0

@@ -110,7 +110,7 @@ class StageLoad:
     @property
     def gradient_bytes(self) -> int:
         """Gradients of all units that are kept between passes."""
-        return 0 if self.gradients is Gradients.ADDED else sum(map(_gradients, self.own))
+        return 0 if self.gradients is Gradients.ADDED else sum(total_bytes(units, "gradient") for units in self.own)
 
     def adds(self, state: Occupancy) -> bool:
         """Does the coming backward add to gradients that its chunk already has?"""
@@ -125,15 +125,16 @@ class StageLoad:
         gone = sum(map(mul, reduced, self.freed)) if self.freed else 0
         if self.gradients in (Gradients.UPFRONT, Gradients.ADDED) or all(learned):
             return self.gradient_bytes - gone
-        return sum(_gradients(chunk) for chunk, has in zip(self.own, learned, strict=True) if has) - gone
+        learning = (units for units, has in zip(self.own, learned, strict=True) if has)
+        return sum(total_bytes(units, "gradient") for units in learning) - gone
 
     def held(self, chunk: int) -> int:
         """Return the bytes that one micro-batch's forward through a chunk keeps."""
-        return sum(len(unit.names) * unit.resident for unit in self.chunks[chunk])
+        return total_bytes(self.chunks[chunk], "resident")
 
     def held_half(self, chunk: int) -> int:
         """Return the bytes kept between the two halves of a split backward of a chunk."""
-        return sum(len(unit.names) * unit.half for unit in self.chunks[chunk])
+        return total_bytes(self.chunks[chunk], "half")
 
 
 class Moment(NamedTuple):
@@ -150,10 +151,9 @@ class ChunkSpans:
 
     def __init__(self, units: Units) -> None:
         self.units = units
-        self.held = sum(len(unit.names) * unit.resident for unit in units)
-        self.half = sum(len(unit.names) * unit.half for unit in units)
-        self.gradients = _gradients(units)
-        self.weights = sum(len(unit.names) * unit.weights for unit in units)
+        self.held, self.half, self.gradients, self.weights = (
+            total_bytes(units, field) for field in ("resident", "half", "gradient", "weights")
+        )
         self._spans: dict[PassKind, Span] = {}
 
     def span(self, how: PassKind) -> Span:
@@ -366,5 +366,6 @@ def _expanded(found: Iterable[PassPiece], level: int, micro_batch: int) -> Itera
         level += len(piece.names) * piece.net
 
 
-def _gradients(chunk: Units) -> int:
-    return sum(len(unit.names) * unit.gradient for unit in chunk)
+def total_bytes(units: Units, field: str) -> int:
+    """Return the bytes of a field of all these units."""
+    return sum(len(unit.names) * getattr(unit, field) for unit in units)

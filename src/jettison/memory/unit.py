@@ -6,7 +6,6 @@ A backward may be split: gradients of inputs first, gradients of weights when th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import NamedTuple
@@ -15,8 +14,7 @@ from jettison.memory.schedule import Work
 from jettison.memory.span import Phase, Span, Where
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightStep:
+class WeightStep(NamedTuple):
     """One step of the second half of a split backward: weights that one op reads, and their gradients.
 
     Args:
@@ -39,8 +37,7 @@ class WeightStep:
         return self.computed - self.released
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Halves:
+class Halves(NamedTuple):
     """A unit under a split backward.
 
     Args:
@@ -56,8 +53,7 @@ class Halves:
     steps: tuple[WeightStep, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """A region, or a checkpoint segment of several, and equal neighbours: one name each, in order.
 
     Bytes count one region or segment; peaks are above the level when a pass reaches it, in a backward with its own
@@ -93,32 +89,13 @@ class Unit:
 
     def named(self, names: tuple[str, ...]) -> Unit:
         """Return the same bytes under other names."""
-        if names == self.names:
-            return self
-        return Unit(  # faster than `replace`, which matters for every layer
-            names=names,
-            resident=self.resident,
-            forward_peak=self.forward_peak,
-            backward_peak=self.backward_peak,
-            adding_peak=self.adding_peak,
-            gradient=self.gradient,
-            pending=self.pending,
-            is_loss=self.is_loss,
-            frozen=self.frozen,
-            cached=self.cached,
-            whole=self.whole,
-            weights=self.weights,
-            halves=self.halves,
-            regions=self.regions,
-            lingering=self.lingering,
-        )
+        return self if names == self.names else self._replace(names=names)
 
     def plus(self, *, resident: int = 0, forward: int = 0, backward: int = 0) -> Unit:
         """Return the unit with more bytes: until its backward is over, and above either pass's peak."""
         if not (resident or forward or backward):
             return self
-        return replace(
-            self,
+        return self._replace(
             resident=self.resident + resident,
             forward_peak=self.forward_peak + forward,
             backward_peak=self.backward_peak + backward,

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import GIB, MIB, format_bytes
@@ -37,21 +37,12 @@ if TYPE_CHECKING:
     from jettison.spec.hardware import Hardware
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Allowance:
+class Allowance(NamedTuple):
     """Bytes in addition to tensors: expected, with bounds."""
 
     low: int
     expected: int
     high: int
-
-    def __add__(self, other: Allowance) -> Allowance:
-        """Sum of both."""
-        return Allowance(low=self.low + other.low, expected=self.expected + other.expected, high=self.high + other.high)
-
-    def __mul__(self, times: int) -> Allowance:
-        """Sum of ``times`` equal ones."""
-        return Allowance(low=self.low * times, expected=self.expected * times, high=self.high * times)
 
 
 CONTEXT: Final = Allowance(low=4 * GIB // 10, expected=3 * GIB // 4, high=3 * GIB // 2)
@@ -75,14 +66,15 @@ def fixed_allowance(layout: Layout, device: Device) -> Allowance:
 def _fixed(talking: int, experts: bool, device: Device) -> Allowance:
     if device is Device.CPU:
         return Allowance(low=0, expected=0, high=0)
-    return CONTEXT + WORKSPACE + COMMUNICATOR * talking + ALL_TO_ALL * experts
+    parts = (CONTEXT, WORKSPACE, *(COMMUNICATOR,) * talking, *(ALL_TO_ALL,) * experts)
+    return Allowance(*map(sum, zip(*parts, strict=True)))
 
 
 def available_bytes(hardware: Hardware, run: Run) -> int:
     """Usable bytes of a device for tensors: the largest peak that fits with its expected allowance; 0 if none does."""
     if run.anchor is None:
         return available_to(hardware, run.layout, run.kernels.device)
-    from jettison.predict.extra_buffers import extra_bytes
+    from jettison.predict.forecast import extra_bytes
 
     usable, layout = hardware.usable_bytes - max(0, run.anchor.context or 0), run.layout
     left = _fitting(usable, communicators(layout), layout.ep > 1, run.kernels.device, Fraction(0))

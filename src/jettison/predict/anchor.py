@@ -28,10 +28,9 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, format_bytes
 from jettison.predict.allowance import fixed_allowance
-from jettison.predict.extra_buffers import buffers, extra_bytes
-from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.forecast import Forecast, buffers, extra_bytes, forecast
 from jettison.predict.ranges import AGREES, Measure, lineage
-from jettison.predict.time import Estimate, estimate
+from jettison.predict.time import estimate
 from jettison.spec.anchor import MOST_COPIES, MeasuredRun, RunAnchor
 from jettison.spec.hardware import Hardware, slower
 from jettison.spec.run import Run
@@ -129,23 +128,14 @@ def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[s
 # step time ------------------------------------------------------------------------------------------------------------
 
 
-def _seconds(found: Estimate) -> dict[str, float]:
-    """Seconds of a step that each factor of `SIGMAS` scales; bubbles scale with compute."""
-    parts = found.breakdown
-    return {
-        "compute": parts.compute + parts.recompute + parts.bubble,
-        "communication": parts.communication,
-        "host": parts.other,
-    }
-
-
 def _factors(run: Run, hardware: Hardware, step: float) -> dict[str, Any]:
     """Most probable factors whose estimate equals the measured step, iterated since overlap depends on them."""
     factors = dict.fromkeys(SIGMAS, 1.0)
     for _ in range(ROUNDS):
-        seconds = _seconds(estimate(run, slower(hardware, **factors)))
-        apart = {name: value / factors[name] for name, value in seconds.items()}
-        factors = _most_probable(apart, step)
+        parts = estimate(run, slower(hardware, **factors)).breakdown
+        computed = parts.compute + parts.recompute + parts.bubble  # bubbles scale with compute
+        seconds = {"compute": computed, "communication": parts.communication, "host": parts.other}
+        factors = _most_probable({name: value / factors[name] for name, value in seconds.items()}, step)
     for _ in range(ROUNDS):
         took = estimate(run, slower(hardware, **factors)).step_seconds
         if isclose(took, step, rel_tol=1e-12):

@@ -20,9 +20,9 @@ from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, fit_budgets, most_bytes
 from jettison.predict.stage_choice import StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import Staying, kept_by
+from jettison.predict.stages import Staying, kept_by, pipeline_shape
 from jettison.predict.time import Estimate, estimate, recomputing
-from jettison.predict.whole_micro_batches import largest_window, with_whole
+from jettison.predict.whole_micro_batches import with_whole
 from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import MOST, Mode
@@ -80,8 +80,6 @@ class AutoForecast:
         )
 
 
-Stages = dict[tuple[object, ...], StageChoice]
-"""Planning problems of stages by `_key`, valid for every budget."""
 StageAnswer = tuple[int, StageOutcome | None]
 """Smallest budget that a stage is known to fit, and its plan."""
 
@@ -92,7 +90,6 @@ def choose(
     hardware: Hardware,
     *,
     host_budget_bytes: int | None = None,
-    stages: Stages | None = None,
     solved: Mapping[int, StageAnswer] = MappingProxyType({}),
 ) -> AutoForecast:
     """Return the fastest plan of every stage whose peak is at most ``budget_bytes``.
@@ -102,7 +99,6 @@ def choose(
     Args:
         hardware: device of the cost model.
         host_budget_bytes: of one rank, for offloaded tensors; None: the hardware file's.
-        stages: cache of problems of the same run on the same hardware, for several budgets.
         solved: results of `solve_stage`, by stage.
 
     Raises:
@@ -111,18 +107,15 @@ def choose(
     """
     plain, offload = _undecided(run), run.recompute.offload
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
-    shared: Stages = {} if stages is None else stages
+    problems = _problems(run, hardware, host)
     chosen: dict[str, Staying | None] = {}
-    known = {_key(plain.stages[index]): answer for index, answer in solved.items()}
+    known = {id(problems[index]): answer for index, answer in solved.items()}
     answers = []
     smallest = 0
-    for stage in plain.stages:
-        key = _key(stage)
-        if key not in known:
-            if key not in shared:
-                shared[key] = _choice(run, stage, hardware, host)
-            known[key] = shared[key].solve(budget_bytes)
-        fewest, answer = known[key]
+    for stage, problem in zip(plain.stages, problems, strict=True):
+        if id(problem) not in known:
+            known[id(problem)] = problem.solve(budget_bytes)
+        fewest, answer = known[id(problem)]
         smallest = max(smallest, fewest)
         if answer is not None:
             answers.append(replace(answer, added_seconds=recomputing(run, stage.index) * answer.added_seconds))
@@ -153,30 +146,29 @@ def choose(
 
 def smallest_budget(run: Run, hardware: Hardware) -> int:
     """Return the smallest budget for which `choose` finds a plan."""
-    stages = (_undecided(run).stages[index] for index in distinct_stages(run))
-    each = (_choice(run, stage, hardware, hardware.host_memory_bytes) for stage in stages)
-    return max(one.smallest_budget_bytes for one in each)
+    return max(each.smallest_budget_bytes for each in _problems(run, hardware, hardware.host_memory_bytes))
 
 
 def distinct_stages(run: Run) -> list[int]:
     """Stages that have to be solved: the first of equal ones."""
-    first: dict[tuple[object, ...], int] = {}
-    for stage in _undecided(run).stages:
-        first.setdefault(_key(stage), stage.index)
-    return list(first.values())
+    keys = list(map(_key, _undecided(run).stages))
+    return [keys.index(key) for key in dict.fromkeys(keys)]
 
 
-def solve_stage(
-    run: Run, index: int, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None
-) -> StageAnswer:
+def solve_stage(run: Run, index: int, budget_bytes: int, hardware: Hardware) -> StageAnswer:
     """Solve one stage of `choose`, so that several processes can share the work."""
-    host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
-    return _choice(run, _undecided(run).stages[index], hardware, host).solve(budget_bytes)
+    return _problems(run, hardware, hardware.host_memory_bytes)[index].solve(budget_bytes)
 
 
-def _choice(run: Run, stage: Stage, hardware: Hardware, host_budget_bytes: int | None) -> StageChoice:
-    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    return StageChoice(run=_undecided(run).run, stage=stage, timing=timing, host_budget_bytes=host_budget_bytes)
+@lru_cache(maxsize=4)
+def _problems(run: Run, hardware: Hardware, host_budget_bytes: int | None) -> tuple[StageChoice, ...]:
+    """Planning problem of each stage, for any budget; equal stages share one."""
+    timing, plain = Timing(run=run, hardware=hardware, execution=execution_of(run)), _undecided(run)
+    known: dict[tuple[object, ...], StageChoice] = {}
+    for stage in plain.stages:
+        problem = StageChoice(run=plain.run, stage=stage, timing=timing, host_budget_bytes=host_budget_bytes)
+        known.setdefault(_key(stage), problem)
+    return tuple(known[_key(stage)] for stage in plain.stages)
 
 
 @lru_cache(maxsize=4)
@@ -232,10 +224,9 @@ def choose_within(run: Run, limit: Limit, hardware: Hardware, *, host_budget_byt
         Infeasible, UsageError: see `choose`; for a GPU, where even the low end of the smallest choice does not fit.
     """
     *surer, last = fit_budgets(run, limit)
-    stages: Stages = {}
 
     def chosen(budget: FitBudget) -> AutoForecast:
-        made = choose_with_whole(run, budget.nbytes, hardware, host_budget_bytes=host_budget_bytes, stages=stages)
+        made = choose_with_whole(run, budget.nbytes, hardware, host_budget_bytes=host_budget_bytes)
         return replace(made, fit_rule=budget.rule)
 
     for budget in surer:
@@ -253,12 +244,7 @@ def choose_within(run: Run, limit: Limit, hardware: Hardware, *, host_budget_byt
 
 
 def choose_with_whole(
-    run: Run,
-    budget_bytes: int,
-    hardware: Hardware,
-    *,
-    host_budget_bytes: int | None = None,
-    stages: Stages | None = None,
+    run: Run, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None
 ) -> AutoForecast:
     """`choose`; for `MOST`, with the number of micro-batches without checkpointing of the fastest step.
 
@@ -266,7 +252,7 @@ def choose_with_whole(
         Infeasible, UsageError: see `choose`.
     """
     if run.recompute.whole != MOST:
-        return choose(run, budget_bytes, hardware, host_budget_bytes=host_budget_bytes, stages=stages)
+        return choose(run, budget_bytes, hardware, host_budget_bytes=host_budget_bytes)
     known: dict[int, tuple[float, AutoForecast | None]] = {}
 
     def seconds(whole: int) -> float:
@@ -276,7 +262,7 @@ def choose_with_whole(
 
     plain = choose(with_whole(run, 0), budget_bytes, hardware)
     known[0] = plain.step_seconds, plain
-    size = largest_window(run)
+    size = pipeline_shape(run).window(0)
     tried = sorted({size * i // (TRIED - 1) for i in range(TRIED)})
     while True:
         best = min(tried, key=seconds)

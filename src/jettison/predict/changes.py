@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_percent, format_seconds
@@ -111,12 +111,12 @@ def _changes(run: Run) -> Iterator[_Setting]:
     for word in _RECOMPUTE:
         mode = Recompute.parse(word, layers=layers, offload=run.recompute.offload)
         if mode != run.recompute:
-            yield _Setting(kind="recompute", flags=f"--recompute {word}", of=partial(_with_recompute, mode=mode))
+            yield _Setting(kind="recompute", flags=f"--recompute {word}", of=partial(Run.recomputed, recompute=mode))
     if not run.recompute.to_host:
-        yield _Setting(kind="offload", flags="--offload", of=_offloading)
+        yield _Setting(kind="offload", flags="--offload", of=partial(_nested, part="recompute", offload=True))
     for loss in _LOSSES:
         if run.kernels.loss is not loss:
-            yield _Setting(kind="loss", flags=f"--loss {loss}", of=partial(_with_loss, loss=loss))
+            yield _Setting(kind="loss", flags=f"--loss {loss}", of=partial(_nested, part="kernels", loss=loss))
     for optimizer in _OPTIMIZERS.get(run.optimizer, ()):
         of = partial(replace, optimizer=optimizer)
         yield _Setting(kind="optimizer", flags=f"--optimizer {optimizer}", of=of)
@@ -125,36 +125,18 @@ def _changes(run: Run) -> Iterator[_Setting]:
         of = partial(replace, micro_batch=count, micro_batches=times)
         yield _Setting(kind="micro-batch", flags=f"--micro-batch {count} --micro-batches {times}", of=of)
     if run.layout.tp > 1 and not run.layout.sp:
-        yield _Setting(kind="sequence parallelism", flags="--sp", of=_with_sp)
+        yield _Setting(kind="sequence parallelism", flags="--sp", of=partial(_nested, part="layout", sp=True))
     for zero in range(run.layout.zero + 1, 4) if run.layout.shards > 1 else ():
         if zero in run.states_on_host.zeros:
-            yield _Setting(kind="sharding", flags=f"--zero {zero}", of=partial(_with_zero, zero=zero))
+            yield _Setting(kind="sharding", flags=f"--zero {zero}", of=partial(_nested, part="layout", zero=zero))
     if run.layout.gradient_sync is GradientSync.LAST and not run.layout.stage_buffers:
-        yield _Setting(kind="gradient reduction", flags="--gradient-sync each", of=_reducing_each)
+        each = partial(_nested, part="layout", gradient_sync=GradientSync.EACH)
+        yield _Setting(kind="gradient reduction", flags="--gradient-sync each", of=each)
 
 
-def _with_recompute(run: Run, *, mode: Recompute) -> Run:
-    return run.recomputed(mode)
-
-
-def _offloading(run: Run) -> Run:
-    return replace(run, recompute=replace(run.recompute, offload=True))
-
-
-def _with_loss(run: Run, *, loss: Loss) -> Run:
-    return replace(run, kernels=replace(run.kernels, loss=loss))
-
-
-def _with_sp(run: Run) -> Run:
-    return replace(run, layout=replace(run.layout, sp=True))
-
-
-def _reducing_each(run: Run) -> Run:
-    return replace(run, layout=replace(run.layout, gradient_sync=GradientSync.EACH))
-
-
-def _with_zero(run: Run, *, zero: int) -> Run:
-    return replace(run, layout=run.layout.at_zero(zero))
+def _nested(run: Run, part: str, **values: Any) -> Run:
+    """Return the run with other values in one of its parts, such as its layout."""
+    return replace(run, **{part: replace(getattr(run, part), **values)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

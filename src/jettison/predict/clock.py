@@ -11,21 +11,19 @@ only some micro-batches recompute, each pass has the average recomputation, as i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from jettison.core.errors import UsageError
 from jettison.cost.collective import host_seconds
-from jettison.cost.layer import NOTHING
 from jettison.cost.pipeline import MOST_EVENTS, TimedPass, timed_passes
 from jettison.memory.schedule import ScheduledPass, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.stage_time import Item, StageSeconds, Timing
-from jettison.predict.stages import Chunk, segment_length
+from jettison.predict.stage_time import StageSeconds, Timing
+from jettison.predict.stages import Chunk, pipeline_shape, segment_length
 from jettison.predict.time import Estimate, recomputing, works
 from jettison.spec.hardware import Hardware
-from jettison.spec.layout import Schedule
 from jettison.spec.run import Run
 
 
@@ -41,8 +39,7 @@ class SliceKind(StrEnum):
     WAIT = "waiting for other stages"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class Slice(NamedTuple):
     """Time slice of a device."""
 
     kind: SliceKind
@@ -51,8 +48,7 @@ class Slice:
     end_ns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassSlices:
+class PassSlices(NamedTuple):
     """One pass and the slices that tile it; ``step`` is None between passes and after a step's last one."""
 
     step: ScheduledPass | None
@@ -76,8 +72,7 @@ class PassSlices:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TimedRegion:
+class _TimedRegion(NamedTuple):
     """Seconds of a region; ``inputs`` and ``weights`` are its backward's gradients of inputs and of weights.
 
     Args:
@@ -113,13 +108,8 @@ def step_slices(memory: Forecast, found: Estimate) -> tuple[tuple[PassSlices, ..
         raise UsageError(f"got {run.micro_batches} micro-batches on {layout.pp} stages; give fewer, such as 64")
     planned = any(part.chosen is not None for part in memory.parts)
     timing = Timing(run=run, hardware=found.hardware, execution=found.execution, planned=planned)
-    played = timed_passes(
-        layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
-        run.micro_batches,
-        *works(run, found.stages),
-        transfer=timing.sending() if timing.execution.hides_stages and layout.pp > 1 else 0.0,
-        group=layout.micro_batch_group,
-    )
+    lag = timing.sending() if timing.execution.hides_stages else 0.0
+    played = timed_passes(pipeline_shape(run), *works(run, found.stages), transfer=lag)
     over = max(own[-1].end + stage.end for own, stage in zip(played, found.stages, strict=True))
     ends = nanoseconds(over), nanoseconds(found.step_seconds)
     return tuple(
@@ -146,31 +136,25 @@ def _device(
     for one in played:
         begin, end = max(now, nanoseconds(one.start)), nanoseconds(one.end)
         if begin > now:
-            waited = _slice(SliceKind.WAIT, "waiting for other stages", now, begin)
-            yield PassSlices(step=None, begin_ns=now, end_ns=begin, slices=(waited,))
+            yield PassSlices(None, now, begin, (Slice(SliceKind.WAIT, str(SliceKind.WAIT), now, begin),))
         onwards = one.step.work is Work.FORWARD or (one.step.work is Work.WEIGHT and halved[one.step.chunk])
         in_turn = regions[one.step.chunk] if onwards else regions[one.step.chunk][::-1]
-        slices = tuple(_pass(one.step.work, in_turn, split, begin, end))
-        yield PassSlices(step=one.step, begin_ns=begin, end_ns=end, slices=slices)
+        yield PassSlices(one.step, begin, end, tuple(_pass(one.step.work, in_turn, split, begin, end)))
         now = end
-    yield PassSlices(step=None, begin_ns=now, end_ns=ends[1], slices=tuple(_last(now, played[-1], seconds, ends)))
+    yield PassSlices(None, now, ends[1], tuple(_last(now, played[-1], seconds, ends)))
 
 
 def _last(now: int, played: TimedPass, seconds: StageSeconds, ends: tuple[int, int]) -> Iterator[Slice]:
     over, end = ends
-    for kind, name, until in (
-        (SliceKind.REDUCE, "reduction of gradients", min(over, nanoseconds(played.end + seconds.end))),
-        (SliceKind.WAIT, "waiting for other stages", over),
-        (SliceKind.OPTIMIZER, "optimizer step", min(end, over + nanoseconds(seconds.optimizer))),
-        (SliceKind.WAIT, "waiting for other stages", end),
+    for kind, until in (
+        (SliceKind.REDUCE, min(over, nanoseconds(played.end + seconds.end))),
+        (SliceKind.WAIT, over),
+        (SliceKind.OPTIMIZER, min(end, over + nanoseconds(seconds.optimizer))),
+        (SliceKind.WAIT, end),
     ):
         if until > now or kind is SliceKind.OPTIMIZER:
-            yield _slice(kind, name, now, max(now, until))
+            yield Slice(kind, "optimizer step" if kind is SliceKind.OPTIMIZER else str(kind), now, max(now, until))
         now = max(now, until)
-
-
-def _slice(kind: SliceKind, name: str, begin: int, end: int) -> Slice:
-    return Slice(kind=kind, name=name, begin_ns=begin, end_ns=end)
 
 
 def _pass(work: Work, regions: Sequence[_TimedRegion], split: bool, begin: int, end: int) -> Iterator[Slice]:
@@ -179,10 +163,10 @@ def _pass(work: Work, regions: Sequence[_TimedRegion], split: bool, begin: int, 
         elapsed += seconds
         until = min(end, begin + nanoseconds(elapsed))
         if until > at or kind is not SliceKind.RECOMPUTE:
-            yield _slice(kind, name, at, until)
+            yield Slice(kind, name, at, until)
         at = until
     if at < end:
-        yield _slice(SliceKind.TRANSFER, "transfers waited for", at, end)
+        yield Slice(SliceKind.TRANSFER, "transfers waited for", at, end)
 
 
 def _works(work: Work, regions: Sequence[_TimedRegion], split: bool) -> Iterator[tuple[SliceKind, str, float]]:
@@ -202,29 +186,23 @@ def _regions(timing: Timing, chunk: Chunk, segment: int, share: float) -> Iterat
     for group in chunk:
         items = timing.items((group,))
         for position, name in enumerate(group.names):
-            item = _item_at(items, position, segment)
-            seconds = NOTHING if item is None else item.seconds
+            # a segment's last layer differs from its others
+            item = items[position % segment == segment - 1 if len(items) > 1 else 0]
+            seconds = item.seconds
             yield _TimedRegion(
                 name=name,
                 forward=seconds.forward.seconds,
                 again=seconds.again.seconds * share,
                 inputs=seconds.inputs.seconds,
                 weights=seconds.weights.seconds,
-                groups=0 if item is None else item.groups,
+                groups=item.groups,
             )
-
-
-def _item_at(items: Sequence[Item], position: int, segment: int) -> Item | None:
-    """Return the item at a position of a group: a segment's last layer differs from its others."""
-    if len(items) < 2:
-        return items[0] if items else None
-    return items[position % segment == segment - 1]
 
 
 def _late(regions: Sequence[_TimedRegion]) -> Iterator[_TimedRegion]:
     """Regions of a chunk whose backward runs in its weight pass: see `StageSeconds.late`."""
     for one in regions:
-        yield replace(one, again=0.0, inputs=0.0, weights=one.inputs + one.weights, repeated=one.again)
+        yield one._replace(again=0.0, inputs=0.0, weights=one.inputs + one.weights, repeated=one.again)
 
 
 def _repeating(regions: Sequence[_TimedRegion], size: int) -> Iterator[_TimedRegion]:
@@ -233,14 +211,13 @@ def _repeating(regions: Sequence[_TimedRegion], size: int) -> Iterator[_TimedReg
     cut = [layers[at : at + size] for at in range(0, len(layers), size)]
     again = {one.name: sum(each.again for each in own) for own in cut for one in own}
     for one in regions:
-        yield replace(one, repeated=one.groups * again[one.name]) if one.groups else one
+        yield one._replace(repeated=one.groups * again[one.name]) if one.groups else one
 
 
 # copies to the host ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostCopy:
+class HostCopy(NamedTuple):
     """Copy of a unit's bytes to the host, or back."""
 
     name: str
@@ -272,12 +249,5 @@ def host_copies(
             if nbytes := sent[step.chunk].get(name, 0):
                 start = max(free[to_host], end if to_host else ready)
                 free[to_host] = start + nanoseconds(host_seconds(nbytes, hardware))
-                yield HostCopy(
-                    name=name,
-                    micro_batch=step.micro_batch,
-                    to_host=to_host,
-                    begin_ns=start,
-                    end_ns=free[to_host],
-                    nbytes=nbytes,
-                )
+                yield HostCopy(name, step.micro_batch, to_host, start, free[to_host], nbytes)
             ready = begin

@@ -16,7 +16,7 @@ from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
 from jettison.memory.actions import DeviceOrder, OrderOptions, Weights, device_order
-from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes
+from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes, total_bytes
 from jettison.memory.unit import Unit
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.fsdp2 import freed, reducing, whole_in_flight
@@ -29,9 +29,10 @@ from jettison.predict.optimizer_state import (
     step_bytes,
 )
 from jettison.predict.stage_buffers import buffers_of, packed_batch, sending, workspace_bytes
-from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, segment_length, walk
+from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, pipeline_shape, segment_length, walk
 from jettison.predict.units import stream_bytes, units
-from jettison.spec.layout import Reshard, Schedule
+from jettison.spec.anchor import BUFFERS, RunAnchor
+from jettison.spec.layout import Reshard
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run, expect_run
@@ -79,10 +80,11 @@ class Stage:
     @cached_property
     def activation_bytes(self) -> int:
         """Most bytes saved for backward at once."""
-        whole = [sum(len(unit.names) * unit.whole for unit in units) for units in self.load.chunks]
-        held = [self.load.held(chunk) - whole[chunk] + self.load.sent for chunk in range(len(self.load.chunks))]
-        half = [self.load.held_half(chunk) - whole[chunk] + self.load.sent for chunk in range(len(self.load.chunks))]
-        return max(sum(map(mul, o.forward, held)) + sum(map(mul, o.weight, half)) for o in self.load.occupancies)
+        load = self.load
+        beside = [load.sent - total_bytes(units, "whole") for units in load.chunks]
+        held = [load.held(chunk) + more for chunk, more in enumerate(beside)]
+        half = [load.held_half(chunk) + more for chunk, more in enumerate(beside)]
+        return max(sum(map(mul, o.forward, held)) + sum(map(mul, o.weight, half)) for o in load.occupancies)
 
     def timeline(self, *, first_step: bool = False) -> tuple[Moment, ...]:
         """Moments of a step in order."""
@@ -258,7 +260,7 @@ def _stage(
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=step_bytes(run, total, chunks),
-        sent=_output_bytes(run, chunks[0]) if outputs else 0,
+        sent=(chunks[0][-1].part.region if chunks[0] else embedding_region(run.scene)).output.nbytes if outputs else 0,
         master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
         aside=aside,
         late=late,
@@ -290,29 +292,15 @@ def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:
     learning = (
         run.gradients is not Gradients.UPFRONT or layout.reduces_chunks or (receiving and layout.virtual_stages > 1)
     )
-    return device_order(
-        layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
-        stage=index,
-        stages=layout.pp,
-        micro_batches=run.micro_batches,
-        virtual_stages=layout.virtual_stages,
-        group=layout.micro_batch_group,
-        whole=run.recompute.whole,
-        walk=OrderOptions(
-            sending(run, index), learning, layout.reduces_chunks, run.syncs_last, weights=weights, receiving=receiving
-        ),
-        every=every,
+    walk = OrderOptions(
+        sending(run, index), learning, layout.reduces_chunks, run.syncs_last, weights=weights, receiving=receiving
     )
+    return device_order(pipeline_shape(run), index, whole=run.recompute.whole, walk=walk, every=every)
 
 
 def played_load(run: Run, stage: Stage) -> StageLoad:
     """Return a stage's load with the order of all micro-batches, for `memory.step.actions`."""
     return replace(stage.load, order=stage_order(run, stage.index, every=True))
-
-
-def _output_bytes(run: Run, chunk: Chunk) -> int:
-    """Bytes of a chunk's output; that of a stage without layers is the embedding's."""
-    return (chunk[-1].part.region if chunk else embedding_region(run.scene)).output.nbytes
 
 
 def _while_whole(run: Run, index: int, groups: Sequence[Chunk], made: Sequence[Units]) -> Iterator[Units]:
@@ -321,4 +309,23 @@ def _while_whole(run: Run, index: int, groups: Sequence[Chunk], made: Sequence[U
     neighbours = (*run.layout.neighbours(index),) * 2  # also those without checkpointing
     for chunk, gathering, near in zip(groups, made, neighbours, strict=False):
         weights = {name: unit.weights for unit in gathering for name in unit.names}
-        yield tuple(replace(unit, weights=weights[unit.names[0]]) for unit in units(stays, chunk, near))
+        yield tuple(unit._replace(weights=weights[unit.names[0]]) for unit in units(stays, chunk, near))
+
+
+# copies of buffers that an anchor found: NOTE [ Anchored ] in `anchor` ------------------------------------------------
+
+
+def extra_bytes(anchor: RunAnchor, run: Run) -> int:
+    """Bytes of the copies of a buffer that the anchor found, on the worst rank."""
+    if not anchor.copies:
+        return 0
+    return anchor.copies * dict(buffers(forecast(plain(run)))).get(anchor.buffer, 0)
+
+
+def buffers(found: Forecast) -> Iterator[tuple[str, int]]:
+    """Names and bytes of buffers that a framework may copy, most likely first."""
+    run, layout, model = found.run, found.run.layout, found.run.model
+    tokens = run.micro_batch * run.seq // layout.cp
+    logits = tokens * model.vocab // layout.tp if model.words else 0
+    static, stream = found.worst.static, tokens * model.hidden // layout.tp
+    yield from zip(BUFFERS, (4 * logits, 2 * logits, static.parameters, static.gradients, 4 * stream), strict=True)

@@ -354,8 +354,7 @@ class _Sharded:
         pending, cast = (0, 0) if layout.zero_replicas == 1 else (self._reduced_again(), self._cast_after_all_reduce())
         if self.reducing:
             pending = sum(part.static.gradients for part in own if part.static.reduced) - gradient
-        found = Unit(  # `replace` would make dozens of calls
-            names=unit.names,
+        found = unit._replace(
             resident=unit.resident + stays,
             whole=stays,
             forward_peak=forward,
@@ -363,10 +362,8 @@ class _Sharded:
             adding_peak=adding,
             gradient=gradient,
             pending=unit.pending + pending,
-            is_loss=unit.is_loss,
-            frozen=unit.frozen,
+            cached=0,
             weights=sum(part.static.gathered for part in own) if layout.regathers else 0,
-            regions=unit.regions,
             lingering=unit.lingering + cast,
         )
         return self._with_inputs_of_hooks(found)
@@ -380,7 +377,7 @@ class _Sharded:
         given = before.region.output.nbytes
         # the gradient of its output is counted: the next layer's hook references it
         held = part.region.output.nbytes if behind is not None and behind.is_layer else 0
-        return replace(unit, lingering=2 * given, backward_peak=unit.backward_peak - held)
+        return unit._replace(lingering=2 * given, backward_peak=unit.backward_peak - held)
 
     def _reduced_again(self) -> int:
         """Bytes of another micro-batch's all-reduced shards under HSDP, which each group keeps to the backward's end.

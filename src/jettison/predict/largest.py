@@ -11,6 +11,7 @@ are assumed to grow with batch and sequence; the edge is checked on both sides.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -21,6 +22,7 @@ from jettison.core.errors import UsageError
 from jettison.predict.changes import FittingChange
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitBudget, FitRule
+from jettison.spec.layout import Layout
 from jettison.spec.run import Run
 
 SEQUENCE_STEP: Final = 128
@@ -95,7 +97,7 @@ def fit(
     Raises:
         UsageError: see `predict.forecast.forecast`.
     """
-    peak = cache(_peak if peak is None else peak)
+    peak = cache(peak or (lambda one: forecast(one).peak_bytes))
     budgets = (*surer, FitBudget(rule=FitRule.MAY if surer else FitRule.BUDGET, nbytes=budget_bytes))
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
     ends = run.model.learned_positions or run.model.recorder is not None  # recorded at most this long
@@ -109,14 +111,19 @@ def fit(
     def with_sequence(count: int) -> int:
         return peak(replace(run, seq=count * step, source_seq=0 if run.model.audio else run.source_seq))
 
+    def with_tp(size: int) -> Layout:
+        return replace(run.layout, tp=size)
+
+    heads = gcd(*(layer.heads for layer in run.model.kinds))
+    sizes = [size for size in range(1, heads + 1) if heads % size == 0]
     return FitAnswer(
         budget_bytes=budget_bytes,
         peak_bytes=peak(run),
         seq_step=step,
         micro_batch=_surest(budgets, lambda nbytes: _largest(with_batch, nbytes, most=_MOST)),
         seq=_in_steps(_surest(budgets, lambda nbytes: _largest(with_sequence, nbytes, most=positions // step)), step),
-        tp=_surest(budgets, lambda nbytes: _smallest(peak, _tensor_parallel(run), nbytes)),
-        zero=_surest(budgets, lambda nbytes: _smallest(peak, _sharding(run), nbytes)),
+        tp=_surest(budgets, lambda nbytes: _smallest(peak, _layouts(run, sizes, with_tp), nbytes)),
+        zero=_surest(budgets, lambda nbytes: _smallest(peak, _layouts(run, range(4), run.layout.at_zero), nbytes)),
     )
 
 
@@ -131,61 +138,34 @@ def _surest(budgets: Sequence[FitBudget], edge: Callable[[int], Edge]) -> Edge:
     return most
 
 
-def _sharding(run: Run) -> Iterator[tuple[int, Run]]:
-    """The run at each ZeRO stage that its optimizer and recipe support."""
-    for zero in range(4):
+def _layouts(run: Run, values: Iterable[int], of: Callable[[int], Layout]) -> Iterator[tuple[int, Run]]:
+    """The run in the layout of each value that it supports."""
+    for value in values:
         try:
-            yield zero, replace(run, layout=run.layout.at_zero(zero))
-        except UsageError:
+            yield value, replace(run, layout=of(value))
+        except UsageError:  # heads, sequence or feed-forward width do not divide, or its optimizer has no such shards
             continue
-
-
-def _peak(run: Run) -> int:
-    return forecast(run).peak_bytes
 
 
 def _largest(peak: Callable[[int], int], budget: int, *, most: int) -> Edge:
     """Edge of 1 to ``most``: doubling until it no longer fits, then bisection."""
     if most < 1:
         return Edge()
-    fits, fits_bytes = 0, 0
-    beyond, beyond_bytes = 1, peak(1)
-    while beyond_bytes <= budget:
-        fits, fits_bytes = beyond, beyond_bytes
-        if fits == most:
-            return Edge(value=fits, peak_bytes=fits_bytes)
-        beyond = min(2 * fits, most)
-        beyond_bytes = peak(beyond)
-    while beyond - fits > 1:
-        middle = (fits + beyond) // 2
-        nbytes = peak(middle)
-        if nbytes <= budget:
-            fits, fits_bytes = middle, nbytes
-        else:
-            beyond, beyond_bytes = middle, nbytes
-    if not fits:
-        return Edge(beyond=beyond, beyond_peak_bytes=beyond_bytes)
-    return Edge(value=fits, peak_bytes=fits_bytes, beyond=beyond, beyond_peak_bytes=beyond_bytes)
+    low, high = 0, 1
+    while peak(high) <= budget:
+        if high == most:
+            return Edge(value=high, peak_bytes=peak(high))
+        low, high = high, min(2 * high, most)
+    beyond = low + 1 + bisect_right(range(low + 1, high), budget, key=peak)
+    found = Edge(beyond=beyond, beyond_peak_bytes=peak(beyond))
+    return replace(found, value=beyond - 1, peak_bytes=peak(beyond - 1)) if beyond > 1 else found
 
 
 def _in_steps(edge: Edge, step: int) -> Edge:
     """Convert an edge in steps to tokens."""
-    return replace(
-        edge,
-        value=None if edge.value is None else edge.value * step,
-        beyond=None if edge.beyond is None else edge.beyond * step,
-        may=None if edge.may is None else edge.may * step,
-    )
-
-
-def _tensor_parallel(run: Run) -> Iterable[tuple[int, Run]]:
-    """The run at each tensor-parallel size that divides it, ascending."""
-    heads = gcd(*(layer.heads for layer in run.model.kinds))
-    for size in (t for t in range(1, heads + 1) if heads % t == 0):
-        try:
-            yield size, replace(run, layout=replace(run.layout, tp=size))
-        except UsageError:  # key-value heads, feed-forward width or sequence do not divide
-            continue
+    steps = {"value": edge.value, "beyond": edge.beyond, "may": edge.may}
+    tokens: dict[str, Any] = {name: count and count * step for name, count in steps.items()}
+    return replace(edge, **tokens)
 
 
 def _smallest(peak: Callable[[Run], int], runs: Iterable[tuple[int, Run]], budget: int) -> Edge:

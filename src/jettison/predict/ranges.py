@@ -26,6 +26,7 @@ The range of device bytes includes that of context and communicators. On CPU not
 from __future__ import annotations
 
 import tomllib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -44,7 +45,6 @@ from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
-    from jettison.predict.time import Estimate
     from jettison.spec.anchor import RunAnchor
 
 DATA: Final = Path(__file__).with_name("ranges.toml")
@@ -235,7 +235,7 @@ def figures(
     """
     anchor = run.anchor
     if anchor is not None and anchor.copies:
-        from jettison.predict.extra_buffers import extra_bytes  # few runs have an anchor
+        from jettison.predict.forecast import extra_bytes  # few runs have an anchor
 
         allocated_bytes += extra_bytes(anchor, run)
     allocated = _allocated(run, allocated_bytes)
@@ -293,13 +293,12 @@ def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool, layout: Layout |
         surely: the upper end of their range has to fit, not only the expected value.
         layout: replaces the run's.
     """
-    low, high = 0, usable_bytes
-    while low < high:
-        middle = (low + high + 1) // 2
-        device = figures(run, middle, layout=layout).device
-        fits = (device.high if surely else device.expected) <= usable_bytes
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+
+    def needs(allocated_bytes: int) -> float:
+        device = figures(run, allocated_bytes, layout=layout).device
+        return device.high if surely else device.expected
+
+    return bisect_right(range(1, usable_bytes + 1), float(usable_bytes), key=needs)
 
 
 def most_bytes(run: Run, layout: Layout, *, usable_bytes: int, budget_bytes: int | None = None) -> int:
@@ -318,13 +317,9 @@ def _allocated(run: Run, nbytes: int) -> Range:
     So an anchor that agrees never widens it.
     """
     classes = lineage(Measure.ALLOCATED, run)
-    near, own = (scaled(residual(Measure.ALLOCATED, found), nbytes) for found in (classes, _own(classes)))
+    others = classes[classes[0] == ANCHORED :]
+    near, own = (scaled(residual(Measure.ALLOCATED, found), nbytes) for found in (classes, others))
     return Range(expected=near.expected, low=max(near.low, own.low), high=min(near.high, own.high))
-
-
-def _own(classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Classes without `ANCHORED`."""
-    return classes[classes[0] == ANCHORED :]
 
 
 def _bytes(nbytes: float) -> str:
@@ -429,11 +424,6 @@ def _shape(model: ModelSpec, kernels: str) -> str:
 def time_residual(run: Run, hardware: str) -> Residual:
     """Residual of the modelled step time of such a run."""
     return residual(Measure.TIME, lineage(Measure.TIME, run, hardware))
-
-
-def time_residual_of(found: Estimate) -> Residual:
-    """Residual of an estimate's step time."""
-    return time_residual(found.run, found.hardware.name)
 
 
 @cache

@@ -357,15 +357,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-GRADIENTS: Final = MappingProxyType(
-    {
-        "one-by-one": Gradients.ONE_BY_ONE,
-        "upfront": Gradients.UPFRONT,
-        "buckets": Gradients.BUCKETS,
-        "added": Gradients.ADDED,
-        "in-backward": Gradients.IN_BACKWARD,
-    }
-)
+GRADIENTS: Final = MappingProxyType({str(each).replace(" ", "-"): each for each in Gradients})
 
 
 def _gradients(text: str | None, kernels: Kernels) -> Gradients:

@@ -17,7 +17,7 @@ alone fits the smallest budget that single layers fit: a longer one cannot lower
 of k layers saves k - 1 of k inputs, and beyond 16 another layer saves less than a sixteenth of an input a layer. There
 are no segments if inputs can be offloaded within the host's budget and behind single layers' compute: then single
 layers save nothing on the device and recompute less. Segments of one length throughout a stage, as in a recompute mode,
-are tried at every length: `uniform`. If the host's budget binds, segments are tried only if single layers do not fit:
+are tried at every length. If the host's budget binds, segments are tried only if single layers do not fit:
 plans near the relaxation's vertex (`solve.exchanges`) have none.
 
 NOTE [ Mask of packed documents ]
@@ -29,7 +29,7 @@ have only options that do not read it, and the better answer counts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from operator import mul
@@ -82,167 +82,7 @@ class StageOutcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageParts:
-    """Regions of a stage, chunk by chunk, and their positions."""
-
-    run: Run
-    stage: Stage
-    timing: Timing
-
-    @cached_property
-    def parts(self) -> list[StageRegion]:
-        """All regions in order."""
-        return [part for chunk in self.stage.parts for part in chunk]
-
-    @cached_property
-    def chunks(self) -> list[tuple[int, FsdpGroups]]:
-        """Begin and FSDP groups of each region's chunk."""
-        begins = accumulate((len(parts) for parts in self.stage.parts), initial=0)
-        found = (
-            (at, FsdpGroups.of(self.run, parts)) for at, parts in zip(begins, self.stage.parts, strict=False) if parts
-        )
-        return [(begin, chunk) for begin, chunk in found for _ in chunk.parts]
-
-    def place(self, start: int, stop: int) -> GroupPlace:
-        """Position of consecutive regions in their chunk."""
-        begin, chunk = self.chunks[start]
-        return GroupPlace.of(chunk, start - begin, stop - begin)
-
-    def unit(self, start: int, stays: Sequence[Staying | None]) -> Unit:
-        """Spans of consecutive regions with these kept tensors; None: those of the run's mode."""
-        parts = self.parts[start : start + len(stays)]
-        groups = [
-            RegionGroup(part=part if kept is None else replace(part, policy=MIXED, chosen=kept), names=(part.name,))
-            for part, kept in zip(parts, stays, strict=True)
-        ]
-        return unit_within(self.run, groups, self.place(start, start + len(stays)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSegments(StageParts):
-    """Segments as options of a stage, in addition to those of its layers; see NOTE [ Which segments ].
-
-    Args:
-        fresh: each backward allocates gradients one by one.
-    """
-
-    fresh: bool
-    _known: dict[tuple[object, ...], tuple[Unit, float]] = field(default_factory=dict, init=False, compare=False)
-
-    def options(self, problem: StepProblem, most_bytes: int) -> Iterator[SegmentOption]:
-        """Yield segments by beginning, then by length.
-
-        Args:
-            problem: of the stage's single regions.
-            most_bytes: the smallest budget that it fits.
-        """
-        regions = problem.regions
-        if self._inputs_go_freely(problem):
-            return
-        later = list(accumulate((region.gradient_bytes for region in reversed(regions)), initial=0))[::-1]
-        for start, end in self._ends.items():
-            for stop in range(start + 2, min(start + LONGEST, end) + 1):
-                one = self._option(problem, start, stop)
-                rise = one.resident_bytes + one.backward_peak_bytes[-1] + later[stop]
-                if problem.static_bytes + max(one.forward_peak_bytes, rise) > most_bytes:
-                    break
-                yield one
-                sent = self._sent(start)
-                if problem.link is not None and sent >= LEAST_MOVED and stop < end:
-                    left = one.resident_bytes - regions[start].copies * sent
-                    yield replace(one, key=SENT, resident_bytes=left, offloaded_bytes=sent)
-
-    def _inputs_go_freely(self, problem: StepProblem) -> bool:
-        """Whether all inputs can be offloaded within the host's budget and without stalls."""
-        link, regions = problem.link, problem.regions
-        if link is None:
-            return False
-        room = link.host_budget_bytes
-        if room is not None and sum(regions[r].copies * self._sent(r) for r in self._ends) > room:
-            return False
-        pairs = [(self._sent(r), regions[r + 1]) for r, end in self._ends.items() if r + 1 < end]
-        return not any(link.stall(sent, min(o.forward_seconds, o.backward_seconds)) for sent, o in pairs)
-
-    def staying(self, start: int, stop: int, key: str) -> Iterator[Staying]:
-        """Yield the kept tensors of each layer of a segment."""
-        for place, part in enumerate(self.parts[start:stop]):
-            kept = kept_by(part.region, FULL)
-            moved = kept if key == SENT and place == 0 else frozenset[int]()
-            yield Staying(kept, moved, place, stop - start)
-
-    def uniform(self) -> Iterator[tuple[int, int]]:
-        """Yield lengths of equal segments with their peaks, as long as longer ones may have a lower peak."""
-        best = None
-        longest = max((end - start for start, end in self._ends.items()), default=0)
-        for size in range(2, longest + 1):
-            mode = Recompute(mode=Mode.EVERY, number=size, whole=self.run.recompute.whole)
-            stage = stage_sizes(replace(self.run, recompute=mode), self.stage.index)
-            load, needs = stage.load, stage.peak_bytes
-            yield size, needs
-            best = needs if best is None else min(best, needs)
-            each = [load.held(chunk) for chunk in range(len(load.chunks))]
-            held = max(sum(map(mul, state.alive, each)) for state in load.occupancies)
-            if needs - held >= best:  # the backward's peak grows with the length
-                return
-
-    def cut(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield begin and end of segments of ``size`` layers, the last of each chunk shorter; at least two layers."""
-        for start, end in self._ends.items():
-            if start == 0 or self._ends.get(start - 1) != end:  # the first layer of its chunk
-                yield from ((at, min(at + size, end)) for at in range(start, end, size) if end - at > 1)
-
-    def seconds(self, start: int, stop: int) -> float:
-        """Seconds of recomputing a segment: all of its layers but the last are fully recomputed."""
-        parts = self.parts[start:stop]
-        spent = sum(sum(self._op_seconds(part)) for part in parts[:-1])
-        own = self._op_seconds(parts[-1])
-        return spent + sum(own[o] for o in repeated(parts[-1].region, kept_by(parts[-1].region, FULL)))
-
-    @cached_property
-    def _ends(self) -> dict[int, int]:
-        """One past the last layer of its chunk, by layer's position in the stage."""
-        found: dict[int, int] = {}
-        at = 0
-        for chunk in self.stage.parts:
-            layers = [at + i for i, part in enumerate(chunk) if part.is_layer]
-            found |= dict.fromkeys(layers, layers[-1] + 1 if layers else 0)
-            at += len(chunk)
-        return found
-
-    @cached_property
-    def _kinds(self) -> list[int]:
-        """Numbers of the regions; equal ones have the same number."""
-        numbers: dict[object, int] = {}
-        return [numbers.setdefault((part.layer, part.region), len(numbers)) for part in self.parts]
-
-    def _option(self, problem: StepProblem, start: int, stop: int) -> SegmentOption:
-        kinds = (*self._kinds[start:stop], self.place(start, stop).shards)
-        if kinds not in self._known:
-            unit = self.unit(start, list(self.staying(start, stop, HELD)))
-            self._known[kinds] = unit, self.seconds(start, stop)
-        unit, seconds = self._known[kinds]
-        return SegmentOption(
-            key=HELD,
-            start=start,
-            stop=stop,
-            resident_bytes=problem.regions[start].copies * unit.resident,
-            forward_peak_bytes=unit.forward_peak,
-            # the unit's peak counts its own layers' gradients, so it belongs where none of them is allocated yet
-            backward_peak_bytes=(*(0,) * (stop - start - 1), unit.backward_peak if self.fresh else unit.adding_peak),
-            seconds=seconds,
-        )
-
-    def _sent(self, start: int) -> int:
-        region = self.parts[start].region
-        return region.program.kept_bytes(kept_by(region, FULL))
-
-    def _op_seconds(self, part: StageRegion) -> Sequence[float]:
-        assert len(everything(part.region)) == len(part.region.program.ops)
-        return self.timing.prices(part.layer).op_seconds(part.region)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageChoice(StageParts):
+class StageChoice:
     """Planning problem of one stage. See NOTE [ A stage as a step problem ].
 
     Args:
@@ -250,6 +90,9 @@ class StageChoice(StageParts):
         mask: layers may recompute ops that read the mask of packed documents.
     """
 
+    run: Run
+    stage: Stage
+    timing: Timing
     host_budget_bytes: int | None = None
     mask: bool = True
 
@@ -319,15 +162,15 @@ class StageChoice(StageParts):
 
     def _uniform(self) -> Iterator[StageOutcome]:
         """Yield equal segments of the length with the lowest peak."""
-        size, _ = min(self._segments.uniform(), key=lambda pair: pair[1], default=(0, 0))
+        size, _ = min(self._equal_segments(), key=lambda pair: pair[1], default=(0, 0))
         if not size:
             return
         ends = [min(options, key=lambda o: (o.kept_bytes + o.moved_bytes, o.seconds)) for options in self.points]
-        cut = tuple(self._segments.cut(size))
+        cut = tuple(self._cut(size))
         inside = {r for start, stop in cut for r in range(start, stop)}
         keys = tuple(HELD if r in inside else end.key for r, end in enumerate(ends))
         seconds = sum(end.seconds for r, end in enumerate(ends) if r not in inside)
-        seconds += sum(self._segments.seconds(start, stop) for start, stop in cut)
+        seconds += sum(self.segment_seconds(start, stop) for start, stop in cut)
         yield self._unasked(Choice(root="", regions=keys, segments=cut), seconds)
 
     def _unasked(self, choice: Choice, seconds: float) -> StageOutcome:
@@ -348,6 +191,36 @@ class StageChoice(StageParts):
             host_bytes=found.levels.host_bytes,
             gap=found.gap,
         )
+
+    # regions ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def parts(self) -> list[StageRegion]:
+        """All regions in order."""
+        return [part for chunk in self.stage.parts for part in chunk]
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, FsdpGroups]]:
+        """Begin and FSDP groups of each region's chunk."""
+        begins = accumulate((len(parts) for parts in self.stage.parts), initial=0)
+        found = (
+            (at, FsdpGroups.of(self.run, parts)) for at, parts in zip(begins, self.stage.parts, strict=False) if parts
+        )
+        return [(begin, chunk) for begin, chunk in found for _ in chunk.parts]
+
+    def place(self, start: int, stop: int) -> GroupPlace:
+        """Position of consecutive regions in their chunk."""
+        begin, chunk = self.chunks[start]
+        return GroupPlace.of(chunk, start - begin, stop - begin)
+
+    def unit(self, start: int, stays: Sequence[Staying | None]) -> Unit:
+        """Spans of consecutive regions with these kept tensors; None: those of the run's mode."""
+        parts = self.parts[start : start + len(stays)]
+        groups = [
+            RegionGroup(part=part if kept is None else replace(part, policy=MIXED, chosen=kept), names=(part.name,))
+            for part, kept in zip(parts, stays, strict=True)
+        ]
+        return unit_within(self.run, groups, self.place(start, start + len(stays)))
 
     # options of parts -------------------------------------------------------------------------------------------------
 
@@ -432,16 +305,12 @@ class StageChoice(StageParts):
     def _offers(self) -> tuple[Offer, ...]:
         """Solver for the problem with segments; before it the one without, if the host's budget binds."""
         alone = Offer(self._problem)
-        segments = tuple(self._segments.options(self._problem, alone.least_bytes)) if self.mask else ()
+        segments = tuple(self._segment_options(self._problem, alone.least_bytes)) if self.mask else ()
         if not segments:
             return (alone,)
         together = Offer(replace(self._problem, segments=segments))
         binds = any(walk.host_budget_bytes is not None for walk in alone.walks)
         return (alone, together) if binds else (together,)
-
-    @cached_property
-    def _segments(self) -> StageSegments:
-        return StageSegments(run=self.run, stage=self.stage, timing=self.timing, fresh=self._fresh)
 
     def _regions(self) -> Iterator[ProblemRegion]:
         """Yield a region for each part; equal ones are computed once."""
@@ -493,7 +362,7 @@ class StageChoice(StageParts):
             at = len(found)
             key = choice.regions[at]
             if at in stops:
-                found += self._segments.staying(at, stops[at], key)
+                found += self._in_segment(at, stops[at], key)
                 continue
             point = next(p for p in self.points[at] if p.key == key)
             found.append(Staying(point.kept, point.moved) if self.parts[at].is_layer else None)
@@ -504,6 +373,123 @@ class StageChoice(StageParts):
         by_name = {part.name: buffers for part, buffers in zip(self.parts, staying, strict=True)}
         chosen = [by_name.get(name) for name in self.run.model.layer_names]
         return stage_sizes(self.run, self.stage.index, chosen).peak_bytes
+
+    # segments ---------------------------------------------------------------------------------------------------------
+
+    def _segment_options(self, problem: StepProblem, most_bytes: int) -> Iterator[SegmentOption]:
+        """Yield segments as options, by beginning, then by length: NOTE [ Which segments ].
+
+        Args:
+            problem: of the stage's single regions.
+            most_bytes: the smallest budget that it fits.
+        """
+        regions = problem.regions
+        if self._inputs_go_freely(problem):
+            return
+        later = list(accumulate((region.gradient_bytes for region in reversed(regions)), initial=0))[::-1]
+        for start, end in self._ends.items():
+            for stop in range(start + 2, min(start + LONGEST, end) + 1):
+                one = self._option(problem, start, stop)
+                rise = one.resident_bytes + one.backward_peak_bytes[-1] + later[stop]
+                if problem.static_bytes + max(one.forward_peak_bytes, rise) > most_bytes:
+                    break
+                yield one
+                sent = self._sent(start)
+                if problem.link is not None and sent >= LEAST_MOVED and stop < end:
+                    left = one.resident_bytes - regions[start].copies * sent
+                    yield replace(one, key=SENT, resident_bytes=left, offloaded_bytes=sent)
+
+    def _inputs_go_freely(self, problem: StepProblem) -> bool:
+        """Whether all inputs can be offloaded within the host's budget and without stalls."""
+        link, regions = problem.link, problem.regions
+        if link is None:
+            return False
+        room = link.host_budget_bytes
+        if room is not None and sum(regions[r].copies * self._sent(r) for r in self._ends) > room:
+            return False
+        pairs = [(self._sent(r), regions[r + 1]) for r, end in self._ends.items() if r + 1 < end]
+        return not any(link.stall(sent, min(o.forward_seconds, o.backward_seconds)) for sent, o in pairs)
+
+    def _in_segment(self, start: int, stop: int, key: str) -> Iterator[Staying]:
+        """Yield the kept tensors of each layer of a segment."""
+        for place, part in enumerate(self.parts[start:stop]):
+            kept = kept_by(part.region, FULL)
+            moved = kept if key == SENT and place == 0 else frozenset[int]()
+            yield Staying(kept, moved, place, stop - start)
+
+    def _equal_segments(self) -> Iterator[tuple[int, int]]:
+        """Yield lengths of equal segments with their peaks, as long as longer ones may have a lower peak."""
+        best = None
+        longest = max((end - start for start, end in self._ends.items()), default=0)
+        for size in range(2, longest + 1):
+            mode = Recompute(mode=Mode.EVERY, number=size, whole=self.run.recompute.whole)
+            stage = stage_sizes(replace(self.run, recompute=mode), self.stage.index)
+            load, needs = stage.load, stage.peak_bytes
+            yield size, needs
+            best = needs if best is None else min(best, needs)
+            each = [load.held(chunk) for chunk in range(len(load.chunks))]
+            held = max(sum(map(mul, state.alive, each)) for state in load.occupancies)
+            if needs - held >= best:  # the backward's peak grows with the length
+                return
+
+    def _cut(self, size: int) -> Iterator[tuple[int, int]]:
+        """Yield begin and end of segments of ``size`` layers, the last of each chunk shorter; at least two layers."""
+        for start, end in self._ends.items():
+            if start == 0 or self._ends.get(start - 1) != end:  # the first layer of its chunk
+                yield from ((at, min(at + size, end)) for at in range(start, end, size) if end - at > 1)
+
+    def segment_seconds(self, start: int, stop: int) -> float:
+        """Seconds of recomputing a segment: all of its layers but the last are fully recomputed."""
+        parts = self.parts[start:stop]
+        spent = sum(sum(self._op_seconds(part)) for part in parts[:-1])
+        own = self._op_seconds(parts[-1])
+        return spent + sum(own[o] for o in repeated(parts[-1].region, kept_by(parts[-1].region, FULL)))
+
+    @cached_property
+    def _ends(self) -> dict[int, int]:
+        """One past the last layer of its chunk, by layer's position in the stage."""
+        found: dict[int, int] = {}
+        at = 0
+        for chunk in self.stage.parts:
+            layers = [at + i for i, part in enumerate(chunk) if part.is_layer]
+            found |= dict.fromkeys(layers, layers[-1] + 1 if layers else 0)
+            at += len(chunk)
+        return found
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """Numbers of the regions; equal ones have the same number."""
+        numbers: dict[object, int] = {}
+        return [numbers.setdefault((part.layer, part.region), len(numbers)) for part in self.parts]
+
+    def _option(self, problem: StepProblem, start: int, stop: int) -> SegmentOption:
+        kinds = (*self._kinds[start:stop], self.place(start, stop).shards)
+        if kinds not in self._known_segments:
+            unit = self.unit(start, list(self._in_segment(start, stop, HELD)))
+            self._known_segments[kinds] = unit, self.segment_seconds(start, stop)
+        unit, seconds = self._known_segments[kinds]
+        return SegmentOption(
+            key=HELD,
+            start=start,
+            stop=stop,
+            resident_bytes=problem.regions[start].copies * unit.resident,
+            forward_peak_bytes=unit.forward_peak,
+            # the unit's peak counts its own layers' gradients, so it belongs where none of them is allocated yet
+            backward_peak_bytes=(*(0,) * (stop - start - 1), unit.backward_peak if self._fresh else unit.adding_peak),
+            seconds=seconds,
+        )
+
+    def _sent(self, start: int) -> int:
+        region = self.parts[start].region
+        return region.program.kept_bytes(kept_by(region, FULL))
+
+    def _op_seconds(self, part: StageRegion) -> Sequence[float]:
+        assert len(everything(part.region)) == len(part.region.program.ops)
+        return self.timing.prices(part.layer).op_seconds(part.region)
+
+    @cached_property
+    def _known_segments(self) -> dict[tuple[object, ...], tuple[Unit, float]]:
+        return {}
 
 
 @lru_cache(maxsize=4096)

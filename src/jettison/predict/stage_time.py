@@ -95,15 +95,7 @@ class StageSeconds:
     @property
     def total(self) -> RegionSeconds:
         """Seconds of one micro-batch in all chunks."""
-        return total_of(self.chunks)
-
-
-def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
-    """Sum of sequential parts."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+        return sum(self.chunks, NOTHING)
 
 
 # regions --------------------------------------------------------------------------------------------------------------
@@ -146,11 +138,7 @@ def in_segments(items: Sequence[Item], size: int) -> Iterator[Item]:
             yield own[-1] if size > 1 and place % size == size - 1 else own[0]
 
 
-@lru_cache(maxsize=4096)
-def _price_model(
-    hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
-) -> PriceModel:
-    return PriceModel(hardware=hardware, execution=execution, precision=precision, layout=layout, visible=visible)
+_price_model = lru_cache(maxsize=4096)(PriceModel)
 
 
 @lru_cache(maxsize=65536)
@@ -173,7 +161,7 @@ def _one(
     seconds = prices.seconds(region, again, planned=planned)
     if adds:
         adding = _adding_seconds(region, sharding, precision, prices.execution, hardware)
-        seconds = replace(seconds, weights=seconds.weights + PassSeconds(compute=adding))
+        seconds = seconds._replace(weights=seconds.weights + PassSeconds(compute=adding))
     gathered, reduced = _shared_seconds(region, replace(sharding, tp=prices.layout.tp), prices)
     return Item(
         count=1,
@@ -220,8 +208,13 @@ class Timing:
     def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Price model of a layer's kernels; None: of the embedding and the head."""
         run = self.run
-        visible = 1.0 if layer is None else _computed_share(run, layer)
-        return _price_model(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
+        return _price_model(
+            hardware=self.hardware,
+            execution=self.execution,
+            precision=run.precision,
+            layout=run.layout.within_stage,
+            visible=1.0 if layer is None else _computed_share(run, layer),
+        )
 
     # regions ----------------------------------------------------------------------------------------------------------
 
@@ -295,8 +288,8 @@ class Timing:
         for items in chunks:
             alike = id(items), share
             if alike not in known:
-                each = total_of([item.seconds * item.count for item in items] or [NOTHING])
-                known[alike] = replace(each, again=each.again * share) + self._beside(items) + self._frozen
+                each = sum((item.seconds * item.count for item in items), NOTHING)
+                known[alike] = each._replace(again=each.again * share) + self._beside(items) + self._frozen
             seconds.append(known[alike])
         sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
@@ -344,7 +337,7 @@ class Timing:
         for frozen in self.run.frozen:
             own = Timing(run=frozen_run(self.run, frozen), hardware=self.hardware, execution=self.execution)
             items = own.items(frozen_groups(self.run, frozen))
-            total = total + replace(NOTHING, forward=own.stage(0, [items], 1.0, {}).total.forward)
+            total = total + RegionSeconds(forward=own.stage(0, [items], 1.0, {}).total.forward)
         return total
 
     def sending(self) -> float:
@@ -381,7 +374,7 @@ class Timing:
             backward += sum(n * self._over(i.offloaded, work) for n, i, work, _ in pairs)
         if not (forward or backward):
             return NOTHING
-        return replace(NOTHING, forward=PassSeconds(transfers=forward), inputs=PassSeconds(transfers=backward))
+        return RegionSeconds(forward=PassSeconds(transfers=forward), inputs=PassSeconds(transfers=backward))
 
     def hideable(self, items: Sequence[Item]) -> float:
         """Exposed ZeRO transfers of a chunk's backward that more compute would hide."""

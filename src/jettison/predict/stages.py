@@ -11,11 +11,11 @@ from math import prod
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, declared, static
 from jettison.formula.tape import Weight
+from jettison.memory.schedule import PipelineShape
 from jettison.solve.modules import OWN, Recomputed, is_mtp, recomputed, sent
 from jettison.solve.policy import COMPILED, COMPILED_QUANTIZED, Compiled, SelectiveOp, kept_apart, policy_named
-from jettison.spec.fp8 import Fp8Recipe
-from jettison.spec.layout import Layout
-from jettison.spec.model import AnyLayer, Layer, ModelSpec
+from jettison.spec.layout import Layout, Schedule
+from jettison.spec.model import AnyLayer, Layer
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
@@ -110,11 +110,6 @@ Chunk = tuple[RegionGroup, ...]
 """Regions of one virtual stage on one rank, in the order of the forward."""
 
 
-def compiled_word(recipe: Fp8Recipe | None) -> str:
-    """Policy of compiled layers under a recipe."""
-    return COMPILED if recipe is None or recipe.wide_weight_gradient else COMPILED_QUANTIZED
-
-
 @lru_cache(maxsize=65536)
 def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
@@ -193,14 +188,6 @@ def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) 
     layout, sizes = run.layout, run.layout.layers_per_chunk(run.model.depth)
     wanted = range(layout.pp) if only is None else (only,)
     parts: dict[Kind, StageRegion] = {}
-    if chosen is None and run.recompute.mode not in _BY_POSITION:
-        same, stages = _same_places(run.model, sizes, tuple(layout.places(index) for index in range(layout.pp)))
-        uniform = _policy(run, 0)
-        made = [
-            _chunk(run, place, [((number, uniform, None), range(first, stop)) for number, first, stop in own], parts)
-            for place, own in same
-        ]
-        return tuple(tuple(made[i] for i in stages[index]) for index in wanted)
     known: dict[object, Chunk] = {}
     starts, last = [0, *accumulate(sizes)], len(sizes) - 1
     found = []
@@ -215,42 +202,6 @@ def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) 
             position += sizes[place]
         found.append(tuple(chunks))
     return tuple(found)
-
-
-Stretch = tuple[int, int, int]
-"""Layers of one kind: its number in the model, the first of them, and one past the last."""
-
-
-@lru_cache(maxsize=65536)
-def _stretches(model: ModelSpec, start: int, stop: int) -> tuple[Stretch, ...]:
-    if start == stop:  # a stage without layers
-        return ()
-    return tuple(
-        (number, max(first, start), min(last, stop))
-        for number, first, last in model.stretches
-        if first < stop and start < last
-    )
-
-
-@lru_cache(maxsize=4096)
-def _same_places(
-    model: ModelSpec, sizes: tuple[int, ...], stages: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[tuple[int, tuple[Stretch, ...]], ...], tuple[tuple[int, ...], ...]]:
-    """Distinct positions of chunks, each the first of equal ones, and their indices by stage, for uniform policies.
-
-    Args:
-        sizes: layers of each place.
-        stages: places of each stage.
-    """
-    starts = [0, *accumulate(sizes)]
-    found: dict[object, tuple[int, int, tuple[Stretch, ...]]] = {}
-    which = []
-    for place in range(len(sizes)):
-        own = _stretches(model, starts[place], starts[place + 1])
-        alike = place == 0, place == len(sizes) - 1, tuple((number, last - first) for number, first, last in own)
-        which.append(found.setdefault(alike, (len(found), place, own))[0])
-    firsts = tuple((place, own) for _, place, own in found.values())
-    return firsts, tuple(tuple(which[place] for place in own) for own in stages)
 
 
 Kind = tuple[int, str, Staying | None]
@@ -273,11 +224,20 @@ def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dic
     return tuple(groups)
 
 
-def schedule_sizes(run: Run) -> dict[str, int]:
-    """Return arguments of `memory.schedule` for a run's pipeline, without the stage."""
+def pipeline_shape(run: Run) -> PipelineShape:
+    """Return the schedule of a run's pipeline; without one, micro-batches take turns.
+
+    Raises:
+        UsageError: the schedule does not support the micro-batches.
+    """
     layout = run.layout
-    sizes = {"stages": layout.pp, "micro_batches": run.micro_batches, "virtual_stages": layout.virtual_stages}
-    return sizes | {"group": layout.micro_batch_group}
+    return PipelineShape(
+        layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
+        stages=layout.pp,
+        micro_batches=run.micro_batches,
+        virtual_stages=layout.virtual_stages,
+        group=layout.micro_batch_group,
+    )
 
 
 def segment_length(run: Run) -> int:
@@ -295,8 +255,9 @@ def local_shape(run: Run, weight: Weight) -> tuple[int, ...]:
 
 def _policy(run: Run, position: int) -> str:
     """Policy of the layer at ``position`` of its stage; segments are full."""
-    mode, number = run.recompute.mode, run.recompute.number
-    whole = compiled_word(run.precision.recipe) if run.compiled else NONE  # of a layer without checkpoint
+    mode, number, recipe = run.recompute.mode, run.recompute.number, run.precision.recipe
+    compiled = COMPILED if recipe is None or recipe.wide_weight_gradient else COMPILED_QUANTIZED
+    whole = compiled if run.compiled else NONE  # of a layer without checkpoint
     match mode:
         case Mode.EVERY:
             return FULL
@@ -323,6 +284,12 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
         position: position of the first of them in its stage.
     """
     numbers = run.model.kind_numbers
+    if chosen is None and run.recompute.mode not in _BY_POSITION and start < stop:
+        policy = _policy(run, 0)
+        for number, first, last in run.model.stretches:
+            if first < stop and start < last:
+                yield (number, policy, None), range(max(first, start), min(last, stop))
+        return
 
     def key(index: int) -> Kind:
         picked = None if chosen is None else chosen[index]

@@ -27,9 +27,8 @@ from jettison.cost.flops import Counting, model_flops, tokens, utilisation
 from jettison.cost.layer import RegionSeconds
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
-from jettison.memory.schedule import recomputing_share
 from jettison.predict.stage_time import Item, StageSeconds, Timing
-from jettison.predict.stages import Chosen, Chunk, outline, schedule_sizes
+from jettison.predict.stages import Chosen, Chunk, outline, pipeline_shape
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run, anchored, expect_run
 
@@ -116,7 +115,7 @@ class Estimate:
 
     def mfu_by(self, counting: Counting) -> float:
         """MFU under another convention of model FLOPs."""
-        return self._utilised(self.model_flops(counting))
+        return self._utilization(self.model_flops(counting))
 
     @property
     def mfu(self) -> float:
@@ -126,15 +125,11 @@ class Estimate:
     @property
     def hfu(self) -> float:
         """HFU: utilization with recomputation."""
-        return self._utilised(self.hardware_flops)
+        return self._utilization(self.hardware_flops)
 
-    def _utilised(self, flops: float) -> float:
-        return utilisation(
-            flops,
-            seconds=self.step_seconds,
-            devices=self.run.layout.world,
-            peak_flops_per_second=self.peak_flops_per_second,
-        )
+    def _utilization(self, flops: float) -> float:
+        world, peak = self.run.layout.world, self.peak_flops_per_second
+        return utilisation(flops, seconds=self.step_seconds, devices=world, peak_flops_per_second=peak)
 
 
 def estimate(
@@ -196,7 +191,7 @@ def recomputing(run: Run, stage: int) -> float:
     whole = run.recompute.whole
     if not whole:
         return 1.0
-    return recomputing_share(run.layout.schedule, stage=stage, whole=whole, **schedule_sizes(run))
+    return pipeline_shape(run).recomputing_share(stage, whole)
 
 
 def _stages(
@@ -213,35 +208,22 @@ def _stages(
     return tuple(stages)
 
 
-def in_halves(run: Run) -> bool:
-    """Whether each backward is split into two passes."""
-    return run.layout.schedule.splits and run.layout.pp > 1
-
-
 def works(
     run: Run, stages: Sequence[StageSeconds]
 ) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
     """Seconds of forwards, of backwards and, in a split backward, of gradients of weights, by stage and chunk."""
     forward = [stage.forward for stage in stages]
-    if not in_halves(run):
+    if not run.layout.schedule.splits or run.layout.pp == 1:
         return forward, [stage.backward for stage in stages], None
     return forward, [stage.inputs for stage in stages], [stage.weights for stage in stages]
 
 
 def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Replay, float]:
     """Replay of the schedule, and the part of its makespan due to overlapped transfers between stages."""
-    layout = run.layout
-    if layout.pp == 1:
-        seconds = run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward))
-        return Replay(busy=(seconds,), ends=(seconds,)), 0.0
-    forward, backward, weights = works(run, stages)
+    if run.layout.pp == 1:
+        alone = run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward))
+        return Replay(busy=(alone,), ends=(alone,)), 0.0
+    shape, seconds = pipeline_shape(run), works(run, stages)
     lag = timing.sending() if timing.execution.hides_stages else 0.0
-    played = schedule_seconds(
-        layout.schedule, run.micro_batches, forward, backward, weights, transfer=lag, group=layout.micro_batch_group
-    )
-    if not lag:
-        return played, 0.0
-    free = schedule_seconds(
-        layout.schedule, run.micro_batches, forward, backward, weights, group=layout.micro_batch_group
-    )
-    return played, played.makespan - free.makespan
+    played = schedule_seconds(shape, *seconds, transfer=lag)
+    return played, played.makespan - schedule_seconds(shape, *seconds).makespan if lag else 0.0

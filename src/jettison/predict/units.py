@@ -24,7 +24,7 @@ encoder's output, of relative position biases, and of zeros that replace them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -98,7 +98,7 @@ def unit_within(run: Run, groups: Sequence[RegionGroup], place: GroupPlace) -> U
     found = beside(run, unit, place, groups[0].part)
     if run.syncs_last:  # whichever backward rises higher
         reducing = beside(run, unit, place, groups[0].part, reducing=True)
-        found = replace(found, adding_peak=max(found.adding_peak, reducing.adding_peak))
+        found = found._replace(adding_peak=max(found.adding_peak, reducing.adding_peak))
     return _with_frozen(found)
 
 
@@ -121,49 +121,31 @@ def _apart(made: Sequence[Unit], places: Collection[int]) -> list[Unit]:
 # regions by themselves ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _How:
-    """Properties of a run that `_unit` needs, computed once: `Run.frees_gradients`, `Run.gradients_pile_up`,
-    `Run.gradient_rule`; whether embeddings are tied without an FSDP group of their own; `Run.autocast`.
-    """
-
-    frees: bool
-    whole: bool
-    rule: GradientRule
-    tied: bool
-    autocast: bool
-
-    @classmethod
-    def of(cls, run: Run) -> _How:
-        tied = run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run)
-        return cls(run.frees_gradients, run.gradients_pile_up, run.gradient_rule, tied, caches_copies(run))
-
-
 def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
-    size, how = segment_length(run), _How.of(run)
+    size = segment_length(run)
     if size > 1 or any(group.part.chosen is not None and group.part.chosen.layers > 1 for group in groups):
-        return list(_segments(run, groups, size, how))
+        return list(_segments(run, groups, size))
     # alternating layers of two kinds have a group each, of the same two regions
-    known = {part: _unit(run, group, how) for part, group in {group.part: group for group in groups}.items()}
+    known = {part: _unit(run, group) for part, group in {group.part: group for group in groups}.items()}
     return [u if (u := known[group.part]).names is group.names else u.named(group.names) for group in groups]
 
 
-def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
-    part, rule, dtype = group.part, how.rule, run.precision.gradient
+def _unit(run: Run, group: RegionGroup) -> Unit:
+    part, rule, each = group.part, run.gradient_rule, DTYPE_BYTES[run.precision.gradient]
     passes = passes_of(part, rule)
-    adding = passes if how.whole else passes_of(part, rule, accumulates=True)
+    adding = passes if run.gradients_pile_up else passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
     added = adding.backward_peak
-    if how.frees:  # it is freed like one that was accumulated
+    if run.frees_gradients:  # it is freed like one that was accumulated
         gradient, backward = _left(run, [part]), adding.backward_peak
-    if how.tied:
+    if run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run):
         if part.name == HEAD:
-            pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
+            pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * each
             gradient += pending
         if part.name == EMBEDDING:  # the head's backward allocated it
-            table, others = tied_table(part.region, DTYPE_BYTES[dtype])
+            table, others = tied_table(part.region, each)
             gradient -= table
-            summed = table // DTYPE_BYTES[dtype] * DTYPE_BYTES[rule.added]
+            summed = table // each * DTYPE_BYTES[rule.added]
             both = 2 * summed if sums_apart(run) else summed  # the engine's sum and its new term
             backward, added = max(adding.backward_peak, others + both), max(adding.backward_peak, both)
             if run.model.source is not None:  # the decoder's embedding came first: `_with_gradients`
@@ -181,7 +163,7 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
         pending=pending,
         is_loss=part.name == HEAD,
         frozen=0 if when is None else highest_forward(run, when),
-        cached=cached_bytes(part.region, part.kept) if how.autocast else 0,
+        cached=cached_bytes(part.region, part.kept) if caches_copies(run) else 0,
     )
 
 
@@ -194,12 +176,12 @@ def _with_frozen(unit: Unit) -> Unit:
     if not unit.frozen:
         return unit
     if not unit.is_loss:
-        return replace(unit, forward_peak=max(unit.forward_peak, unit.frozen))
+        return unit._replace(forward_peak=max(unit.forward_peak, unit.frozen))
     peaks = max(unit.backward_peak, unit.frozen), max(unit.adding_peak, unit.frozen)
-    return replace(unit, backward_peak=peaks[0], adding_peak=peaks[1])
+    return unit._replace(backward_peak=peaks[0], adding_peak=peaks[1])
 
 
-def _segments(run: Run, groups: Sequence[RegionGroup], size: int, how: _How) -> Iterator[Unit]:
+def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Unit]:
     """Yield one unit for consecutive equal segments. See NOTE [ Segments ].
 
     Args:
@@ -209,28 +191,22 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int, how: _How) -> 
     own = groupby(groups, lambda group: group.part.layer is not None and not group.part.layer.ahead)
     for is_own, run_of_groups in own:
         if not is_own:
-            yield from (_unit(run, group, how) for group in run_of_groups)
+            yield from (_unit(run, group) for group in run_of_groups)
             continue
         parts = [(group.part, name) for group in run_of_groups for name in group.names]
-        for _, same in groupby(_cut(parts, size), lambda segment: [part for part, _name in segment]):
+        cut = []
+        while parts:
+            length = size if size > 1 else parts[0][0].segment
+            cut.append(parts[:length])
+            parts = parts[length:]
+        for _, same in groupby(cut, lambda segment: [part for part, _name in segment]):
             segments = list(same)
             names = tuple(s[0][1] if len(s) == 1 else f"{s[0][1]} to {s[-1][1]}" for s in segments)
             first = segments[0][0][0]
             if size == 1 and first.segment == 1:
-                yield _unit(run, RegionGroup(part=first, names=names), how)
+                yield _unit(run, RegionGroup(part=first, names=names))
             else:
                 yield _segment(run, [part for part, _ in segments[0]], names)
-
-
-_Named = tuple[StageRegion, str]
-
-
-def _cut(parts: Sequence[_Named], size: int) -> Iterator[Sequence[_Named]]:
-    at = 0
-    while at < len(parts):
-        length = size if size > 1 else parts[at][0].segment
-        yield parts[at : at + length]
-        at += length
 
 
 def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> Unit:
@@ -452,7 +428,7 @@ def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit
         if rows and (first, at) == (decoder[0], decoder[0] + 1):  # after its backward: the decoder's embedding
             passed = unit.gradient - unit.resident, -unit.resident
             highest = max(unit.backward_peak, rows + passed[0]), max(unit.adding_peak, rows + passed[1])
-            unit = replace(unit, backward_peak=highest[0], adding_peak=highest[1])
+            unit = unit._replace(backward_peak=highest[0], adding_peak=highest[1])
         layer = parts[at - 1].layer
         given = _given_bytes(run, layer) if isinstance(layer, Layer) else 0
         inner = unit.names[:-1] if at - 1 in last else unit.names
@@ -494,7 +470,7 @@ def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
     goes = part.region.program.kept_bytes(_hidden(part.region) - part.kept)
     stays = read if not outside or run.keep_logits or run.recompute.mode in CHECKPOINTS else 0
     highest = max(before + read, behind - goes + stays)
-    return [replace(unit, forward_peak=highest) if unit.is_loss else unit for unit in made]
+    return [unit._replace(forward_peak=highest) if unit.is_loss else unit for unit in made]
 
 
 def _leaf(run: Run, region: Region) -> frozenset[int]:
@@ -592,8 +568,8 @@ def _with_halves(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], 
         at += unit.regions * len(unit.names)
         halves = _halves(run, own, first=number == 0, last=number == len(made) - 1)
         if handed_back and number == 0:
-            halves = replace(halves, waiting=halves.waiting - stream_bytes(run))
-        yield replace(unit, halves=halves)
+            halves = halves._replace(waiting=halves.waiting - stream_bytes(run))
+        yield unit._replace(halves=halves)
 
 
 def _halves(run: Run, own: Sequence[StageRegion], *, first: bool, last: bool) -> Halves:

@@ -3,26 +3,21 @@
 Later pipeline stages have fewer micro-batches in flight, so a plan for the first stage leaves memory free on others. A
 number of micro-batches in each window is not checkpointed, the same on every stage, as in Megatron; windows of later
 stages are shorter, and the share is larger there. Bytes and seconds are counted for each micro-batch:
-`memory.actions.device_order` and `memory.schedule.recomputing_share`.
+`memory.actions.device_order` and `PipelineShape.recomputing_share`.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
 from jettison.core.errors import UsageError
-from jettison.memory.schedule import window
 from jettison.predict.forecast import forecast_sizes
 from jettison.predict.ranges import FitBudget
-from jettison.predict.stages import schedule_sizes
+from jettison.predict.stages import pipeline_shape
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run
-
-
-def largest_window(run: Run) -> int:
-    """Window of the first stage, which has most micro-batches in flight."""
-    return window(run.layout.schedule, stage=0, **schedule_sizes(run))
 
 
 def most_whole(run: Run, limit_bytes: int) -> Run:
@@ -32,12 +27,9 @@ def most_whole(run: Run, limit_bytes: int) -> Run:
     """
     if run.layout.pp == 1 or run.recompute.mode is Mode.NONE or run.recompute.to_host:
         return with_whole(run, 0)
-    low, high = 0, largest_window(run) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = forecast_sizes(with_whole(run, middle)).peak_bytes <= limit_bytes
-        low, high = (middle, high) if fits else (low, middle)
-    return with_whole(run, low)
+    counts = range(1, pipeline_shape(run).window(0) + 1)  # the first stage has most in flight
+    most = bisect_right(counts, limit_bytes, key=lambda whole: forecast_sizes(with_whole(run, whole)).peak_bytes)
+    return with_whole(run, most)
 
 
 def settled(run: Run, budgets: Sequence[FitBudget]) -> Run:

@@ -13,7 +13,7 @@ from rich.text import Text
 from jettison.core.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
-from jettison.predict.ranges import FitRule, FitVerdict, Residual, RunFigures, figures, time_residual_of, unlike_anchor
+from jettison.predict.ranges import FitRule, FitVerdict, Residual, RunFigures, figures, time_residual, unlike_anchor
 from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
@@ -51,7 +51,7 @@ class EstimateReport:
     @property
     def sure(self) -> Residual:
         """Range of the step's time."""
-        return time_residual_of(self.found)
+        return time_residual(self.found.run, self.found.hardware.name)
 
     @property
     def training(self) -> TrainingCost | None:

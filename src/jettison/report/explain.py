@@ -33,7 +33,7 @@ from jettison.spec.model import AnyLayer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
-T = TypeVar("T", StageLoad, Unit, Halves, WeightStep)
+T = TypeVar("T", Unit, Halves, WeightStep)
 
 FORWARDS_OF_A_STEP: Final = 3
 """A backward is two forwards: each product has one for its input's gradient and one for its weight's."""
@@ -215,31 +215,29 @@ def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
 
     def halved(halves: Halves | None) -> Halves | None:
         steps = () if halves is None else tuple(_without(step, zeros) for step in halves.steps)
-        return halves and replace(_without(halves, zeros), steps=steps)
+        return halves and _without(halves, zeros)._replace(steps=steps)
 
-    return replace(
-        _without(load, zeros),
-        chunks=tuple(
-            tuple(replace(_without(unit, zeros), halves=halved(unit.halves)) for unit in chunk) for chunk in load.chunks
-        ),
-        lifetimes=tuple(
-            one for one in load.lifetimes if (GRADIENT_COPIES if one.name == GRADIENT_COPIES else "lifetimes") in kept
-        ),
-        transfers=load.transfers if "transfers" in kept else (),
+    found: dict[str, Any] = {field.name: 0 for field in fields(load) if field.name in zeros}
+    found["chunks"] = tuple(
+        tuple(_without(unit, zeros)._replace(halves=halved(unit.halves)) for unit in chunk) for chunk in load.chunks
     )
+    found["lifetimes"] = tuple(
+        one for one in load.lifetimes if (GRADIENT_COPIES if one.name == GRADIENT_COPIES else "lifetimes") in kept
+    )
+    return replace(load, **found | {"transfers": load.transfers if "transfers" in kept else ()})
 
 
 def _without(it: T, zeros: frozenset[str]) -> T:
     """With nothing in some fields, of those that it has."""
-    nothing: dict[str, Any] = {field.name: 0 for field in fields(it) if field.name in zeros}
-    return replace(it, **nothing)
+    nothing: dict[str, Any] = {name: 0 for name in it._fields if name in zeros}
+    return it._replace(**nothing)
 
 
 def _whole(load: StageLoad) -> StageLoad:
     """The stage with unsharded weights that are kept after a forward, and nothing else."""
     nothing = _alone(load, frozenset())
     chunks = tuple(
-        tuple(replace(empty, resident=unit.whole) for empty, unit in zip(bare, chunk, strict=True))
+        tuple(empty._replace(resident=unit.whole) for empty, unit in zip(bare, chunk, strict=True))
         for bare, chunk in zip(nothing.chunks, load.chunks, strict=True)
     )
     return replace(nothing, chunks=chunks)

@@ -12,7 +12,7 @@ from jettison.core.errors import Infeasible, UsageError
 from jettison.core.units import GIB
 from jettison.formula.region import Region
 from jettison.predict.allowance import available_bytes
-from jettison.predict.auto_recompute import AutoForecast, Stages, choose
+from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast
 from jettison.predict.stages import FULL, NONE, StageRegion, kept_by
 from jettison.predict.time import estimate
@@ -71,9 +71,8 @@ def _sweep(
     except Infeasible as error:
         smallest = error.minimum_budget_bytes
     plans: list[AutoForecast] = []
-    stages: Stages = {}
     for budget in budgets(smallest, forecast(run_of(model, **asked)).peak_bytes, most):
-        plans.append(choose(run, budget, device, stages=stages))
+        plans.append(choose(run, budget, device))
         if plans[-1].seconds <= 0.0:  # more memory buys nothing
             break
     tensors, patterns, rows = _grids(plans)

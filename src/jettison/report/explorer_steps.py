@@ -16,7 +16,7 @@ from jettison.memory.step import StageAction, actions
 from jettison.predict.allowance import available_bytes
 from jettison.predict.clock import PassSlices, SliceKind, host_copies, step_slices
 from jettison.predict.forecast import Forecast, Stage, played_load
-from jettison.predict.ranges import time_residual_of
+from jettison.predict.ranges import time_residual
 from jettison.predict.units import sent_to_host
 from jettison.report.explain import region_roles
 from jettison.report.explorer_models import GPU, MODEL, answered, flags_text, line, rounded, run_of, usual_layout
@@ -293,7 +293,7 @@ def _rows(model: str, device: Hardware, asked: dict[str, Any], published: Iterat
         parts = time.breakdown
         yield row | {
             "seconds": rounded(time.step_seconds),
-            "range": [rounded(end) for end in time_residual_of(time).seconds(time.step_seconds)],
+            "range": [rounded(end) for end in time_residual(time.run, time.hardware.name).seconds(time.step_seconds)],
             "parts": [rounded(getattr(parts, name)) for name in PARTS],
             "mfu": round(time.mfu, 6),
             "hfu": round(time.hfu, 6),

@@ -38,7 +38,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from jettison.cost.execution import execution_of
 from jettison.memory.actions import OrderOptions, device_order
-from jettison.memory.schedule import Work
+from jettison.memory.schedule import PipelineShape, Work
 from jettison.predict.forecast import Forecast
 from jettison.predict.fsdp2 import own_experts
 from jettison.predict.passes import passes_of
@@ -145,13 +145,11 @@ class SetupBounds:
     hidden: float
     rises: dict[tuple[Mode | int, bool], int] = field(default_factory=dict)
 
-    def of_any(self, setup: Setup, depth: int) -> tuple[float, int]:
-        """Return the least seconds and bytes of any plan of a setup, for a model of ``depth`` layers."""
-        sizes = setup.layout.layers_per_chunk(depth)
-        return self._seconds(setup, sizes, Mode.NONE), self._base(setup, sizes)
-
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
-        """Return the least seconds and bytes of each of these plans."""
+        """Return the least seconds and bytes of each of these plans, for a model of ``depth`` layers.
+
+        Those of a planner's choice hold for any plan.
+        """
         sizes, own, alone = setup.layout.layers_per_chunk(depth), self.shard, setup.layout.pp == 1
         first, base = sizes[:: setup.layout.pp], self._base(setup, sizes)
         always = own.settled.of_first(sum(first), alone=alone) + (own.gathered_bytes if all(first) else 0)
@@ -234,11 +232,13 @@ class SetupBounds:
         held = self.plans[treated].held
         if plan.whole:
             held = min(held, self.plans[Mode.NONE].held)
-        schedule = layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B
-        segment = plan.number if plan.mode is Mode.EVERY else 1
-        states = _in_flight(
-            schedule, layout.pp, setup.micro_batches, layout.virtual_stages, first, segment, self.upfront
+        shape = PipelineShape(
+            layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,
+            stages=layout.pp,
+            micro_batches=setup.micro_batches,
+            virtual_stages=layout.virtual_stages,
         )
+        states = _in_flight(shape, first, plan.number if plan.mode is Mode.EVERY else 1, self.upfront)
         most = 0
         for state in states:
             found = held * state.segments + gradients * state.learned + self._rise(plan, first, treated, state.adds)
@@ -355,13 +355,7 @@ class _BackwardState(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _in_flight(
-    schedule: Schedule,
-    stages: int,
-    micro_batches: int,
-    virtual_stages: int,
-    layers: tuple[int, ...],
-    segment: int,
-    upfront: bool,
+    shape: PipelineShape, layers: tuple[int, ...], segment: int, upfront: bool
 ) -> tuple[_BackwardState, ...]:
     """Return the states with most bytes.
 
@@ -369,19 +363,12 @@ def _in_flight(
         layers: of each chunk of the first stage; ``segment``: layers of one segment.
         upfront: gradients are allocated before the first backward.
     """
-    order = device_order(
-        schedule,
-        stage=0,
-        stages=stages,
-        micro_batches=micro_batches,
-        virtual_stages=virtual_stages,
-        walk=OrderOptions(learning=not upfront),
-    )
+    order = device_order(shape, 0, walk=OrderOptions(learning=not upfront))
     counts = [-(-n // segment) for n in layers]
     found = []
     for state in order.fullest.values():
         if state.step.work is not Work.FORWARD:
-            learned = state.learned or (1,) * virtual_stages
+            learned = state.learned or (1,) * len(layers)
             segments, layers_learned = sum(map(mul, state.alive, counts)), sum(map(mul, learned, layers))
             found.append(_BackwardState(segments, layers_learned, bool(learned[0]), bool(learned[state.step.chunk])))
     kept: list[_BackwardState] = []
@@ -489,6 +476,8 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     shards = layout.zero >= 2 and layout.shards > 1
     stays = run.gradients is not Gradients.ADDED
     statics, is_layer = [group.part.static for group in chunk], [group.part.is_layer for group in chunk]
+    # experts in a group of their own are not unsharded throughout: NOTE [ Experts within a layer ] in `predict.fsdp2`
+    gathered = [g.part.static.gathered - own_experts(run, g.part).gathered for g in chunk]
     return ShardBound(
         gathered=min(i.gathered for i in layers) if shards and layout.zero == 3 and layout.resharded else 0.0,
         reduced=min(i.reduced for i in layers) if shards and timing.execution.reduces_each else 0.0,
@@ -500,9 +489,7 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
         everything=_all_static(chunk, stays=stays),
         settled=_ends(is_layer, [s.parameters + s.state for s in statics]),
         gradients=_ends(is_layer, [s.gradients if stays else 0 for s in statics]),
-        gathered_bytes=_least_gathered(
-            run, [g.part.static.gathered - own_experts(run, g.part).gathered for g in chunk]
-        ),
+        gathered_bytes=min(gathered[1:-1]) + min(gathered) if layout.resharded else 0,  # a layer's and a neighbour's
     )
 
 
@@ -522,14 +509,6 @@ def _after_backward(timing: Timing, items: Sequence[Item]) -> Ends[float]:
         return replace(gathered, first=gathered.first + items[0].reduced)
     shared = timing.hardware.reached.shared if timing.execution.hides_data else 1.0
     return _ends(in_layer, [item.reduced * shared + each for item, each in zip(items, after, strict=True)])
-
-
-def _least_gathered(run: Run, gathered: Sequence[int]) -> int:
-    """Least bytes of unsharded parameters in a layer's backward: its own and a neighbour's.
-
-    Experts in a group of their own are not unsharded throughout: NOTE [ Experts within a layer ] in `predict.fsdp2`.
-    """
-    return min(gathered[1:-1]) + min(gathered) if run.layout.resharded else 0
 
 
 def _all_static(chunk: Chunk, *, stays: bool) -> int:

@@ -176,7 +176,7 @@ class Hunt:
                     numbers.append(number)
             setups, depth = [self.space.setups[number] for number in numbers], self.space.template.model.depth
             for number, setup, bounds in zip(numbers, setups, self.bench.bounds(setups), strict=True):
-                seconds, nbytes = bounds.of_any(setup, depth)
+                ((seconds, nbytes),) = bounds.least(setup, depth, (self.space.planner,))
                 if nbytes <= self._limit(number):
                     self._push(Node(setup=number, plain=True, seconds=seconds, nbytes=nbytes))
 

@@ -11,12 +11,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from operator import mul
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from jettison import __version__
 from jettison.core.errors import Infeasible, UsageError
@@ -107,23 +107,6 @@ class Figures:
     seconds: Seconds | None = None
     policies: tuple[str, ...] = ()
     whole: int = 0
-
-    @classmethod
-    def read(cls, document: Mapping[str, Any]) -> Figures:
-        """Read them from a line of a state file.
-
-        Raises:
-            KeyError, TypeError, ValueError: the line holds no figures.
-        """
-        seconds = document["seconds"]
-        return cls(
-            peak_bytes=int(document["peak_bytes"]),
-            static_bytes=int(document["static_bytes"]),
-            host_bytes=int(document["host_bytes"]),
-            policies=tuple(map(str, document["policies"])),
-            whole=int(document.get("whole", 0)),
-            seconds=None if seconds is None else Seconds(**{f.name: float(seconds[f.name]) for f in fields(Seconds)}),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,11 +211,12 @@ def _read(path: Path) -> tuple[dict[str, Figures], int]:
         raise UsageError(
             f"--state {path} is not the state of a search; give another file, or one that is not there yet"
         )
-    known = {}
+    from pydantic import TypeAdapter  # most searches have no file
+
+    known, adapter = {}, TypeAdapter(Figures)
     for number, line in enumerate(lines[1:], 2):
         try:
-            document = json.loads(line)
-            known[str(document["key"])] = Figures.read(document)
+            known[str(json.loads(line)["key"])] = adapter.validate_json(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(
                 f"--state {path}: line {number} is not what a search writes; remove it, or give another file"
@@ -493,14 +477,12 @@ def _planned(run: Run, hardware: Hardware, budget_bytes: int, solved: Mapping[in
         choice = choose(run, budget_bytes, hardware, solved=solved)
     except Infeasible as error:
         return Figures(peak_bytes=error.minimum_budget_bytes, static_bytes=static)
-    kept = {part.name: part.chosen for part in choice.forecast.parts}
-    chosen = [kept[name] for name in run.model.layer_names]
     return Figures(
         peak_bytes=choice.forecast.peak_bytes,
         static_bytes=static,
         host_bytes=choice.host_bytes,
         policies=tuple(_policies(choice)),
-        seconds=Seconds.of(estimate(choice.forecast.run, hardware, chosen=chosen)),
+        seconds=Seconds.of(choice.estimate),
     )
 
 

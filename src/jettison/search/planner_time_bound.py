@@ -34,14 +34,14 @@ from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
 from jettison.formula.region import Region
 from jettison.memory.actions import Occupancy
-from jettison.memory.schedule import Work, order
+from jettison.memory.schedule import PipelineShape, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.fsdp2 import beside_last
 from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, NONE, Chunk, kept_by
+from jettison.predict.stages import FULL, NONE, Chunk, kept_by, pipeline_shape
 from jettison.predict.time import Estimate, works
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.solve.frontier import pareto_frontier
@@ -100,14 +100,14 @@ def _interleaved(timed: Estimate, device: int, line: float, again: float, hiding
 
 
 def _played(timed: Estimate, again: list[float]) -> tuple[float, ...]:
-    layout, stages = timed.run.layout, timed.stages
-    if layout.pp == 1:
-        return (timed.run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward) + again[0]),)
-    forward, backward, weights = works(timed.run, stages)
+    run, stages = timed.run, timed.stages
+    if run.layout.pp == 1:
+        return (run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward) + again[0]),)
+    forward, backward, weights = works(run, stages)
     for stage, own in enumerate(stages):
         longer = weights if weights is not None and any(own.late) else backward
         longer[stage] = [longer[stage][0] + again[stage]]
-    return schedule_seconds(layout.schedule, timed.run.micro_batches, forward, backward, weights).ends
+    return schedule_seconds(pipeline_shape(run), forward, backward, weights).ends
 
 
 def _line_ends(timed: Estimate, device: int, again: float) -> tuple[float, float]:
@@ -126,8 +126,8 @@ def _line_ends(timed: Estimate, device: int, again: float) -> tuple[float, float
 @lru_cache(maxsize=4096)
 def _warm_up(device: int, stages: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
     """Chunks of the forwards before a device's first backward."""
-    steps = order(Schedule.ONE_F_ONE_B, stage=device, stages=stages, micro_batches=micro_batches, virtual_stages=chunks)
-    return tuple(step.chunk for step in takewhile(lambda step: step.work is Work.FORWARD, steps))
+    shape = PipelineShape(Schedule.ONE_F_ONE_B, stages=stages, micro_batches=micro_batches, virtual_stages=chunks)
+    return tuple(step.chunk for step in takewhile(lambda step: step.work is Work.FORWARD, shape.order(device)))
 
 
 def _recompute(

@@ -5,6 +5,7 @@ Other omitted options take their default: NOTE [ Defaults ] in `predict.run_requ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, Final
@@ -13,7 +14,7 @@ from jettison.core.errors import UsageError
 from jettison.core.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import GRADIENTS, flag_of, resolve
-from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
+from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.fp8 import Library
 from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import Hardware
@@ -111,31 +112,35 @@ class SearchRequest(CommonRequest):
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         kept, by = self._zero()
         template, _ = anchored(resolve(model, RunRequest(**common, zero=kept[0] if by else None)).run, hardware)
-        recipe = template.precision.recipe
-        if recipe is not None and recipe.library is Library.TE:  # its weights under FSDP are not modelled
-            kept, by = tuple(z for z in kept if z < 3), by or "fp8_recipe"
-        if template.tuning is not None and template.tuning.base is Base.FP8:  # nor is FSDP's all-gather of it
-            kept, by = tuple(z for z in kept if z < 3), by or "base"
+        recipe, base = template.precision.recipe, None if template.tuning is None else template.tuning.base
+        for name, unsharded in (  # parameters whose all-gather is not modelled
+            ("fp8_recipe", recipe is not None and recipe.library is Library.TE),
+            ("base", base is Base.FP8),
+            ("kbit_upcast", self.kbit_upcast not in (None, Upcast.NONE)),
+        ):
+            if unsharded:
+                kept, by = tuple(z for z in kept if z < 3), by or name
         lists = (template.recompute,) if replace(template.recompute, reentrant=False) != Recompute() else ()
-        self._check_lists(lists, template)
+        own = named("kernels")[template.kernels.name]["folder"]
+        if lists and self.runs_on not in (None, ANY, own):
+            raise UsageError(
+                f"got modules of {own} to recompute, which {self.runs_on} cannot run; give --recompute instead"
+            )
         template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
             raise UsageError(
                 "got --gradients in-backward, which takes one micro-batch and one replica; a search tries several"
             )
-        if template.tuning is not None and template.tuning.base is Base.INT8 and self.recompute != "none":
+        if base is Base.INT8 and self.recompute != "none":
             raise UsageError("got --base int8, which cannot be recomputed; give --recompute none")
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
-        if self.kbit_upcast not in (None, Upcast.NONE):  # of an unsharded base
-            kept, by = tuple(z for z in kept if z < 3), by or "kbit_upcast"
-            numbers["tp"] = numbers["tp"] or (1,)
-            if numbers["tp"] != (1,):
-                raise UsageError(f"got --tp {self.tp} with --kbit-upcast {self.kbit_upcast}, which takes --tp 1")
         able = runnable(self.runs_on)
-        for name in (name for name in _LISTS if able is not None and name not in ("zero", "micro_batch", *able.axes)):
+        for name, why in self._of_one_rank(template, able):
             numbers[name] = numbers[name] or (1,)
             if numbers[name] != (1,):
-                raise UsageError(f"got {flag_of(name)} {getattr(self, name)}, which {self.runs_on} cannot run")
+                raise UsageError(f"got {flag_of(name)} {getattr(self, name)}{why}")
+        if template.kernels.loss is Loss.DPO and all(count % 2 for count in numbers["micro_batch"] or (2,)):
+            raise UsageError(f"got --loss dpo with --micro-batch {self.micro_batch}; a pair is two sequences")
         ruled = template.layout.zero if self.like else 0  # by the framework preset, if it sets one
         if able is not None:
             kept, by = tuple(stage for stage in kept if stage in able.zero), by or "runs_on"
@@ -145,24 +150,6 @@ class SearchRequest(CommonRequest):
         if not set(zero) <= set(kept):
             said = f"--zero {self.zero}" if self.zero else f"--like {self.like}, which is --zero {ruled}"
             raise UsageError(f"got {said}; {flag_of(by)} {getattr(self, by)} is modelled for {kept}")
-        alone = [f"--{beside.role}" for beside in template.frozen]
-        alone += [f"--offload-optimizer {self.offload_optimizer}"] if template.states_on_host.frees_gradients else []
-        if alone:  # not modelled in a pipeline
-            numbers["pp"] = numbers["pp"] or (1,)
-            if numbers["pp"] != (1,):
-                raise UsageError(f"got --pp {self.pp} with {alone[0]}, which takes --pp 1")
-        if template.packed:  # documents are not split over ranks
-            numbers["cp"] = numbers["cp"] or (1,)
-            if numbers["cp"] != (1,):
-                raise UsageError(f"got --cp {self.cp} with --packed; documents split over ranks are not modelled")
-        if template.kernels.loss in (Loss.TILED, Loss.DPO):  # its head is unsharded
-            numbers["tp"], numbers["cp"] = numbers["tp"] or (1,), numbers["cp"] or (1,)
-            if (numbers["tp"], numbers["cp"]) != ((1,), (1,)):
-                raise UsageError("got --loss dpo with more than one rank of --tp or --cp; its head is unsharded")
-            if self.micro_batch is not None and all(count % 2 for count in numbers["micro_batch"] or ()):
-                raise UsageError(f"got --loss dpo with --micro-batch {self.micro_batch}; a pair is two sequences")
-        if model.recorder is not None:  # its blocks cannot be sharded
-            numbers.update({name: numbers[name] or (1,) for name in ("tp", "cp", "ep")})
         axes = Axes(
             **numbers,
             zero=zero,
@@ -188,17 +175,24 @@ class SearchRequest(CommonRequest):
             sharded_precision=self._sharded_precision(template),
         )
 
-    def _check_lists(self, lists: tuple[Recompute, ...], template: Run) -> None:
-        """Check that a list of modules belongs to the framework that will run it.
-
-        Raises:
-            UsageError: it does not.
-        """
-        own = named("kernels")[template.kernels.name]["folder"]
-        if lists and self.runs_on not in (None, ANY, own):
-            raise UsageError(
-                f"got modules of {own} to recompute, which {self.runs_on} cannot run; give --recompute instead"
-            )
+    def _of_one_rank(self, template: Run, able: Runnable | None) -> Iterator[tuple[str, str]]:
+        """Yield axes that may not be above 1, each with the reason for a message."""
+        if able is not None:
+            free = ("zero", "micro_batch", *able.axes)
+            yield from ((name, f", which {self.runs_on} cannot run") for name in _LISTS if name not in free)
+        if self.kbit_upcast not in (None, Upcast.NONE):  # of an unsharded base
+            yield "tp", f" with --kbit-upcast {self.kbit_upcast}, which takes --tp 1"
+        alone = [f"--{beside.role}" for beside in template.frozen]
+        if template.states_on_host.frees_gradients:
+            alone.append(f"--offload-optimizer {self.offload_optimizer}")
+        if alone:  # not modelled in a pipeline
+            yield "pp", f" with {alone[0]}, which takes --pp 1"
+        if template.packed:
+            yield "cp", " with --packed; documents split over ranks are not modelled"
+        if template.kernels.loss in (Loss.TILED, Loss.DPO):
+            yield from ((name, f" with --loss {template.kernels.loss}; its head is unsharded") for name in ("tp", "cp"))
+        if template.model.recorder is not None:
+            yield from ((name, "; recorded blocks cannot be sharded") for name in ("tp", "cp", "ep"))
 
     def _sequence_parallelism(self, able: Runnable | None) -> tuple[bool, ...]:
         if able is None or "sp" in able.axes:
@@ -226,16 +220,12 @@ class SearchRequest(CommonRequest):
             raise UsageError(f"got {flag_of(name)} {bad[0]}, which {self.runs_on} cannot run; expected some of {words}")
         return asked or tried
 
-    def _over_tensor_ranks(self) -> OverTensorRanks:
+    def _over_tensor_ranks(self) -> dict[str, Any]:
         """Settings that the preset changes above one tensor-parallel rank, unless a flag sets them."""
         if self.like is None:
-            return OverTensorRanks()
+            return {}
         alone, over = rule(self.like, tp=1), rule(self.like, tp=2)
-        said = {name for name in over if alone.get(name) != over[name] and getattr(self, name) is None}
-        return OverTensorRanks(
-            loss=Loss(over["loss"]) if "loss" in said else None,
-            gathered_inputs=over["gathered_inputs"] if "gathered_inputs" in said else None,
-        )
+        return {name: over[name] for name in over if alone.get(name) != over[name] and getattr(self, name) is None}
 
     def _over_shards(self) -> dict[str, Any]:
         """Fields that the preset sets for layouts that shard parameters, unless a flag sets them."""

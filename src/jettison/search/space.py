@@ -83,14 +83,6 @@ class Axes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OverTensorRanks:
-    """Settings that a framework preset has only at a tp above 1; None: as the template."""
-
-    loss: Loss | None = None
-    gathered_inputs: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """Layout, and the division of one data-parallel rank's batch.
 
@@ -209,7 +201,7 @@ class Space:
     Args:
         template: model, sequence, precision, kernels and so on, and fields of the layout that are no axes.
         node: devices of a node.
-        over_tensor_ranks: settings of layouts with tp above 1 that replace the template's.
+        over_tensor_ranks: ``loss`` and ``gathered_inputs`` of layouts with tp above 1, where they differ.
         over_shards: fields of layouts without a pipeline that shard parameters, which replace the template's.
         sharded_precision: precision under ZeRO 3; None: the template's.
         over_replicas: gradient buffers that replace the template's, by (several replicas?, ZeRO stage).
@@ -223,7 +215,7 @@ class Space:
     global_batch: int
     node: int
     axes: Axes = field(default_factory=Axes)
-    over_tensor_ranks: OverTensorRanks = OverTensorRanks()
+    over_tensor_ranks: Mapping[str, Any] = field(default_factory=dict)
     over_replicas: Mapping[tuple[bool, int], Gradients] = field(default_factory=dict)
     over_shards: Mapping[str, Any] = field(default_factory=dict)
     sharded_precision: Precision | None = None
@@ -252,7 +244,8 @@ class Space:
 
     def plans(self, setup: Setup) -> tuple[Recompute, ...]:
         """Recompute modes to try without the planner, in a fixed order."""
-        return self._plans[self._kind(setup)]
+        found = self.all_plans(setup)
+        return found[: len(found) - self.asks_planner]
 
     def all_plans(self, setup: Setup) -> tuple[Recompute, ...]:
         """Recompute modes to try, the planner last if the space has it."""
@@ -285,19 +278,14 @@ class Space:
     # ------------------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _plans(self) -> dict[tuple[int, bool], tuple[Recompute, ...]]:
-        found = {}
+    def _all_plans(self) -> dict[tuple[int, bool], tuple[Recompute, ...]]:
+        found, planner = {}, (self.planner,) if self.asks_planner else ()
         for layers in range(1, self.template.model.depth + 1):
             modes = tuple(self._modes(layers))
-            whole = (replace(m, whole=MOST) for m in modes if m.mode is not Mode.NONE and not m.to_host)
-            found[layers, False] = modes
-            found[layers, True] = (*modes, *whole) if True in self.axes.whole else modes
+            kept = [m for m in modes if m.mode is not Mode.NONE and not m.to_host] if True in self.axes.whole else []
+            found[layers, False] = (*modes, *planner)
+            found[layers, True] = (*modes, *(replace(m, whole=MOST) for m in kept), *planner)
         return found
-
-    @cached_property
-    def _all_plans(self) -> dict[tuple[int, bool], tuple[Recompute, ...]]:
-        planner = (self.planner,) if self.asks_planner else ()
-        return {kind: (*plans, *planner) for kind, plans in self._plans.items()}
 
     def _modes(self, layers: int) -> Iterator[Recompute]:
         known = set()
@@ -325,14 +313,14 @@ class Space:
                 if misfit := self._misfit(layout, micro_batch):
                     refused[misfit] += 1
                     continue
-                loss = self.over_tensor_ranks.loss if layout.tp > 1 else None
+                over = self.over_tensor_ranks if layout.tp > 1 else {}
                 gradients = self.over_replicas.get((layout.dp > 1, layout.zero))
                 precision = self.sharded_precision if layout.zero == 3 else None
                 yield Setup(
                     layout=layout,
                     micro_batch=micro_batch,
                     micro_batches=count,
-                    loss=loss,
+                    loss=Loss(over["loss"]) if "loss" in over else None,
                     gradients=gradients,
                     precision=precision,
                 )
@@ -354,11 +342,16 @@ class Space:
 
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template
-        own, over = template.layout, self.over_tensor_ranks.gathered_inputs
+        own = template.layout
         flags: dict[str, Any] = {name: getattr(own, name) for name in _FLAGS} | {"further": template.model.further}
         of_template = {name: getattr(own, name) for name in _OF_FULL_SHARDS}
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
+                inputs = (
+                    self.over_tensor_ranks.get("gathered_inputs", own.gathered_inputs)
+                    if tp > 1
+                    else own.gathered_inputs
+                )
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
                     grouped = {**of_template, **(self.over_shards if pp == ep == 1 else {})}
                     if "gradient_sync" in self.over_shards:  # the preset's; a flag's is refused with stages instead
@@ -376,7 +369,7 @@ class Space:
                                 virtual_stages=virtual,
                                 stage_layers=cut,
                                 schedule=schedule,
-                                gathered_inputs=own.gathered_inputs if tp == 1 or over is None else over,
+                                gathered_inputs=inputs,
                                 **flags,
                                 **(grouped if zero == 3 else {}),
                             )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "jettison.anchor/1"
 FACTORS: Final = ("compute", "communication", "host")
 BUFFERS: Final = ("logits in fp32", "logits in bf16", "parameters", "gradients", "residual stream in fp32")
-"""Buffers that a framework may copy, most likely first; `predict.extra_buffers` computes their sizes."""
+"""Buffers that a framework may copy, most likely first; `predict.forecast.buffers` computes their sizes."""
 MOST_COPIES: Final = 3
 MOST_FRAGMENTS: Final = 100.0
 """GiB per square root of allocated GiB, above any device's."""

@@ -25,7 +25,7 @@ from jettison.capture.model_trace import as_batch
 from jettison.core.errors import UsageError
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.memory.actions import DeviceOrder
-from jettison.memory.schedule import order
+from jettison.memory.schedule import PipelineShape
 from jettison.models.reference import Gpt, Llama, document_numbers, gpt_beside, gpt_places, llama_beside, mean_loss
 from jettison.parallel.parameters import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
@@ -189,15 +189,16 @@ class PipelineEngine(Engine):
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
         """Yield each stage with inputs like those it receives, and a stand-in for its loss."""
         layout = self._places.layout
-        work = order(
+        shape = PipelineShape(
             layout.schedule,
-            stage=self._numbers[0],
             stages=layout.pp,
             micro_batches=micro_batches,
             virtual_stages=layout.virtual_stages,
             group=layout.micro_batch_group,
         )
-        held = DeviceOrder(steps=work, own=layout.virtual_stages, chunks=layout.virtual_stages).most_alive
+        held = DeviceOrder(
+            steps=shape.order(self._numbers[0]), own=layout.virtual_stages, chunks=layout.virtual_stages
+        ).most_alive
         for stage, number, alive in zip(self.stages, self._numbers, held, strict=True):
             batch: tuple[Tensor, ...] = (rows[:, :-1],)
             if not stage.is_first:
