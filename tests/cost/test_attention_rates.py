@@ -174,7 +174,7 @@ def test_shares_by_dtype_and_width() -> None:
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ("bf16_128 = [0.7, 0.6]", "got edge = None; expected a whole number of columns"),
+        ("bf16_128 = [0.7, 0.6]", "got no edge; expected at least edge = 700"),
         ("edge = 700", "got no bf16_128"),
         ("edge = 700\nbf16_128 = 0.7", "got bf16_128 = 0.7; expected shares of a forward and a backward"),
         ("edge = 700\nbf16_128 = [0.7, 1.6]", "expected shares"),

@@ -88,10 +88,6 @@ class Execution:
         """Return this execution under torch.compile."""
         return replace(self, fusion=Fusion.COMPILED)
 
-    def reducing_last(self) -> Execution:
-        """The same with gradients that are reduced in a step's last micro-batch."""
-        return replace(self, reduces_each=False)
-
     def without_overlap(self) -> Execution:
         """Return this execution with every transfer exposed."""
         return replace(
@@ -127,7 +123,7 @@ def execution_of(run: Run) -> Execution:
     named_by = run.kernels.name, run.stack, run.tp_comm_overlap, run.ep_comm_overlap, run.cuda_graphs
     how = _execution(*named_by, to_node, run.kernels.context_exchange, fused, fixed)
     if run.syncs_last:
-        how = how.reducing_last()
+        how = replace(how, reduces_each=False)
     return how.compiled() if run.compiled else how
 
 

@@ -35,34 +35,9 @@ from math import gcd, prod
 from types import MappingProxyType
 
 from jettison.core.dtypes import DTYPE_BYTES
+from jettison.cost import kernel as ops
 from jettison.cost.execution import Execution, Fusion
-from jettison.cost.kernel import (
-    ALL_TO_ALL,
-    BATCHED,
-    CHUNKED,
-    FLASH,
-    FUSED,
-    GROUPED,
-    HOLD,
-    IN_ROWS,
-    LOOKUPS,
-    LOSSES,
-    PAD,
-    PICKED,
-    POINTWISE,
-    PRODUCTS,
-    QUANTISE,
-    REDUCTIONS,
-    ROWS_PASSES,
-    SCAN,
-    SCATTERS,
-    TILED,
-    TRANSFER,
-    Half,
-    Kernel,
-    KernelWork,
-    Product,
-)
+from jettison.cost.kernel import Half, Kernel, KernelWork, Product
 from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
@@ -112,7 +87,8 @@ def backward_of_attention(step: TapeOp) -> float:
 
 def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
     """Group steps into kernels: NOTE [ Fusion ], and NOTE [ Quantising ] in `narrow_kernels`."""
-    fusable = {Fusion.NONE: frozenset(), Fusion.POINTWISE: POINTWISE, Fusion.COMPILED: POINTWISE | REDUCTIONS}[fusion]
+    pointwise, both = ops.POINTWISE, ops.POINTWISE | ops.REDUCTIONS
+    fusable = {Fusion.NONE: frozenset[str](), Fusion.POINTWISE: pointwise, Fusion.COMPILED: both}[fusion]
     made: list[list[int]] = []
     group_of: dict[int, int] = {}
     maker: dict[int, int] = {}
@@ -130,8 +106,8 @@ def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = F
         return chosen if size == other or (fusion is Fusion.COMPILED and size < other) else None
 
     for index, step in enumerate(steps):
-        late = delayed_scaling and step.name == QUANTISE
-        chosen = joined(step, POINTWISE | REDUCTIONS if late else fusable) if late or step.name in fusable else None
+        late = delayed_scaling and step.name == ops.QUANTISE
+        chosen = joined(step, both if late else fusable) if late or step.name in fusable else None
         if chosen is None:
             chosen = len(made)
             made.append([])
@@ -186,7 +162,7 @@ class _Listing:
         members = [group for group in found if not self._is_free(steps[group[0]])]
         readers: defaultdict[int, set[int]] = defaultdict(set)
         narrow_only: defaultdict[int, set[int]] = defaultdict(set)  # readers of the fp8 copy
-        narrowed = {step.inputs[0].index for step in steps if step.name == QUANTISE and self.narrow.joins}
+        narrowed = {step.inputs[0].index for step in steps if step.name == ops.QUANTISE and self.narrow.joins}
         for number, group in enumerate(members):
             for i in group:
                 for v in steps[i].inputs:
@@ -214,7 +190,7 @@ class _Listing:
         return KernelWork(forward=tuple(forward), backward=tuple(reversed(backward)))
 
     def _is_free(self, step: TapeOp) -> bool:
-        free = step.name in (HOLD, NAMES) or step.name.startswith(TRANSFER)
+        free = step.name in (ops.HOLD, NAMES) or step.name.startswith(ops.TRANSFER)
         return free or self.experts.sends(step) or self.narrow.counts(step) or self.rotary.is_free(step)
 
     # forward ----------------------------------------------------------------------------------------------------------
@@ -223,7 +199,7 @@ class _Listing:
         """Args: leaving: values that the group writes."""
         step, indices = own[0], tuple(group)
         written = sum(v.nbytes for v in leaving)
-        if step.name == PICKED:
+        if step.name == ops.PICKED:
             yield Kernel(steps=indices, nbytes=2 * step.inputs[-1].nbytes)
             return
         if self.experts.is_bias(step):
@@ -232,7 +208,7 @@ class _Listing:
         if (rotated := self.rotary.nbytes(step)) is not None:
             yield Kernel(steps=indices, nbytes=rotated)
             return
-        if step.name in LOOKUPS:
+        if step.name in ops.LOOKUPS:
             yield Kernel(steps=indices, nbytes=2 * written + step.inputs[-1].nbytes, rows=True)
             return
         nbytes = (
@@ -241,11 +217,11 @@ class _Listing:
             + sum(w.nbytes for s in own if not s.copied for w in s.weights)
             + self.experts.clamps(step)[0]
         )
-        if step.name in LOSSES:
+        if step.name in ops.LOSSES:
             yield from self._loss(step, indices, backward=False)
-        elif step.name == IN_ROWS:
-            yield Kernel(steps=indices, nbytes=ROWS_PASSES[0] * step.inputs[0].nbytes)
-        elif step.name == FLASH:
+        elif step.name == ops.IN_ROWS:
+            yield Kernel(steps=indices, nbytes=ops.ROWS_PASSES[0] * step.inputs[0].nbytes)
+        elif step.name == ops.FLASH:
             if self._narrow_attention:
                 yield self.narrow.attention(step, indices, None)
             yield from self._fused_attention(step, indices, nbytes, step.flops, None)
@@ -256,8 +232,8 @@ class _Listing:
                 steps=indices,
                 nbytes=nbytes,
                 product=self._product(step),
-                scan_flops=step.flops if step.name == SCAN else 0,
-                rows=step.name in SCATTERS,
+                scan_flops=step.flops if step.name == ops.SCAN else 0,
+                rows=step.name in ops.SCATTERS,
                 launches=step.rounds,
             )
 
@@ -300,7 +276,7 @@ class _Listing:
 
     def _product(self, step: TapeOp) -> Product | None:
         """Sizes of a matmul, from its FLOPs and its result; None for other ops."""
-        if step.name not in PRODUCTS and step.name not in (BATCHED, GROUPED):
+        if step.name not in ops.PRODUCTS and step.name not in (ops.BATCHED, ops.GROUPED):
             return None
         shape = step.outputs[0].local_shape
         k = step.flops // max(1, 2 * prod(shape))
@@ -308,10 +284,10 @@ class _Listing:
             return None
         narrow = self.narrow.dtype_of(step)
         dtype = step.inputs[0].dtype if narrow is None else narrow
-        if step.name == BATCHED:
+        if step.name == ops.BATCHED:
             return Product(prod(shape[:-2]), shape[-2], shape[-1], k, dtype, aligned=aligned(shape[-1], k))
         rows, n = prod(shape[:-1]), shape[-1]
-        if step.name == GROUPED:
+        if step.name == ops.GROUPED:
             matrices = next((w.numel for w in step.weights), None) or prod(step.inputs[1].local_shape)
             batch = max(1, matrices // (n * k))
             return Product(batch, -(-rows // batch), n, k, dtype, grouped=self.how.loops_experts)
@@ -323,9 +299,9 @@ class _Listing:
         k = x.local_shape[-1]
         m, n = prod(x.local_shape[:-1]), weight.numel // k
         logits = LOSS_PASSES * m * n * 4
-        at_once = step.name == FUSED
+        at_once = step.name == ops.FUSED
         ahead, both = Product(1, m, n, k, x.dtype, aligned=aligned(k)), aligned(n, k)
-        if not backward or step.name in (CHUNKED, TILED):
+        if not backward or step.name in (ops.CHUNKED, ops.TILED):
             yield Kernel(steps=indices, nbytes=logits, product=ahead, half=Half.INPUTS if backward else None)
         if backward != at_once:
             back, half = Product(1, m, k, n, x.dtype, aligned=both), Half.INPUTS if backward else None
@@ -347,19 +323,19 @@ class _Listing:
             yield from self.experts.bias(step, indices, backward=True)
         elif (rotated := self.rotary.nbytes(step)) is not None:
             yield Kernel(steps=indices, nbytes=rotated, half=Half.INPUTS)
-        elif step.name in LOSSES:
+        elif step.name in ops.LOSSES:
             yield from self._loss(step, indices, backward=True)
-        elif step.name == IN_ROWS:
-            yield Kernel(steps=indices, nbytes=ROWS_PASSES[1] * step.inputs[0].nbytes, half=Half.INPUTS)
-        elif step.name == FLASH:
+        elif step.name == ops.IN_ROWS:
+            yield Kernel(steps=indices, nbytes=ops.ROWS_PASSES[1] * step.inputs[0].nbytes, half=Half.INPUTS)
+        elif step.name == ops.FLASH:
             if self._narrow_attention:
                 yield self.narrow.attention(step, indices, Half.INPUTS)
             nbytes = 2 * self._saved(own) + incoming
             yield from self._fused_attention(step, indices, nbytes, backward_of_attention(step), Half.INPUTS)
-        elif step.name in LOOKUPS and self.how.permutes and not step.weights:
+        elif step.name in ops.LOOKUPS and self.how.permutes and not step.weights:
             nbytes = incoming + self._gradients(own)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, rows=True)
-        elif step.name in LOOKUPS:
+        elif step.name in ops.LOOKUPS:
             table = step.weights[0].numel * self.gradient_bytes if step.learned else self._gradients(own)
             half = Half.WEIGHTS if step.learned else Half.INPUTS
             yield Kernel(steps=indices, nbytes=3 * incoming + table, half=half, launches=2, rows=True)
@@ -412,8 +388,8 @@ class _Listing:
             + self.experts.clamps(own[0])[1]
         )
         launches += any(step.learned for step in own) + 2 * (own[0].rounds - 1)
-        rows = own[0].name in SCATTERS
-        flops = SCAN_BACKWARD * own[0].flops if own[0].name == SCAN else 0
+        rows = own[0].name in ops.SCATTERS
+        flops = SCAN_BACKWARD * own[0].flops if own[0].name == ops.SCAN else 0
         yield Kernel(steps=indices, nbytes=nbytes, scan_flops=flops, half=Half.INPUTS, launches=launches, rows=rows)
 
     def _saved(self, own: list[TapeOp]) -> int:
@@ -497,7 +473,7 @@ class ExpertKernels:
         """
         if not self.once_to_node:
             return False
-        if step.name == PAD:
+        if step.name == ops.PAD:
             return True
         if step.name == "aten.index.Tensor":
             return step.outputs[0].storage in self._exchanged[0]
@@ -506,7 +482,7 @@ class ExpertKernels:
     @cached_property
     def _exchanged(self) -> tuple[frozenset[int], frozenset[int]]:
         """Storages that all-to-alls read and write."""
-        steps = [s for s in self.tape.steps if s.name.startswith(ALL_TO_ALL)]
+        steps = [s for s in self.tape.steps if s.name.startswith(ops.ALL_TO_ALL)]
         return frozenset(s.inputs[0].storage for s in steps), frozenset(s.outputs[0].storage for s in steps)
 
     def is_bias(self, step: TapeOp) -> bool:

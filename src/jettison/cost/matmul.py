@@ -37,7 +37,7 @@ from jettison.core.errors import UsageError
 from jettison.cost.kernel import Kernel, Product
 from jettison.ledger.program import Op
 from jettison.spec.fp8 import NARROW_LINES, NARROW_MX
-from jettison.spec.hardware import Edges, Hardware
+from jettison.spec.hardware import Hardware
 
 TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
 """Rows, columns, and share of the full rate, by bytes read per FLOP."""
@@ -87,15 +87,11 @@ def _share(hardware: Hardware, dtype: str) -> float:
     return by.get(dtype) or reached.matmul_fp8
 
 
-def _edges(hardware: Hardware, dtype: str) -> Edges | None:
-    return hardware.edges.fp32 if dtype == "float32" else hardware.edges.bf16
-
-
 @lru_cache(maxsize=65536)
 def product_seconds(product: Product, hardware: Hardware) -> float:
     """Seconds of a GEMM's arithmetic alone: see NOTE [ Tiles ] and NOTE [ Edges ]."""
     full = rate(hardware, product.dtype) * _share(hardware, product.dtype)
-    edges = _edges(hardware, product.dtype)
+    edges = hardware.edges.fp32 if product.dtype == "float32" else hardware.edges.bf16
     if edges is not None:
         return product.flops / full * (1 + edges.rows / product.m + edges.columns / product.n + edges.depth / product.k)
     per_unit = full / hardware.units * _aligned_share(product.aligned, hardware)

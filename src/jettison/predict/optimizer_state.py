@@ -128,7 +128,11 @@ def _with_whole_tensors(run: Run, chunks: Sequence[Chunk], even: Static) -> Stat
     state = master = padding = 0
     for expert in (False, True):
         of, ranks = [t for t in found if t.expert is expert], _ranks(run, expert=expert)
-        shares, padded = _tensors_by_rank(run, of, ranks)
+        matrices = [t for t in of if t.matrix]
+        if run.optimizer is Optimizer.DIST_MUON_PINGPONG:
+            shares, padded = ping_pong(of, ranks), 0
+        else:
+            shares, padded = ([matrices], 0) if ranks == 1 else in_shards(matrices, ranks)
         state_here, master_here = max((sum(t.state + t.master for t in s), sum(t.master for t in s)) for s in shares)
         rest = [t for t in of if not t.matrix] if run.optimizer is Optimizer.DIST_MUON else []
         state += state_here + sum(-(-(t.state + t.master) // ranks) for t in rest)
@@ -146,13 +150,6 @@ def _with_whole_tensors(run: Run, chunks: Sequence[Chunk], even: Static) -> Stat
 
 def _ranks(run: Run, *, expert: bool) -> int:
     return (run.layout.expert_shards if expert else run.layout.shards) if run.layout.zero else 1
-
-
-def _tensors_by_rank(run: Run, tensors: Sequence[WholeTensor], ranks: int) -> tuple[list[list[WholeTensor]], int]:
-    if run.optimizer is Optimizer.DIST_MUON_PINGPONG:
-        return ping_pong(tensors, ranks), 0
-    matrices = [t for t in tensors if t.matrix]
-    return ([matrices], 0) if ranks == 1 else in_shards(matrices, ranks)
 
 
 def ping_pong(tensors: Sequence[WholeTensor], ranks: int) -> list[list[WholeTensor]]:

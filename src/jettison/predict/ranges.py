@@ -41,7 +41,6 @@ from jettison.spec.frameworks import named
 from jettison.spec.kernels import Device
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout
-from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
@@ -406,19 +405,14 @@ def kind_of(run: Run) -> str:
     model = run.model
     experts = any(getattr(getattr(layer, "mlp", None), "experts", 0) for layer in model.layers)
     adapters = "" if run.tuning is None else ", adapters"
-    return f"{_shape(model, run.kernels.name)}{'experts' if experts else 'dense'}{adapters}"
-
-
-def _shape(model: ModelSpec, kernels: str) -> str:
-    """Kind of a model other than the compared decoders; empty for these. State-space and linear-attention layers were
-    compared in one stack only.
-    """
+    shape = ""  # of the compared decoders
     if model.two_stacks:
-        return "two stacks, "
-    if not model.words:
-        return "images, " if model.audio is None else "sound, "
-    scans = any(layer.scan is not None for layer in model.described)
-    return "scans, " if scans and not kernel_set(kernels).stacks else ""
+        shape = "two stacks, "
+    elif not model.words:
+        shape = "images, " if model.audio is None else "sound, "
+    elif any(layer.scan is not None for layer in model.described) and not kernel_set(run.kernels.name).stacks:
+        shape = "scans, "  # state-space and linear-attention layers were compared in one stack only
+    return f"{shape}{'experts' if experts else 'dense'}{adapters}"
 
 
 def time_residual(run: Run, hardware: str) -> Residual:

@@ -216,8 +216,11 @@ def packed_batch(run: Run, chunks: Sequence[Chunk]) -> int:
     positions = 0 if run.model.learned_positions else 8 * batch * seq
     match run.kernels.documents:
         case Documents.MASK:
-            held = any(_holds_mask(run, group.part) for chunk in chunks for group in chunk)
-            return positions + (document_mask(run) if held else 0)
+            layers = [group.part for chunk in chunks for group in chunk if group.part.is_layer]
+            again = run.recompute.mode is not Mode.NONE and any(
+                part.chosen is None or part.segment > 1 or reads_mask(part.region.program, part.kept) for part in layers
+            )
+            return positions + (document_mask(run) if again else 0)
         case Documents.BLOCKS:
             blocks = -(-seq // BLOCK)
             return positions + 4 * 4 * batch * (blocks + blocks * blocks)
@@ -241,9 +244,3 @@ def reads_mask(program: Program, kept: frozenset[int]) -> bool:
     """Whether recomputed ops read the mask that all layers share."""
     given = {buffer.index for buffer in program.buffers if buffer.free and buffer.name == MASK}
     return any(not given.isdisjoint(program.ops[op].inputs) for op in program.recompute_set(kept))
-
-
-def _holds_mask(run: Run, part: StageRegion) -> bool:
-    if not part.is_layer or run.recompute.mode is Mode.NONE:
-        return False
-    return part.chosen is None or part.segment > 1 or reads_mask(part.region.program, part.kept)

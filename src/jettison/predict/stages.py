@@ -303,63 +303,37 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
 def _layer(run: Run, kind: Kind) -> StageRegion:
     number, policy, picked = kind
     table = run.layout.pp > 1 and not run.model.tied_embeddings  # otherwise the stage has one already
-    named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding, table, run.states_on_host)
-    return named if picked is None else replace(named, chosen=picked)
-
-
-@lru_cache(maxsize=65536)
-def _named_layer(
-    scene: RegionSignature,
-    number: int,
-    policy: str,
-    optimizer: Optimizer,
-    sharding: Layout,
-    table: bool,
-    on_host: StatesOnHost,
-) -> StageRegion:
-    """Cached region of a layer without a plan; ``table``: an MTP layer has its own copy of the embedding."""
-    layer = scene.model.kinds[number]
-    region = layer_region(scene, layer)
-    return StageRegion(
-        name=scene.model.layer_names[scene.model.kind_numbers.index(number)],
-        region=region,
-        policy=policy,
-        static=_static(region, scene, optimizer, sharding, True, table and not _repeats(layer), on_host),
-        layer=layer,
-    )
-
-
-def _repeats(layer: AnyLayer) -> bool:
-    """Whether it shares the weights of the previous layer, on the same stage."""
-    return isinstance(layer, Layer) and layer.repeats
+    found = _region(run.scene, number, policy, run.optimizer, run.layout.sharding, table, run.states_on_host)
+    return found if picked is None else replace(found, chosen=picked)
 
 
 def _end(run: Run, name: str) -> StageRegion:
     """The embedding; or final norm, head and loss, with a second copy of a tied weight under pipelines."""
     twice = name == EMBEDDING or run.layout.pp > 1
-    found = _named_end(run.scene, name, run.optimizer, run.layout.sharding, twice, run.states_on_host)
+    found = _region(run.scene, name, NONE, run.optimizer, run.layout.sharding, twice, run.states_on_host)
     return replace(found, held=found.region.returned) if run.keep_logits and name == HEAD else found
 
 
 @lru_cache(maxsize=65536)
-def _named_end(
-    scene: RegionSignature, name: str, optimizer: Optimizer, sharding: Layout, tied: bool, on_host: StatesOnHost
-) -> StageRegion:
-    region = embedding_region(scene) if name == EMBEDDING else head_region(scene)
-    held = _static(region, scene, optimizer, sharding, False, tied, on_host)
-    return StageRegion(name=name, region=region, policy=NONE, static=held)
-
-
-def _static(
-    region: Region,
+def _region(
     scene: RegionSignature,
+    which: int | str,
+    policy: str,
     optimizer: Optimizer,
-    layout: Layout,
-    in_layer: bool,
+    sharding: Layout,
     tied: bool,
     on_host: StatesOnHost,
-) -> Static:
+) -> StageRegion:
+    """Region of an end by name, or of a layer by the number of its kind; ``tied``: with its copy of tied weights."""
+    layer = scene.model.kinds[which] if isinstance(which, int) else None
+    if layer is None:
+        name, region = str(which), embedding_region(scene) if which == EMBEDDING else head_region(scene)
+    else:
+        name, region = scene.model.layer_names[scene.model.kind_numbers.index(which)], layer_region(scene, layer)
+        tied = tied and not (isinstance(layer, Layer) and layer.repeats)  # weights of the layer before, on its stage
     weights = declared([w for w in region.weights if tied or not w.tied], scene.kernels.declared)
-    return static(
-        weights, precision=scene.precision, optimizer=optimizer, layout=layout, in_layer=in_layer, on_host=on_host
+    in_layer, precision = layer is not None, scene.precision
+    held = static(
+        weights, precision=precision, optimizer=optimizer, layout=sharding, in_layer=in_layer, on_host=on_host
     )
+    return StageRegion(name=name, region=region, policy=policy, static=held, layer=layer)

@@ -155,22 +155,21 @@ def estimate(
         raise UsageError(f"got {short(hardware)}; expected hardware, such as jettison.hardware('h100-80gb')")
     how = execution or execution_of(run)
     _, hardware = anchored(run, hardware)
-    given, run = (
-        run,
-        replace(run, compiled=False),
-    )  # layers are priced as they are written, with the kernels that a compiler makes
+    given = run
+    run = replace(run, compiled=False)  # layers are priced as they are written, with the kernels that a compiler makes
     timing = Timing(run=run, hardware=hardware, execution=how, planned=chosen is not None)
     layout = run.layout
-    known: dict[int, list[Item]] = {}
-
-    def items(chunk: Chunk) -> list[Item]:
-        if id(chunk) not in known:
-            known[id(chunk)] = timing.items(chunk)
-        return known[id(chunk)]
-
-    shares = [recomputing(run, stage) for stage in range(layout.pp)]
-    walked = outline(run, chosen) if outlined is None else outlined
-    stages = _stages(timing, [[items(chunk) for chunk in chunks] for chunks in walked], shares)
+    items: dict[int, list[Item]] = {}
+    passes: dict[object, RegionSeconds] = {}
+    known: dict[object, StageSeconds] = {}
+    stages = []
+    for index, chunks in enumerate(outline(run, chosen) if outlined is None else outlined):
+        share, own = recomputing(run, index), tuple(map(id, chunks))
+        items |= {at: timing.items(chunk) for at, chunk in zip(own, chunks, strict=True) if at not in items}
+        key = own, share, layout.neighbours(index)
+        if key not in known:
+            known[key] = timing.stage(index, [items[at] for at in own], share, passes)
+        stages.append(known[key])
     played, lagged = _play(run, stages, timing)
     over = max(end + stage.end for end, stage in zip(played.ends, stages, strict=True))
     again = sum(stage.recomputed_flops for stage in stages)
@@ -178,7 +177,7 @@ def estimate(
         run=given,
         hardware=hardware,
         execution=timing.execution,
-        stages=stages,
+        stages=tuple(stages),
         replay=played,
         lagged=lagged,
         step_seconds=over + max(stage.optimizer for stage in stages),
@@ -192,20 +191,6 @@ def recomputing(run: Run, stage: int) -> float:
     if not whole:
         return 1.0
     return pipeline_shape(run).recomputing_share(stage, whole)
-
-
-def _stages(
-    timing: Timing, chunks: Sequence[Sequence[list[Item]]], shares: Sequence[float]
-) -> tuple[StageSeconds, ...]:
-    known: dict[object, StageSeconds] = {}
-    passes: dict[object, RegionSeconds] = {}
-    stages = []
-    for index, own in enumerate(chunks):
-        key = tuple(map(id, own)), shares[index], timing.run.layout.neighbours(index)
-        if key not in known:
-            known[key] = timing.stage(index, own, shares[index], passes)
-        stages.append(known[key])
-    return tuple(stages)
 
 
 def works(

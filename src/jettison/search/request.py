@@ -21,7 +21,7 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync
 from jettison.spec.model import ModelSpec
-from jettison.spec.precision import MUONS, Gradients, Precision
+from jettison.spec.precision import MUONS, Gradients
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored
 from jettison.spec.states_on_host import NOT_MOVED, states_on_host
@@ -169,10 +169,7 @@ class SearchRequest(CommonRequest):
             global_batch=global_batch,
             node=hardware.node,
             axes=axes,
-            over_tensor_ranks=self._over_tensor_ranks(),
-            over_replicas=self._over_replicas(template),
-            over_shards=self._over_shards(),
-            sharded_precision=self._sharded_precision(template),
+            **self._of_preset(template),
         )
 
     def _of_one_rank(self, template: Run, able: Runnable | None) -> Iterator[tuple[str, str]]:
@@ -220,40 +217,31 @@ class SearchRequest(CommonRequest):
             raise UsageError(f"got {flag_of(name)} {bad[0]}, which {self.runs_on} cannot run; expected some of {words}")
         return asked or tried
 
-    def _over_tensor_ranks(self) -> dict[str, Any]:
-        """Settings that the preset changes above one tensor-parallel rank, unless a flag sets them."""
+    def _of_preset(self, template: Run) -> dict[str, Any]:
+        """Fields of `Space` by the framework preset, whose settings depend on the layout, unless a flag sets them."""
         if self.like is None:
             return {}
-        alone, over = rule(self.like, tp=1), rule(self.like, tp=2)
-        return {name: over[name] for name in over if alone.get(name) != over[name] and getattr(self, name) is None}
-
-    def _over_shards(self) -> dict[str, Any]:
-        """Fields that the preset sets for layouts that shard parameters, unless a flag sets them."""
-        if self.like is None or self.zero_buckets is not None:
-            return {}
-        said, found = rule(self.like, tp=1, zero=3), dict[str, Any]()
-        if self.gradient_sync is None and self.gradients in (None, "one-by-one"):
-            found["gradient_sync"] = GradientSync(said.get("gradient_sync", GradientSync.EACH))
-        if self.fsdp_wrap_layers_only is not None or self.fsdp_version is not None:
-            return found
-        fields_of = {
-            "fsdp_wrap_layers_only": "fsdp_wrap_layers_only" in said,
-            "flat_parameters": said.get("fsdp_version") == 1,
+        alone, over, sharded = (rule(self.like, **sizes) for sizes in ({"tp": 1}, {"tp": 2}, {"tp": 1, "zero": 3}))
+        differ = {name: over[name] for name in over if alone.get(name) != over[name] and getattr(self, name) is None}
+        shards: dict[str, Any] = {}
+        if self.zero_buckets is None:
+            if self.gradient_sync is None and self.gradients in (None, "one-by-one"):
+                shards["gradient_sync"] = GradientSync(sharded.get("gradient_sync", GradientSync.EACH))
+            if self.fsdp_wrap_layers_only is None and self.fsdp_version is None:
+                shards |= {"fsdp_wrap_layers_only": True} if "fsdp_wrap_layers_only" in sharded else {}
+                shards |= {"flat_parameters": True} if sharded.get("fsdp_version") == 1 else {}
+        replicas = {}
+        for many, zero in product((False, True), range(4)) if self.gradients is None else ():
+            gradients = GRADIENTS[rule(self.like, tp=1, dp=1 + many, zero=zero)["gradients"]]
+            if gradients is not template.gradients:
+                replicas[many, zero] = gradients
+        dtype = None if self.reduce_dtype else sharded.get("reduce_dtype")
+        return {
+            "over_tensor_ranks": differ,
+            "over_shards": shards,
+            "over_replicas": replicas,
+            "sharded_precision": dtype and template.precision.reducing_in(dtype),
         }
-        return found | {name: True for name, given in fields_of.items() if given}
-
-    def _sharded_precision(self, template: Run) -> Precision | None:
-        """Precision with the preset's dtype of reductions, where no flag has another."""
-        word = None if self.like is None else rule(self.like, tp=1, zero=3).get("reduce_dtype")
-        return None if word is None or self.reduce_dtype else template.precision.reducing_in(word)
-
-    def _over_replicas(self, template: Run) -> dict[tuple[bool, int], Gradients]:
-        """Gradient buffers that the preset sets by replicas and ZeRO stage, where they differ from the template's."""
-        if self.like is None or self.gradients is not None:
-            return {}
-        cases = product((False, True), range(4))
-        said = {(many, zero): rule(self.like, tp=1, dp=1 + many, zero=zero)["gradients"] for many, zero in cases}
-        return {case: GRADIENTS[word] for case, word in said.items() if GRADIENTS[word] is not template.gradients}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,7 @@ class Workers(Generic[_Q]):
         self._homes: dict[tuple[object, ...], int] = {}
         with deaf_to_interrupts():
             for pool in self._pools:
-                pool.submit(_nothing)  # starts the process
+                pool.submit(int)  # starts the process
 
     def end(self, *, now: bool) -> None:
         """End the processes.
@@ -103,10 +103,6 @@ class Workers(Generic[_Q]):
 # in a worker ----------------------------------------------------------------------------------------------------------
 
 _question: Any = None
-
-
-def _nothing() -> None:
-    """Do nothing: a first call starts the process."""
 
 
 def _start(question: object) -> None:
