@@ -194,21 +194,16 @@ def _zeros(budgeted: bound.BudgetedWalk) -> bound.Relaxation:
     return bound.Relaxation(multipliers=bound.Multipliers(device=[0.0] * (budgeted.walk.count + 1)))
 
 
-def _ascended(budgeted: bound.BudgetedWalk) -> bound.Relaxation:
-    return bound.Relaxation(multipliers=bound.Multipliers(device=bound.ascend(budgeted)))
-
-
 Off: TypeAlias = tuple[Any, str, Any]
 """A module or class, a name in it, and what stands there instead."""
 
 _NO_NUMPY: Sequence[Off] = ((labels, "np", None), (exchanges, "np", None))
-_NO_HIGHS: Sequence[Off] = ((solver, "relaxation", _ascended),)
+_NO_HIGHS: Sequence[Off] = ((solver, "relaxation", _zeros),)
 _NO_ROUNDING: Sequence[Off] = ((solver, "rounded", lambda *_: iter(())),)
 _NO_EXCHANGE: Sequence[Off] = ((solver, "exchanged", lambda _budgeted, path: tuple(path)),)
 
 LAYERS: Mapping[str, Sequence[Off]] = {
-    "duals (ascent instead)": _NO_HIGHS,
-    "duals and ascent": ((solver, "relaxation", _zeros),),
+    "duals": _NO_HIGHS,
     "rounding": _NO_ROUNDING,
     "exchange of what labels find": _NO_EXCHANGE,
     "rounding and exchange": (*_NO_ROUNDING, *_NO_EXCHANGE),

@@ -189,14 +189,9 @@ def apply_plan(
     *,
     confirms: bool = False,
 ) -> Applied:
-    """Apply a plan that was made for this trace.
-
-    Args:
-        confirms: for a plan whose peak was composed from other dry runs, run its own dry run now, without an optimizer
-            and without workspaces of kernels.
-
-    Raises:
-        PlanMismatch: it was made for another model or batch, or its dry run exceeds the plan's peak.
+    """Apply a plan that was made for this trace. ``confirms``: for a plan whose peak was composed from other dry runs,
+    run its own dry run now, without an optimizer and without workspaces of kernels. Raise `PlanMismatch` if it was made
+    for another model or batch, or its dry run exceeds the plan's peak.
     """
     digests = {"": traced.root.program.digest(), **digests_of(traced, plan)}
     plan.require(model=fingerprint(traced), digests=digests)

@@ -80,10 +80,8 @@ class Treatment:
 
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """A plan that covers batches that are not longer than this one, with no more trained parameters.
-
-    Args:
-        peak_bytes: of a step on this batch. The plan may have been made for another batch with a lower peak.
+    """A plan that covers batches that are not longer than this one, with no more trained parameters. ``peak_bytes`` are
+    of a step on this batch: the plan may have been made for another one with a lower peak.
     """
 
     shape: BatchShape

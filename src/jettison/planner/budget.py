@@ -25,11 +25,8 @@ _SHARE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Bytes, and their origin as text; empty for a budget given in bytes.
-
-    Args:
-        nbytes: limit of allocated tensors.
-        reserved_bytes: limit of the caching allocator's reserved memory, if one was requested.
+    """Limit of allocated bytes, and its origin as text; empty for a budget given in bytes. ``reserved_bytes``: limit of
+    the caching allocator's reserved memory, if one was requested.
     """
 
     nbytes: int
@@ -46,11 +43,8 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedBudget:
-    """A budget as requested, before the device is queried.
-
-    Args:
-        nbytes: if it is a number of bytes.
-        share: of the memory that the device has left for this process; with neither, all of it less a margin.
+    """A budget as requested: bytes, or a share of the memory that the device has left for this process; with neither,
+    all of it less a margin.
     """
 
     nbytes: int | None = None

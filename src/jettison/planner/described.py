@@ -76,11 +76,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A step on a batch: one forward and one backward of a model.
-
-    Args:
-        parts: models that are planned.
-        counted: ops and levels of a run of the step, for a custom step.
+    """A step on a batch: one forward and one backward of a model. ``parts`` are planned; ``counted``: ops and levels of
+    a run, for a custom step.
     """
 
     parts: Sequence[Part]
@@ -178,11 +175,8 @@ def describe_step(
     progress: Progress,
     stages: Agreement | None = None,
 ) -> OwnStep:
-    """Run the step on fake tensors, and trace the models in its calls.
-
-    Args:
-        blocks: of each model, if known; else ``regions``, or repeated blocks.
-        stages: agreement with ranks that run other stages of the step's pipelines.
+    """Run the step on fake tensors, and trace the models in its calls. ``blocks``: of each model, if known; else
+    ``regions``, or repeated blocks. ``stages``: agreement with ranks that run other stages of the step's pipelines.
     """
     progress("running the step on fake tensors")
     mode, modules = fake_mode(allow_non_fake_inputs=True), modules_of(models)

@@ -144,10 +144,7 @@ def with_moves(
     trace: ModelTrace, class_key: str, points: Iterable[FrontierPoint], kinks: Sequence[int]
 ) -> Iterator[FrontierPoint]:
     """Yield each point as it is, and with parts of its kept tensors offloaded (NOTE [ Three actions ] in
-    `solve.actions`).
-
-    Args:
-        kinks: numbers of bytes whose copy is as long as the work that hides it.
+    `solve.actions`). ``kinks``: numbers of bytes whose copy is as long as the work that hides it.
     """
     region, senders = trace.classes[class_key].trace, movable(trace, class_key)
     lives = frozenset(place for name, places in returned(trace).items() if name in senders for place in places)
@@ -183,11 +180,8 @@ def with_parts_sent(
     kinks: Sequence[int],
     seen: Mapping[int, SentTensor] = MappingProxyType({}),
 ) -> Iterator[FrontierPoint]:
-    """Yield a point with parts of its kept tensors offloaded.
-
-    Args:
-        free: buffers that may be offloaded.
-        seen: buffers of which Inductor saved other bytes.
+    """Yield a point with parts of its kept tensors offloaded: of the ``free`` buffers. ``seen``: buffers of which
+    Inductor saved other bytes.
     """
     buffers = (replace(b, nbytes=seen[b.index].nbytes) if b.index in seen else b for b in program.buffers)
     sizes = replace(program, buffers=tuple(buffers)) if seen else program

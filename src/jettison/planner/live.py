@@ -375,11 +375,9 @@ class _Request:
         )
 
     def _whole_step(self, batches: int) -> Step | None:
-        """The given step, or a forward and a backward if these must be run as one; None: neither.
-
-        Raises:
-            UnsupportedModule: a model that cannot be dry-run inside of a step.
-            UsageError: arguments that exclude each other.
+        """The given step, or a forward and a backward if these must be run as one; None: neither. Raise
+        `UnsupportedModule` for a model that cannot be dry-run inside of a step, `UsageError` for arguments that exclude
+        each other.
         """
         model = self.model
         wrapped = isinstance(model, DistributedDataParallel) or (
@@ -447,11 +445,8 @@ class _Request:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planning:
-    """From a request to applied plans, together with the ranks that plan together.
-
-    Args:
-        step: dry-run as a whole; None: a forward and a backward of the only model.
-        losses: keeps losses chunked, if they are.
+    """From a request to applied plans, together with the ranks that plan together. ``step`` is dry-run as a whole;
+    None: a forward and a backward of the only model. ``losses`` keeps losses chunked, if they are.
     """
 
     ask: _Request
@@ -472,11 +467,8 @@ class _Planning:
         reached: Collection[str] | None = None,
         stages: Agreement | None = None,
     ) -> Described:
-        """Describe the step on these batches.
-
-        Args:
-            blocks: by model, if known.
-            reached: parameters that all ranks together reach; None: exchange them.
+        """Describe the step on these batches. ``blocks``: by model, if known; ``reached``: parameters that all ranks
+        together reach; None: exchange them.
         """
         ask, found = self.ask, None
         if self.step is None:

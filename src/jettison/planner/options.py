@@ -44,11 +44,8 @@ PYTHON_SECONDS_PER_OP = 6e-6  # overhead of replaying one op (measured, 2 CPU co
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options: the solver's problem, and the kept tensors of each of its options.
-
-    Args:
-        baseline: the step without a plan.
-        points: by class of blocks and option.
+    """Options: the solver's problem, and the kept tensors of each, by class of blocks and option. ``baseline``: the
+    step without a plan.
     """
 
     baseline: StepPeaks

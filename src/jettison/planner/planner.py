@@ -423,11 +423,8 @@ def planner_of(
     host: Host | None = None,
     progress: Callable[[str], None],
 ) -> Planner | StagesPlanner:
-    """Return the planner for the parts of a rank: one module, or the stages of a pipeline.
-
-    Args:
-        in_flight: the most micro-batches in flight of each part.
-        host: host memory for offloading, if any; parts have equal shares of it.
+    """Return the planner for the parts of a rank: one module, or the stages of a pipeline, which share the host's
+    memory equally. ``in_flight``: the most micro-batches in flight of each part.
     """
     if len(traces) == 1 and in_flight[0] == 1:
         return make_planner(traces[0], dry_step=dry_step, hardware=hardware, host=host, progress=progress)

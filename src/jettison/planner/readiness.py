@@ -34,11 +34,8 @@ _LOCAL_PARTS: Final = "torch.distributed.tensor.parallel.ddp"
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that there is a Python forward to plan.
-
-    Raises:
-        UnsupportedModule: it is planned, compiled, scripted, or uses checkpointing.
-        UsageError: it is no module, or it would be planned under other saved-tensor hooks.
+    """Check that there is a Python forward to plan. Raise `UnsupportedModule` if it is planned, compiled, scripted, or
+    uses checkpointing; `UsageError` if it is no module, or would be planned under other saved-tensor hooks.
     """
     expect_module(model)
     if are_hooks_foreign():
@@ -289,11 +286,8 @@ def inside_of(optimizer: Any) -> list[Any]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
-    """Check that its step can be dry-run.
-
-    Raises:
-        UsageError: it is no optimizer, has no parameter of this model, runs the forward inside its step, or is
-            distributed over ranks.
+    """Raise `UsageError` if its step cannot be dry-run: it is no optimizer, has no parameter of this model, runs the
+    forward inside its step, or is distributed over ranks.
     """
     if isinstance(optimizer, JointOptimizer):
         for one in optimizer.optimizers:

@@ -63,10 +63,7 @@ class PlanningRanks:
 
     def plans(self, make: Callable[[], list[Plan]], traces: Sequence[ModelTrace]) -> list[Plan] | str:
         """Plans of this rank, or the text of another rank's plans for the same step. A replica may have another batch,
-        and then plans for itself.
-
-        Raises:
-            Infeasible: there are none, on all ranks that would have followed them.
+        and then plans for itself. Raise `Infeasible` on all ranks that would have followed them if there are none.
         """
 
         def tell(made: list[Plan] | str) -> str:

@@ -145,10 +145,8 @@ class PeakWatch:
 
 
 def phase_hooks(watch: PeakWatch, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Report the optimizer's steps to a watch; return handles of the hooks.
-
-    The hooks see all optimizers: wrappers (Accelerate's) step one inside, which is recognized by its parameters.
-    Copies that planning steps on fake tensors have other parameters.
+    """Report the optimizer's steps to a watch; return handles of the hooks. They see all optimizers: wrappers
+    (Accelerate's) step one inside, which is recognized by its parameters; copies on fake tensors have others.
     """
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
 

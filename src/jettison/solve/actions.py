@@ -143,10 +143,8 @@ def lean_points(
     program: Program, kept: frozenset[int], seconds: Sequence[float], *, most: int = MOST_CUTS
 ) -> tuple[FrontierPoint, ...]:
     """Points that keep ``kept`` and one, two or more buffers in addition, each with a lower peak in backward.
-
-    Args:
-        seconds: of each op, for the cost of the points; they play no part in the choice.
-        most: number of points. Each one replays backward for each buffer that could be kept.
+    ``seconds`` of each op play no part in the choice. Each of the ``most`` points replays backward for each buffer that
+    could be kept.
     """
     found = []
     peak = _peak(program, kept)

@@ -9,7 +9,8 @@ is a lower bound on every completion, for *any* multipliers that are not negativ
 the solver that proposed them. The best ones are the duals of the linear relaxation, which HiGHS solves; relaxed paths
 have integral vertices, so the bound then equals the relaxation's (Geoffrion 1974). If tensors are offloaded, the
 relaxation sums waiting times over all pairs of neighbours, and `relax` distinguishes the pairs: its bound is then the
-relaxation's or a better one. Without HiGHS, a subgradient ascent comes close (`ascend`).
+relaxation's or a better one. Without HiGHS all are 0: labels are then compared by
+their seconds alone, and a certificate states the wider gap.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def relaxation(budgeted: BudgetedWalk) -> Relaxation:
         import highspy
         import numpy as np
     except ImportError:
-        return Relaxation(multipliers=Multipliers(device=ascend(budgeted)))
+        return Relaxation(multipliers=Multipliers(device=[0.0] * (budgeted.walk.count + 1)))
     walk = budgeted.walk
     if walk.count == 0:
         return Relaxation(multipliers=Multipliers(device=np.zeros(1)))
@@ -255,11 +256,8 @@ def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte
 def _columns(
     moves: Sequence[WalkMove], count: int, waiting: int, host_row: int | None, seconds_scale: float, byte_scale: float
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], Floats]:
-    """Start of each column, and rows and values of all entries: moves, then prefixes, then waits.
-
-    Args:
-        waiting: number of rows for waits; position 0 has none, since its row is the loss's.
-        host_row: row of the host's budget.
+    """Start of each column, and rows and values of all entries: moves, then prefixes, then waits, of which position 0
+    has none, since its row is the loss's. ``host_row``: row of the host's budget.
     """
     import numpy as np
 
@@ -300,76 +298,3 @@ def _columns(
     sizes = np.bincount(owners, minlength=len(moves) + count + waiting)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
     return starts.astype(np.int32), rows[order].astype(np.int32), values[order].astype(np.float64)
-
-
-# ascent ---------------------------------------------------------------------------------------------------------------
-#
-# Multipliers for `relax` without HiGHS: subgradient ascent as in Held & Karp (1971). Any multipliers give a bound, so
-# these need not be the best: a weaker bound costs labels, and shows in the certificate. The cheapest path at some
-# prices shows by how much it exceeds each budget; prices move in that direction, by Polyak's step towards the cheapest
-# known path that fits. Waiting for copies, and the host's budget, are left out.
-
-
-ROUNDS = 120
-PATIENCE = 5
-"""Number of rounds without a better bound after which steps are halved."""
-
-
-def ascend(budgeted: BudgetedWalk) -> list[float]:
-    """Picoseconds per byte, one for each position and one for the loss, each 0 or more."""
-    count = budgeted.walk.count
-    prices = best = [0.0] * (count + 1)
-    most = target = float(sum(max((m.picoseconds for m in moves), default=0) for moves in budgeted.moves))
-    highest, length, waited = float("-inf"), 1.0, 0
-    for _ in range(ROUNDS):
-        path = _cheapest(budgeted, prices)
-        excess = _excess(budgeted, path)
-        seconds = float(sum(m.picoseconds for m in path))
-        bound = seconds + sum(price * over for price, over in zip(prices, excess, strict=True))
-        waited = 0 if bound > highest else waited + 1
-        if bound > highest:
-            highest, best = bound, prices
-        if max(excess) <= 0:
-            target = min(target, seconds)
-        if waited == PATIENCE:
-            prices, length, waited = best, length / 2, 0
-            continue
-        square = sum(over * over for over, price in zip(excess, prices, strict=True) if over > 0 or price > 0)
-        if not square or target - bound <= 1e-6 * most:
-            break
-        step = length * (target - bound) / square
-        prices = [max(0.0, price + step * over) for price, over in zip(prices, excess, strict=True)]
-    return best
-
-
-def _cheapest(budgeted: BudgetedWalk, prices: Sequence[float]) -> list[WalkMove]:
-    """The path with the fewest picoseconds if each byte needed, or held, at a position costs its price."""
-    count = budgeted.walk.count
-    held = list(accumulate(reversed(prices)))[::-1]
-    rest = [float("inf")] * count + [0.0]
-    chosen: list[WalkMove | None] = [None] * count
-    for r in reversed(range(count)):
-        for m in budgeted.moves[r]:
-            cost = m.picoseconds + prices[r] * m.need_bytes + held[m.stop] * m.resident_bytes + rest[m.stop]
-            cost += prices[m.stop] * m.sent_bytes
-            if cost < rest[r]:
-                rest[r], chosen[r] = cost, m
-    path, r = [], 0
-    while r < count:
-        move = chosen[r]
-        assert move is not None, "a walk above its smallest budget has a path"
-        path.append(move)
-        r = move.stop
-    return path
-
-
-def _excess(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> list[float]:
-    """Bytes above the budget at each position, and at the loss; negative below the budget."""
-    budget = budgeted.budget_bytes
-    found: list[float] = []
-    prefix = sent = 0
-    for m in path:
-        found.append(prefix + sent + m.need_bytes - budget)
-        found += [float(prefix - budget)] * (m.stop - m.start - 1)  # inside a segment
-        prefix, sent = prefix + m.resident_bytes, m.sent_bytes
-    return [*found, float(prefix + budgeted.walk.loss_need_bytes - budget)]

@@ -15,6 +15,7 @@ separate modules.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -168,6 +169,5 @@ def _in_mlp(op: Op) -> bool:
     return op.path == "mlp" or op.path.startswith("mlp.")
 
 
-def _where(program: Program, said: object) -> frozenset[int]:
-    assert callable(said)
+def _where(program: Program, said: Callable[[Op], bool]) -> frozenset[int]:
     return frozenset(op.index for op in program.ops if said(op))

@@ -55,17 +55,12 @@ def offloaded_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
     return policy.offloaded(program) if isinstance(policy, OffloadPolicy) else frozenset()
 
 
-@runtime_checkable
-class PackPolicy(CheckpointPolicy, Protocol):
-    """Also selects the kept buffers to pack losslessly into fewer bytes."""
-
-    def packed(self, program: Program) -> frozenset[int]:
-        """Kept buffers to pack. A buffer that packing would not restore exactly stays as it is."""
-
-
 def packed_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
-    """Kept buffers that a policy packs; empty for most policies."""
-    return policy.packed(program) if isinstance(policy, PackPolicy) else frozenset()
+    """Kept buffers that a policy's ``packed(program)`` selects, to be packed losslessly into fewer bytes; empty for
+    most policies. A buffer that packing would not restore exactly stays as it is.
+    """
+    found: frozenset[int] = policy.packed(program) if hasattr(policy, "packed") else frozenset()
+    return found
 
 
 def can_move(program: Program, b: int) -> bool:

@@ -228,13 +228,8 @@ def fill(
     parts: Sequence[nn.Module], named: Mapping[str, nn.Parameter], built: Built, world: World, say: Progress
 ) -> None:
     """Allocate this rank's shards of a model that was split and sharded on meta, and initialize or read them, one
-    tensor at a time. Every rank calls it.
-
-    Args:
-        named: the parameters of all parts, by their names in the full model.
-
-    Raises:
-        UsageError: files of weights are damaged.
+    tensor at a time. Every rank calls it, with the parameters of all parts by their names in the full model. Raise
+    `UsageError` if files of weights are damaged.
     """
     world.together(lambda: _allocate(parts, world.device))
     if built.pretrained is not None:
@@ -316,14 +311,9 @@ def check_occurs(corpus: Corpus, end: int) -> None:
 
 
 def keep_apart(built: Built, end: int, *, bf16: bool) -> Built:
-    """Return the model with inputs that mask attention to documents.
-
-    Args:
-        end: the token that ends a document.
-        bf16: attention is computed in bf16, whatever the dtype of parameters.
-
-    Raises:
-        UsageError: this model takes no such inputs.
+    """Return the model with inputs that mask attention to documents, each of which the token ``end`` ends. ``bf16``:
+    attention is computed in bf16, whatever the dtype of parameters. Raise `UsageError` if this model takes no such
+    inputs.
     """
     model = built.model
     if isinstance(model, Gpt | Llama):
@@ -400,14 +390,8 @@ def _refused(name: str, what: str) -> UsageError:
 
 
 def in_parts(built: Built, context: Context, *, end: int | None, bf16: bool) -> Built:
-    """Return the model, after `apply_context_parallel`, with inputs of this rank's tokens.
-
-    Args:
-        end: the token that ends a document, if attention is masked to documents.
-        bf16: attention is computed in bf16, whatever the dtype of parameters.
-
-    Raises:
-        UsageError: a factory's loss function averages over an unknown number of tokens.
+    """Return the model, after `apply_context_parallel`, with inputs of this rank's tokens; ``end`` and ``bf16`` as in
+    `keep_apart`. Raise `UsageError` if a factory's loss function averages over an unknown number of tokens.
     """
     if built.loss_fn is not None:
         raise UsageError(

@@ -151,14 +151,9 @@ def check_parts(path: Path, description: str, world: World) -> None:
 def load_tensors(
     tensors: Mapping[str, Tensor], path: Path, description: str, world: World, group: dist.ProcessGroup
 ) -> None:
-    """Read all of a checkpoint's tensors into these. Every rank calls it, with the tensors that it has.
-
-    Args:
-        group: CPU group of all ranks, in which torch distributes the reads.
-
-    Raises:
-        UsageError: tensors are missing, unexpected, or of another shape or dtype.
-        one of `DAMAGE`: the files are damaged.
+    """Read all of a checkpoint's tensors into these. Every rank calls it, with the tensors that it has; torch
+    distributes the reads in a CPU ``group``. Raise `UsageError` if tensors are missing, unexpected, or of another shape
+    or dtype, one of `DAMAGE` if the files are damaged.
     """
     metadata = world.together(lambda: CheckedReader(path, description).read_metadata())
     there = dict(metadata.state_dict_metadata)

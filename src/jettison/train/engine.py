@@ -232,11 +232,8 @@ class LoopStep:
         *,
         evaluates: bool,
     ) -> None:
-        """Make the step of an engine whose parts are not sharded yet. All ranks call it.
-
-        Args:
-            rows: of one micro-batch, as the engine gets them.
-            evaluates: the run evaluates between steps; that must fit, too, and counts as part of the forward.
+        """Make the step of an engine whose parts are not sharded yet, for rows of one micro-batch. All ranks call it.
+        ``evaluates``: the run evaluates between steps; that must fit, too, and counts as part of the forward.
         """
         self._evaluates = evaluates
         self.mode: FakeTensorMode = fake_mode(allow_non_fake_inputs=True)

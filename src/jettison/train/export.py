@@ -125,14 +125,9 @@ class ExportResult:
 
 
 def export_run(make: Callable[[], TrainRecipe], *, say: Progress = silent, warn: Progress = silent) -> ExportResult:
-    """Read the checkpoint from which a recipe's run would resume, and export its weights.
-
-    Args:
-        make: reads the recipe, which has an ``export.folder``.
-
-    Raises:
-        UsageError: there is no checkpoint, or transformers has no such model.
-        ExportFailed: the weights could not be written.
+    """Read the checkpoint from which a recipe's run would resume, and export its weights; the recipe has an
+    ``export.folder``. Raise `UsageError` if there is no checkpoint, or transformers has no such model, `ExportFailed`
+    if the weights could not be written.
     """
     with prepared(make, must_resume=True, say=say, warn=warn) as session:
         folder = export_session(session)

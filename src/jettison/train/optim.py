@@ -115,11 +115,8 @@ class StepTotals:
 
 
 def step_totals(squares: Tensor, loss: Tensor | None, *, asked: bool, failed: bool) -> StepTotals:
-    """Sum the totals over ranks: NOTE [ One sum a step ]. All ranks call it once a step.
-
-    Args:
-        squares: this rank's share of the square of the gradient's norm, in float64.
-        loss: this rank's, if it computes one.
+    """Sum the totals over ranks: NOTE [ One sum a step ]. All ranks call it once a step, with their share of the square
+    of the gradient's norm, in float64, and their loss, if they compute one.
     """
     known = torch.zeros_like(squares) if loss is None else loss.to(squares)
     flags = torch.tensor([loss is not None, asked, failed], dtype=squares.dtype).to(squares.device, non_blocking=True)

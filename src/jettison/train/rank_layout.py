@@ -33,12 +33,9 @@ Averaging = Literal["nothing", "ddp", "fsdp"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """Place of a rank on each axis.
-
-    Args:
-        mesh: sizes along ``_AXES``. HSDP if neither of the two data-parallel ones is 1.
-        sharing: sizes along ``_SHARING``, if there is context parallelism.
-        mixed: FSDP2's mixed precision reads parameters as bf16 copies.
+    """Place of a rank on each axis. ``mesh`` has sizes along ``_AXES``: HSDP if neither of the two data-parallel ones
+    is 1; ``sharing`` along ``_SHARING``, with context parallelism. ``mixed``: FSDP2's mixed precision reads bf16 copies
+    of parameters.
     """
 
     layout: Layout
@@ -85,11 +82,7 @@ class Places:
     @property
     def plans(self) -> bool:
         """Does this rank plan for all ranks of the same pipeline stage?"""
-        return dist.get_rank() == self.planner
-
-    @property
-    def planner(self) -> int:
-        return int(self.mesh.mesh[self.stage].min())
+        return dist.get_rank() == int(self.mesh.mesh[self.stage].min())
 
     @property
     def stage(self) -> int:

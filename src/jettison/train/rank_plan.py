@@ -64,11 +64,6 @@ class RankDecision:
     likenesses: tuple[str, ...] = ()
     policy: str | None = None
 
-    @property
-    def predicted_peak_bytes(self) -> int | None:
-        """Predicted peak of a rank that follows the plans."""
-        return max((plan.predicted.peak_bytes for plan in self.plans), default=None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlans:
@@ -93,15 +88,9 @@ def decide(
     progress: Progress,
     keeping: Keeping | None = None,
 ) -> RankDecision:
-    """Decide for this rank, without changing its modules.
-
-    Args:
-        dry_step: the step over fake copies of the parts, if there is a budget.
-        keeping: where plans under a budget are kept, if anywhere.
-
-    Raises:
-        Infeasible: no plan fits the budget.
-        UsageError, PlanMismatch: plan files cannot be read, or are of another model, batch or layout.
+    """Decide for this rank, without changing its modules. ``dry_step``: the step over fake copies of the parts, if
+    there is a budget. Raise `Infeasible` if no plan fits it; `UsageError` or `PlanMismatch` if plan files cannot be
+    read, or are of another model, batch or layout.
     """
     if section.file is not None:
         return _from_files(Path(section.file), parts)

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import itertools
 import json
-import operator
 import os
 import pickle
 import sys
@@ -75,9 +74,6 @@ class World(Ranks):
             f"{ranks_in_words(places)} did not answer within the timeout of {self.seconds:g} s, and the others cannot "
             "go on without"
         )
-
-    def sum(self, value: float) -> float:
-        return self.merged(value, operator.add)
 
     def most(self, value: float) -> float:
         return self.merged(value, max)

@@ -126,14 +126,8 @@ def prepared(
 def prepare(
     recipe: TrainRecipe, world: World, held: ExitStack, *, must_resume: bool, say: Progress, warn: Progress
 ) -> Session:
-    """Build, shard and plan the model, and resume from a checkpoint, if any.
-
-    Args:
-        held: releases the run's folders when it is closed.
-
-    Raises:
-        UsageError: the recipe does not fit this machine or these files.
-        Infeasible: no plan fits the budget.
+    """Build, shard and plan the model, and resume from a checkpoint, if any; ``held`` releases the run's folders. Raise
+    `UsageError` if the recipe does not fit this machine or these files, `Infeasible` if no plan fits the budget.
     """
     layout, accumulation = world.together(lambda: _layout(recipe, world.size))
     world.together(lambda: held.enter_context(_folders(recipe, world, warn)))
@@ -182,7 +176,9 @@ def prepare(
     with engine.context():
         planned = _plan(recipe, world, places, parts, dry_step, say)
     del dry_step
-    work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0) * accumulation)
+    work = replace(
+        work, recomputed_flops=world.merged(planned.recomputed_flops if planned else 0, operator.add) * accumulation
+    )
     optimizer = make_optimizer(recipe.optimizer, (p for part in engine.parts for p in part.parameters()))
     world.together(lambda: engine.start(accumulation))
     session = Session(
@@ -305,7 +301,7 @@ def _plan(
     refusal = world.merged(verdict, operator.or_).error
     if refusal is not None:
         raise agreed(refusal)
-    highest = int(world.most(own.predicted_peak_bytes or 0 if own else 0))
+    highest = int(world.most(max((plan.predicted.peak_bytes for plan in own.plans), default=0) if own else 0))
     if own is not None:
         world.tell(f"plan of stage {places.stage}", own)
     # rank 0, which is in stage 0, keeps the plans of all stages; other ranks apply that of their own
@@ -366,11 +362,8 @@ def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """FLOPs of one step over all ranks, and the peak FLOP/s of one device; None if unknown.
-
-    Args:
-        model_flops: of forward and backward, without recomputation.
-        recomputed_flops: of recomputation.
+    """FLOPs of one step over all ranks, forward and backward and, apart, recomputation; and the peak FLOP/s of one
+    device. None if unknown.
     """
 
     model_flops: float | None

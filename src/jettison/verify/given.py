@@ -75,7 +75,7 @@ def verify_given(
     with torch.enable_grad():
         progress("looking for what it drops and moves")
         left_out = _left_out(plain_side)
-        if against is None and left_out.nothing:
+        if against is None and not (left_out.hooks or left_out.reentrant):
             raise UsageError(
                 "nothing to prove: the step runs under no saved-tensor hooks, and no checkpoint of torch's. What "
                 "recomputes or offloads in an autograd function of its own is proven with against=, a model without it"
@@ -192,11 +192,6 @@ class LeftOut:
 
     hooks: int = 0
     reentrant: int = 0
-
-    @property
-    def nothing(self) -> bool:
-        """Whether nothing was skipped: the model trains plainly by itself."""
-        return not (self.hooks or self.reentrant)
 
 
 @contextlib.contextmanager

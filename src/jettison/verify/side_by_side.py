@@ -34,12 +34,8 @@ MAX_DIFFERENCES = 20
 
 @dataclass(kw_only=True)
 class Side:
-    """One of the two models, with its batch, loss and optimizer.
-
-    Args:
-        own: the user's forward and backward of a step, as ``own(model, batch)``.
-        under: a context for each step.
-        phase: a context for each phase of a step.
+    """One of the two models, with its batch, loss and optimizer. ``own``: the user's forward and backward of a step, as
+    ``own(model, batch)``; ``under`` and ``phase``: contexts for each step, and for each phase of it.
     """
 
     model: nn.Module
@@ -172,11 +168,8 @@ def proof_of(
     *,
     under: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Proof:
-    """Measure peaks and step times of both sides, after steps that were compared.
-
-    Args:
-        name: of the other side.
-        under: a context for complete steps of both.
+    """Measure peaks and step times of both sides, after steps that were compared. ``name``: of the other side;
+    ``under``: a context for complete steps of both.
     """
     parameters = parameter_digest(plain.model) == parameter_digest(other.model)
     with under():
@@ -226,13 +219,8 @@ def mirrored(
 @contextmanager
 def leaving_untrained(side: Side, regions: Sequence[PlannedForward]) -> Iterator[None]:
     """Restore all state after steps of a side: parameters, buffers, the optimizer's state, gradients, random streams
-    and Python's state that code reaches. Copies of tensors are kept on the CPU meanwhile.
-
-    Args:
-        regions: regions of a plan that stays on.
-
-    Raises:
-        UnsupportedModule: a step changes, or would change, state that cannot be restored.
+    and Python's state that code reaches. Copies of tensors are kept on the CPU meanwhile. ``regions``: of a plan that
+    stays on. Raise `UnsupportedModule` if a step changes, or would change, state that cannot be restored.
     """
     streams = Streams.now()
     values = [side.loss_fn, side.optimizer, side.own, *tree_leaves(side.batch)]
