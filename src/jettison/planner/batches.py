@@ -156,7 +156,6 @@ class BatchPlans:
             seen.cover, seen.rent_seconds = None, 0.0
 
     def report(self) -> list[ShapeReport]:
-        """Every shape so far, most frequent first."""
         found = [
             ShapeReport(
                 shape=str(shape),

@@ -14,6 +14,7 @@ import gc
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -60,26 +61,22 @@ def attempts(
     first = Attempt(plans, models, batch, optimizers=optimizers, why_last=why_last)
     yield first
     if first.failed:
-        yield Attempt(None, models, None)
+        yield Attempt(None, models)
 
 
+@dataclass(eq=False)
 class Attempt:
     """``with attempt:`` around one step. ``failed``: it ran out of memory and is to be repeated. ``why_last``: why no
     other attempt follows the first.
     """
 
-    def __init__(
-        self,
-        plans: BatchPlans | None,
-        models: Sequence[nn.Module],
-        batch: Any,
-        *,
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        why_last: str = "",
-    ) -> None:
-        self.plans, self.models, self.batch, self.why_last = plans, models, batch, why_last
-        self.optimizers = optimizers
-        self.failed = self.entered = False
+    plans: BatchPlans | None
+    models: Sequence[nn.Module]
+    batch: Any = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    why_last: str = ""
+    failed: bool = field(default=False, init=False)
+    entered: bool = field(default=False, init=False)
 
     def __enter__(self) -> Attempt:
         if self.entered:

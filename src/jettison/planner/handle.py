@@ -65,7 +65,6 @@ class Applied:
             self.losses.let_go()
 
     def _become(self, other: Applied) -> None:
-        """Replace this handle's contents by those of another plan for the same step."""
         vars(self).update(vars(other))
         for region in self.regions:
             if isinstance(region.listener, _LoopListener):

@@ -65,7 +65,6 @@ class Host:
         return self if self.budget_bytes is None else replace(self, budget_bytes=self.budget_bytes // count)
 
     def link(self, limit_bytes: int | None) -> Link:
-        """Return the link for the solver, with this limit of host bytes."""
         return Link(bytes_per_second=self.bytes_per_second, host_budget_bytes=limit_bytes, hides=self.hides)
 
 

@@ -350,7 +350,6 @@ def _kind_of(value: Any) -> str:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a value as JSON, its first 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()[:16]
 
 
@@ -360,8 +359,7 @@ class CodeDigest:
     """
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._held: list[Any] = []
+        self._seen: dict[int, Any] = {}
         self._found: list[Any] = []
 
     def digest(self) -> str:
@@ -401,41 +399,31 @@ class CodeDigest:
             elif callable(one) and not isinstance(one, nn.Module | types.BuiltinFunctionType):
                 waiting.append(type(one))
 
-    def _new(self, one: Any) -> bool:
+    def _reads(self, one: Any, module: str) -> bool:
+        """Is it new, and of no large library? Of such a library the version is added."""
         if id(one) in self._seen:
             return False
-        self._seen.add(id(one))
-        self._held.append(one)
-        return True
+        self._seen[id(one)] = one
+        name = module.partition(".")[0]
+        version = getattr(sys.modules.get(name), "__version__", None) if is_foreign(module) else None
+        if isinstance(version, str) and [name, version] not in self._found:
+            self._found.append([name, version])
+        return not is_foreign(module)
 
     def _class(self, cls: type) -> list[Any]:
         found: list[Any] = []
-        for base in cls.__mro__:
-            if not self._new(base):
-                continue
-            if is_foreign(base.__module__):
-                self._library(base.__module__)
-                continue
+        for base in (base for base in cls.__mro__ if self._reads(base, base.__module__)):
             self._found.append(base.__qualname__)
-            found += [value for value in vars(base).values() if not isinstance(value, type) or value is not base]
+            found += [value for value in vars(base).values() if value is not base]
         return found
 
     def _function(self, function: types.FunctionType) -> list[Any]:
-        if not self._new(function):
-            return []
-        if is_foreign(function.__module__):
-            self._library(function.__module__)
+        if not self._reads(function, function.__module__):
             return []
         self._found.append(_code(function.__code__))
         reached = list(function_reach(function))
         self._found.append([_kind_of(value) for value in reached if isinstance(value, bool | int | float | str)])
         return reached
-
-    def _library(self, module: str) -> None:
-        name = module.partition(".")[0]
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if isinstance(version, str) and [name, version] not in self._found:
-            self._found.append([name, version])
 
 
 def _code(value: Any) -> Any:

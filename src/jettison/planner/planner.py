@@ -50,8 +50,6 @@ Held = TypeVar("Held", RegionOption, SegmentOption)
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunChoice:
-    """A choice for each part of a step, as policies, and the dry run of the step."""
-
     solutions: tuple[Solution, ...]
     parts: tuple[ModulePolicy, ...]
     step: StepPeaks
@@ -212,7 +210,6 @@ class Planner:
 
     @property
     def plain_budget_bytes(self) -> int:
-        """The smallest budget that needs no plan."""
         return self.baseline.peak_bytes + UNSEEN_BYTES
 
     def plan(self, budget_bytes: int) -> DryRunChoice:
@@ -236,7 +233,6 @@ class Planner:
         return fastest_held(self.host, self._choices.values(), budget_bytes)
 
     def plans(self, budget_bytes: int) -> list[Plan]:
-        """The plan for the only part, as a document; see `plan`."""
         return [self.as_plan(self.plan(budget_bytes), budget_bytes)]
 
     def as_plan(self, found: DryRunChoice, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:

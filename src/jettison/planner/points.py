@@ -27,7 +27,6 @@ COMPILED_POINTS = 5
 
 
 def policy_of(cls: BlockClass, point: FrontierPoint) -> CheckpointPolicy:
-    """Policy of a block of this class at a point of its Pareto front."""
     return policy_kept(cls, point.key, point.kept, point.moved, point.narrowed)
 
 
@@ -38,7 +37,6 @@ def policy_kept(
     moved: frozenset[int] = frozenset(),
     narrowed: frozenset[int] = frozenset(),
 ) -> CheckpointPolicy:
-    """Policy of a point given by its name and its kept buffers."""
     if cls.compiled is None and cls.opaque:
         return policy_named(option)
     if cls.compiled is not None and option == NONE_KEY:

@@ -299,7 +299,6 @@ def _stepped(stepping: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _has_any(optimizer: torch.optim.Optimizer, ids: set[int]) -> bool:
-    """Does it step any of these parameters?"""
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 

@@ -51,7 +51,6 @@ class FrontierPoint:
 
 
 def plain_point(program: Program) -> FrontierPoint:
-    """The point of plain autograd, without recomputation."""
     kept = program.saved_buffers()
     return FrontierPoint(key=NONE_KEY, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0)
 

@@ -101,7 +101,6 @@ def fastest_path(
 
 
 def _trace_back(steps: Any, labels: list[Any], arriving: list[list[WalkMove]]) -> Path:
-    """Follow parents from the fastest label at the end to the start."""
     at = steps.fastest(labels[-1])
     picoseconds, r, moves = steps.label(labels[-1], at)[SPENT], len(labels) - 1, []
     while r:

@@ -138,7 +138,6 @@ def _core(program: Program) -> frozenset[int]:
 
 
 def is_mtp(program: Program) -> bool:
-    """Is it a multi-token prediction (MTP) layer?"""
     return any(op.path == "eh_proj" for op in program.ops)
 
 

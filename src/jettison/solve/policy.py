@@ -9,26 +9,15 @@ from typing import Final, Protocol, runtime_checkable
 from jettison.core.errors import UsageError
 from jettison.ledger.program import Anchor, Op, Program, Source
 
-MATMULS = (
-    "aten.mm",
-    "aten.addmm",
-    "aten.bmm",
-    "aten.baddbmm",
-    "aten._scaled_dot_product",
-    "aten._grouped_mm",
-    "aten.convolution",
-)
 _PRODUCTS = ("aten.mm", "aten.addmm")
 """Matmuls with a weight, which an alternating policy counts."""
-
-
+BATCHED = ("aten.bmm", "aten.baddbmm")
+"""Matmuls of two activations, such as attention scores; a router's scores are a matmul with a weight."""
+MATMULS = (*_PRODUCTS, *BATCHED, "aten._scaled_dot_product", "aten._grouped_mm", "aten.convolution")
 _SUMMED = ("reduce_scatter", "all_reduce")
 """Collectives that sum the partial results of a matmul over ranks."""
 _TRANSFERS = ("c10d.", "_c10d_functional.", "_dtensor.")
 """Prefixes of collectives' names in formulas and in recordings."""
-
-BATCHED = ("aten.bmm", "aten.baddbmm")
-"""Matmuls of two activations, such as attention scores; a router's scores are a matmul with a weight."""
 
 
 class CheckpointPolicy(Protocol):
@@ -362,7 +351,6 @@ def _between_matmuls(program: Program, softmax: Op, readers: dict[int, list[Op]]
 
 
 def keeps_everything(policy: CheckpointPolicy) -> bool:
-    """Does a policy recompute nothing?"""
     return keeps_everything(policy.keeps) if isinstance(policy, Offload) else policy.word == "none"
 
 
@@ -408,7 +396,6 @@ COMPILED: Final = "compiled"
 COMPILED_QUANTIZED: Final = "compiled, narrow products"
 _REDUCES: Final = 4
 """Ratio of bytes read to bytes made from which an op is a reduction that is not recomputed."""
-_COMPUTED: Final = (*MATMULS, "aten.bmm", "aten.baddbmm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,8 +405,7 @@ class Compiled:
     word: str = COMPILED
 
     def kept(self, program: Program) -> frozenset[int]:
-        casting = MATMULS if self.word == COMPILED_QUANTIZED else ()
-        wide = [op for op in program.ops if op.name.startswith(_COMPUTED) and not op.name.startswith(tuple(casting))]
+        wide = [op for op in program.ops if op.name.startswith(MATMULS)] if self.word == COMPILED else []
         read = {b for op in wide for b in op.inputs}
         ops = tuple(
             op if op.anchor is not None or _is_recomputed(program, op, read) else replace(op, anchor=Anchor.OPAQUE)
@@ -443,7 +429,7 @@ def _statistics(program: Program) -> frozenset[int]:
 
 
 def _is_recomputed(program: Program, op: Op, read_by_matmuls: set[int]) -> bool:
-    if op.name.startswith((*_COMPUTED, "c10d.")) or not read_by_matmuls.isdisjoint(op.outputs):
+    if op.name.startswith((*MATMULS, "c10d.")) or not read_by_matmuls.isdisjoint(op.outputs):
         return False
     if any(program.buffers[b].source is Source.RANDOM for b in op.inputs):
         return False

@@ -248,7 +248,6 @@ class ChoiceLevels:
 
     @property
     def peak(self) -> Level:
-        """The first of the highest levels."""
         return max(self.levels, key=lambda level: level.nbytes)
 
     @property

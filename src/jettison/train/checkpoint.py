@@ -139,14 +139,12 @@ def described_model(section: ModelSection, model: Any) -> dict[str, Any]:
 
 
 def optimizer_state(section: OptimizerSection) -> dict[str, Any]:
-    """See `RunState`."""
     if section.name == "adamw":
         return {"name": section.name, "betas": list(section.betas), "eps": section.eps}
     return {"name": section.name, "momentum": section.momentum}
 
 
 def schedule(recipe: TrainRecipe) -> dict[str, Any]:
-    """See `RunState`."""
     names = ("lr", "min_lr", "weight_decay", "warmup_steps", "clip")
     out: dict[str, Any] = {f"optimizer.{name}": getattr(recipe.optimizer, name) for name in names}
     end = recipe.optimizer.decay_steps or recipe.steps
@@ -284,7 +282,6 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until a pending save is in place."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -276,7 +276,6 @@ class _StepLoop:
         self._write("checkpoint", step=self.session.step)
 
     def _finish(self) -> None:
-        """Write the last checkpoint, and wait for it."""
         checkpoints = self.session.checkpoints
         if checkpoints is None:
             return

@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -40,29 +40,25 @@ class PhasePeaks:
         return max(self.phases.values(), default=0)
 
 
+@dataclass(eq=False)
 class MemoryMeter:
-    """Measures steps: `step` around each, `phase` around its parts."""
+    """Measures steps: `step` around each, `phase` around its parts.
 
-    def __init__(
-        self,
-        device: torch.device,
-        steps_on_cpu: int,
-        alive: Callable[[], list[Tensor]],
-        *,
-        storages: bool = False,
-        workspace: Workspace | None = None,
-    ) -> None:
-        """Args: alive: tensors before a step. storages: follow storages on a CPU, instead of the allocator. workspace:
-        temporary bytes of a kernel, if storages are followed; None: not counted.
-        """
-        self._device = device
-        self._left = steps_on_cpu
-        self._alive = alive
-        self._storages = storages
-        self._workspace = workspace
-        self._phases: dict[str, int] | None = None
-        self._counter: _Counter | None = None
-        self._stretches: list[tuple[str, list[int]]] = []
+    Args:
+        left: steps to measure on a CPU.
+        alive: tensors before a step.
+        storages: follow storages on a CPU, instead of the allocator.
+        workspace: temporary bytes of a kernel, if storages are followed; None: not counted.
+    """
+
+    device: torch.device
+    left: int
+    alive: Callable[[], list[Tensor]]
+    storages: bool = False
+    workspace: Workspace | None = None
+    _phases: dict[str, int] | None = field(default=None, init=False)
+    _counter: _Counter | None = field(default=None, init=False)
+    _stretches: list[tuple[str, list[int]]] = field(default_factory=list, init=False)
 
     @property
     def levels(self) -> StepLevels | None:
@@ -71,7 +67,7 @@ class MemoryMeter:
 
     @property
     def measuring(self) -> bool:
-        return self._device.type == "cuda" or self._left > 0
+        return self.device.type == "cuda" or self.left > 0
 
     @contextmanager
     def step(self) -> Iterator[Callable[[], PhasePeaks | None]]:
@@ -88,10 +84,10 @@ class MemoryMeter:
         """Measure a part of the step. A name may repeat: the highest of its peaks counts."""
         if self._phases is None:
             yield
-        elif self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
             yield
-            self._note(name, [torch.cuda.max_memory_allocated(self._device)])
+            self._note(name, [torch.cuda.max_memory_allocated(self.device)])
         elif self._counter is not None:
             self._counter.reset_peak()
             self._counter.phase(name, first=True)
@@ -104,13 +100,13 @@ class MemoryMeter:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        if self._phases is None or self._device.type == "cuda":
+        if self._phases is None or self.device.type == "cuda":
             yield
             return
-        self._left -= 1
+        self.left -= 1
         gc.collect()
-        if not self._storages:
-            static_bytes = unique_bytes(self._alive())
+        if not self.storages:
+            static_bytes = unique_bytes(self.alive())
             with (
                 quiet_profiler(),
                 profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
@@ -119,7 +115,7 @@ class MemoryMeter:
             for name, levels in _replayed(profiler.profiler.kineto_results, static_bytes):
                 self._note(name, levels)
             return
-        self._counter = _Counter(self._alive(), record_levels=True, workspace=self._workspace)
+        self._counter = _Counter(self.alive(), record_levels=True, workspace=self.workspace)
         try:
             with self._counter:
                 yield

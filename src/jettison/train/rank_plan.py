@@ -25,7 +25,7 @@ from jettison.planner.host import hardware_of, host_of
 from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.planner import fingerprint, planner_of
 from jettison.planner.readiness import compile_settings, traced
-from jettison.runtime.chunked_loss import Hold, holding
+from jettison.runtime.chunked_loss import holding
 from jettison.runtime.offload import place_of
 from jettison.solve.plan import Plan, read_text
 from jettison.train.recipe import PlanSection
@@ -97,43 +97,29 @@ def decide(
     if section.policy is not None:
         return RankDecision(policy=section.policy)
     assert section.budget is not None and dry_step is not None
+    began, budget_bytes, kept = time.perf_counter(), parse_bytes(section.budget), None
+    models = [part.model for part in parts]
     with holding(True) as losses:
-        made, traces = _made(parts, section, dry_step, losses, progress, keeping)
+        traces = [_trace(part) for part in parts]
+        note_losses(traces, losses)
+        if keeping is not None:
+            batches, functions = [part.batch for part in parts], [part.loss_fn for part in parts]
+            kept = keeping.opened(Budget(nbytes=budget_bytes), traces, models, batches, None, functions, progress)
+        if kept is not None and kept.plans:
+            made = kept.followed()
+        else:
+            progress("planning")
+            counts, device = [part.in_flight for part in parts], hardware_of(section.gpu)
+            host = host_of(section.offload, section.host_budget, device, place_of(models[0]))
+            made = planner_of(traces, counts, dry_step, hardware=device, host=host, progress=progress).plans(
+                budget_bytes
+            )
+            if kept is not None:
+                state_bytes = bytes_of_state(dry_step.optimizer)
+                kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
     assert losses is not None
     losses.let_go()  # the plans tell `carry_out` whether to keep references
     return RankDecision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
-
-
-def _made(
-    parts: Sequence[RankModule],
-    section: PlanSection,
-    dry_step: DryStep,
-    losses: Hold | None,
-    progress: Progress,
-    keeping: Keeping | None,
-) -> tuple[list[Plan], list[ModelTrace]]:
-    assert section.budget is not None
-    began = time.perf_counter()
-    traces = [_trace(part) for part in parts]
-    note_losses(traces, losses)
-    budget_bytes = parse_bytes(section.budget)
-    kept = None
-    if keeping is not None:
-        batches, functions = [part.batch for part in parts], [part.loss_fn for part in parts]
-        models = [part.model for part in parts]
-        kept = keeping.opened(Budget(nbytes=budget_bytes), traces, models, batches, None, functions, progress)
-        if kept.plans:
-            return kept.followed(), traces
-    progress("planning")
-    counts = [part.in_flight for part in parts]
-    device = hardware_of(section.gpu)
-    host = host_of(section.offload, section.host_budget, device, place_of(parts[0].model))
-    planner = planner_of(traces, counts, dry_step, hardware=device, host=host, progress=progress)
-    made = planner.plans(budget_bytes)
-    if kept is not None:
-        state_bytes = bytes_of_state(dry_step.optimizer)
-        kept.write(made, state_bytes=state_bytes, planning_seconds=time.perf_counter() - began)
-    return made, traces
 
 
 def carry_out(parts: Sequence[RankModule], decision: RankDecision, host_budget: str | None) -> int:

@@ -186,17 +186,9 @@ class LayoutSection(RecipeSection):
                 f"layout: {self._product(dp)} = {dp * inner}, but {_counted(ranks)}; start as many "
                 "with torchrun --nproc-per-node, or change the layout"
             )
-        return Layout(
-            dp=dp,
-            zero=self.zero,
-            tp=self.tp,
-            sp=self.tp > 1 if self.sp is None else self.sp,
-            cp=self.cp,
-            pp=self.pp,
-            virtual_stages=self.virtual_stages,
-            stage_layers=self.stage_layers,
-            schedule=Schedule(self.schedule),
-        )
+        alike = {name: getattr(self, name) for name in ("zero", "tp", "cp", "pp", "virtual_stages", "stage_layers")}
+        sp = self.tp > 1 if self.sp is None else self.sp
+        return Layout(dp=dp, sp=sp, schedule=Schedule(self.schedule), **alike)
 
     def spread(self, dp: int) -> tuple[int, int]:
         """Return the number of replicas, and of ranks over which each is sharded, for dp x cp ranks.

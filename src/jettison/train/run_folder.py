@@ -250,7 +250,6 @@ def claimed(folders: dict[str, Path], *, leads: bool, rank: int, warn: Progress)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a text and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -378,5 +377,4 @@ def require_place(section: ExportSection) -> None:
 
 
 def partial_of(folder: Path) -> Path:
-    """Temporary folder that is renamed once it is complete."""
     return folder.with_name(f"{folder.name}{PARTIAL}")

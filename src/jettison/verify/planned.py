@@ -367,14 +367,6 @@ def _compare(seen: ValuesSeen, frame: Frame, had: _Kept, now: Tensor) -> None:
     if was == became and tensor_bytes(had.tensor) == tensor_bytes(now):
         return
     slot = frame.recipe.trace.program.slots[had.handle.index]
-    seen.departures.append(
-        Departure.between(
-            had.tensor,
-            now,
-            became,
-            was=was,
-            module=".".join(filter(None, (frame.name, slot.path))),
-            op=slot.op or "the start",
-            position=had.position,
-        )
-    )
+    where, op = ".".join(filter(None, (frame.name, slot.path))), slot.op or "the start"
+    found = Departure.between(had.tensor, now, became, was=was, module=where, op=op, position=had.position)
+    seen.departures.append(found)

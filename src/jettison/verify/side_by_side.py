@@ -70,7 +70,6 @@ class Side:
         return loss
 
     def whole_step(self) -> None:
-        """Run a training step after dropping the gradients."""
         self.model.zero_grad(set_to_none=True)
         self.step()
 

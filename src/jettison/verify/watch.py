@@ -75,6 +75,7 @@ class LoopWatch:
         return summary(self, f"{len(self.steps)} steps, {self.out}")
 
     def step(self) -> None:
+        """Mark the end of a step."""
         allocated, peak = self._meter.step()
         self.steps.append(self._begun(peak))
         self._last, self._batch = allocated, None
