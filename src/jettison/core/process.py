@@ -1,4 +1,4 @@
-"""The current process: its CPU cores, process pools, interrupts, and the garbage collector."""
+"""The current process: environment variables, CPU cores, process pools, interrupts, and the garbage collector."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from concurrent.futures import ProcessPoolExecutor
+
+
+@contextmanager
+def by_default(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable within the context, unless it is set."""
+    ours = name not in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[name]
 
 
 def cores() -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch import Tensor, UntypedStorage
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from jettison.capture.tensor_subclasses import parts_of
+from jettison.core.process import by_default
 from jettison.dryrun.counter import unique_bytes
 from jettison.ledger.levels import StepLevels
 
@@ -90,17 +90,9 @@ def allocation_deltas(step: Callable[[], object]) -> list[int]:
     return [nbytes for _, nbytes in _profiled(step)[0]]
 
 
-@contextmanager
-def quiet_profiler() -> Iterator[None]:
+def quiet_profiler() -> AbstractContextManager[None]:
     """The profiler does not write the two lines to stderr that it otherwise writes for each step."""
-    level = "KINETO_LOG_LEVEL"
-    before = os.environ.get(level)
-    os.environ[level] = before or "99"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[level]
+    return by_default("KINETO_LOG_LEVEL", "99")
 
 
 def _watched(tensors: Iterable[Tensor]) -> list[weakref.ref[UntypedStorage]]:

@@ -16,7 +16,7 @@ from jettison.core.units import format_bytes, format_percent
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
-from jettison.planner.watch import PLANNING, CudaPeaks, MemoryReport, Meter, OptimizerWatch, PeakWatch, phase_hooks
+from jettison.planner.watch import PLANNING, CudaPeaks, MemoryReport, OptimizerWatch, PeakWatch, phase_hooks
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
@@ -147,7 +147,7 @@ class Applied:
         return self.watch.report() if self.watch is not None else None
 
     def look_at(
-        self, meter: Meter, optimizer: torch.optim.Optimizer | None, predicted_bytes: int, budget: Budget
+        self, meter: CudaPeaks, optimizer: torch.optim.Optimizer | None, predicted_bytes: int, budget: Budget
     ) -> None:
         """Compare the device's peaks with the plan from now on."""
 

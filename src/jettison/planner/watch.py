@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +31,9 @@ SLACK_BYTES = 1 << 20
 """Tolerance above the prediction before a warning: the allocator rounds its blocks."""
 
 
-class Meter(Protocol):
-    """Peaks of a device since `begin`, in bytes: of tensors, and of memory that the allocator reserved."""
-
-    def begin(self) -> None: ...
-    def allocated(self) -> int: ...
-    def reserved(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class CudaPeaks:
-    """A `Meter`."""
+    """Peaks of a device since `begin`, in bytes: of tensors, and of memory that the allocator reserved."""
 
     device: torch.device
 
@@ -92,7 +84,7 @@ class PeakWatch:
             unplanned step, an evaluation), and is only recorded.
     """
 
-    meter: Meter
+    meter: CudaPeaks
     predicted: Callable[[], int]
     budget_bytes: int
     exceeded: Callable[[int], bool]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.nn import functional
 
 from jettison.capture.model_trace import LossFn
 from jettison.capture.randomness import Streams
 from jettison.core.errors import UsageError
+from jettison.core.objects import swapped
 from jettison.core.progress import Progress
 from jettison.families.config import parse_config, read_config
 from jettison.families.presets import PRESETS, preset
@@ -241,7 +240,8 @@ def fill(
 
 
 def _allocate(parts: Sequence[nn.Module], device: torch.device) -> None:
-    with _keeping_parameters():
+    # parameters stay the same objects: tied ones stay tied, and FSDP2's references valid
+    with swapped(torch.__future__, _swap_module_params_on_conversion=True):
         for part in parts:
             if any(parameter.is_meta for parameter in part.parameters()):
                 part._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
@@ -257,36 +257,16 @@ def _read(
     held: dict[str, Tensor] = {names[name]: parameter.detach() for name, parameter in named.items()}
     for part in parts:
         held |= {names[name]: buffer for name, buffer in part.named_buffers() if name in names}
+
+    def reader() -> HuggingFaceStorageReader:
+        made = HuggingFaceStorageReader(str(folder.path))
+        made.fs.ls = lambda _path: [str(file) for file in folder.files]
+        return made
+
     try:
-        read_tensors(held, folder.tensors, lambda: _WeightsReader(folder.path, folder.files), world, world.host)
+        read_tensors(held, folder.tensors, reader, world, world.host)
     except (*DAMAGE, SafetensorError) as error:
         raise agreed(UsageError(f"model.pretrained: {folder.path} cannot be read: {reason(error)}")) from error
-
-
-class _WeightsReader(HuggingFaceStorageReader):
-    def __init__(self, path: Path, files: Sequence[Path]) -> None:
-        super().__init__(str(path))
-        self.fs = _Listed(files)
-
-
-class _Listed(FileSystem):
-    def __init__(self, files: Sequence[Path]) -> None:
-        super().__init__()
-        self._files = [str(file) for file in files]
-
-    def ls(self, path: object) -> list[str]:
-        return self._files
-
-
-@contextmanager
-def _keeping_parameters() -> Iterator[None]:
-    """Keep parameters the same objects when a module moves: tied ones stay tied, and FSDP2's references valid."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 # document masks, and context parallelism ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -31,6 +31,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import debug
 
 from jettison.core.errors import JettisonError, UsageError
+from jettison.core.process import by_default
 from jettison.parallel.ranks import Ranks, Store, ranks_in_words
 
 _T = TypeVar("_T")
@@ -156,20 +157,12 @@ def joined() -> Iterator[World]:
         debug._clear_sharding_prop_cache()
 
 
-@contextmanager
-def sockets_when_used() -> Iterator[None]:
+def sockets_when_used() -> AbstractContextManager[None]:
     """Create gloo groups lazily: they open a socket to a rank at the first send, instead of to all ranks at once.
 
     Rings and trees then need few sockets. torch reads this environment variable whenever a group is created.
     """
-    name = "TORCH_GLOO_LAZY_INIT"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "1")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
+    return by_default("TORCH_GLOO_LAZY_INIT", "1")
 
 
 @contextmanager
