@@ -40,34 +40,15 @@ LESS = 0.9
 """Share of the predicted peak to plan for next, if the device's memory is unknown."""
 
 
-def attempts(
-    plans: BatchPlans | None,
-    models: Sequence[nn.Module],
-    batch: Any = None,
-    *,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    removed: bool = False,
-) -> Iterator[Attempt]:
-    """Yield one attempt, and a second if the first runs out of memory.
+@dataclass(eq=False)
+class Attempt:
+    """``with attempt:`` around one step. ``failed``: it ran out of memory and is to be repeated.
 
     Args:
         plans: of the handle; None if no other plan can be made, and no error is caught.
         batch: of the step, if the model does not receive it directly.
         optimizers: that were planned with; other tensors that they train are restored as well.
-        removed: the plan has been removed.
-    """
-    plans = None if removed else plans
-    why_last = "the plan has been removed" if removed else "" if plans else ONE_PLAN
-    first = Attempt(plans, models, batch, optimizers=optimizers, why_last=why_last)
-    yield first
-    if first.failed:
-        yield Attempt(None, models)
-
-
-@dataclass(eq=False)
-class Attempt:
-    """``with attempt:`` around one step. ``failed``: it ran out of memory and is to be repeated. ``why_last``: why no
-    other attempt follows the first.
+        why_last: why no other attempt follows the first.
     """
 
     plans: BatchPlans | None

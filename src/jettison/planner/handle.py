@@ -15,7 +15,7 @@ from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_percent
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
-from jettison.planner.guard import Attempt, attempts
+from jettison.planner.guard import ONE_PLAN, Attempt
 from jettison.planner.watch import PLANNING, CudaPeaks, MemoryReport, OptimizerWatch, PeakWatch, phase_hooks
 from jettison.runtime.chunked_loss import Hold, holding
 from jettison.runtime.offload import OffloadEngine
@@ -132,15 +132,13 @@ class Applied:
                 gradients, which would be added twice.
             UsageError: one attempt is entered twice.
         """
-        roots = [region for region in self.regions if region.is_root]
-        watch = next((hook for hook in self.hooks if isinstance(hook, OptimizerWatch)), None)
-        return attempts(
-            self.batches,
-            [root.module for root in roots],
-            batch,
-            optimizers=() if watch is None else watch.planned(),
-            removed=self._removed,
-        )
+        models = [region.module for region in self.regions if region.is_root]
+        optimizers = [one for hook in self.hooks if isinstance(hook, OptimizerWatch) for one in hook.planned()]
+        why_last = "the plan has been removed" if self._removed else "" if self.batches else ONE_PLAN
+        first = Attempt(None if why_last else self.batches, models, batch, optimizers, why_last)
+        yield first
+        if first.failed:
+            yield Attempt(None, models)
 
     def memory(self) -> MemoryReport | None:
         """Device memory of the steps so far: allocated, reserved and fragmented; None on the CPU."""

@@ -9,7 +9,6 @@ from math import isqrt
 from typing import Any
 
 import torch
-from torch import nn
 
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
 from jettison.capture.randomness import ADVANCE
@@ -31,8 +30,7 @@ from jettison.solve.actions import MOST_CUTS, lean_points
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import ProblemRegion, RegionOption, SegmentOption, StepProblem
-from jettison.spec.hardware import Hardware, usual_hardware
-from jettison.spec.kernels import Device
+from jettison.spec.hardware import Hardware
 
 BLOCK_POINTS = 12
 ROOT_POINTS = 6
@@ -54,38 +52,22 @@ class Options:
     root_points: Mapping[str, FrontierPoint]
 
 
-def options_of(
-    trace: ModelTrace,
-    module: nn.Module,
-    judge: Judge,
-    *,
-    hardware: Hardware | None,
-    host: Host | None = None,
-    progress: Progress,
-) -> Options:
-    """Run the plain step, and every option of its regions, on fake tensors.
-
-    Args:
-        module: the module that the step runs, which has the parameters.
-        judge: dry-runs the step without a plan, and remembers prices.
-        hardware: for ops that are not run; by default `usual_hardware`'s.
-        host: host memory for offloading; None: nothing is offloaded.
-    """
-    progress("dry-running options")
-    hardware = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
-    return _Builder(trace=trace, judge=judge, hardware=hardware, module=module, host=host, progress=progress).options()
-
-
 ClassOptions = tuple[Mapping[str, FrontierPoint], tuple[RegionOption, ...]]
 """Points of a class of blocks by key, and their levels."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Builder:
-    trace: ModelTrace
+class OptionsBuilder:
+    """Makes `Options`.
+
+    Args:
+        judge: dry-runs the step without a plan, and remembers prices.
+        hardware: for ops that are not run.
+        host: host memory for offloading; None: nothing is offloaded.
+    """
+
     judge: Judge
     hardware: Hardware
-    module: nn.Module
     host: Host | None
     progress: Progress
     _classes: dict[str, ClassOptions] = field(default_factory=dict, init=False)
@@ -94,10 +76,16 @@ class _Builder:
     _seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     @property
+    def trace(self) -> ModelTrace:
+        return self.judge.trace
+
+    @property
     def pricing(self) -> Pricing:
         return self.judge.pricing
 
     def options(self) -> Options:
+        """Run the plain step, and every option of its regions, on fake tensors."""
+        self.progress("dry-running options")
         trace, calls = self.trace, self.trace.calls
         opaque = {c.name: plain_of(self._options(c.class_key)) for c in calls if trace.classes[c.class_key].stood_in}
         recorded = [cls.trace for cls in trace.classes.values() if not cls.stood_in]
@@ -210,7 +198,7 @@ class _Builder:
         seen: set[str] = set()
         sends = {key: movable(self.trace, key) for key in options}
         for call in self.trace.calls:
-            module = self.module.get_submodule(call.name)
+            module = self.judge.dry_step.modules[0].get_submodule(call.name)
             trained = [p for p in module.parameters() if p.requires_grad and not self.trace.loop.gradients_held]
             offered, key = options[call.class_key], call.class_key
             if any(o.offloaded_bytes for o in offered) and call.name not in sends[key]:

@@ -31,7 +31,7 @@ from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
 from jettison.ledger.program import Program, Source
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
-from jettison.planner.options import Options, options_of
+from jettison.planner.options import Options, OptionsBuilder
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.solve.actions import is_lean
 from jettison.solve.frontier import FrontierPoint
@@ -40,7 +40,8 @@ from jettison.solve.policy import Full
 from jettison.solve.problem import Choice, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.refine import Offer, fastest, refine
 from jettison.solve.solver import Solution
-from jettison.spec.hardware import Hardware
+from jettison.spec.hardware import Hardware, usual_hardware
+from jettison.spec.kernels import Device
 
 UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for one op, invisible to dispatch modes
 
@@ -104,7 +105,8 @@ def make_planner(
     judge = Judge(trace=trace, dry_step=step, pricing=pricing)
     if composes:
         judge.problem = why_whole(trace, step, offloads=host is not None)
-    options = options_of(trace, step.modules[0], judge, hardware=hardware, host=host, progress=progress)
+    hardware = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
+    options = OptionsBuilder(judge=judge, hardware=hardware, host=host, progress=progress).options()
     for key, points in options.points.items():  # from the most bytes down; packed points are the least likely
         likely = sorted(points.values(), key=lambda p: (bool(p.narrowed), -p.kept_bytes))
         judge.offers[key] = [policy_of(trace.classes[key], point) for point in likely]
