@@ -29,7 +29,7 @@ from jettison.predict import auto_recompute
 from jettison.predict.allowance import available_bytes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
-from jettison.solve import bound, exchanges, labels, refine, solver
+from jettison.solve import bound, exchanges, labels, solver
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from jettison.solve.walk import minimum_budget
 from jettison.spec.hardware import hardware
@@ -60,14 +60,14 @@ HOSTS = (None, 0, 4, 16, 60, 1 << 10)
 def recorded() -> Iterator[list[tuple[StepProblem, int]]]:
     """What planners ask the solver."""
     asked: list[tuple[StepProblem, int]] = []
-    choose = refine.choose
+    choose = solver.choose
 
     def note(problem: StepProblem, budget: int, **known: Any) -> solver.Solution:
         asked.append((problem, budget))
         found: solver.Solution = choose(problem, budget, **known)
         return found
 
-    with mock.patch.object(refine, "choose", note):
+    with mock.patch.object(solver, "choose", note):
         yield asked
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from jettison.solve.refine import ATTEMPTS, fastest, refine
+from jettison.solve.solver import ATTEMPTS, fastest, refine
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """From traces and a budget to plans whose step was dry-run on fake tensors.
 
-The solver adds up levels of blocks; a dry run of the whole step is the judge (`solve.refine`).
+The solver adds up levels of blocks; a dry run of the whole step is the judge (`solve.solver`).
 
 NOTE [ Several parts ]
 One module is planned alone, with the loop's own step as the judge. In a pipeline the bytes that a stage holds are
@@ -38,8 +38,7 @@ from jettison.solve.frontier import FrontierPoint
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyWord, Predicted, SolverReport, policy_word
 from jettison.solve.policy import Full
 from jettison.solve.problem import Choice, RegionOption, RootOption, SegmentOption, StepProblem
-from jettison.solve.refine import Offer, fastest, refine
-from jettison.solve.solver import Solution
+from jettison.solve.solver import Offer, Solution, fastest, refine
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 

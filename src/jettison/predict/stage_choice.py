@@ -4,7 +4,7 @@ NOTE [ A stage as a step problem ]
 The solver of a single step (`solve.solver`) counts each region's kept bytes once. A stage with n micro-batches in
 flight keeps n times as much at the start of a backward, so the solver gets n times the bytes. That is exact for the
 last region's backward, where the peak mostly is, and too little for earlier ones, while later regions still keep n - 1
-of them. The stage's timeline then gives the real peak of a choice (`solve.refine`).
+of them. The stage's timeline then gives the real peak of a choice (`solve.solver`).
 
 Offloaded tensors are n times on the host, and once on the device: a stage runs one pass of one micro-batch at a time,
 and only copies of neighbours overlap with it (NOTE [ Offloaded bytes in flight ] in `solve.problem`). The last layer of
@@ -51,7 +51,7 @@ from jettison.predict.units import unit_within
 from jettison.solve.actions import action_points
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
-from jettison.solve.refine import Offer, fastest, refine
+from jettison.solve.solver import Offer, fastest, refine
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
