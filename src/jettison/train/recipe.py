@@ -477,7 +477,12 @@ def read_recipe(target: str) -> TrainRecipe:
     """
     path = Path(target)
     if path.suffix == ".toml" or path.exists():
-        return _from_file(path)
+        try:
+            return parse_recipe(path.read_text(encoding="utf-8"), name=str(path))
+        except OSError as error:
+            raise UsageError(f"recipe {path} cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"recipe {path} is not UTF-8 text; expected a TOML file") from None
     module, name = module_of(target, _EXPECTED, "the recipe ")
     value = getattr(module, name, None)
     value = value() if callable(value) else value
@@ -506,16 +511,6 @@ def parse_recipe(text: str, *, name: str = "recipe") -> TrainRecipe:
         raise UsageError(f"{name}: expected numbers, texts, flags and lists only: {error}") from None
 
 
-def _from_file(path: Path) -> TrainRecipe:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"recipe {path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"recipe {path} is not UTF-8 text; expected a TOML file") from None
-    return parse_recipe(text, name=str(path))
-
-
 def _first(error: ValidationError) -> str:
     """Describe the first invalid key in one line."""
     found = error.errors(include_url=False)[0]
@@ -538,15 +533,11 @@ def _first(error: ValidationError) -> str:
 def _closest(location: tuple[Any, ...]) -> str:
     section: Any = TrainRecipe
     for part in location[:-1]:
-        section = _sections(section)[part]
+        hint = get_type_hints(section)[part]
+        section = next(kind for kind in (hint, *get_args(hint)) if is_dataclass(kind))
     keys = [f.name for f in fields(section)]
     close = get_close_matches(str(location[-1]), keys, n=3, cutoff=0.6)
     return f"the closest are {', '.join(close)}" if close else f"expected some of {', '.join(keys)}"
-
-
-def _sections(section: Any) -> dict[str, Any]:
-    kinds = ((name, kind) for name, hint in get_type_hints(section).items() for kind in (hint, *get_args(hint)))
-    return {name: kind for name, kind in kinds if is_dataclass(kind)}
 
 
 @cache
