@@ -84,12 +84,9 @@ def expect_loop(
     probed: bool = False,
     replicated: bool = False,
 ) -> None:
-    """Let the root check that the training loop is the one that was planned for.
-
-    Args:
-        use: calls of the model in a custom step; by default one call with the trace's batch.
-        probed: the model is a pipeline stage, which torch runs once before the first step.
-        replicated: see `Assumptions`.
+    """Let the root check that the training loop is the one that was planned for. ``use``: calls of the model in a
+    custom step; by default one call with the trace's batch. ``probed``: it is a pipeline stage, which torch runs once
+    before the first step. ``replicated``: see `Assumptions`.
     """
     root = regions[-1]
     root.assumptions = Assumptions(

@@ -266,12 +266,9 @@ def follow_loop(
     by_itself: bool,
     elsewhere_bytes: int,
 ) -> None:
-    """From now on plan for batches that no plan covers when they occur, and compare real peaks.
-
-    Args:
-        elsewhere_bytes: see `Loop`.
-        plans: None on ranks that share parameters: these plan again together when parameters are unfrozen.
-        by_itself: the model's arguments are the batch.
+    """From now on plan for batches that no plan covers when they occur, and compare real peaks. ``plans`` is None on
+    ranks that share parameters: these plan again together when parameters are unfrozen. ``by_itself``: the model's
+    arguments are the batch.
     """
     made = applied.plans or ((applied.plan,) if applied.plan is not None else ())
     applied.batches = plans

@@ -58,13 +58,7 @@ ClassOptions = tuple[Mapping[str, FrontierPoint], tuple[RegionOption, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class OptionsBuilder:
-    """Makes `Options`.
-
-    Args:
-        judge: dry-runs the step without a plan, and remembers prices.
-        hardware: for ops that are not run.
-        host: host memory for offloading; None: nothing is offloaded.
-    """
+    """Makes `Options`; the judge dry-runs the step without a plan, and remembers prices. No host: nothing moves."""
 
     judge: Judge
     hardware: Hardware

@@ -72,11 +72,7 @@ def with_packs(
     region: RegionTrace, points: Iterable[FrontierPoint], seconds: Sequence[float], price: Callable[[Pack], float]
 ) -> Iterator[FrontierPoint]:
     """Yield each point as it is, and with its kept tensors packed, if that is worth it and lossless; then points that
-    keep a tensor because it packs.
-
-    Args:
-        seconds: to recompute each op.
-        price: seconds to pack and unpack a tensor.
+    keep a tensor because it packs. ``seconds`` to recompute each op; ``price``: seconds to pack and unpack a tensor.
     """
     program = region.program
     saved = program.saved_buffers()

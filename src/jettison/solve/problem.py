@@ -94,12 +94,8 @@ class ProblemRegion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """One direction of the link to the host, and the host bytes for a step; None: no limit is set.
-
-    ``hides``: copies overlap with the device's work.
-
-    Raises:
-        ValueError: a rate that is not above 0, or a budget below 0.
+    """One direction of the link to the host, and the host bytes for a step; None: no limit is set. ``hides``: copies
+    overlap with the device's work. Raise `ValueError` for a rate that is not above 0, or a budget below 0.
     """
 
     bytes_per_second: float
@@ -256,10 +252,8 @@ class ChoiceLevels:
 
 
 def evaluate(problem: StepProblem, choice: Choice) -> ChoiceLevels:
-    """Replay NOTE [ The step's levels ] and NOTE [ Offloaded bytes in flight ] for one choice.
-
-    Raises:
-        ValueError: the choice does not cover each region once, or names an unknown option.
+    """Replay NOTE [ The step's levels ] and NOTE [ Offloaded bytes in flight ] for one choice. Raise `ValueError` if it
+    does not cover each region once, or names an unknown option.
     """
     root = _by_key("the root", problem.root, choice.root)
     covers = tuple(_covers(problem, choice))

@@ -44,12 +44,9 @@ FLOOR_WORK = 200_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WalkMove:
-    """From one position to a later one under the option ``key``. ``need_bytes`` is on top of the prefix.
-
-    Args:
-        sent_bytes: bytes in flight to the host when it ends; ``copying`` picoseconds one way.
-        host_bytes: these bytes for all micro-batches in flight.
-        hides: picoseconds of its backward, with which the prefetch of the move before overlaps.
+    """From one position to a later one under the option ``key``. ``need_bytes`` is on top of the prefix; ``sent_bytes``
+    are in flight to the host when it ends, ``copying`` picoseconds one way, and ``host_bytes`` for all micro-batches.
+    ``hides``: picoseconds of its backward, with which the prefetch of the move before overlaps.
     """
 
     key: str
@@ -143,20 +140,14 @@ def walks(problem: StepProblem) -> tuple[StepWalk, ...]:
 
 
 def minimum_budget(problem: StepProblem) -> int:
-    """Smallest budget in bytes that some choice fits. `choose` at this budget returns the fastest that does.
-
-    Raises:
-        ValueError: no choice fits the host's budget.
+    """Smallest budget in bytes that some choice fits; `choose` at it returns the fastest that does. Raise `ValueError`
+    if no choice fits the host's budget.
     """
     return least_of(walks(problem))
 
 
 def least_of(all_walks: Sequence[StepWalk]) -> int:
-    """The smallest budget of several walks.
-
-    Raises:
-        ValueError: no choice fits the host's budget.
-    """
+    """The smallest budget of several walks. Raise `ValueError` if no choice fits the host's budget."""
     found = [least for walk in all_walks if (least := walk.minimum_budget_bytes) is not None]
     if not found:
         raise ValueError(f"no choice fits a host budget of {all_walks[0].host_budget_bytes} bytes")

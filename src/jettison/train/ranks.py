@@ -309,12 +309,8 @@ def hanging(before: list[Beat], now: list[Beat]) -> list[int]:
 
 
 class HangWatch:
-    """Context that writes a rank's beats.
-
-    Args:
-        seconds: timeout of the recipe.
-        stuck: called by the thread when the main thread has not moved for this long because of another rank; for
-            devices whose collectives cannot be interrupted.
+    """Context that writes a rank's beats. ``stuck`` is called by the thread when the main thread has not moved for the
+    recipe's timeout because of another rank; for devices whose collectives cannot be interrupted.
     """
 
     def __init__(self, world: World, seconds: float, stuck: Callable[[str], None] | None = None) -> None:

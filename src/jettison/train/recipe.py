@@ -51,11 +51,7 @@ class RecipeSection:
         self.check()
 
     def check(self) -> None:
-        """Check combinations of values.
-
-        Raises:
-            UsageError: values exclude each other.
-        """
+        """Raise `UsageError` if values exclude each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,10 +120,8 @@ class BatchSection(RecipeSection):
     seq: int = at_least(1)
 
     def accumulation(self, dp: int) -> int:
-        """Micro-batches in a step on one data-parallel rank.
-
-        Raises:
-            UsageError: the global batch is no multiple of micro_batch x dp.
+        """Micro-batches in a step on one data-parallel rank. Raise `UsageError` if the global batch is no multiple of
+        micro_batch x dp.
         """
         at_a_time = self.micro_batch * dp
         if self.global_batch % at_a_time:
@@ -174,10 +168,8 @@ class LayoutSection(RecipeSection):
             raise UsageError(f"got shards {self.shards} with zero 0, which shards nothing; expected zero 2 or 3")
 
     def over(self, ranks: int) -> Layout:
-        """Return the layout on this many ranks.
-
-        Raises:
-            UsageError: they are not dp x cp x tp x pp, or options contradict each other.
+        """Return the layout on this many ranks. Raise `UsageError` if they are not dp x cp x tp x pp, or options
+        contradict each other.
         """
         inner = self.cp * self.tp * self.pp
         dp = max(1, ranks // inner) if self.dp is None else self.dp
@@ -191,10 +183,8 @@ class LayoutSection(RecipeSection):
         return Layout(dp=dp, sp=sp, schedule=Schedule(self.schedule), **alike)
 
     def spread(self, dp: int) -> tuple[int, int]:
-        """Return the number of replicas, and of ranks over which each is sharded, for dp x cp ranks.
-
-        Raises:
-            UsageError: the shards do not divide them.
+        """Return the number of replicas, and of ranks over which each is sharded, for dp x cp ranks. Raise `UsageError`
+        if the shards do not divide them.
         """
         ranks = dp * self.cp
         if not self.zero:
@@ -470,10 +460,8 @@ def _counted(ranks: int) -> str:
 
 
 def read_recipe(target: str) -> TrainRecipe:
-    """Read a recipe by path or by name.
-
-    Raises:
-        UsageError: there is none; or the first invalid key, by its section.
+    """Read a recipe by path or by name. Raise `UsageError` if there is none, or about the first invalid key, by its
+    section.
     """
     path = Path(target)
     if path.suffix == ".toml" or path.exists():
@@ -492,11 +480,7 @@ def read_recipe(target: str) -> TrainRecipe:
 
 
 def parse_recipe(text: str, *, name: str = "recipe") -> TrainRecipe:
-    """Parse a recipe from TOML text.
-
-    Raises:
-        UsageError: see `read_recipe`.
-    """
+    """Parse a recipe from TOML text. Raise `UsageError` as `read_recipe` does."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -82,12 +82,9 @@ class _ForwardValue:
 
 @dataclass(kw_only=True)
 class ValueWatch:
-    """Values seen in one step; `departures` in the order in which the forward made those tensors.
-
-    Args:
-        keep: position of the tensor whose value is kept, so that differing elements can be counted.
-        failed_in: the module whose tensors a checkpoint could not recompute; ``failed_at`` names the op and the
-            difference.
+    """Values seen in one step; `departures` in the order in which the forward made those tensors. The value of ``keep``
+    is kept, so that differing elements can be counted. ``failed_in``: the module whose tensors a checkpoint could not
+    recompute; ``failed_at`` names the op and the difference.
     """
 
     keep: Departure | None = None
