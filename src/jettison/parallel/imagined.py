@@ -72,7 +72,7 @@ def held_by_ddp(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
-def may_be_used_elsewhere(model: nn.Module) -> bool:
+def may_leave_out(model: nn.Module) -> bool:
     """Whether a rank may leave parameters out that other ranks use: DistributedDataParallel was told to expect it."""
     return isinstance(model, DistributedDataParallel) and bool(model.find_unused_parameters or model.static_graph)
 

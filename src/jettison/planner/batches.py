@@ -63,11 +63,9 @@ class ShapeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """Plans that are installed under one number.
-
-    Args:
-        trained: one byte for each parameter of the models, 1 if it is trained; then again, 1 if it ever was.
-        policies: for each model, a function that gives another trace of it the same policies.
+    """Plans that are installed under one number. ``trained``: one byte for each parameter of the models, 1 if it is
+    trained; then again, 1 if it ever was. ``policies``: for each model, a function that gives another trace of it the
+    same policies.
     """
 
     number: int
@@ -103,14 +101,9 @@ class _SeenShape:
 
 @dataclass(kw_only=True, eq=False)
 class BatchPlans:
-    """Plans by batch of one applied handle.
-
-    Args:
-        regions: of each planned model.
-        describe: describes a step on another batch.
-        shape_of: shape of a batch.
-        planning_seconds: duration of the first planning.
-        host_budget_bytes: limit of pinned memory for each model; None: what the host has.
+    """Plans by batch of one applied handle: the ``regions`` of each planned model. ``describe``: describes a step on
+    another batch. ``planning_seconds``: of the first planning. ``host_budget_bytes``: limit of pinned memory for each
+    model; None: what the host has.
     """
 
     regions: Sequence[Sequence[PlannedForward]]

@@ -33,13 +33,7 @@ from jettison.dryrun.user_step import (
     observe,
 )
 from jettison.parallel.agree import Agreement
-from jettison.parallel.imagined import (
-    ImaginedReplica,
-    gradients_stay,
-    imagined_copy,
-    inside_of_ddp,
-    may_be_used_elsewhere,
-)
+from jettison.parallel.imagined import ImaginedReplica, gradients_stay, imagined_copy, inside_of_ddp, may_leave_out
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.host import Host
 from jettison.planner.planner import Planner, StagesPlanner, planner_of
@@ -145,7 +139,7 @@ class OwnStep(Described):
         return {
             f"{number}.{name}"
             for number, (model, copied) in enumerate(zip(self.modules, modules_of(self.copies), strict=True))
-            if may_be_used_elsewhere(model)
+            if may_leave_out(model)
             for name, parameter in copied.named_parameters()
             if parameter in self.gradients
         }
@@ -238,8 +232,13 @@ def call_shape(batch: Any) -> BatchShape:
     return BatchShape.of(*as_call(batch))
 
 
+def step_shape(batch: Any) -> BatchShape:
+    """Shape of a custom step's arguments."""
+    return BatchShape.of((batch,))
+
+
 def nbytes_of(batch: Any) -> int:
-    return BatchShape.of((batch,)).nbytes
+    return step_shape(batch).nbytes
 
 
 def _with_values(batch: Any, device: torch.device | None, mode: FakeTensorMode) -> Any:

@@ -39,13 +39,8 @@ MOVE_SECONDS: Final = 50e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Host memory of a device.
-
-    Args:
-        bytes_per_second: of the link, in one direction.
-        budget_bytes: limit of pinned memory, rounded up as it is allocated; None: unknown.
-        device: that the plan is for.
-        hides: copies overlap with the device's work.
+    """Host memory of a device. ``bytes_per_second`` of the link are in one direction. ``budget_bytes``: limit of pinned
+    memory, rounded up as it is allocated; None: unknown. ``hides``: copies overlap with the device's work.
     """
 
     bytes_per_second: float
@@ -81,14 +76,9 @@ def host_of(
     *,
     elsewhere: bool = False,
 ) -> Host | None:
-    """Return the host as a caller describes it; None if nothing may be offloaded.
-
-    Args:
-        given: hardware with the speed of the link.
-        elsewhere: the plan is for the host of ``given``, if its file states that host's memory.
-
-    Raises:
-        UsageError: a budget without offloading, more than the machine has, or an unknown link.
+    """Return the host as a caller describes it; None if nothing may be offloaded. ``given``: hardware with the speed of
+    the link. ``elsewhere``: the plan is for its host, if its file states that host's memory. Raise `UsageError` for a
+    budget without offloading, more than the machine has, or an unknown link.
     """
     if not offload:
         if host_budget is not None:

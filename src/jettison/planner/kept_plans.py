@@ -57,14 +57,8 @@ Facts = dict[str, str]
 
 @dataclass(kw_only=True)
 class KeptPlans:
-    """Plans of one call of `auto_checkpoint` in a file.
-
-    Args:
-        file: its path; it need not exist.
-        facts: of this call.
-        asked, budget: as requested, and in bytes.
-        state_bytes: current bytes of the optimizer's state; 0 if there is none yet.
-        elsewhere_bytes: bytes on the device that do not belong to the step.
+    """Plans of one call of `auto_checkpoint` in a file, which need not exist. ``state_bytes``: current bytes of the
+    optimizer's state, 0 if there is none yet; ``elsewhere_bytes``: on the device, outside the step.
     """
 
     file: Path
@@ -172,14 +166,8 @@ class Keeping:
         levels: Sequence[tuple[str, Sequence[int]]] | None = None,
         more: Mapping[str, str] | None = None,
     ) -> KeptPlans:
-        """Open the file for a call.
-
-        Args:
-            levels: of a run of the step on fake tensors, for a custom step.
-            more: further facts; a digest of each is kept.
-
-        Raises:
-            UsageError: the file is not a kept plan.
+        """Open the file for a call. ``levels``: of a run of the step on fake tensors, for a custom step; ``more``:
+        further facts, of which digests are kept. Raise `UsageError` if the file is not a kept plan.
         """
         facts = {**machine_facts(), **step_facts(traces, models, batches, optimizer, functions, **self.options)}
         facts |= {name: digest(value) for name, value in (more or {}).items()}
@@ -274,13 +262,8 @@ def step_facts(
     functions: Sequence[Any],
     **asked: Any,
 ) -> Facts:
-    """Facts of a model, its batch and its loop.
-
-    Args:
-        traces: of the models that run with gradients.
-        models: all of the step's.
-        functions: of the step and its loss.
-        asked: other arguments.
+    """Facts of a model, its batch and its loop: ``traces`` of the models that run with gradients, all ``models`` of the
+    step, ``functions`` of the step and its loss, and other arguments.
     """
     traces = list(traces)
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1

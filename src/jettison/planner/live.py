@@ -29,7 +29,7 @@ from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop
 from jettison.planner.batches import BatchPlans, alike, stretched
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
-from jettison.planner.described import Described, OwnStep, Part, call_shape, describe_step, nbytes_of
+from jettison.planner.described import Described, OwnStep, Part, call_shape, describe_step, nbytes_of, step_shape
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.kept_plans import Keeping, bytes_of_state
@@ -37,7 +37,6 @@ from jettison.planner.planner import make_planner
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.together import PlanningRanks, together
-from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import Hold
 from jettison.runtime.offload import place_of
 from jettison.runtime.planned import PlannedForward
@@ -526,7 +525,7 @@ class _Planning:
             batch_plans = BatchPlans(
                 regions=_by_model(applied.regions),
                 describe=lambda batch: self.described([batch], blocks, reached),
-                shape_of=call_shape if ask.step is None else _shape,
+                shape_of=call_shape if ask.step is None else step_shape,
                 budget_bytes=budget.nbytes,
                 planning_seconds=kept.planning_seconds if kept is not None and follows else seconds,
                 progress=ask.progress,
@@ -591,14 +590,14 @@ class _Planning:
         ask = self.ask
         frozen = [p for one in modules_of(ask.given) for p in one.parameters() if not p.requires_grad]
         groups = [one.ranks for one in self.ranks.stages.rounds]
-        shapes = list(map(_shape, self.batches)) if self.ranks.sharing.rounds else []
+        shapes = list(map(step_shape, self.batches)) if self.ranks.sharing.rounds else []
 
         def meet(handle: Applied, batch: Any) -> None:
             thawed = sum(p.requires_grad for p in frozen)
             with Agreement(groups) as stages:
                 if stages.least(int(not thawed)):
                     return
-            own = {_shape(batch): batch} if shapes else {}
+            own = {step_shape(batch): batch} if shapes else {}
             batches = [batch, *(stretched(own, shape) for shape in shapes)]
             handle.remove()
             least_bytes: int | None = None
@@ -629,11 +628,6 @@ def _by_model(regions: Sequence[PlannedForward]) -> list[list[PlannedForward]]:
         if region.is_root:
             found.append([])
     return found[:-1]
-
-
-def _shape(batch: Any) -> BatchShape:
-    """Shape of a custom step's arguments."""
-    return BatchShape.of((batch,))
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:

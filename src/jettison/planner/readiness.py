@@ -142,14 +142,9 @@ def traced(
 
 
 def compile_settings(compile: str | None, models: Sequence[nn.Module]) -> CompileSettings | None:
-    """Compile settings of the models' blocks; None if they are not compiled.
-
-    Args:
-        compile: ``blocks``, or None: compiled if ``block.compile()`` was called.
-
-    Raises:
-        UnsupportedModule: a compiler that does not support plans; blocks compiled with different options.
-        UsageError: another value.
+    """Compile settings of the models' blocks; None if they are not compiled. ``compile``: ``blocks``, or None: compiled
+    if ``block.compile()`` was called. Raise `UnsupportedModule` for blocks compiled with different options,
+    `UsageError` for another value.
     """
     if compile not in (None, BLOCKS):
         raise UsageError(f'got compile={compile!r}; expected "blocks", or leave it out')

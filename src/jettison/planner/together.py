@@ -26,13 +26,9 @@ from jettison.solve.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningRanks:
-    """Exchanges of one call of `auto_checkpoint`; nothing waits before the first. Each raises `PlanMismatch`
-    if a rank failed, or did not arrive in time.
-
-    Args:
-        sharing: with ranks that share parameters with this one: one plan.
-        replicas: with ranks that average gradients with it.
-        stages: with ranks that run other stages of its pipelines.
+    """Exchanges of one call of `auto_checkpoint`, with ranks that share parameters and follow one plan, that average
+    gradients, and that run other stages of its pipelines. Nothing waits before the first. Each raises `PlanMismatch` if
+    a rank failed, or did not arrive in time.
     """
 
     sharing: Agreement
@@ -105,14 +101,9 @@ class PlanningRanks:
 
 @contextlib.contextmanager
 def together(models: Sequence[nn.Module | Scheduled], group: Group | None) -> Iterator[PlanningRanks]:
-    """Context in which a failure of this rank is sent to the others, so that they do not wait.
-
-    Args:
-        models: of a step; other objects than modules and schedules are refused elsewhere.
-        group: ranks that follow one plan, if the models do not show it.
-
-    Raises:
-        UnsupportedModule: stages other than torch's `PipelineStage`.
+    """Context in which a failure of this rank is sent to the others, so that they do not wait. ``group``: ranks that
+    follow one plan, if the models do not show it. Raise `UnsupportedModule` for stages other than torch's
+    `PipelineStage`.
     """
     schedules = [stages_of(one) for one in models if not isinstance(one, nn.Module)]
     modules = [one for one in models if isinstance(one, nn.Module)]

@@ -74,14 +74,9 @@ class MemoryReport:
 
 @dataclass(kw_only=True)
 class PeakWatch:
-    """Watch on the peaks of one applied plan on one device.
-
-    Args:
-        predicted: peak of the current plan.
-        reserved_budget_bytes: limit of reserved memory, if there is one.
-        exceeded: called with the bytes above a budget; returns whether they are planned for.
-        sees_steps: the optimizer's steps are reported to it. Otherwise work after a backward may be anything (an
-            unplanned step, an evaluation), and is only recorded.
+    """Watch on the peaks of one applied plan on one device. ``exceeded`` is called with the bytes above a budget, and
+    returns whether they are planned for. ``sees_steps``: the optimizer's steps are reported. Otherwise work after a
+    backward may be anything (an unplanned step, an evaluation), and is only recorded.
     """
 
     meter: CudaPeaks
@@ -163,15 +158,9 @@ DONE = -1
 
 
 class OptimizerWatch:
-    """Watch on optimizers for one applied plan. Holds neither models nor optimizers.
-
-    Args:
-        models: the planned models.
-        optimizer: the planned optimizer, if there is one.
-        predicted: peak of the current plan.
-        elsewhere_bytes: bytes on the device that the plan counts outside the step, possibly such a state.
-        plan: the current plan; the state of planned optimizers after its first step is assumed to be counted.
-        again: plans again before the next step; None: not possible.
+    """Watch on optimizers for one applied plan. Holds neither models nor optimizers. ``elsewhere_bytes`` on the device,
+    which the plan counts outside the step, may be such a state. ``plan``: the current one; state of planned optimizers
+    after its first step is assumed to be counted. ``again``: plans again before the next step; None: not possible.
     """
 
     def __init__(

@@ -57,14 +57,9 @@ class Pretrained:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A model in training mode.
-
-    Args:
-        call: makes the model's arguments, positional or keywords, from token rows [b, s + 1].
-        spec: None if only the code defines the model.
-        weights: initializes parameters that are on ``meta``; None: they are initialized.
-        whole_since: reason why they are initialized although they should not be.
-        pretrained: files to read them from, instead.
+    """A model in training mode. ``call`` makes its arguments, positional or keywords, from token rows [b, s + 1].
+    ``spec``: None if only the code defines the model. ``weights`` initializes parameters on ``meta``; None: they are
+    initialized, because of ``whole_since`` if they should not be. ``pretrained``: files to read them from.
     """
 
     model: nn.Module

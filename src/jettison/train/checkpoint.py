@@ -59,13 +59,9 @@ class SaveFailed(JettisonError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """State of a run: ``step`` of ``steps`` are done.
-
-    Args:
-        data: digest of the text.
-        model: settings by name, from the section and from the built model's configuration.
-        optimizer: settings that the saved optimizer state depends on.
-        schedule: settings that may change when a run is resumed.
+    """State of a run: ``step`` of ``steps`` are done. ``data``: digest of the text. ``model``: settings by name, from
+    the section and from the built model's configuration. ``optimizer``: settings that its saved state depends on.
+    ``schedule``: settings that may change when a run is resumed.
     """
 
     step: int

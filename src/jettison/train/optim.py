@@ -92,14 +92,8 @@ def squared_norm(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTotals:
-    """Totals of a step, equal on every rank.
-
-    Args:
-        norm: of the full gradient, a tensor on the device.
-        size: the norm as a float.
-        loss: mean over the ranks that compute it.
-        asked: number of ranks with a signal to stop.
-        failed: number of ranks that could not write a checkpoint.
+    """Totals of a step, equal on every rank: the norm of the full gradient, on the device and as a float; the mean loss
+    of ranks that compute one; and the numbers of ranks with a signal to stop, and that could not write a checkpoint.
     """
 
     norm: Tensor

@@ -67,13 +67,8 @@ class RankDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlans:
-    """Applied decision of a rank.
-
-    Args:
-        recomputed_flops: of one micro-batch, on this rank.
-        plans: on rank 0 those of every part of the model, in order, elsewhere those of this rank's parts; none for a
-            policy.
-        predicted_peak_bytes: highest of all ranks; None without a prediction.
+    """Applied decision of a rank: plans of its parts, on rank 0 of every part of the model, in order; none for a
+    policy. ``recomputed_flops``: of one micro-batch, on this rank. ``predicted_peak_bytes``: highest of all ranks.
     """
 
     recomputed_flops: int

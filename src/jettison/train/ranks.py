@@ -273,13 +273,8 @@ def leave(hangs: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """State of one rank at one moment.
-
-    Args:
-        number: of the beat.
-        place: of the main thread.
-        begun: number of collectives, by name of the group.
-        gave_up: it has timed out.
+    """State of one rank at one moment: the place of its main thread, collectives begun by name of the group, and
+    whether it has timed out.
     """
 
     number: int = -1
