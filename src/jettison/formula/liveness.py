@@ -132,16 +132,16 @@ def begin(
 
 
 def forward_levels(
-    region: Region, stays: Collection[int], last: Mapping[int, int], cut: int
+    region: Region, stays: Collection[int], last: Mapping[int, int], cut: int, *, start: int = 0
 ) -> tuple[list[int], list[int]]:
     """Bytes during each op up to number ``cut``, and after it; tensors not in ``stays`` are freed after their last
-    reader."""
+    reader. They are added to ``start``."""
     program = region.program
     freed: defaultdict[int, int] = defaultdict(int)
     for b, index in last.items():
         if b not in stays and program.buffers[b].producer is not None:
             freed[index] += program.buffers[b].nbytes
-    live = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
+    live = start + sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
     found: tuple[list[int], list[int]] = [live], []
     divided = 0 <= cut < len(program.ops) - 1
     for op in program.ops:

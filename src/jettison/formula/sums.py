@@ -134,7 +134,7 @@ class Sum(Expression):
 
 @lru_cache(maxsize=REMEMBERED)
 def _added(one: Sum, other: Sum) -> Sum:
-    return _collected([*one.terms, *other.terms])
+    return collected([*one.terms, *other.terms])
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -147,7 +147,7 @@ def _multiplied(one: Sum, other: Sum) -> Sum:
     if len(one.terms) == len(other.terms) == 1:
         ((p, m),), ((q, n),) = one.terms, other.terms
         return Sum(((_sorted((*p, *q)) if p and q else p or q, m * n),))
-    return _collected([(_sorted((*p, *q)), m * n) for p, m in one.terms for q, n in other.terms])
+    return collected([(_sorted((*p, *q)), m * n) for p, m in one.terms for q, n in other.terms])
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -169,7 +169,7 @@ def _even(above: Sum, below: Sum) -> Sum | None:
         if n % divisor or wanted - have:
             return None
         found.append((_sorted((have - wanted).elements()), n // divisor))
-    return _collected(found)
+    return collected(found)
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -184,7 +184,8 @@ def symbol(name: str) -> Sum:
     return Sum((((name,), 1),))
 
 
-def _collected(terms: Iterable[tuple[Product, int]]) -> Sum:
+def collected(terms: Iterable[tuple[Product, int]]) -> Sum:
+    """Return the sum of these terms."""
     found: dict[Product, int] = {}
     for factors, n in terms:
         found[factors] = found.get(factors, 0) + n
@@ -277,15 +278,17 @@ class Traced(int):
         return self
 
     def _new(self, value: int, made: Sum) -> Traced:
-        return Traced(value, made, self.book)
+        found = int.__new__(Traced, value)  # some hundred thousand for a page: without the detour through __new__
+        found.sum, found.book = made, self.book
+        return found
 
     def __add__(self, other: int) -> Traced:
-        return self._new(int(self) + int(other), self.sum + sum_of(other))
+        return self._new(int.__add__(self, other), self.sum + sum_of(other))
 
     __radd__ = __add__
 
     def __sub__(self, other: int) -> Traced:
-        return self._new(int(self) - int(other), self.sum - sum_of(other))
+        return self._new(int.__sub__(self, other), self.sum - sum_of(other))
 
     def __rsub__(self, other: int) -> Traced:
         return self._new(int(other) - int(self), sum_of(other) - self.sum)
@@ -293,7 +296,7 @@ class Traced(int):
     def __mul__(self, other: Any) -> Any:
         if not isinstance(other, int):
             return NotImplemented
-        return self._new(int(self) * int(other), self.sum * sum_of(other))
+        return self._new(int.__mul__(self, other), self.sum * sum_of(other))
 
     __rmul__ = __mul__
 

@@ -32,13 +32,14 @@ import numpy.typing as npt
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.core.errors import UsageError
+from jettison.core.process import seldom_collected
 from jettison.formula.embedding import TOKENS, embedding
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.liveness import Backward, begin, forward_levels
 from jettison.formula.loss import head
 from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_scene
 from jettison.formula.region import Region, embedding_region
-from jettison.formula.sums import Factor, GuardBook, Positive, Product, SizeGuard, Sum, sum_of
+from jettison.formula.sums import Factor, GuardBook, Positive, Product, SizeGuard, Sum, collected, sum_of
 from jettison.formula.tape import Writer
 from jettison.predict.allowance import COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.predict.passes import named_frames
@@ -78,10 +79,12 @@ def will_it_fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
     for subject in subjects:
         for kind in subject.model.kinds:
             alike.setdefault(_structure(subject.model, kind), []).append((subject, kind))
+    with seldom_collected():
+        document = passes_document(map(_form, alike.values()))
     devices = [hardware(name) for name in hardware_names() if not name.startswith("cpu")]
     fixed = fixed_allowance(Layout(), Device.CUDA)
     return {
-        "document": passes_document(map(_form, alike.values())),
+        "document": document,
         "models": [_model(subject, list(alike)) for subject in subjects],
         "precisions": {name: _precision(run_of_page(subjects[0], precision=name).precision) for name in PRECISIONS},
         "sequences": SEQUENCES,
@@ -278,10 +281,12 @@ def _region(region: Region, modes: Iterable[str], rule: GradientRule, positions:
 
 def _passes(region: Region, mode: str, rule: GradientRule, positions: SizeGrid) -> list[Any]:
     program, kept = region.program, kept_by(region, mode)
-    forward = forward_levels(region, kept | {*program.outputs}, region.last_ops, region.last_read)
+    stays = kept | {*program.outputs}
+    forward = forward_levels(region, stays, region.last_ops, region.last_read, start=Level())
     fresh, adding = (_backward(region, mode, rule, accumulates=again) for again in (False, True))
     peaks = [[*map(positions.highest, each)] for each in (forward, fresh.levels, adding.levels)]
-    return [sum_of(program.kept_bytes(kept)), *peaks, sum_of(fresh.opening)]
+    assert isinstance(fresh.opening, Level)
+    return [sum_of(program.kept_bytes(kept)), *peaks, fresh.opening.sum]
 
 
 def _backward(region: Region, mode: str, rule: GradientRule, *, accumulates: bool) -> _Levels:
@@ -299,6 +304,8 @@ class _Levels(Backward):
     def __init__(self, **arguments: Any) -> None:
         self._noted: list[list[int]] = []
         super().__init__(**arguments)
+        self.live = self.opening = Level()
+        self._noted = [[self.live]]
 
     @property
     def peak(self) -> int:
@@ -323,19 +330,52 @@ class _Levels(Backward):
         return before, behind[0] if behind else []
 
 
+class Level(int):
+    """A number of bytes as the one before it and a traced change, so that no sum is written out that is not chosen."""
+
+    before: Level | None = None
+    change: int = 0
+    sign = 1
+    values: Values | None = None  # at positions of a `SizeGrid`
+
+    def _after(self, change: int, sign: int) -> Level:
+        if change.__class__ is int and not change:
+            return self
+        found = Level(int.__add__(self, change if sign > 0 else -int(change)))
+        found.before, found.change, found.sign = self, change, sign
+        return found
+
+    def __add__(self, other: int) -> Level:
+        return self._after(other, 1)
+
+    def __sub__(self, other: int) -> Level:
+        return self._after(other, -1)
+
+    @property
+    def sum(self) -> Sum:
+        """The level as one sum."""
+        terms: list[tuple[Product, int]] = []
+        level: Level | None = self
+        while level is not None:
+            terms += [(factors, level.sign * n) for factors, n in sum_of(level.change).terms]
+            level = level.before
+        return collected(terms)
+
+
 class SizeGrid:
     """Sizes at every position of the controls, and values of sums there."""
 
     def __init__(self, points: Sequence[Mapping[str, int]]) -> None:
         self._sizes = {name: np.array([point[name] for point in points], dtype=np.int64) for name in points[0]}
         self._count, self._known = len(points), dict[Product, Values]()
+        self._nothing, self._values = np.zeros(len(points), dtype=np.int64), dict[Sum, Values]()
 
     def value(self, one: Sum) -> Values:
         """Return the values of a sum."""
-        total = np.zeros(self._count, dtype=np.int64)
-        for factors, n in one.terms:
-            total += n * self._product(factors)
-        return total
+        if one not in self._values:
+            products = (n * self._product(factors) for factors, n in one.terms)
+            self._values[one] = sum(products, self._nothing)
+        return self._values[one]
 
     def _product(self, factors: Product) -> Values:
         if factors not in self._known:
@@ -359,10 +399,25 @@ class SizeGrid:
             found &= (value == 0 if guard.zero else value > 0) == guard.held
         return found
 
+    def _level(self, one: Level) -> Values:
+        unknown: list[Level] = []
+        level: Level | None = one
+        while level is not None and level.values is None:
+            unknown.append(level)
+            level = level.before
+        values = self._nothing if level is None or level.values is None else level.values
+        for level in reversed(unknown):
+            change = self.value(sum_of(level.change))
+            level.values = values = values + change if level.sign > 0 else values - change
+        return values
+
     def highest(self, levels: Iterable[int]) -> list[Sum]:
-        """Return the sums that are the largest at some position."""
-        sums = list(dict.fromkeys(map(sum_of, levels)))
-        return [sums[at] for at in np.unique(np.argmax([self.value(one) for one in sums], axis=0))] if sums else []
+        """Return the sums of the levels that are the largest at some position."""
+        found = [one if isinstance(one, Level) else Level() + one for one in levels]
+        if len(found) < 2:
+            return [one.sum for one in found]
+        values = np.array([self._level(one) for one in found])
+        return [found[at].sum for at in np.unique(values.argmax(axis=0))]
 
 
 # the document ---------------------------------------------------------------------------------------------------------
