@@ -95,6 +95,7 @@ def random_settings(rng: random.Random) -> dict[str, object]:
         "b": rng.choice(found["micro_batches"]),
         "tp": rng.choice([1, 1, 2, 8, 64]),
         "pp": rng.choice([1, 1, 2, 8, 16]),
+        "split": rng.choice(["even", "even", "1 less in the last", "2 less in the last", "1 less at both ends"]),
         "dp": rng.choice(found["replicas"]),
         "cp": rng.choice([1, 1, 2, 8]),
         "zero": rng.randrange(4),

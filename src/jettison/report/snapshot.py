@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
@@ -188,12 +187,12 @@ def _difference_table(difference: PeakDifference, before: str, after: str) -> Re
     return Group(facts(peaks), grid("At the peak of each, by role", ("role",), right, of_role), table)
 
 
-# A timeline as data of a page: small numbers in as few bytes as they need, in base64 ----------------------------------
+# A timeline as data of a page ----------------------------------------------------------------------------------------
 #
 # NOTE [ Packed timelines ]
 # Births come in the order of the allocations' numbers, so an event is one number: 0 is the next birth, n above it the
-# death of the n-th allocation back. Times are differences. Sizes and labels are places in lists, of which the frequent
-# come first. A number is written seven bits a byte, the lowest first; the eighth bit says that more follow.
+# death of the n-th allocation back. Times are differences. Such lists are mostly the same few small numbers, and the
+# page's compression makes them smaller than a coding of our own did.
 
 
 def packed_timeline(timeline: MemoryTimeline) -> dict[str, Any]:
@@ -201,10 +200,7 @@ def packed_timeline(timeline: MemoryTimeline) -> dict[str, Any]:
     timeline, _ = _in_order(timeline)
     births = np.cumsum(timeline.is_birth)
     before = int((timeline.born < 0).sum())
-    back = np.where(timeline.is_birth, 0, before + births - timeline.allocation)
     times = np.maximum.accumulate(timeline.time_ns) if len(timeline.time_ns) else timeline.time_ns
-    sizes, size_of = _by_frequency(timeline.nbytes)
-    labels, label_of = _by_frequency(timeline.label_of)
     start = int(times[0]) if len(times) else 0
     return {
         "title": timeline.title,
@@ -214,13 +210,12 @@ def packed_timeline(timeline: MemoryTimeline) -> dict[str, Any]:
         "start_ns": start,
         "peak_event": timeline.peak_event,
         "peak_bytes": timeline.peak_bytes,
-        "sizes": sizes.tolist(),
-        "labels": [[label.module, label.role, label.site] for label in (timeline.labels[n] for n in labels.tolist())],
+        "labels": [[label.module, label.role, label.site] for label in timeline.labels],
         "marks": [[mark.event, mark.text] for mark in timeline.marks],
-        "order": _text(back),
-        "time": _text(np.diff(times, prepend=start)),
-        "size_of": _text(size_of),
-        "label_of": _text(label_of),
+        "order": np.where(timeline.is_birth, 0, before + births - timeline.allocation).tolist(),
+        "time": np.diff(times, prepend=start).tolist(),
+        "nbytes": timeline.nbytes.tolist(),
+        "label_of": timeline.label_of.tolist(),
     }
 
 
@@ -228,16 +223,14 @@ def packed_device(device: DeviceSnapshot) -> dict[str, Any]:
     """Data of a recorded device: its timeline, and where allocations lie. See NOTE [ Packed timelines ]."""
     _, order = _in_order(device.timeline)
     last = len(device.timeline.allocation) - 1
-    addresses, address_of = _by_frequency(device.addresses[order])
     number = np.argsort(order)
     frames, nodes, ends = _stack_tree(device.stacks)
     memory = {
-        "addresses": addresses.tolist(),
-        "address_of": _text(address_of),
+        "addresses": device.addresses[order].tolist(),
         "frames": [[*frame, int(is_python(frame))] for frame in frames],
         "nodes": nodes,
         "ends": ends,
-        "stack_of": _text(device.stack_of[order]),
+        "stack_of": device.stack_of[order].tolist(),
         "segments": [
             [
                 *(one.address, one.total_bytes, one.stream, int(one.is_private), int(one.is_expandable)),
@@ -266,34 +259,6 @@ def _stack_tree(stacks: Sequence[tuple[Frame, ...]]) -> tuple[list[Frame], list[
             node = nodes.setdefault((node, frames.setdefault(frame, len(frames))), len(nodes))
         ends.append(node)
     return list(frames), [list(key) for key in nodes], ends
-
-
-def varints(values: Ints) -> bytes:
-    """Numbers of 0 or more, seven bits a byte."""
-    left = values.astype(np.uint64)
-    lengths = np.ones(len(left), np.int64)
-    for bits in range(7, 64, 7):
-        lengths += left >= np.uint64(1 << bits)
-    starts = np.cumsum(lengths) - lengths
-    out = np.zeros(int(lengths.sum()), np.uint8)
-    for place in range(int(lengths.max(initial=0))):
-        there = lengths > place
-        byte = (left[there] >> np.uint64(7 * place)) & np.uint64(127)
-        out[starts[there] + place] = byte | np.where(lengths[there] > place + 1, 128, 0).astype(np.uint64)
-    return out.tobytes()
-
-
-def _text(values: Ints) -> str:
-    return base64.b64encode(varints(values)).decode()
-
-
-def _by_frequency(values: Ints) -> tuple[Ints, Ints]:
-    """Different values, the most frequent first, and the place of each in that list."""
-    different, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    order = np.argsort(-counts, kind="stable")
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    return different[order], rank[places] if len(values) else places
 
 
 def _in_order(timeline: MemoryTimeline) -> tuple[MemoryTimeline, Ints]:

@@ -20,6 +20,7 @@ from typing import Any, Final
 import h11
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -223,18 +224,19 @@ class RequestGuard:
         if problem is None:
             await self.app(scope, receive, sending)
         else:
-            await _tell(problem, sending)
+            await _problem(None, problem, CLOSE)(scope, receive, sending)
 
     def _problem(self, scope: Scope) -> Problem | None:
         if self.crowded():
             detail = f"{self.limits.connections} connections are open, as many as may; close some, or ask again later"
             return Problem(503, "too many connections", detail, retry_seconds=1)
-        hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+        given = Headers(scope=scope)
+        hosts, origins = given.getlist("host"), given.getlist("origin")
         if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
             return Problem(421, "misdirected", f"expected the host {' or '.join(sorted(self.hosts))}, as it is printed")
         if any(origin not in self.origins for origin in origins) or len(origins) > 1:
             return Problem(403, "foreign origin", "another site's page may not ask this server")
-        foreign = set(_values(scope, b"sec-fetch-site")) - {"same-origin", "none"}
+        foreign = set(given.getlist("sec-fetch-site")) - {"same-origin", "none"}
         if foreign and scope["path"] != "/":  # a link to the page is a link
             return Problem(403, "foreign origin", "another site's page may not ask this server")
         return None
@@ -249,23 +251,6 @@ class RequestGuard:
                 await send(message)
 
         return sending
-
-
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
-
-
-def as_response(problem: Problem) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Headers and body of a problem after which the connection is closed: what the client still sends is not read."""
-    body = json.dumps(problem.document()).encode()
-    own = {"content-type": PROBLEM_TYPE, "content-length": str(len(body)), "connection": "close", **problem.headers()}
-    return [(name.lower().encode(), value.encode()) for name, value in own.items()], body
-
-
-async def _tell(problem: Problem, send: Send) -> None:
-    headers, body = as_response(problem)
-    await send({"type": "http.response.start", "status": problem.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 # The routes: the page, what can be asked, the questions, and how one of them stands -----------------------------------
@@ -374,10 +359,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _problem(_request: Request, problem: Problem, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
-    own = {**problem.headers(), **headers}
-    if problem.status in (408, 413, 415):
-        own["Connection"] = "close"  # what is left of its body is not read
+CLOSE: Final = {"Connection": "close"}
+"""What the client still sends is not read."""
+
+
+def _problem(_: Request | None, problem: Problem, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
+    own = {**problem.headers(), **headers, **(CLOSE if problem.status in (408, 413, 415) else {})}
     return Response(json.dumps(problem.document()), problem.status, headers=own, media_type=PROBLEM_TYPE)
 
 
@@ -446,10 +433,10 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _refuse(self, problem: Problem) -> None:
-        headers, body = as_response(problem)
-        headers += [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+        made = _problem(None, problem, {**HEADERS, **CLOSE})
         reason = HTTPStatus(problem.status).phrase.encode()
-        answer = [h11.Response(status_code=problem.status, headers=headers, reason=reason), h11.Data(data=body)]
+        head = h11.Response(status_code=problem.status, headers=made.raw_headers, reason=reason)
+        answer = [head, h11.Data(data=bytes(made.body))]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             for event in (*answer, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

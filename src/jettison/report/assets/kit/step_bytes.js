@@ -6,7 +6,7 @@
   const EMBEDDING = "embedding", LAYER = "layer", HEAD = "head";
   const none = { gathered: 0, reduced: 0 };
 
-  // {model, s, b, t, cp, dp, pp, zero, precision, rank, mode} -> {embedding, head, layers: by kind, first: over a frozen
+  // {model, s, b, t, cp, dp, pp, counts: layers of each stage, zero, precision, rank, mode} -> {embedding, head, layers: by kind, first: over a frozen
   // embedding}, each with its passes and weights at these sizes; null: this page has no sums for them.
   function regionsOf(data, run) {
     const key = [run.precision, run.t > 1 && "tp", run.cp > 1 && "cp", run.rank > 0 && "lora", run.rank > 0 && run.mode !== "none" && "recompute"].filter(Boolean).join(" ");
@@ -118,7 +118,7 @@
 
   // The units of one stage, in order, and what its rank has for all of training.
   function stageOf(regions, run, held, index) {
-    const shards = run.dp * run.cp, setting = { zero: run.zero, shards }, counts = run.model.stages[run.pp];
+    const shards = run.dp * run.cp, setting = { zero: run.zero, shards }, { counts } = run;
     const begin = counts.slice(0, index).reduce((n, count) => n + count, 0), known = new Map();
     const own = Array.from({ length: counts[index] }, (_, i) => ({ number: begin + i, region: begin + i === 0 && regions.first ? regions.first : regions.layers[run.model.layers[begin + i]] }));
     const places = [...(index === 0 ? [{ region: regions.embedding }] : []), ...own, ...(index === run.pp - 1 ? [{ region: regions.head }] : [])];

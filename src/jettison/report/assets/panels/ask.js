@@ -27,7 +27,7 @@
     number("dp", "Data parallel", LAYOUT, { least: 1 }),
     number("zero", "ZeRO", LAYOUT, { least: 0, most: 3 }),
     { key: "recompute", label: "Recompute", of: ["estimate", "ledger"], kind: "select", options: [...MODES, "auto"] },
-    { key: "compare", label: "Beside recompute", of: ["plan"], kind: "select", options: MODES, unset: "nothing", own: true }, // a second question
+    { key: "compare", label: "Compare with recompute", of: ["plan"], kind: "select", options: MODES, unset: "nothing", own: true }, // a second question
     { key: "fit", label: "What would fit", of: ["ledger"], kind: "select", options: ["", "on"] },
     { key: "precision", label: "Precision", of: LAYOUT, kind: "select", options: ["", "bf16", "bf16-autocast", "fp32"] },
     { key: "lora", label: "LoRA rank", of: LAYOUT, kind: "text" },

@@ -6,8 +6,7 @@ J.timeline.memory = (data) => {
   const { memory: packed, allocations, events, nbytes, which, isBirth, born, died } = data;
   if (!packed) return null;
   const GRAIN = 512, SMALL = 2 ** 20, { changes } = packed;
-  const addressOf = J.timeline.varints(packed.address_of, allocations), stackOf = J.timeline.varints(packed.stack_of, allocations);
-  const address = (number) => packed.addresses[addressOf[number]];
+  const address = (number) => packed.addresses[number];
   const blockAtEnd = new Map();
   const atEnd = packed.segments.map(([at, size, stream, isPrivate, isExpandable, blocks]) => {
     let offset = at;
@@ -21,7 +20,7 @@ J.timeline.memory = (data) => {
   // [function, file, line, is it Python's], the innermost first
   const stack = (number) => {
     const found = [];
-    for (let node = packed.ends[stackOf[number]]; node >= 0; node = packed.nodes[node][0]) found.push(packed.frames[packed.nodes[node][1]]);
+    for (let node = packed.ends[packed.stack_of[number]]; node >= 0; node = packed.nodes[node][0]) found.push(packed.frames[packed.nodes[node][1]]);
     return found;
   };
 

@@ -1,34 +1,15 @@
 "use strict";
-// A timeline of allocations out of what report/packed_timeline.py packed, and questions to it that take microseconds:
+// A timeline of allocations out of what report/snapshot.py packed, and questions to it that take microseconds:
 // the highest and lowest event of a stretch (a pyramid over cells of 64 events), and what each group has after an event.
 J.timeline = {};
 
-J.timeline.varints = (text, count) => {
-  const raw = atob(text), out = new Float64Array(count);
-  let at = 0;
-  for (let i = 0; i < count; i += 1) {
-    let scale = 1, value = 0, byte;
-    do {
-      byte = raw.charCodeAt(at);
-      at += 1;
-      value += (byte & 127) * scale;
-      scale *= 128;
-    } while (byte > 127);
-    out[i] = value;
-  }
-  return out;
-};
-
 J.timeline.read = (packed) => {
   const CELL = 64, FAN = 4;
-  const { events, allocations, before, sizes, labels } = packed;
-  const order = J.timeline.varints(packed.order, events), time = J.timeline.varints(packed.time, events);
-  const sizeOf = J.timeline.varints(packed.size_of, allocations);
-  const labelOf = Int32Array.from(J.timeline.varints(packed.label_of, allocations));
-  const nbytes = new Float64Array(allocations), which = new Int32Array(events), isBirth = new Uint8Array(events);
+  const { events, allocations, before, labels, order } = packed;
+  const time = Float64Array.from(packed.time), nbytes = Float64Array.from(packed.nbytes), labelOf = Int32Array.from(packed.label_of);
+  const which = new Int32Array(events), isBirth = new Uint8Array(events);
   const born = new Int32Array(allocations).fill(-1), died = new Int32Array(allocations).fill(events);
   const total = new Float64Array(events);
-  for (let i = 0; i < allocations; i += 1) nbytes[i] = sizes[sizeOf[i]];
   let start = 0, next = before, now = 0;
   for (let i = 0; i < before; i += 1) start += nbytes[i];
   for (let e = 0, level = start; e < events; e += 1) {

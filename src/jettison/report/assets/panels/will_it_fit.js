@@ -7,13 +7,16 @@
   const powers = (list) => [...new Set(list)].sort((a, b) => a - b);
   const options = (list) => list.map((value) => ({ value, label: String(value) }));
   const usual = data.models[first];
+  const stageCounts = powers(data.models.flatMap((m) => Object.keys(m.stages).map(Number)));
+  const SPLITS = { "even": [0, 0], "1 less in the last": [0, 1], "2 less in the last": [0, 2], "1 less at both ends": [1, 1] };
   const controls = [
     J.select({ key: "run-model", label: "Model", value: first, options: data.models.map((m, i) => ({ value: i, label: m.label })) }),
     J.select({ key: "run-gpu", label: "GPU", value: "h100-80gb", options: data.gpus.map(([name]) => name) }),
     J.slider({ key: "run-s", label: "Sequence s", values: data.sequences, value: usual.seq, format: (s) => `${J.format.count(s)} tokens` }),
     J.slider({ key: "run-b", label: "Micro-batch b", values: data.micro_batches, value: 1 }),
     J.slider({ key: "run-tp", label: "TP", values: powers(data.models.flatMap((m) => m.ranks)), value: 1 }),
-    J.slider({ key: "run-pp", label: "PP", values: powers(data.models.flatMap((m) => Object.keys(m.stages).map(Number))), value: 1 }),
+    J.slider({ key: "run-pp", label: "PP", values: stageCounts, value: 1 }),
+    J.select({ key: "run-split", label: "Stages", value: "even", options: Object.keys(SPLITS) }),
     J.slider({ key: "run-dp", label: "DP", values: data.replicas, value: 8 }),
     J.slider({ key: "run-cp", label: "CP", values: data.contexts, value: 1 }),
     J.select({ key: "run-zero", label: "ZeRO", value: 3, options: [{ value: 0, label: "0: replicas (DDP)" }, { value: 1, label: "1: optimizer" }, { value: 2, label: "2: and gradients" }, { value: 3, label: "3: and parameters (FSDP)" }] }),
@@ -35,6 +38,17 @@
   };
   const GIB = 2 ** 30;
 
+  // Layers of each stage, larger ones in the middle; null: a stage would have none.
+  const countsOf = ({ layers: { length: layers }, stages }, pp, split) => {
+    if (split === "even" && stages[pp]) return stages[pp];
+    if (pp === 1) return [layers];
+    const [less, lesser] = SPLITS[split], share = Math.floor((layers + less + lesser) / pp), last = share - lesser;
+    const begin = pp > 2 ? share - less : layers - last, left = layers - begin - last, each = Math.floor(left / (pp - 2)), rest = left - each * (pp - 2);
+    const before = Math.floor((pp - 2 - rest) / 2), inner = d3.range(pp - 2).map((i) => each + (i >= before && i < before + rest));
+    const found = [begin, ...inner, last];
+    return Math.min(...found) > 0 ? found : null;
+  };
+
   // What is chosen, as far as the model allows it.
   const runOf = (values) => {
     const model = data.models[values["run-model"]];
@@ -42,16 +56,16 @@
     const rank = values["run-lora"], narrow = rank > 0 && values["run-precision"] === "fp8";
     const run = {
       model, gpu: values["run-gpu"], s: Math.min(values["run-s"], model.longest), b: values["run-b"], cp: values["run-cp"], dp: values["run-dp"],
-      t: most(model.ranks, values["run-tp"]), pp: most(Object.keys(model.stages).map(Number), values["run-pp"]),
+      t: most(model.ranks, values["run-tp"]), pp: most(stageCounts.filter((pp) => countsOf(model, pp, values["run-split"])), values["run-pp"]),
       zero: values["run-zero"], mode: values["run-recompute"], precision: narrow ? "bf16" : values["run-precision"], rank,
     };
     const notes = [
       run.s < values["run-s"] && `${J.format.count(run.s)} tokens (its positions)`,
       run.t < values["run-tp"] && `TP ${run.t} (heads do not divide over ${values["run-tp"]} ranks)`,
-      run.pp < values["run-pp"] && `PP ${run.pp} (${model.layers.length} layers do not divide over ${values["run-pp"]} stages)`,
+      run.pp < values["run-pp"] && `PP ${run.pp} (${model.layers.length} layers are too few for ${values["run-pp"]} stages)`,
       narrow && "bf16 (as LoRA is described)",
     ];
-    return { ...run, notes: notes.filter(Boolean) };
+    return { ...run, counts: countsOf(model, run.pp, values["run-split"]), notes: notes.filter(Boolean) };
   };
 
   // predict/ranges.py, `figures`: allocated, reserved and device bytes, and the verdict.
@@ -125,8 +139,9 @@
     caption: (values) => {
       const { run } = answer(values), devices = run.t * run.pp * run.dp * run.cp;
       const notes = run.notes.length ? ` Shown is ${run.model.label} with ${run.notes.join(", ")}.` : "";
+      const uneven = new Set(run.counts).size > 1 ? `, stages of ${run.counts.join(", ")} layers` : "";
       const experts = run.model.kinds.some((kind) => kind.sizes.e) ? ", every expert on each rank" : "";
-      return `${J.format.grouped(devices)} GPU${devices > 1 ? "s" : ""}, ${run.pp} micro-batch${run.pp > 1 ? "es" : ""} a step (1F1B); PyTorch's kernels, FlashAttention, AdamW${experts}. Bars are 80 % ranges.${notes}`;
+      return `${J.format.grouped(devices)} GPU${devices > 1 ? "s" : ""}, ${run.pp} micro-batch${run.pp > 1 ? "es" : ""} a step (1F1B)${uneven}; PyTorch's kernels, FlashAttention, AdamW${experts}. Bars are 80 % ranges.${notes}`;
     },
     table: (values) => {
       const { run, peak, usable, verdict, ...found } = answer(values);
@@ -141,6 +156,7 @@
       const { run } = answer(values), words = ["jettison ledger", run.model.argument, run.model.flags].filter(Boolean);
       words.push("--seq", run.s, "--micro-batch", run.b);
       for (const [flag, size] of [["tp", run.t], ["pp", run.pp], ["cp", run.cp], ["dp", run.dp]]) if (size > 1) words.push(`--${flag}`, size);
+      if (String(run.counts) !== String(run.model.stages[run.pp])) words.push("--stage-layers", run.counts);
       if (run.zero) words.push("--zero", run.zero);
       words.push("--precision", run.precision); // with adapters it is another one by default
       if (run.rank) words.push("--lora", run.rank);
