@@ -61,7 +61,7 @@ PENDING_BLOCK: Final = -2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class SegmentBlock:
     """A piece of a segment. ``allocation``: its number in the timeline, or `FREE_BLOCK`, or `PENDING_BLOCK`."""
 
     address: int
@@ -79,7 +79,7 @@ class Segment:
     address: int
     total_bytes: int
     stream: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[SegmentBlock, ...]
     is_expandable: bool = False
     is_private: bool = False
 
@@ -506,7 +506,9 @@ def _segment(reader: _SnapshotReader, segment: Mapping[str, Any], live: Mapping[
     for address, size, entry in _blocks(reader, segment):
         state = entry.get("state")
         number = live.get(address, PENDING_BLOCK) if state == _ALLOCATED else FREE_BLOCK
-        blocks.append(Block(address=address, nbytes=size, allocation=PENDING_BLOCK if state in _PENDING else number))
+        blocks.append(
+            SegmentBlock(address=address, nbytes=size, allocation=PENDING_BLOCK if state in _PENDING else number)
+        )
     return Segment(
         address=reader.whole(segment, "address", 0),
         total_bytes=reader.whole(segment, "total_size"),

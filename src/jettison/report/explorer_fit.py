@@ -282,10 +282,10 @@ def _region(region: Region, modes: Iterable[str], rule: GradientRule, positions:
 def _passes(region: Region, mode: str, rule: GradientRule, positions: SizeGrid) -> list[Any]:
     program, kept = region.program, kept_by(region, mode)
     stays = kept | {*program.outputs}
-    forward = forward_levels(region, stays, region.last_ops, region.last_read, start=Level())
+    forward = forward_levels(region, stays, region.last_ops, region.last_read, start=PassLevel())
     fresh, adding = (_backward(region, mode, rule, accumulates=again) for again in (False, True))
     peaks = [[*map(positions.highest, each)] for each in (forward, fresh.levels, adding.levels)]
-    assert isinstance(fresh.opening, Level)
+    assert isinstance(fresh.opening, PassLevel)
     return [sum_of(program.kept_bytes(kept)), *peaks, fresh.opening.sum]
 
 
@@ -304,7 +304,7 @@ class _Levels(Backward):
     def __init__(self, **arguments: Any) -> None:
         self._noted: list[list[int]] = []
         super().__init__(**arguments)
-        self.live = self.opening = Level()
+        self.live = self.opening = PassLevel()
         self._noted = [[self.live]]
 
     @property
@@ -330,32 +330,32 @@ class _Levels(Backward):
         return before, behind[0] if behind else []
 
 
-class Level(int):
+class PassLevel(int):
     """A number of bytes as the one before it and a traced change, so that no sum is written out that is not chosen."""
 
-    before: Level | None = None
+    before: PassLevel | None = None
     change: int = 0
     sign = 1
     values: Values | None = None  # at positions of a `SizeGrid`
 
-    def _after(self, change: int, sign: int) -> Level:
+    def _after(self, change: int, sign: int) -> PassLevel:
         if change.__class__ is int and not change:
             return self
-        found = Level(int.__add__(self, change if sign > 0 else -int(change)))
+        found = PassLevel(int.__add__(self, change if sign > 0 else -int(change)))
         found.before, found.change, found.sign = self, change, sign
         return found
 
-    def __add__(self, other: int) -> Level:
+    def __add__(self, other: int) -> PassLevel:
         return self._after(other, 1)
 
-    def __sub__(self, other: int) -> Level:
+    def __sub__(self, other: int) -> PassLevel:
         return self._after(other, -1)
 
     @property
     def sum(self) -> Sum:
         """The level as one sum."""
         terms: list[tuple[Product, int]] = []
-        level: Level | None = self
+        level: PassLevel | None = self
         while level is not None:
             terms += [(factors, level.sign * n) for factors, n in sum_of(level.change).terms]
             level = level.before
@@ -399,9 +399,9 @@ class SizeGrid:
             found &= (value == 0 if guard.zero else value > 0) == guard.held
         return found
 
-    def _level(self, one: Level) -> Values:
-        unknown: list[Level] = []
-        level: Level | None = one
+    def _level(self, one: PassLevel) -> Values:
+        unknown: list[PassLevel] = []
+        level: PassLevel | None = one
         while level is not None and level.values is None:
             unknown.append(level)
             level = level.before
@@ -413,7 +413,7 @@ class SizeGrid:
 
     def highest(self, levels: Iterable[int]) -> list[Sum]:
         """Return the sums of the levels that are the largest at some position."""
-        found = [one if isinstance(one, Level) else Level() + one for one in levels]
+        found = [one if isinstance(one, PassLevel) else PassLevel() + one for one in levels]
         if len(found) < 2:
             return [one.sum for one in found]
         values = np.array([self._level(one) for one in found])
