@@ -191,20 +191,19 @@ def answered() -> Iterator[None]:
         raise Answered(error) from error
 
 
-def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:
-    """Before long work: is the file free to be written?
+def refuse_to_overwrite(*files: Path | None, force: bool) -> None:
+    """Before long work: are the files free to be written?
 
     Raises:
-        UsageError: it is there already, it is a folder, or its folder is not.
+        UsageError: one is there already, is a folder, or its folder is not there.
     """
-    if out is None:
-        return
-    if out.is_dir():
-        raise UsageError(f"{out} is a folder; give the name of a file")
-    if out.exists() and not force:
-        raise UsageError(f"{out} is there already; give --force to replace it, or another --out")
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
+    for out in (file for file in files if file is not None):
+        if out.is_dir():
+            raise UsageError(f"{out} is a folder; give the name of a file")
+        if out.exists() and not force:
+            raise UsageError(f"{out} is there already; give --force to replace it, or another --out")
+        if not out.parent.is_dir():
+            raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
 
 
 def asked(**arguments: object) -> dict[str, Any]:
@@ -231,13 +230,17 @@ def deliver(
     csv: Callable[[], str] | None = None,
     request: Mapping[str, Any] | None = None,
     source: RunFile | None = None,
+    warnings: Iterable[str] = (),
 ) -> None:
     """A table, JSON or CSV on stdout, and JSON or CSV in a file. Nothing is made that nobody sees.
 
     Args:
+        warnings: for stderr, in front of it.
         request: what was asked, where the document does not say it itself.
         source: the framework's file that the run was read from.
     """
+    for warning in warnings:
+        hint(f"note: {warning}")
     text = ""
     if form == "csv" and csv is not None:
         text = csv()

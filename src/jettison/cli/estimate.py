@@ -76,17 +76,14 @@ def command(
     force: Force = False,
 ) -> None:
     """Estimate the time of a training step: seconds, tokens a second, MFU, and where the time goes."""
-    for path in (out, flags.timeline, flags.snapshot):
-        refuse_to_overwrite(path, force=force)
+    refuse_to_overwrite(out, flags.timeline, flags.snapshot, force=force)
     model, request, source_file = sourced(model, request, source, verb="estimate")
     if source_file is not None and source_file.compile:
         flags = replace(flags, compile=True)
     with progress() as say:
         say("estimating")
         report = estimate(model, request, flags)
-    for warning in report.warnings:
-        hint(f"note: {warning}")
-    deliver(report.document, report.table, form=form, out=out, source=source_file)
+    deliver(report.document, report.table, form=form, out=out, source=source_file, warnings=report.warnings)
     if flags.timeline is not None or flags.snapshot is not None:
         from jettison.cli.snapshots import write_step_files
 

@@ -97,8 +97,7 @@ def command(
     A preset, a parallel layout or --gpu alone is planned in closed form, without torch. Otherwise a live model or
     config.json is traced; that plan can be applied and verified. Exit code 3: nothing fits.
     """
-    for path in (out, flags.timeline, flags.snapshot):
-        refuse_to_overwrite(path, force=force)
+    refuse_to_overwrite(out, flags.timeline, flags.snapshot, force=force)
     back = _written_name(source, write, force=force)
     model, request, source_file = sourced(model, request, source, verb="plan", decides=DECIDED)
     if source_file is not None and source_file.compile:
@@ -111,9 +110,8 @@ def command(
             print(json_text(infeasible_document(error, said(model, request, flags))), end="")
             raise Answered(error) from None
         raise
-    for warning in getattr(report, "warnings", ()):
-        hint(f"note: {warning}")
-    deliver(report.document, report.table, form=form, out=out, source=source_file)
+    warnings = getattr(report, "warnings", ())
+    deliver(report.document, report.table, form=form, out=out, source=source_file, warnings=warnings)
     if back is not None and source_file is not None:
         from jettison.frameworks.write_back import write_back
 

@@ -52,8 +52,7 @@ def command(
     force: Force = False,
 ) -> None:
     """Profile a step's time and memory: phases, MFU and HFU, recompute, and findings with a fix for each."""
-    refuse_to_overwrite(out, force=force)
-    refuse_to_overwrite(trace, force=force)
+    refuse_to_overwrite(out, trace, force=force)
     known = None if gpu is None else hardware(gpu)
     if len(targets) > 1 or is_recorded(Path(targets[0])):
         files = [Path(target) for target in targets]

@@ -120,9 +120,7 @@ def command(
             if flags.state is not None:
                 hint(f"what was worked out is in {flags.state}: the same command goes on from there")
             raise
-    for warning in report.warnings:
-        hint(f"note: {warning}")
-    deliver(report.document, report.table, form=form, out=out, source=found)
+    deliver(report.document, report.table, form=form, out=out, source=found, warnings=report.warnings)
 
 
 def _require_devices(flags: SearchFlags) -> None:

@@ -110,8 +110,7 @@ def command(
 
     Exit code 4: the proof failed.
     """
-    for path in (out, timeline, snapshot):
-        refuse_to_overwrite(path, force=force)
+    refuse_to_overwrite(out, timeline, snapshot, force=force)
     seen: list[MemoryTimeline] | None = None if timeline is None and snapshot is None else []
     with progress() as say:
         require_known_file(target)

@@ -106,7 +106,7 @@ class _Script:
     notes: dict[str, None] = field(default_factory=dict)
     folder: Path | None = None
     missing: dict[str, None] = field(default_factory=dict)
-    _blocks: list[_Block] = field(default_factory=list)
+    _blocks: list[_ShellBlock] = field(default_factory=list)
     functions: dict[str, str] = field(default_factory=dict)
     _called: list[str] = field(default_factory=list)
     _depth: int = 0
@@ -186,12 +186,12 @@ class _Script:
 
     def _branch(self, word: str, tests: Sequence[tuple[str, str]]) -> None:
         if word == "elif":
-            block = self._blocks[-1] if self._blocks else _Block()
+            block = self._blocks[-1] if self._blocks else _ShellBlock()
             block.runs = not block.done and self._outer() and self._all(tests)
             block.done |= block.runs
             return
         runs = self._runs() and word == "if" and self._all(tests)
-        self._blocks.append(_Block(runs=runs, done=runs))
+        self._blocks.append(_ShellBlock(runs=runs, done=runs))
 
     def _statement(self, first: str, rest: str, words: str, follows: str) -> None:
         """Follow one statement that is no test."""
@@ -205,7 +205,7 @@ class _Script:
                 self._blocks.pop()
         elif first == "case":
             value = self.expand(rest.rpartition(" in")[0] or rest).strip("\"' ")
-            self._blocks.append(_Block(runs=False, value=value))
+            self._blocks.append(_ShellBlock(runs=False, value=value))
             if after := rest.rpartition(" in ")[2] if " in " in rest else "":
                 self._case(after)
         elif self._blocks and self._blocks[-1].value is not None and re.match(r"\(?[^()=]*\)", words):
@@ -218,11 +218,11 @@ class _Script:
                 self.variables[name.strip()] = listed[0]
             if runs and len(listed) > 1:
                 self.notes[f"only the first iteration of a loop is read: {name.strip()} = {listed[0]}"] = None
-            self._blocks.append(_Block(runs=runs, done=True))
+            self._blocks.append(_ShellBlock(runs=runs, done=True))
         elif self._runs():
             if follows in ("&&", "||") and _is_test(words):
                 holds = self._holds(words)
-                self._blocks.append(_Block(runs=bool(holds) is (follows == "&&"), once=True))
+                self._blocks.append(_ShellBlock(runs=bool(holds) is (follows == "&&"), once=True))
                 return
             self._run(words)
         if self._blocks and self._blocks[-1].once and follows not in ("&&", "||"):
@@ -382,7 +382,7 @@ class _Script:
 
 
 @dataclass
-class _Block:
+class _ShellBlock:
     """State of a branch. ``value``: of ``case``. ``once``: it is one command after && or ||."""
 
     runs: bool = False
