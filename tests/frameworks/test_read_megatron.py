@@ -422,7 +422,7 @@ def test_tests_of_a_script_that_are_not_known_are_said(tmp_path: Path) -> None:
     ("name", "text", "why"),
     [
         ("a.sh", "", "no key of a known framework"),
-        ("a.yaml", "- 1\n- 2\n", "is not YAML: it holds list"),
+        ("a.yaml", "- 1\n- 2\n", "is not YAML: it has a list"),
         ("a.yaml", "MODEL_ARGS: [--num-layers, 2]\n", "no key of a known framework"),
         ("a.yaml", "a: &a {--num-layers: 2, --hidden-size: 64}\nMODEL_ARGS:\n  <<: *a\n  --micro-batch-size: 1\n",
          "got MODEL_ARGS.*num_attention_heads|num_attention_heads"),

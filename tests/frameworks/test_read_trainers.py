@@ -462,9 +462,9 @@ def test_what_is_not_read_is_named(write: Any, values: Any, more: Mapping[str, A
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("empty.yaml", "", "not keys with values"),
-        ("list.yaml", "- base_model: gpt2\n", "it holds list"),
-        ("many.json", "[1, 2]", "it holds list"),
+        ("empty.yaml", "", "it is empty"),
+        ("list.yaml", "- base_model: gpt2\n", "it has a list, not keys with values"),
+        ("many.json", "[1, 2]", "it has a list, not keys with values"),
         ("torn.yaml", "base_model: [", "is not YAML"),
         ("huge.yaml", "base_model: gpt2\nmicro_batch_size: 1e400\n", "expected a whole number"),
     ],
