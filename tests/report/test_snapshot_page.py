@@ -199,6 +199,8 @@ def test_two_snapshots_on_a_page(tmp_path: Path, open_page: Open) -> None:
     opened = open_page(path)
     assert opened.page.locator("#difference").count() == 1
     assert opened.page.locator("canvas.main").count() == 2
+    roles = opened.page.locator(".timeline:not(.map) .legend").first.locator("li").all_inner_texts()
+    assert any(role.startswith("before the recording") and "1.00 KiB" in role for role in roles)
     assert "<b>small</b>" in opened.page.locator("h1").inner_text()
     assert not axe_violations(opened)
 

@@ -5,8 +5,12 @@ J.timeline = {};
 
 J.timeline.read = (packed) => {
   const CELL = 64, FAN = 4;
-  const { events, allocations, before, labels, order } = packed;
+  const { events, allocations, before, order } = packed, labels = [...packed.labels];
   const time = Float64Array.from(packed.time), nbytes = Float64Array.from(packed.nbytes), labelOf = Int32Array.from(packed.label_of);
+  // without a stack, and there when the recording began: parameters, most often
+  const early = labels.push(["", "before the recording", ""]) - 1;
+  for (let i = 0; i < before; i += 1) if (!labels[labelOf[i]][0] && labels[labelOf[i]][1] === "unknown") labelOf[i] = early;
+  const used = new Set(labelOf);
   const which = new Int32Array(events), isBirth = new Uint8Array(events);
   const born = new Int32Array(allocations).fill(-1), died = new Int32Array(allocations).fill(events);
   const total = new Float64Array(events);
@@ -59,7 +63,7 @@ J.timeline.read = (packed) => {
 
   // groups of labels by any text, at most `limit`: the largest at the peak, and one for the others
   const grouped = (text, limit = 8) => {
-    const names = [...new Set(labels.map(text))], number = new Map(names.map((name, i) => [name, i]));
+    const names = [...new Set(labels.filter((_, i) => used.has(i)).map(text))], number = new Map(names.map((name, i) => [name, i]));
     const of = Int32Array.from(labels, (label) => number.get(text(label))), most = new Float64Array(names.length);
     for (let i = 0; i < allocations; i += 1) {
       if (born[i] <= packed.peak_event && died[i] > packed.peak_event) most[of[labelOf[i]]] += nbytes[i];
@@ -118,7 +122,7 @@ J.timeline.read = (packed) => {
     return low;
   };
   return {
-    ...packed, order: null, nbytes, which, isBirth, born, died, total, time, start, labelOf, grouped, rows, search,
+    ...packed, order: null, labels, nbytes, which, isBirth, born, died, total, time, start, labelOf, grouped, rows, search,
     most: extreme(up, more), least: extreme(down, less), after: (event) => (event < 0 ? start : total[event]),
   };
 };
