@@ -120,7 +120,7 @@ class MemoryFacts:
         failure: what failed.
         site: the line of the program that asked.
         logits: the line that asked is in the head or the loss of a language model.
-        trainer: the framework whose loop the traceback shows, by its name in `trainers.TRAINERS`.
+        trainer: the framework whose loop the traceback shows, by its name in `trainers.toml`.
         evaluating: the traceback is of an evaluation or of generation: there is no backward.
         colocated: the log speaks of an inference server, which may share the device with the trainer.
         own_optimizer: the optimizer that steps is none of torch's.

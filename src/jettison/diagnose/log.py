@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -295,17 +295,10 @@ def _allocator(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     sizes, device = form.sizes(text), found.expand(form.device).lower()
     if sizes["asked"] is None:
         return {"device": device, "notes": (_NO_FIGURES,)}
-    allocated, reserved = sizes["allocated"], sizes["reserved"]
-    processes = re.findall(rf"Process \d+ has {_SIZE} memory in use", text)
-    figures = held_figures(
-        total=sizes["total"],
-        free=sizes["free"],
-        allocated=allocated,
-        unused=sizes["unused"] if allocated is None or reserved is None else max(0, reserved - allocated),
-        private=sizes["private"] or 0,
-        own=_known(sizes["own"]),
-        processes=tuple(one for pair in processes if (one := _known(size_of(*pair))) is not None),
-    )
+    if sizes["allocated"] is not None and sizes["reserved"] is not None:
+        sizes["unused"] = max(0, sizes["reserved"] - sizes["allocated"])
+    listed = (_known(size_of(*pair)) for pair in re.findall(rf"Process \d+ has {_SIZE} memory in use", text))
+    figures = _held(sizes, [nbytes for nbytes in listed if nbytes is not None])
     return {"device": device, "asked_bytes": sizes["asked"], **_limited(figures, _known(sizes["allowed"]))}
 
 
@@ -414,23 +407,16 @@ MOST_OUTSIDE: Final = 0.25
 """Share of a device that a process may hold outside of PyTorch and still be taken for this one."""
 
 
-def held_figures(
-    *,
-    total: int | None,
-    free: int | None,
-    allocated: int | None,
-    unused: int | None,
-    private: int = 0,
-    own: int | None = None,
-    processes: tuple[int, ...] = (),
-) -> Figures:
+def _held(sizes: Mapping[str, int | None], processes: Sequence[int]) -> Figures:
     """Account for every byte of a device: figures of `MemoryFacts` that sum to its capacity.
 
     Args:
-        own: bytes of this process by the driver's count; None where the source does not say.
+        sizes: as a message states them; ``own`` are bytes of this process by the driver's count.
         processes: bytes of each other process. In a container a process is listed under a number that it does not know
             itself: it is the one that holds as much as PyTorch, or a little more.
     """
+    total, free, allocated, unused = (sizes[name] for name in ("total", "free", "allocated", "unused"))
+    private, own = sizes["private"] or 0, _known(sizes["own"])
     held, others = (allocated or 0) + (unused or 0), sum(processes)
     if total == 0:
         total = free = None  # the driver does not say
@@ -517,17 +503,9 @@ def decoded(data: bytes) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def tag_of(line: str) -> str:
-    """Return the tags in front of a line (host, rank, process, container); "" where there are none."""
-    return _split(line)[0]
-
-
-def without_prefix(line: str) -> str:
-    """Strip ranks, times, levels and borders in front of a line, and a border at its end."""
-    return _TRAILING.sub("", _split(line)[1])
-
-
-def _split(line: str) -> tuple[str, str]:
+def split_prefix(line: str) -> tuple[str, str]:
+    """Split off tags (host, rank, process, container), times, levels and borders in front of a line; return the tags,
+    and the line without these and a border at its end."""
     tag = ""
     for _ in range(6):
         found = _BORDER.match(line) or _PREFIX.match(line)
@@ -538,13 +516,13 @@ def _split(line: str) -> tuple[str, str]:
         if found is None or not found.end():
             break
         line = line[found.end() :]
-    return tag, line
+    return tag, _TRAILING.sub("", line)
 
 
 def lines_of_rank(text: str, at: int, lines: list[str]) -> list[str]:
     """Return lines without prefixes; of interleaved ranks those of the rank whose line a position is in."""
-    tag = tag_of(text[text.rfind("\n", 0, at) + 1 : at])
-    return [without_prefix(line) for line in lines if not tag or tag_of(line) in ("", tag)]
+    tag, _ = split_prefix(text[text.rfind("\n", 0, at) + 1 : at])
+    return [line for own, line in map(split_prefix, lines) if not tag or own in ("", tag)]
 
 
 def joined(text: str, at: int, length: int) -> tuple[str, str]:

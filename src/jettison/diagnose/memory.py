@@ -22,7 +22,7 @@ from typing import Final
 from jettison.core.units import MIB, format_gib, format_percent
 from jettison.diagnose import advice
 from jettison.diagnose.advice import device_of
-from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase
+from jettison.diagnose.facts import Failure, MemoryFacts, StepPhase
 from jettison.diagnose.finding import Change, Finding, FindingKind, change, changes
 from jettison.diagnose.growth import FIRST_STEPS, grown_bytes
 
@@ -78,7 +78,9 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
     if facts.other_processes_bytes >= max(short, MUCH_OTHERS * total):
         return _others(facts, short)
     if facts.outside_bytes >= much:
-        return _outside(facts, short)
+        held = f"{format_gib(facts.outside_bytes)} of this process are not PyTorch's"
+        claim = f"{held} ({device_of(facts.device).outside}); {format_gib(short)} are missing"
+        return _finding(FindingKind.OUTSIDE, claim, facts, advice.against_outside(facts))
     if facts.other_processes_bytes + facts.outside_bytes + facts.unaccounted_bytes >= much:
         return _others(facts, short)
     return None
@@ -106,7 +108,8 @@ def _leak(facts: MemoryFacts, growth: int) -> Finding:
             f"{format_gib(one.nbytes)} from {one.steps} steps"
         )
     if not facts.survivors:
-        evidence.append(_levels(facts.steps))
+        shown = facts.steps if len(facts.steps) <= 6 else (*facts.steps[:3], *facts.steps[-3:])
+        evidence.append("; ".join(f"step {step.step}: {format_gib(step.between_bytes)}" for step in shown))
     claim = f"a leak: {format_gib(growth // steps)} more stay allocated after each step"
     return _finding(FindingKind.LEAK, claim, facts, advice.against_leak(facts), evidence)
 
@@ -140,14 +143,6 @@ def _others(facts: MemoryFacts, short: int) -> Finding:
         )
     claim += f"; {format_gib(short)} are missing"
     return _finding(FindingKind.OTHERS, claim, facts, advice.against_others(facts))
-
-
-def _outside(facts: MemoryFacts, short: int) -> Finding:
-    claim = (
-        f"{format_gib(facts.outside_bytes)} of this process are not PyTorch's ({device_of(facts.device).outside}); "
-        f"{format_gib(short)} are missing"
-    )
-    return _finding(FindingKind.OUTSIDE, claim, facts, advice.against_outside(facts))
 
 
 def _size_error(facts: MemoryFacts, asked: int) -> Finding:
@@ -301,8 +296,3 @@ def _by_shape(facts: MemoryFacts) -> list[str]:
         f"this step wanted {format_gib(last.peak_bytes)}; those before peaked at "
         f"{format_gib(round(median(peaks)))} (median), at {format_gib(max(peaks))} at most"
     ]
-
-
-def _levels(steps: tuple[StepBytes, ...]) -> str:
-    shown = steps if len(steps) <= 6 else (*steps[:3], *steps[-3:])
-    return "; ".join(f"step {step.step}: {format_gib(step.between_bytes)}" for step in shown)

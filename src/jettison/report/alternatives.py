@@ -185,9 +185,10 @@ def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> 
     prices = Timing(run=run, hardware=hardware, execution=execution or execution_of(run)).prices(layer)
     found = []
     for buffer in dict.fromkeys(slot.buffer for slot in region.program.slots):
-        nbytes, closure = region.program.buffers[buffer].nbytes, region.program.closure(buffer)
+        nbytes = region.program.buffers[buffer].nbytes
         if region.program.buffers[buffer].free or nbytes < SMALLEST * region.saved_bytes:
             continue
+        closure = region.program.closure(buffer)
         again = limit = None
         if closure.anchor is None and closure.ops:
             again = prices.seconds(region, frozenset(closure.ops)).again.seconds

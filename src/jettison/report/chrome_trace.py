@@ -26,7 +26,7 @@ from jettison.memory.step import StageAction, actions
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.predict.clock import PassSlices, SliceKind, host_copies, nanoseconds, step_slices
 from jettison.predict.forecast import Forecast, Stage, played_load
-from jettison.predict.stages import StageRegion, kept_by
+from jettison.predict.stages import kept_by
 from jettison.predict.time import Estimate
 from jettison.predict.units import sent_to_host
 from jettison.spec.precision import Gradients
@@ -404,18 +404,14 @@ class _Player:
     def _tensors(self, name: str, chunk: int, nbytes: int) -> tuple[tuple[Label, int], ...]:
         key = chunk, name
         if key not in self.tensors:
-            own = len(self.stage.groups)
-            part = next((g.part for g in self.stage.groups[chunk % own] if name in g.names), None)
-            found = () if part is None or not self.by_tensor else tuple(_kept(part, name, self.run, whole=chunk >= own))
+            own, found = len(self.stage.groups), dict[str, tuple[Label, int]]()
+            parts = (group.part for group in self.stage.groups[chunk % own] if name in group.names)
+            for part in (part for part in parts if self.by_tensor):
+                kept = kept_by(part.region, "none") if chunk >= own else part.kept
+                for entry in part.region.entries(name, kept):
+                    label = Label(module=".".join(filter(None, (entry.layer, entry.path))), role=entry.role)
+                    nbytes_of = entry.local_storage_bytes(self.run.layout.mesh_sizes)
+                    found.setdefault(entry.storage, (label, nbytes_of))
             whole = ((Label(module=name, role=SAVED), nbytes),)
-            self.tensors[key] = found if sum(size for _, size in found) == nbytes else whole
+            self.tensors[key] = tuple(found.values()) if sum(n for _, n in found.values()) == nbytes else whole
         return self.tensors[key]
-
-
-def _kept(part: StageRegion, name: str, run: Run, *, whole: bool) -> Iterator[tuple[Label, int]]:
-    storages = set()
-    for entry in part.region.entries(name, kept_by(part.region, "none") if whole else part.kept):
-        if entry.storage not in storages:
-            storages.add(entry.storage)
-            module = ".".join(filter(None, (entry.layer, entry.path)))
-            yield Label(module=module, role=entry.role), entry.local_storage_bytes(run.layout.mesh_sizes)

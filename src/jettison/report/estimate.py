@@ -26,8 +26,6 @@ from jettison.spec.kernels import Scans
 if TYPE_CHECKING:  # asked for rarely
     from jettison.report.alternatives import LayerOffload, RecomputeOption, Trade, Trilemma
 
-PARTS = ("compute", "communication", "bubble", "recompute", "other")
-
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateReport:
@@ -118,7 +116,7 @@ class EstimateReport:
             training=training and training.document(),
             mfu_by={str(counting): found.mfu_by(counting) for counting in Counting},
             model_flops=found.model_flops(),
-            breakdown={f"{name}_seconds": getattr(found.breakdown, name) for name in PARTS},
+            breakdown={f"{name}_seconds": seconds for name, seconds in asdict(found.breakdown).items()},
             busiest_stage=found.busiest,
             stages=[
                 part(
@@ -205,8 +203,7 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
 def _parts_table(found: Estimate) -> FittedTable:
     of = f" of stage {found.busiest}" if len(found.stages) > 1 else ""
     table = grid(f"Where the time{of} goes", ("part",), ("seconds", "share"))
-    for name in PARTS:
-        seconds = getattr(found.breakdown, name)
+    for name, seconds in asdict(found.breakdown).items():
         table.add_row(name, format_seconds(seconds), format_percent(seconds / found.step_seconds))
     table.add_section()
     table.add_row("step", format_seconds(found.step_seconds), "")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_percent
@@ -32,8 +32,6 @@ from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.model import AnyLayer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-
-T = TypeVar("T", Unit, Halves, WeightStep)
 
 FORWARDS_OF_A_STEP: Final = 3
 """A backward is two forwards: each product has one for its input's gradient and one for its weight's."""
@@ -212,25 +210,23 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
     """The stage as if it held nothing but what some fields say."""
     zeros = frozenset[str]().union(*_PARTS.values()) - kept
-
-    def halved(halves: Halves | None) -> Halves | None:
-        steps = () if halves is None else tuple(_without(step, zeros) for step in halves.steps)
-        return halves and _without(halves, zeros)._replace(steps=steps)
-
     found: dict[str, Any] = {field.name: 0 for field in fields(load) if field.name in zeros}
-    found["chunks"] = tuple(
-        tuple(_without(unit, zeros)._replace(halves=halved(unit.halves)) for unit in chunk) for chunk in load.chunks
-    )
+    found["chunks"] = _without(load.chunks, zeros)
     found["lifetimes"] = tuple(
         one for one in load.lifetimes if (GRADIENT_COPIES if one.name == GRADIENT_COPIES else "lifetimes") in kept
     )
     return replace(load, **found | {"transfers": load.transfers if "transfers" in kept else ()})
 
 
-def _without(it: T, zeros: frozenset[str]) -> T:
-    """With nothing in some fields, of those that it has."""
-    nothing: dict[str, Any] = {name: 0 for name in it._fields if name in zeros}
-    return it._replace(**nothing)
+def _without(it: Any, zeros: frozenset[str]) -> Any:
+    """With nothing in some fields, of those that units and their parts have."""
+    if type(it) is tuple:
+        return tuple(_without(one, zeros) for one in it)
+    if not isinstance(it, Unit | Halves | WeightStep):
+        return it
+    own = it._asdict()
+    changed: dict[str, Any] = {name: 0 if name in zeros else _without(value, zeros) for name, value in own.items()}
+    return it._replace(**changed)
 
 
 def _whole(load: StageLoad) -> StageLoad:
@@ -372,7 +368,7 @@ def remarks(found: Forecast, budget_bytes: int | None) -> Iterator[Remark]:
     run, peak = found.run, found.peak_bytes
     mode = run.recompute
     if mode.mode is Mode.SELECTIVE:
-        plain = forecast(replace(run, recompute=replace(mode, mode=Mode.NONE)))
+        plain = forecast(run.recomputed(replace(mode, mode=Mode.NONE)))
         if found.layer_bytes() == plain.layer_bytes():
             yield Remark(
                 code="selective-saves-nothing",
@@ -381,7 +377,7 @@ def remarks(found: Forecast, budget_bytes: int | None) -> Iterator[Remark]:
                 f"{format_bytes(peak)} with either",
             )
     if mode.mode is Mode.EVERY and mode.number > 1:
-        full = forecast(replace(run, recompute=replace(mode, mode=Mode.FULL, number=1))).peak_bytes
+        full = forecast(run.recomputed(replace(mode, mode=Mode.FULL, number=1))).peak_bytes
         if peak > full:
             yield Remark(
                 code="segments-above-full",
@@ -389,7 +385,7 @@ def remarks(found: Forecast, budget_bytes: int | None) -> Iterator[Remark]:
                 f"again at once: the peak is {format_bytes(peak)}, with --recompute full {format_bytes(full)}",
             )
     if mode.offload:
-        plain = forecast(replace(run, recompute=replace(mode, offload=False)))
+        plain = forecast(run.recomputed(replace(mode, offload=False)))
         if peak >= plain.peak_bytes:
             held, before = found.worst.activation_bytes, plain.worst.activation_bytes
             yield Remark(
@@ -433,10 +429,11 @@ def remedy(
     """
     if changes:
         surest = min(changes, key=lambda change: list(FitRule).index(change.rule))
-        named = [_change(surest, "the fastest that")]
-        if surest is not changes[0]:
-            named.append(_change(changes[0], "faster, and"))
-        return " ".join(named)
+        named = {"the fastest that": surest} | ({} if surest is changes[0] else {"faster, and": changes[0]})
+        return " ".join(
+            f"{one.flags} is {place} {one.rule.words}: {format_bytes(one.peak_bytes)}{one.cost}."
+            for place, one in named.items()
+        )
     best = min(variants, key=lambda variant: (variant.peak_bytes, variant.recompute_flops))
     neither = "" if changes is None else " No two settings fit together either."
     if best.peak_bytes >= found.peak_bytes:
@@ -450,17 +447,11 @@ def remedy(
     )
 
 
-def _change(change: FittingChange, place: str) -> str:
-    return f"{change.flags} is {place} {change.rule.words}: {format_bytes(change.peak_bytes)}{change.cost}."
-
-
 def _place(moment: Moment) -> str:
-    match moment.phase:
-        case Phase.OPTIMIZER:
-            return "in the optimizer step"
-        case Phase.BEFORE | Phase.AFTER:
-            return "between steps"
-        case Phase.LOSS:
-            return "in the forward of the loss"
-        case _:
-            return f"in the {moment.phase} of {moment.where}"
+    places = {
+        Phase.OPTIMIZER: "in the optimizer step",
+        Phase.BEFORE: "between steps",
+        Phase.AFTER: "between steps",
+        Phase.LOSS: "in the forward of the loss",
+    }
+    return places.get(moment.phase, f"in the {moment.phase} of {moment.where}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, fields
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -17,6 +18,7 @@ from jettison.predict.allowance import available_bytes
 from jettison.predict.clock import PassSlices, SliceKind, host_copies, step_slices
 from jettison.predict.forecast import Forecast, Stage, played_load
 from jettison.predict.ranges import time_residual
+from jettison.predict.time import Breakdown
 from jettison.predict.units import sent_to_host
 from jettison.report.explain import region_roles
 from jettison.report.explorer_models import GPU, MODEL, answered, flags_text, line, rounded, run_of, usual_layout
@@ -219,7 +221,6 @@ def _unit_roles(memory: Forecast, stage: Stage, chunk: int) -> list[tuple[str, C
 # Iteration times: full recomputation, selective with sequence parallelism, and the planner's choice -------------------
 
 PAPER_GPU: Final = "a100-80gb"
-PARTS: Final = ("compute", "communication", "bubble", "recompute", "other")
 PAPER: Final = "arXiv 2205.05198"
 
 
@@ -259,7 +260,8 @@ def time_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """By model and way: seconds of a step and their parts, MFU, HFU, the peak, and what was published."""
     found = [_iterations(name, one.model, PAPER_GPU, one.asked, one) for name, one in ITERATIONS.items()]
     found += [_iterations(model, model, GPU, usual_layout(model, hardware(GPU)), None) for model in models]
-    return {"parts": list(PARTS), "ways": [{"key": key, "label": label} for key, label, _ in WAYS], "models": found}
+    parts = [field.name for field in fields(Breakdown)]
+    return {"parts": parts, "ways": [{"key": key, "label": label} for key, label, _ in WAYS], "models": found}
 
 
 def _iterations(name: str, model: str, gpu: str, asked: dict[str, Any], published: Iteration | None) -> dict[str, Any]:
@@ -290,11 +292,10 @@ def _rows(model: str, device: Hardware, asked: dict[str, Any], published: Iterat
         except Infeasible as error:
             yield row | {"seconds": None, "range": None, "minimum_bytes": error.minimum_budget_bytes}
             continue
-        parts = time.breakdown
         yield row | {
             "seconds": rounded(time.step_seconds),
             "range": [rounded(end) for end in time_residual(time.run, time.hardware.name).seconds(time.step_seconds)],
-            "parts": [rounded(getattr(parts, name)) for name in PARTS],
+            "parts": [rounded(seconds) for seconds in astuple(time.breakdown)],
             "mfu": round(time.mfu, 6),
             "hfu": round(time.hfu, 6),
             "peak_bytes": memory.peak_bytes,

@@ -19,7 +19,7 @@ from jettison.predict.optimizer_state import HostStates
 from jettison.predict.ranges import FitRule
 from jettison.predict.run_request import Resolved
 from jettison.report.ledger import ComparedLedger, LedgerReport
-from jettison.report.schemas import LayerRow, PhaseRow, StageBytes
+from jettison.report.schemas import LayerRow, PhaseRow
 from jettison.report.tables import FittedTable, exact, facts, grid, span
 from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.run import Run
@@ -248,18 +248,15 @@ def _stages_table(report: LedgerReport) -> FittedTable:
             continue
         if index > shown + 1:
             table.add_row("...", f"{index - shown - 1} more rows")
-        table.add_row(*_stage_cells(group), style="bold" if worst else "")
+        first, alone = group[0], len(group) == 1
+        number = str(first.stage) if alone else f"{first.stage} to {group[-1].stage}"
+        layers = span(first.layers, brief=True) if alone else f"{len(first.layers)} each"
+        held = (first.activation_bytes, first.parameter_bytes, first.gradient_bytes, first.optimizer_bytes)
+        figures = map(format_bytes, (*held, first.first_step_peak_bytes or 0, first.peak_bytes))
+        cells = (number, layers, str(first.in_flight), *figures, first.peak_phase or "")
+        table.add_row(*cells, style="bold" if worst else "")
         shown = index
     return table
-
-
-def _stage_cells(group: list[StageBytes]) -> tuple[str, ...]:
-    first, last = group[0], group[-1]
-    number = str(first.stage) if len(group) == 1 else f"{first.stage} to {last.stage}"
-    layers = span(first.layers, brief=True) if len(group) == 1 else f"{len(first.layers)} each"
-    held = (first.activation_bytes, first.parameter_bytes, first.gradient_bytes, first.optimizer_bytes)
-    peaks = (first.first_step_peak_bytes or 0, first.peak_bytes)
-    return (number, layers, str(first.in_flight), *map(format_bytes, (*held, *peaks)), first.peak_phase or "")
 
 
 def _phases_table(report: LedgerReport) -> FittedTable:

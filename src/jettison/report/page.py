@@ -92,10 +92,11 @@ def _data_blocks(data: Mapping[str, Any]) -> tuple[list[str], bool]:
     """An element for each; and whether some are compressed, in base64."""
     found, packed = [], False
     for name, value in data.items():
+        assert _NAME.fullmatch(name), f"{name!r} cannot be a name of data: small letters, digits, - and _"
         kind, text = "json", json_for_html(value)
         if len(text) > PLAIN_CHARACTERS:
             kind, text, packed = "json+deflate", base64.b64encode(zlib.compress(text.encode(), 9)).decode(), True
-        found.append(f'<script type="application/{kind}" id="data-{_name(name)}">{text}</script>\n')
+        found.append(f'<script type="application/{kind}" id="data-{name}">{text}</script>\n')
     return found, packed
 
 
@@ -111,11 +112,6 @@ def _script_text(name: str) -> str:
     text = asset(name)
     assert not _ENDS_SCRIPT.search(text), f"{name} holds what ends or nests a script element"
     return text
-
-
-def _name(name: str) -> str:
-    assert _NAME.fullmatch(name), f"{name!r} cannot be a name of data: small letters, digits, - and _"
-    return name
 
 
 def _policy(code: Iterable[str], *, served: bool) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
@@ -79,22 +78,14 @@ def _check(value: Any, where: str) -> None:
         if isinstance(one, str) and len(one) > MOST_TEXT:
             raise UsageError(f"{where}: {printable(name)}: a text of {len(one):,} characters")
         if isinstance(one, int | float) and not isinstance(one, bool):
-            _check_number(one, name, where)
-        waiting.extend(_within(one, name, depth + 1))
-
-
-def _check_number(number: int | float, name: str, where: str) -> None:
-    if (isinstance(number, float) and not isfinite(number)) or abs(number) > MOST_NUMBER:
-        raise UsageError(f"{where}: {printable(name)}: a number beyond 2^63")
-    if name.endswith("_bytes") and number < 0:
-        raise UsageError(f"{where}: {printable(name)}: {number}; expected 0 or more bytes")
-
-
-def _within(value: Any, name: str, depth: int) -> Iterator[tuple[Any, str, int]]:
-    if isinstance(value, dict):
-        yield from ((item, str(key), depth) for key, item in value.items())
-    elif isinstance(value, list):
-        yield from ((item, name, depth) for item in value)
+            if (isinstance(one, float) and not isfinite(one)) or abs(one) > MOST_NUMBER:
+                raise UsageError(f"{where}: {printable(name)}: a number beyond 2^63")
+            if name.endswith("_bytes") and one < 0:
+                raise UsageError(f"{where}: {printable(name)}: {one}; expected 0 or more bytes")
+        if isinstance(one, dict):
+            waiting.extend((item, str(key), depth + 1) for key, item in one.items())
+        elif isinstance(one, list):
+            waiting.extend((item, name, depth + 1) for item in one)
 
 
 def printable(text: str) -> str:

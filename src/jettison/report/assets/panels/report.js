@@ -3,6 +3,7 @@
 (() => {
   const { subjects, command } = J.data("report");
   const F = J.format, several = subjects.length > 1;
+  const figure = (options) => J.figure({ command: () => command, ...options });
   const sentence = (text) => text[0].toUpperCase() + text.slice(1);
   const letter = (i) => (several ? ` (${"AB"[i]})` : "");
   const SERIES = {
@@ -46,7 +47,7 @@
   // budget ----------------------------------------------------------------------------------------------------------
   const amounts = subjects.flatMap((s, i) => s.amounts.map((a) => ({ ...a, name: a.what + letter(i), subject: i })));
   if (amounts.length) {
-    J.figure({
+    figure({
       id: "budget",
       title: "Budget and peaks",
       caption: () => sentence(subjects.map((s, i) => {
@@ -71,7 +72,6 @@
         });
       },
       table: () => ({ columns: ["", "bytes", "in words"], rows: amounts.map((a) => [a.name, a.nbytes, F.bytes(a.nbytes)]) }),
-      command: () => command,
     });
   }
 
@@ -80,7 +80,7 @@
   if (roles.length) {
     const names = [...new Set(roles.map((r) => r.what))], of = (r) => names.indexOf(r.what), whole = (i) => d3.sum(subjects[i].peak_roles, (r) => r.nbytes);
     const share = (r) => `${((100 * r.nbytes) / whole(r.subject)).toFixed(1)} %`;
-    J.figure({
+    figure({
       id: "roles",
       title: "What the peak is made of",
       caption: "Bytes allocated at the highest moment of a step after the first one, on the fullest pipeline stage; together they are the predicted peak.",
@@ -95,7 +95,6 @@
         }),
       ),
       table: () => ({ columns: [...(several ? [""] : []), "role", { label: "bytes", format: F.exact }, "share"], rows: roles.map((r) => [...(several ? [r.name] : []), r.what, r.nbytes, share(r)]) }),
-      command: () => command,
     });
   }
 
@@ -106,7 +105,7 @@
   if (inPhases.length && (!roles.length || inPhases.some((row) => row.phase !== inPhases[0].phase))) { // one stage is the bar above
     const names = [...new Set(inPhases.map((row) => row.name))], phases = [...new Set(inPhases.map((row) => row.phase))];
     const style = (row) => SERIES[row.which];
-    J.figure({
+    figure({
       id: "phases",
       title: phases[0].startsWith("stage") ? "Peak of each pipeline stage" : "Peak of each phase of a step",
       caption: () => subjects.map((s, i) => s.phases.filter((row) => row.predicted_bytes !== null && row.measured_bytes !== null)
@@ -127,7 +126,6 @@
         }),
       ),
       table: () => ({ columns: ["phase", "", "bytes", "in words"], rows: inPhases.map((row) => [row.phase, row.name, row.nbytes, F.bytes(row.nbytes)]) }),
-      command: () => command,
     });
   }
 
@@ -156,7 +154,7 @@
       });
       return { rows, bands };
     };
-    J.figure({
+    figure({
       id: "timeline",
       title: "Allocated bytes over a step",
       controls: document_("timeline"),
@@ -187,7 +185,6 @@
         columns: ["", "phase", "stretch", "lowest", "highest"],
         rows: Object.entries(chosen(values, "timeline").levels).flatMap(([which, found]) => found.phases.flatMap((p) => p.high_bytes.map((high, i) => [SERIES[which].label, p.phase, i + 1, p.low_bytes[i], high]))),
       }),
-      command: () => command,
     });
   }
 
@@ -197,7 +194,7 @@
     .map((which) => ({ ...row, which, nbytes: row[`${which}_bytes`], subject: i, at, name: SERIES[which].label + letter(i) }))));
   if (ofLayers.length) {
     const said = (row) => `${row.layer}${letter(row.subject)}: ${row.policy}\n${SERIES[row.which].label}: ${F.exact(row.nbytes)}${row.why ? `\n${row.why}` : ""}`;
-    J.figure({
+    figure({
       id: "layers",
       title: "Bytes that each layer holds between forward and backward",
       controls: [
@@ -239,7 +236,6 @@
         columns: ["layer", "policy", "plain", "predicted", "measured", "on the host", { label: "FLOPs again", format: F.flops }, "why"],
         rows: chosen(values, "layers").layers.map((row) => [row.layer, row.policy, row.plain_bytes, row.predicted_bytes, row.measured_bytes, row.host_bytes, row.recompute_flops, row.why]),
       }),
-      command: () => command,
     });
   }
 
@@ -283,7 +279,7 @@
     const words = (t) => `${t.name}${t.path ? ` of ${t.path}` : ""}`;
     const size = (t) => (t.dtype ? `${t.dtype}[${t.shape.join(", ")}], ${F.exact(t.nbytes)}` : "");
     const total = (grid, fate) => d3.sum(grid.tensors, (t, i) => t.nbytes * grid.fates[i].filter((f) => f === fate).length);
-    J.figure({
+    figure({
       id: "tensors",
       title: "What happens to every saved tensor",
       controls: pairs.length > 1 ? [J.select({ key: "grid", label: "of", options: pairs.map((pair) => ({ value: pair.key, label: pair.label })), value: "0-0" })] : [],
@@ -333,14 +329,13 @@
           rows: grid.tensors.map((t, i) => [t.name, t.path, t.dtype, t.shape.join(" × "), t.dtype ? t.nbytes : null, ...grid.fates[i].map((fate) => fate ?? "")]),
         };
       },
-      command: () => command,
     });
   }
 
   // seconds ---------------------------------------------------------------------------------------------------------
   const ratios = subjects.map((s, i) => s.ratio && { ...s.ratio, name: several ? "AB"[i] : "this step" }).filter(Boolean);
   if (ratios.length) {
-    J.figure({
+    figure({
       id: "time",
       title: "Step time, as a multiple of plain autograd's",
       caption: () => ratios.map((r) => `${several ? `${r.name}: ` : ""}${F.ratio(r.median)} of plain autograd's ${F.seconds(r.plain_seconds)}, the median of ${r.rounds} rounds in which both ran in turn; quartiles ${r.low.toFixed(2)} and ${r.high.toFixed(2)} are the bar's ends.`).join(" "),
@@ -356,7 +351,6 @@
         ],
       }),
       table: () => ({ columns: ["", "median", "lower quartile", "upper quartile", "seconds of plain autograd", "rounds"], rows: ratios.map((r) => [r.name, r.median, r.low, r.high, r.plain_seconds, r.rounds]) }),
-      command: () => command,
     });
   }
 
@@ -364,7 +358,7 @@
     const rows = subjects.flatMap((s, i) => s.steps.filter((step) => step[key] !== null).map((step) => ({ step: step.step, value: step[key], subject: i, measured: step.measured })));
     if (!rows.length) return;
     const budgets = subjects.map((s) => s.amounts.find((a) => a.what === "budget")?.nbytes);
-    J.figure({
+    figure({
       id, title, caption,
       draw: () => stacked(
         several ? J.legend(subjects.map((s, i) => ({ label: `${"AB"[i]}: ${short(s.name, 40)}`, color: J.color(i), dash: J.marks.dash(i), line: true }))) : "",
@@ -380,7 +374,6 @@
         }),
       ),
       table: () => ({ columns: [...(several ? [""] : []), "step", { label: title.toLowerCase(), format }], rows: rows.map((row) => [...(several ? ["AB"[row.subject]] : []), row.step, row.value]) }),
-      command: () => command,
     });
   };
   curve("loss", "Loss", "loss", () => ({ label: "loss", grid: true }), (v) => v.toFixed(6), "The loss of each logged step.");
