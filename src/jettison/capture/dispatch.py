@@ -213,10 +213,10 @@ class CaptureMode(TorchDispatchMode):
             return which_device(*args)
         kwargs = kwargs or {}
         if desugars(types):
-            on_cpu = all(t.device.type == "cpu" for t in op_leaves(args) if isinstance(t, Tensor))
-            if self.recorders and draws(func, args, kwargs) and not on_cpu:
-                # DTensor shifts the generator's state around the op, unseen by any recorder
-                self.recorders[-1].state_broken = True
+            if self.recorders and draws(func, args, kwargs):
+                # except on the CPU DTensor shifts the generator's state around the op, unseen by any recorder
+                devices = {t.device.type for t in op_leaves(args) if isinstance(t, Tensor)}
+                self.recorders[-1].state_broken |= bool(devices - {"cpu"})
             return NotImplemented
         if not self.recorders or self.paused or is_bookkeeping(func) or infers_shapes():
             return func(*args, **kwargs)

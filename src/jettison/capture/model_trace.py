@@ -112,11 +112,9 @@ class ModelTrace:
         types = {t.device.type for t in (*self.fake_model.parameters(), *self.fake_model.buffers())}
         return min(types - {"cpu", "meta"}, default=None)
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
+    def context(self) -> contextlib.AbstractContextManager[None]:
         """Context for runs of the fake copy, with autocast as it was when the trace was taken."""
-        with context_of(self, self.fake_model):
-            yield
+        return context_of(self, self.fake_model)
 
     def program(self, call: BlockCall) -> Program:
         """The program of a block call; without ops if it could not be recorded."""
@@ -180,9 +178,7 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the batch of these arguments."""
-    if args and kwargs:
-        return Arguments(args, kwargs)
-    return kwargs if kwargs else args
+    return Arguments(args, kwargs) if args and kwargs else kwargs or args
 
 
 def expect_module(model: object) -> None:

@@ -121,11 +121,9 @@ def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, num
         return None
     if name == "randint_like" and func._overloadname.startswith("Tensor"):
         return None  # reads its range out of a tensor
-    if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in leaves) or not all(
-        isinstance(n, int) for v in leaves if isinstance(v, Tensor) for n in (*v.shape, *v.stride())
-    ):
-        return None
-    if name in MOVES_BY_NUMBER and not numbers_known:
+    sizes = (n for v in leaves if isinstance(v, Tensor) for n in (*v.shape, *v.stride()))
+    is_symbolic = any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in (*leaves, *sizes))
+    if is_symbolic or (name in MOVES_BY_NUMBER and not numbers_known):
         return None
 
     def scratch(leaf: Any) -> Any:

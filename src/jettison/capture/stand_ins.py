@@ -66,8 +66,10 @@ def stub_outputs(
     for leaf in trace.output_leaves:
         if not isinstance(leaf, TensorRef):
             out.append(leaf)
-        elif leaf.buffer in by_input:
-            out.append(_part_of(by_input[leaf.buffer], leaf))
+        elif leaf.buffer in by_input:  # itself, or a view of it
+            given = by_input[leaf.buffer]
+            same = leaf.wrap is not None or (tuple(given.shape), tuple(given.stride())) == (leaf.size, leaf.stride)
+            out.append(given if same else given.as_strided(leaf.size, leaf.stride, leaf.offset))
         else:
             out.append(fresh.pop(0))
     return tree_unflatten(out, trace.output_spec)
@@ -99,13 +101,6 @@ class _Stub(torch.autograd.Function):
         ctx.extra = (None, call, ())
         made = [None if m is None else _empty(m[0], None, *m[1:]) for m in ctx.metas]
         return None, None, None, None, *made
-
-
-def _part_of(given: Tensor, ref: TensorRef) -> Tensor:
-    """An input that is returned: itself, or a view of it."""
-    if ref.wrap is not None or (tuple(given.shape), tuple(given.stride())) == (ref.size, ref.stride):
-        return given
-    return given.as_strided(ref.size, ref.stride, ref.offset)
 
 
 def tensors_made(
@@ -176,17 +171,6 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     return _trace_of(given, output)
 
 
-@contextlib.contextmanager
-def holding_nothing() -> Iterator[None]:
-    """Let forwards build a graph without saved tensors: they may put hooks on its nodes."""
-
-    def asked(_nothing: None) -> Tensor:
-        raise RuntimeError("a forward runs a backward of its own")
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _saved: None, asked):
-        yield
-
-
 def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
     """Return a forward's results for a copy of these arguments. Nothing that it saves stays, unless it refuses to run
     under hooks, as transforms of `torch.func` do, or runs its own backward (`torch.autograd.grad`).
@@ -196,11 +180,14 @@ def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> A
         args, kwargs = opaque_copy(call, stand_in)
         return forward(*args, **kwargs)
 
-    try:
-        with eagerly(), holding_nothing():
-            return run()
-    except RuntimeError:
-        with eagerly(), torch.enable_grad():
+    def asked(_nothing: None) -> Tensor:
+        raise RuntimeError("a forward runs a backward of its own")
+
+    with eagerly(), torch.enable_grad():  # it builds a graph: it may put hooks on its nodes
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda _saved: None, asked):
+                return run()
+        except RuntimeError:
             return run()
 
 

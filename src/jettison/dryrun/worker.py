@@ -46,18 +46,14 @@ def run_apart(requests: Sequence[OpRequest]) -> dict[str, KernelRun | str]:
         if not left:
             break
         answers = _one_worker([call for _, call in left])
-        for (request, _), answer in zip(left, answers, strict=False):
-            found[request.key] = answer
+        found.update((request.key, answer) for (request, _), answer in zip(left, answers, strict=False))
         left = left[len(answers) :]
-        if left:  # the worker died at the next one
-            func = left[0][0].func
-            for request, _ in left:
-                if request.func is func:
-                    found[request.key] = "its kernel ended (or held up) the process that ran it on made-up values"
-            left = [(request, call) for request, call in left if request.func is not func]
-    for request, _ in left:
-        found[request.key] = f"{MOST_WORKERS} processes ended while kernels were run on made-up values"
-    return found
+        ended = [request for request, _ in left if request.func is left[0][0].func]  # the worker died at the first
+        problem = "its kernel ended (or held up) the process that ran it on made-up values"
+        found.update((request.key, problem) for request in ended)
+        left = [pair for pair in left if pair[0].func is not left[0][0].func]
+    problem = f"{MOST_WORKERS} processes ended while kernels were run on made-up values"
+    return found | {request.key: problem for request, _ in left}
 
 
 def _one_worker(calls: list[TravellingCall]) -> list[KernelRun | str]:
