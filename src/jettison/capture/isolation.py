@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from jettison.capture.kinds import MOST_BYTES, AttributeState, ReadOnly
+from jettison.capture.kinds import MOST_BYTES, AttributeState, ReadOnly, StreamState, TensorState, is_lent, looks_at
 from jettison.capture.op_traits import writes
 from jettison.capture.randomness import outside_torch
 from jettison.capture.reach import Reach
@@ -38,19 +38,18 @@ class Isolation(Reach):
         self.outside = outside_torch()
         self.states += self.outside.values()
 
-    def refuse_draws(self) -> None:
-        """Raise `TraceError` if numbers were drawn from an unknown random stream."""
+    def refuse_unseen(self) -> None:
+        """Raise `TraceError` for what no recording holds: draws from unknown streams, NumPy's writes to a tensor."""
         if moved := [name for name, stream in self.outside.items() if not stream.is_unchanged()]:
             raise TraceError(f"it draws from {' and '.join(moved)}")
-        if drawn := self.drawn():
+        if drawn := [state.holder for state in self.of(StreamState) if not state.is_unchanged()]:
             raise TraceError(f"a {type(drawn[0]).__name__} was drawn from: a generator of its own")
-
-    def refuse_writes(self) -> None:
-        """Raise `TraceError` if NumPy wrote to the memory of a tensor, which a recording does not see."""
-        if written := self.written_arrays():
-            raise TraceError(
-                f"NumPy writes to the memory of a tensor (an array of {written[0].nbytes} bytes), which no op tells"
-            )
+        tensors = [state.holder for state in self.of(TensorState)]
+        for array in [state.holder for state in self.arrays() if not state.is_unchanged()]:
+            if is_lent(array) or any(looks_at(array, tensor) for tensor in tensors):
+                raise TraceError(
+                    f"NumPy writes to the memory of a tensor (an array of {array.nbytes} bytes), which no op tells"
+                )
 
 
 @contextlib.contextmanager

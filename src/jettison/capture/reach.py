@@ -143,33 +143,24 @@ class Reach:
         """States of one kind."""
         return [state for state in self.states if isinstance(state, kind)]
 
-    def drawn(self) -> list[Any]:
-        """Random generators that were drawn from."""
-        return [state.holder for state in self.of(StreamState) if not state.is_unchanged()]
-
     def moved(self) -> list[Any]:
         """Iterators that have advanced since: they cannot be restored."""
         return [state.holder for state in self.of(kinds.Progress) if not state.is_unchanged()]
 
-    def _arrays(self) -> list[TableState]:
+    def arrays(self) -> list[TableState]:
+        """States of arrays that are copied."""
         return [one for one in self.of(TableState) if kinds.is_number_array(one.holder)]
 
     @property
     def has_large_copies(self) -> bool:
         """Whether a copy is, or may be, too large to be made in each step."""
-        if any(getattr(one.holder, "nbytes", 0) > kinds.MOST_BYTES for one in self._arrays()):
+        if any(getattr(one.holder, "nbytes", 0) > kinds.MOST_BYTES for one in self.arrays()):
             return True
         return any(kinds.is_copied_whole(Same(type(value))) for value, _ in self.stand_ins.values())
 
     def sees(self, tensor: Tensor) -> bool:
         """Whether a writable array lies in the memory of a tensor."""
-        return any(kinds.looks_at(one.holder, tensor) for one in self._arrays())
-
-    def written_arrays(self) -> list[Any]:
-        """Arrays in the memory of a tensor that were written to without an op."""
-        written = [one.holder for one in self._arrays() if not one.is_unchanged()]
-        tensors = [one.holder for one in self.of(kinds.TensorState)]
-        return [t for t in written if kinds.is_lent(t) or any(kinds.looks_at(t, tensor) for tensor in tensors)]
+        return any(kinds.looks_at(one.holder, tensor) for one in self.arrays())
 
     # imports of a run ------------------------------------------------------------------------------------------------
 

@@ -215,8 +215,7 @@ def _about_skipped(tracer: Tracer) -> str:
 def _note_draws(root: RegionTrace, state: Isolation) -> None:
     """Allow the root, which is never recomputed, to draw from unknown streams, and NumPy's writes."""
     try:
-        state.refuse_draws()
-        state.refuse_writes()
+        state.refuse_unseen()
     except TraceError as error:
         root.problem = root.problem or str(error)
 
@@ -269,28 +268,51 @@ class Tracer:
         self._held: list[Any] = []
         self._last_output: dict[int, int] = {}
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
+    def installed(self) -> contextlib.AbstractContextManager[None]:
         modules = {name: self.fake_model.get_submodule(name) for name in self.names}
         self._keys = structural_keys(modules)
-        with forwards({m: partial(self._block, name, m, m.forward) for name, m in modules.items()}):
-            yield
+        return forwards({m: partial(self._block, name, m, m.forward) for name, m in modules.items()})
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, OpRecorder]:
         leaves, _ = call_signature(args, kwargs)
         self.root = root = OpRecorder(self.fake_model, leaves, strict=False, stream=self.stream)
-        with self._values_wanted(root), self.capture, self.capture.recording(root):
+        with self._recording(root):
             output = forward_of(self.fake_model, self.fake_model)(*args, **kwargs)
         return output, root
 
-    def _values_wanted(self, root: OpRecorder) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _recording(self, root: OpRecorder) -> Iterator[None]:
+        """Record code around the blocks. If it reads values of fake tensors, raise `OtherRegions` if the module that
+        reads them can be a region (there is a real one to observe), or values can be made up; else a `TraceError`.
+        """
         guesses = isinstance(self.mode, StepFakeMode) and self.mode.guesses
-        return _values_wanted(root, self.names, real=self.real is not None, guesses=guesses)
+        try:
+            with self.capture, self.capture.recording(root):
+                yield
+        except (*VALUES_WANTED, ValuesRead) as error:
+            path = root.where
+            got = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            apart = not any(f"{name}.".startswith(f"{path}.") or path.startswith(f"{name}.") for name in self.names)
+            if path and apart and self.real is not None:
+                why = f"what {path} does hangs on values ({got}), so that it is a region of its own"
+                raise OtherRegions([*self.names, path], why) from error
+            if not guesses and not isinstance(error, ValuesRead):
+                why = (
+                    f"what {path or 'the model'} does around its blocks hangs on values that are not known when it is "
+                    f"planned ({got}): conditions count as true, numbers as 1 and masks as choosing everything; where "
+                    "they are not, a step may need more or less than was planned (gradients are not affected)"
+                )
+                raise OtherRegions(self.names, why, guesses=True) from error
+            raise TraceError(
+                f"{path or 'the model'} itself, around its blocks, decides by values that are not known when it is "
+                f"planned ({got}); put that code into a module of its own and name it with regions=[...], or compute "
+                "it from the output with loss_fn=..."
+            ) from error
 
     def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
         output, root = self.forward(*as_call(batch))
         inside, calls = len(root.slots), len(root.sequence)
-        with self._values_wanted(root), self.capture, self.capture.recording(root):
+        with self._recording(root):
             loss = loss_of(output, loss_fn)
         if not loss.requires_grad:
             why = "expected a training forward with trainable parameters"
@@ -313,26 +335,17 @@ class Tracer:
         signature = (signature, global_signature())
         cls = self._class_of(found, module, signature)
         del self.root.path[depth:]  # modules of an aborted forward were not left
-        links = tuple(
-            (position, self._last_output[id(leaf)])
-            for position, leaf in enumerate(leaves)
-            if id(leaf) in self._last_output and position not in cls.trace.asked
-        )
-        current = self.root._current
-        given = {
-            position: current[storage_of(leaf)]
-            for position, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and storage_of(leaf) in current
-        }
+        last, current = self._last_output, self.root._current
+        known = ((p, last[id(leaf)]) for p, leaf in enumerate(leaves) if id(leaf) in last)
+        links = tuple(link for link in known if link[0] not in cls.trace.asked)
+        storages = {p: storage_of(leaf) for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        given = {p: current[storage] for p, storage in storages.items() if storage in current}
         self.calls.append(
             BlockCall(name=name, class_key=cls.key, links=links, problem=cls.problem, signature=signature, given=given)
         )
-        storages = {}
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                self._held.append(plain(leaf).untyped_storage())
-                storages[position] = storage_of(leaf)
-                self.uses.setdefault(storages[position], set()).add(call)
+        self._held += [plain(leaf).untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+        for storage in storages.values():
+            self.uses.setdefault(storage, set()).add(call)
         self.memory.given.append(storages)
         with swapped(self.capture, recorders=[]):
             output = stub_outputs(cls.trace, leaves)
@@ -382,8 +395,7 @@ class Tracer:
             if (read := next((read for read in trace.reads if read.ref.buffer in of_floats), None)) is not None:
                 what = "shapes in it hang" if read.shape_only else "its Python goes by numbers that hang"
                 raise TraceError(f"{what} on the values of what the batch gives it")
-            state.refuse_draws()
-            state.refuse_writes()
+            state.refuse_unseen()
             self.memory.trails.append(Trail(recorder))
         except TraceError as error:
             state.restore_streams()
@@ -531,8 +543,7 @@ def trace_region(
             with capture, capture.recording(recorder):
                 output = forward_of(module, fake_model)(*fake_args, **fake_kwargs)
             trace = recorder.finish(output)
-            state.refuse_draws()
-            state.refuse_writes()
+            state.refuse_unseen()
     trace.share(shared)
     return trace
 
@@ -583,31 +594,3 @@ def _refuse_unfit(name: str, trace: RegionTrace, alike: Sequence[str], names: Se
             [n for n in names if n not in alike],
             f"{name} returns a generator, which runs later: blocks of its class belong to the region around them",
         )
-
-
-@contextlib.contextmanager
-def _values_wanted(root: OpRecorder, names: Sequence[str], *, real: bool, guesses: bool) -> Iterator[None]:
-    """Handle code around the blocks that reads values of fake tensors: `OtherRegions` if the module that reads them can
-    be a region (there is a ``real`` one to observe), or values can be made up; a `TraceError` otherwise.
-    """
-    try:
-        yield
-    except (*VALUES_WANTED, ValuesRead) as error:
-        path = root.where
-        got = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
-        apart = not any(f"{name}.".startswith(f"{path}.") or path.startswith(f"{name}.") for name in names)
-        if path and apart and real:
-            why = f"what {path} does hangs on values ({got}), so that it is a region of its own"
-            raise OtherRegions([*names, path], why) from error
-        if not guesses and not isinstance(error, ValuesRead):
-            why = (
-                f"what {path or 'the model'} does around its blocks hangs on values that are not known when it is "
-                f"planned ({got}): conditions count as true, numbers as 1 and masks as choosing everything; where "
-                "they are not, a step may need more or less than was planned (gradients are not affected)"
-            )
-            raise OtherRegions(names, why, guesses=True) from error
-        raise TraceError(
-            f"{path or 'the model'} itself, around its blocks, decides by values that are not known when it is planned "
-            f"({got}); put that code into a module of its own and name it with regions=[...], or compute it from the "
-            "output with loss_fn=..."
-        ) from error
