@@ -31,8 +31,7 @@ from benchmarks.models import BUILDERS, Batch, Size, build, loss_of
 from benchmarks.rivals import compiled_blocks
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner.planner import UNSEEN_BYTES
 from jettison.verify.gradients import same_bits
 from jettison.verify.timing import interleaved

@@ -32,8 +32,7 @@ from torch import nn
 from benchmarks.jettison_rows import at_peak, attempt, keep_all, stopwatch
 from benchmarks.models import BUILDERS, Batch, Size, build, loss_of
 from benchmarks.rivals import COMPILED, EAGER, Rival
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.runtime.chunked_loss import whole_losses
 from jettison.verify.gradients import same_bits
 from jettison.verify.timing import interleaved

@@ -21,8 +21,7 @@ import jettison
 from jettison.capture.blocks import find_blocks
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 
 WORDS, ROWS, LENGTH = 96, 2, 64
 PLAIN = {"vocab_size": WORDS, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "use_cache": False}

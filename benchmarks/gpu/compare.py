@@ -17,8 +17,7 @@ from benchmarks.gpu.setting import Setting, fingerprints, milliseconds, quartile
 from benchmarks.jettison_rows import at_peak
 from benchmarks.rivals import Rival
 from jettison.core.errors import Infeasible
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 
 COLUMNS = (
     Column(title="budget GiB", key="budget_bytes", show=gib),

@@ -21,8 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.cases import Column, Found, Log, Skip, mib
 from benchmarks.gpu.families import Size, Variant, build
 from benchmarks.gpu.setting import Setting, planner_for, restored_determinism
-from jettison.dryrun.counter import have_workspaces, static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import have_workspaces, measured_peak, static_tensors
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import Planner
 from jettison.verify.gradients import same_bits

@@ -17,8 +17,7 @@ from benchmarks.gpu.families import Size, Variant, build
 from benchmarks.gpu.setting import Setting
 from benchmarks.jettison_rows import keep_all
 from benchmarks.rivals import EAGER
-from jettison.dryrun.counter import have_workspaces, static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import have_workspaces, measured_peak, static_tensors
 
 ONE = Size(
     layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32_000, sequence=2048, micro_batch=4

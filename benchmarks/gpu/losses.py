@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from benchmarks.gpu.cases import Column, Found, Log, Skip, mib
 from benchmarks.gpu.setting import Setting, milliseconds
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak
 from jettison.runtime.chunked_loss import Hold, whole_losses
 from jettison.verify.gradients import same_bits
 

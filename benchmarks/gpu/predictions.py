@@ -15,8 +15,7 @@ import torch
 from benchmarks.gpu.cases import Column, Found, Log, Skip, gib
 from benchmarks.gpu.families import Size, Variant, build
 from benchmarks.gpu.setting import Setting, planner_for
-from jettison.dryrun.counter import have_workspaces, static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import have_workspaces, measured_peak, static_tensors
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import Planner
 

@@ -16,7 +16,7 @@ from jettison.capture.dispatch import CaptureMode
 from jettison.capture.recorder import OpRecorder
 from jettison.capture.tracer import trace_model, trace_region
 from jettison.core.errors import TraceError
-from jettison.dryrun.peak import allocation_deltas
+from jettison.dryrun.counter import allocation_deltas
 from jettison.verify.gradients import buffer_digest, parameter_digest, rng_digest
 
 N = 6

@@ -16,8 +16,7 @@ import jettison
 from jettison.capture.copies import close_over_copies
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from support.toys import Words
 
 

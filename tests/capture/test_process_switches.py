@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from jettison.capture.isolation import leaving_nothing
-from jettison.capture.process_switches import NAMED_SWITCHES, put_switches_back, read_switches
+from jettison.capture.side_effects import NAMED_SWITCHES, put_switches_back, read_switches
 
 MOVES: dict[str, Callable[[], object]] = {
     "matmul precision": lambda: torch.set_float32_matmul_precision("high"),

@@ -23,8 +23,7 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, TraceError
 from jettison.core.units import Bytes
 from jettison.dryrun import step as rehearse
-from jettison.dryrun.counter import AllocationCounter, elsewhere_bytes, static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import AllocationCounter, elsewhere_bytes, measured_peak, static_tensors
 from jettison.runtime import witness
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.witness import look, spots_of

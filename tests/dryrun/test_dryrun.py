@@ -14,9 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from jettison.capture.model_trace import Loop, ModelTrace
 from jettison.capture.stand_ins import stub_outputs
 from jettison.capture.tracer import trace_model
-from jettison.dryrun.counter import static_tensors
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
-from jettison.dryrun.peak import measured_peak
 from jettison.dryrun.step import StepPeaks, dry_run_batch, fake_optimizer
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import Planner, make_planner

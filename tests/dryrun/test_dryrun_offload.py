@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.tracer import trace_model
-from jettison.dryrun.counter import AllocationCounter, static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import AllocationCounter, measured_peak, static_tensors
 from jettison.dryrun.step import StepPeaks, dry_run_batch
 from jettison.planner.apply import policies_of
 from jettison.runtime.offload import Direction

@@ -11,8 +11,7 @@ import torch
 import transformers
 
 import jettison
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
 from jettison.predict.forecast import Forecast, forecast

@@ -6,9 +6,9 @@ from itertools import accumulate
 import pytest
 import torch
 
+from jettison.dryrun.counter import allocation_deltas
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, workspaces
 from jettison.dryrun.op_costs import measure_ops
-from jettison.dryrun.peak import allocation_deltas
 
 
 @pytest.mark.parametrize("of_weights", [False, True])

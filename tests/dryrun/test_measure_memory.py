@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode
-from jettison.dryrun.counter import AllocationCounter, static_tensors, unique_bytes
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import AllocationCounter, measured_peak, static_tensors, unique_bytes
 
 KIB = 1024
 

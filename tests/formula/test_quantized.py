@@ -291,7 +291,7 @@ def test_a_backward_of_torchao(recipe: str, sizes: tuple[int, int, int], monkeyp
     import torch
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from jettison.dryrun.peak import allocation_deltas
+    from jettison.dryrun.counter import allocation_deltas
 
     def nothing(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16)

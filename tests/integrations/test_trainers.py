@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import jettison
 from jettison.core.errors import UnsupportedModule, UsageError
 from jettison.core.units import Bytes, format_bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.integrations.transformers import TransformersPlan, auto_checkpoint_trainer
 from jettison.runtime.planned import PlannedForward
 from support.toys import Mlp

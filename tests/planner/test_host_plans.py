@@ -16,8 +16,7 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import HostBudgetExceeded, Infeasible, UsageError
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner import host as planner_host
 from jettison.planner.host import Host, host_of, is_timed, movable
 from jettison.planner.planner import _times, make_planner

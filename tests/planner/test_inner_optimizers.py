@@ -15,8 +15,7 @@ from torch.nn import functional
 import jettison
 from jettison.core.errors import UnsupportedModule
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

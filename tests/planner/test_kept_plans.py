@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import jettison
 from jettison.core.errors import UsageError
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak
 from jettison.planner import described, kept_plans
 from jettison.solve.plan import Plan
 from support.ranks import run_ranks

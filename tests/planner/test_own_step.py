@@ -16,8 +16,7 @@ import jettison
 from jettison.capture.fakes import fake_mode
 from jettison.core.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.dryrun.user_step import UserStep, observe
 from jettison.parallel.agree import summary
 from jettison.planner.described import copies_of

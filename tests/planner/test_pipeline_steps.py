@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import jettison
 from jettison.core.errors import PlanMismatch, TraceError, UnsupportedModule, UsageError
 from jettison.core.units import Bytes
+from jettison.dryrun.counter import measured_peak
 from jettison.dryrun.imagined_pipeline import _Chain
-from jettison.dryrun.peak import measured_peak
 from jettison.parallel.agree import Round
 from support.toys import Mlp
 

@@ -19,8 +19,7 @@ import jettison.planner.live as live_module
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible, PlanMismatch, UsageError
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
 from jettison.planner.apply import apply, apply_candidate
 from jettison.planner.planner import Planner, make_planner

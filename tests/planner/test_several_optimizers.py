@@ -14,8 +14,7 @@ from torch.nn.functional import softplus
 import jettison
 from jettison.core.errors import UsageError
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner.readiness import JointOptimizer, as_one
 from support.toys import Mlp
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.errors import Infeasible, UsageError
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 
 WIDTH, PER_ROW = 32, 8
 

@@ -14,8 +14,7 @@ from torch import Tensor, func, nn
 
 import jettison
 from jettison.core.errors import Infeasible, TraceError
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 
 WIDTH, ROWS = 64, 16
 

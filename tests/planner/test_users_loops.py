@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner.handle import Applied
 from support.users_loops import QUICK, SLOW, UsersLoop
 

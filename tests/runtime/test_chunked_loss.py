@@ -15,8 +15,7 @@ from torch.nn import functional
 
 import jettison
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import AllocationCounter, static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import AllocationCounter, measured_peak, static_tensors
 from jettison.runtime import chunked_loss
 from jettison.runtime.chunked_loss import Hold, rows_of, whole_losses
 from jettison.solve.plan import Plan

@@ -19,8 +19,7 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner import points
 from jettison.planner.points import packing_seconds, with_packs
 from jettison.runtime import packing

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.verify.gradients import independent_copy
 from support.toys import Headed, Mlp
 

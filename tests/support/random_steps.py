@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.model_trace import call_model, loss_of
-from jettison.dryrun.counter import static_tensors, unique_bytes
+from jettison.dryrun.counter import allocation_deltas, measured_peak, static_tensors, unique_bytes
 from jettison.dryrun.op_costs import MeasuredWorkspace, OpPrice, measure_ops
-from jettison.dryrun.peak import allocation_deltas, measured_peak
 from jettison.train.engine import alive
 from jettison.train.phase_memory import MemoryMeter
 from support.random_programs import VOCABULARY, Case, LossFn, Program

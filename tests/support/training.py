@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.model_trace import call_model, loss_of
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import PeakReport, measured_peak
+from jettison.dryrun.counter import PeakReport, measured_peak, static_tensors
 from jettison.verify.gradients import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
 
 SEED = 7

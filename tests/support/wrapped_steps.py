@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import jettison
 from jettison.core.units import Bytes
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.train.engine import alive
 from jettison.train.phase_memory import MemoryMeter
 from support.toys import Mlp, Words

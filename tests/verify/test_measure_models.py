@@ -13,9 +13,8 @@ import transformers
 from torch import nn
 
 from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
-from jettison.dryrun.counter import AllocationCounter, static_tensors
+from jettison.dryrun.counter import AllocationCounter, measured_peak, static_tensors
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
-from jettison.dryrun.peak import measured_peak
 
 H, V, S, B = 64, 1024, 64, 2
 WRAPPED_SCALAR_BYTES = 64  # Python numbers that C++ wraps in tensors of 8 bytes, out of any dispatch mode's sight

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jettison.dryrun.counter import static_tensors
-from jettison.dryrun.peak import measured_peak
+from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.verify.gradients import compare_gradients
 
 ROOT = Path(__file__).parents[2]

@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from jettison.capture import code_names, kinds, side_effects
 from jettison.capture.code_names import NAMES_MODULES, WHEREVER, Names, Wide, is_foreign, names_in, package_of
 from jettison.capture.kinds import PLAIN, AttributeState, KeptState, StreamState, TableState, is_a, worth_a_look
-from jettison.capture.process_switches import put_switches_back, read_switches
+from jettison.capture.side_effects import put_switches_back, read_switches
 from jettison.capture.tensor_subclasses import is_in_memory
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same

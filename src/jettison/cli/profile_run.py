@@ -27,7 +27,7 @@ from jettison.core.errors import UsageError
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
 from jettison.diagnose.profile_file import MODULE, RECOMPUTES
-from jettison.dryrun.peak import quiet_profiler
+from jettison.dryrun.counter import quiet_profiler
 from jettison.runtime.frame import Frame
 from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection, read_recipe
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.op_traits import writes
 from jettison.capture.tensor_subclasses import parts_of, storage_of
-from jettison.dryrun.peak import ALLOCATION_EVENT, quiet_profiler
+from jettison.dryrun.counter import ALLOCATION_EVENT, quiet_profiler
 
 REPEATS = 3
 OPERATOR_BUDGET_SECONDS = 0.006

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from jettison.capture.fakes import makes_sparse, sparse_workspace
 from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
-from jettison.capture.sparse_fakes import makes_sparse, sparse_workspace
 from jettison.capture.trees import op_leaves
 from jettison.dryrun.kernel_trial import (
     KernelRun,

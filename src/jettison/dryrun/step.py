@@ -19,9 +19,8 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.copies import copied
-from jettison.capture.fakes import fake_batch
+from jettison.capture.fakes import fake_batch, is_sparse
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
-from jettison.capture.sparse_fakes import is_sparse
 from jettison.capture.tracer import unseen_outputs
 from jettison.core.errors import TraceError, UsageError
 from jettison.core.objects import swapped

@@ -21,8 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from jettison.dryrun.counter import AllocationCounter, Workspace, unique_bytes
-from jettison.dryrun.peak import ALLOCATION_EVENT, quiet_profiler
+from jettison.dryrun.counter import ALLOCATION_EVENT, AllocationCounter, Workspace, quiet_profiler, unique_bytes
 from jettison.ledger.levels import StepLevels
 
 _MARK: Final = "jettison.phase."

@@ -18,8 +18,14 @@ from jettison.capture.randomness import Streams
 from jettison.capture.tensor_subclasses import is_in_memory, plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.progress import Progress
-from jettison.dryrun.counter import AllocationCounter, AllocationEvent, static_tensors, unique_bytes
-from jettison.dryrun.peak import PhaseMarks, measured_peak
+from jettison.dryrun.counter import (
+    AllocationCounter,
+    AllocationEvent,
+    PhaseMarks,
+    measured_peak,
+    static_tensors,
+    unique_bytes,
+)
 from jettison.ledger.levels import PhaseLevels, StepLevels
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.report.proof import Proof
