@@ -250,10 +250,46 @@ ONLY_DENSE = "only dense tensors can be recorded: pad nested ones (to_padded_ten
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
-class BufferTape:
-    """Buffers, ops and calls so far, and the buffer of each tensor."""
+BY_HAND = "it moves torch's random generator by hand (a seed, a saved state, fork_rng)"
+_GUESSED = "it decides by values that are not known before it runs"
+_MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
+"""Op that `torch.tensor` and assignments of numbers apply to the tensor that they have just made."""
+Written = tuple[tuple[int, int], ...]
+"""Buffers that are overwritten, each with its successor."""
 
-    def __init__(self, module: nn.Module, stream: bytes | None) -> None:
+
+class ValuesRead(TraceError):
+    """Python wants the values of a fake tensor."""
+
+
+class SavedView(NamedTuple):
+    """A saved tensor: its view, the op before it, the module; the tensor itself and its version then."""
+
+    ref: TensorRef
+    op: str
+    path: str
+    tensor: Tensor
+    version: int
+    after: int  # number of ops before it
+
+
+class _Ran(NamedTuple):
+    """An op that has run. ``given`` are its arguments with `TensorRef`s for tensors."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    given: tuple[Any, dict[str, Any]]
+    out: Any
+    numbers: bool  # it computes with a number that may have been read from the batch, and differ in the next
+
+
+class OpRecorder:
+    """The growing record of one region."""
+
+    def __init__(
+        self, module: nn.Module, inputs: list[Any], *, strict: bool = True, stream: bytes | None = None
+    ) -> None:
         self.buffers: list[Buffer] = []
         self.ops: list[Op] = []
         self.calls: list[RecordedOp] = []
@@ -265,7 +301,8 @@ class BufferTape:
         self.states: dict[str, int] = {}  # device -> buffer of its current random state
         self.state_broken = False
         self.lent: int | None = None  # during a loan, the CPU's state after it
-        self._stream = stream  # the CPU generator's state unless something sets it
+        # the CPU generator's state unless something sets it
+        self._stream: bytes | None = default_stream() if stream is None else stream
         self.entangled = False
         self.versions: dict[int, list[int]] = {}  # storage -> all its buffers in order, parameters aside
         self.registered: dict[int, int] = {}  # storage of a module's buffer -> its buffer before any write
@@ -275,6 +312,34 @@ class BufferTape:
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
             if is_dense(tensor):
                 self._named.setdefault(storage_of(tensor), (name, plain(tensor).storage_offset()))
+        self.module = module
+        self.strict = strict  # whether unsupported ops raise; otherwise they are noted
+        self.problem = ""
+        self.slots: list[SavedView] = []
+        self.taps: dict[int, Tap] = {}
+        self.inputs: dict[int, int] = {}
+        self.blocks: dict[int, tuple[int, int]] = {}
+        self.given: dict[int, TensorRef] = {}
+        # read here: while autocast casts an argument it counts as disabled
+        self.autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        self.reads: list[tuple[TensorRef, Any, bool]] = []
+        self.has_numbers = False  # Python has read some from tensors, and may compute with them
+        self.sequence: list[Expected] = []
+        self.overwritten: set[int] = set()  # buffers of others that were written to
+        self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
+        self.writes: list[tuple[int, int]] = []  # (storage, nested calls before it)
+        self.nested_at: list[int] = []  # for each call of a nested region, the number of ops before it
+        self.hollow: set[int] = set()  # buffers that no kernel writes
+        self.asked: set[int] = set()  # slots that a backward inside the forward has read
+        self.detached: dict[int, str] = {}  # op -> the trained parameter that it reads without its graph
+        self._trained = {
+            n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad and plain(p) is p
+        }
+        self._switches = kernel_switches()
+        for position, leaf in enumerate(inputs):
+            if isinstance(leaf, Tensor) and not self.knows(leaf) and storage_of(leaf) not in self._named:
+                b = self._new_buffer(leaf, Source.INPUT, name=str(position), keepable=True)
+                self.inputs[b], self.given[b] = position, self.ref(leaf)
 
     @property
     def where(self) -> str:
@@ -400,78 +465,7 @@ class BufferTape:
         else:
             self.states["cpu"], self.lent, self._stream = self.lent, None, None
 
-
-# recorder ------------------------------------------------------------------------------------------------------------
-
-BY_HAND = "it moves torch's random generator by hand (a seed, a saved state, fork_rng)"
-_GUESSED = "it decides by values that are not known before it runs"
-_MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
-"""Op that `torch.tensor` and assignments of numbers apply to the tensor that they have just made."""
-Written = tuple[tuple[int, int], ...]
-"""Buffers that are overwritten, each with its successor."""
-
-
-class ValuesRead(TraceError):
-    """Python wants the values of a fake tensor."""
-
-
-class SavedView(NamedTuple):
-    """A saved tensor: its view, the op before it, the module; the tensor itself and its version then."""
-
-    ref: TensorRef
-    op: str
-    path: str
-    tensor: Tensor
-    version: int
-    after: int  # number of ops before it
-
-
-class _Ran(NamedTuple):
-    """An op that has run. ``given`` are its arguments with `TensorRef`s for tensors."""
-
-    func: Any
-    args: Any
-    kwargs: Any
-    given: tuple[Any, dict[str, Any]]
-    out: Any
-    numbers: bool  # it computes with a number that may have been read from the batch, and differ in the next
-
-
-class OpRecorder(BufferTape):
-    """The growing record of one region."""
-
-    def __init__(
-        self, module: nn.Module, inputs: list[Any], *, strict: bool = True, stream: bytes | None = None
-    ) -> None:
-        super().__init__(module, default_stream() if stream is None else stream)
-        self.module = module
-        self.strict = strict  # whether unsupported ops raise; otherwise they are noted
-        self.problem = ""
-        self.slots: list[SavedView] = []
-        self.taps: dict[int, Tap] = {}
-        self.inputs: dict[int, int] = {}
-        self.blocks: dict[int, tuple[int, int]] = {}
-        self.given: dict[int, TensorRef] = {}
-        # read here: while autocast casts an argument it counts as disabled
-        self.autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        self.reads: list[tuple[TensorRef, Any, bool]] = []
-        self.has_numbers = False  # Python has read some from tensors, and may compute with them
-        self.sequence: list[Expected] = []
-        self.overwritten: set[int] = set()  # buffers of others that were written to
-        self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
-        self.writes: list[tuple[int, int]] = []  # (storage, nested calls before it)
-        self.nested_at: list[int] = []  # for each call of a nested region, the number of ops before it
-        self.hollow: set[int] = set()  # buffers that no kernel writes
-        self.asked: set[int] = set()  # slots that a backward inside the forward has read
-        self.detached: dict[int, str] = {}  # op -> the trained parameter that it reads without its graph
-        self._trained = {
-            n for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad and plain(p) is p
-        }
-        self._switches = kernel_switches()
-        for position, leaf in enumerate(inputs):
-            if isinstance(leaf, Tensor) and not self.knows(leaf) and storage_of(leaf) not in self._named:
-                b = self._new_buffer(leaf, Source.INPUT, name=str(position), keepable=True)
-                self.inputs[b], self.given[b] = position, self.ref(leaf)
+    # recording --------------------------------------------------------------------------------------------------------
 
     def refuse(self, problem: str) -> None:
         """Note a problem that no recipe supports; a strict recorder raises it as a `TraceError`."""
