@@ -202,6 +202,12 @@ _MADE_BY = {
     "_log_softmax": "log-softmax output",
     "nll_loss_forward": "loss weight",
 }
+_READ_BY = {
+    **dict.fromkeys(_NORMS, "norm input"),
+    **dict.fromkeys(_ACTIVATIONS, "activation input"),
+    **dict.fromkeys((*_SOFTMAX, "_log_softmax"), "softmax input"),
+    "embedding": "embedding indices",
+}
 _PRODUCTS = ("bmm", "baddbmm", "mm", "addmm")
 _LOOKS_ONLY = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros")  # read no values
 
@@ -321,20 +327,14 @@ class Roles:
             return ""
         if name.startswith(_ATTENTION):
             return self._attention_operand(op, ref)
-        if name in _NORMS:
-            return "norm input"
+        if name in _READ_BY:
+            return _READ_BY[name]
         if name in ("mm", "addmm", "linear", "convolution") or name.startswith("_grouped_mm"):
             return "linear input" if self._has_weight(op) else "product operand"
         if name in ("bmm", "baddbmm"):
             return self._product_operand(op, slot.buffer)
-        if name == "embedding":
-            return "embedding indices"
-        if name in (*_SOFTMAX, "_log_softmax"):
-            return "softmax input"
         if name == "nll_loss_forward" and slot.dtype.startswith("int"):
             return "labels"
-        if name in _ACTIVATIONS:
-            return "activation input"
         if base_name(self.producer(slot.buffer)) in _ACTIVATIONS:
             return "activation output"
         if slot.dtype == "bool":

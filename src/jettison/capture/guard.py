@@ -77,13 +77,11 @@ class ModuleGuard:
             if sub is not module:
                 self.forwards.append((vars(sub), own_forward(vars(sub))))
             self.children.add(Same(sub._modules))
-            for name, child in sub._modules.items():
-                self.settings.append((sub._modules, name, child))
+            self.settings += [(sub._modules, name, child) for name, child in sub._modules.items()]
             self.sizes.append((sub._modules, len(sub._modules)))
-            for name, parameter in sub._parameters.items():
-                if parameter is not None:
-                    self.parameters.append((sub._parameters, name, parameter.requires_grad))
-            self.hooks.extend((table := vars(sub)[kind], foreign(table)) for kind in _HOOKS)
+            held = [(name, parameter) for name, parameter in sub._parameters.items() if parameter is not None]
+            self.parameters += [(sub._parameters, name, parameter.requires_grad) for name, parameter in held]
+            self.hooks += [(table := vars(sub)[kind], foreign(table)) for kind in _HOOKS]
         for cls in {cls for sub in module.modules() for cls in own_classes(sub)}:
             for function in vars(cls).values():
                 if isinstance(function, types.FunctionType):
@@ -122,7 +120,10 @@ class ModuleGuard:
             return
         if is_a(value, types.FunctionType):
             self._seen.add(id(value))
-            self._closure(value, depth)
+            for cell in value.__closure__ or ():
+                if (content := kinds.attribute_of(cell, "cell_contents")) is not kinds.MISSING:
+                    self.cells.append((cell, _weakly(content)))
+                    self._each((content,), depth + 1)
         elif is_a(value, CONTAINERS) and size_of(value) > MOST_ITEMS:
             self._seen.add(id(value))
             self.sizes.append((value, size_of(value)))
@@ -139,16 +140,8 @@ class ModuleGuard:
             self._each((value.func, *value.args, *value.keywords.values()), depth + 2)
         elif is_a(value, types.MethodType):
             self._each((value.__func__, value.__self__), depth + 2)
-        elif not is_a(value, type | types.ModuleType | nn.Module | Tensor):
-            attributes = attributes_of(value)
-            if attributes is not None:
-                self._attributes(attributes, depth + 1)
-
-    def _closure(self, function: types.FunctionType, depth: int) -> None:
-        for cell in function.__closure__ or ():
-            if (content := kinds.attribute_of(cell, "cell_contents")) is not kinds.MISSING:
-                self.cells.append((cell, _weakly(content)))
-                self._each((content,), depth + 1)
+        elif not is_a(value, type | types.ModuleType | nn.Module | Tensor) and attributes_of(value) is not None:
+            self._attributes(attributes_of(value), depth + 1)
 
     def _globals(self, function: types.FunctionType, *, nested: bool = False) -> None:
         code = function.__code__
@@ -361,9 +354,7 @@ def same_values(now: Sequence[Any], before: Sequence[Any]) -> bool:
 def _alike(now: Any, value: Any) -> bool:
     if now.__class__ is not value.__class__ or isinstance(value, nn.Module):
         return False
-    if _is_array(value):
-        return bool(now.tobytes() == value.tobytes())
-    return bool(now == value)
+    return bool(now.tobytes() == value.tobytes() if _is_array(value) else now == value)
 
 
 def _weakly(value: Any) -> Any:

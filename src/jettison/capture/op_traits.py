@@ -206,9 +206,7 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "
             return Anchor.NONDETERMINISTIC
     if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in op_leaves(spec_args, kwargs)):
         return Anchor.OPAQUE
-    if name in _WRITE_IN_PART:
-        return Anchor.UNWRITTEN
-    return None
+    return Anchor.UNWRITTEN if name in _WRITE_IN_PART else None
 
 
 def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

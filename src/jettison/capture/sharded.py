@@ -33,9 +33,7 @@ _FORMS = ("sharded_param", "_sharded_post_forward_param", "_unsharded_param")
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that `fully_shard` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -229,12 +229,12 @@ class ImaginedSchedule:
             made.stage_index_to_group_rank = stage.stage_index_to_group_rank
             self._sending.append(made)
         self._probes.clear()
-        single = isinstance(self.real, PipelineScheduleSingle)
         self._count = self._enough(args, kwargs)
-        stages: Any = self._sending[0] if single else self._sending
+        stages: Any = self._sending[0] if isinstance(self.real, PipelineScheduleSingle) else self._sending
         kind: Any = type(self.real)
         taken = inspect.signature(kind.__init__).parameters
-        given = {name: getattr(self.real, attribute) for name, attribute in _AS_MADE.items() if name in taken}
+        given = {name: getattr(self.real, f"_{name}") for name in _AS_MADE if name in taken}
+        given |= {"scale_grads": self.real.scale_grads} if "scale_grads" in taken else {}
         self._made = kind(stages, self._count, **given)
         send_nothing(self._made, self._sending)
 
@@ -283,14 +283,8 @@ def _buffers(infos: Iterable[Any]) -> list[Tensor]:
     return [buffer for info in infos if isinstance(buffer := getattr(info, "buffer", None), Tensor)]
 
 
-_AS_MADE = {
-    "loss_fn": "_loss_fn",
-    "args_chunk_spec": "_args_chunk_spec",
-    "kwargs_chunk_spec": "_kwargs_chunk_spec",
-    "output_merge_spec": "_output_merge_spec",
-    "scale_grads": "scale_grads",
-}
-"""Constructor arguments of schedules, by their attribute names; `ScheduleLoopedBFS` takes no chunk specs."""
+_AS_MADE = ("loss_fn", "args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec")
+"""Constructor arguments of schedules, whose attributes have an underscore; `ScheduleLoopedBFS` takes no chunk specs."""
 _OF_THE_SCHEDULE = frozenset({"target", "losses", "return_outputs", "loss_kwargs"})
 
 
