@@ -346,10 +346,8 @@ _RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any]] =
         (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor),
         lambda _, args, *__: torch.empty_like(args[1]),
     ),
-    aten._cudnn_rnn.default: _cudnn,
-    aten._cudnn_init_dropout_state.default: _cudnn,
-    aten._cudnn_rnn_flatten_weight.default: _cudnn,
-    aten.miopen_rnn.default: _cudnn,
+    **dict.fromkeys((aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default), _cudnn),
+    **dict.fromkeys((aten._cudnn_rnn_flatten_weight.default, aten.miopen_rnn.default), _cudnn),
 }
 """By operator: its result for (operator, arguments, keywords, whether values are made up); None where torch's fake
 kernel is right.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -130,31 +131,15 @@ def _cross(x: Tensor, axis: Axis, dim: int, ahead: _Move, back: _Move) -> Tensor
     return crossed
 
 
-def f(x: Tensor, axis: Axis) -> Tensor:
-    """Into a block without sequence parallelism."""
-    return _cross(x, axis, 0, _same, all_reduce)
-
-
-def f_bar(x: Tensor, axis: Axis) -> Tensor:
-    """Out of it: partial sums become whole."""
-    return _cross(x, axis, 0, all_reduce, _same)
-
-
-def g(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Into a block with sequence parallelism: ``dim``, s, becomes whole."""
-    return _cross(x, axis, dim, gather, reduce_scatter)
-
-
-def g_bar(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Out of it: partial sums become shards along ``dim``."""
-    return _cross(x, axis, dim, reduce_scatter, gather)
-
-
-def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's part of what all ranks have."""
-    return _cross(x, axis, dim, own_part, gather)
-
-
-def collect(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All parts, for ranks that all do the same with them."""
-    return _cross(x, axis, dim, gather, own_part)
+f = partial(_cross, dim=0, ahead=_same, back=all_reduce)
+"""(x, axis): into a block without sequence parallelism."""
+f_bar = partial(_cross, dim=0, ahead=all_reduce, back=_same)
+"""(x, axis): out of it: partial sums become whole."""
+g = partial(_cross, ahead=gather, back=reduce_scatter)
+"""(x, axis, dim): into a block with sequence parallelism: ``dim``, s, becomes whole."""
+g_bar = partial(_cross, ahead=reduce_scatter, back=gather)
+"""(x, axis, dim): out of it: partial sums become shards along ``dim``."""
+split = partial(_cross, ahead=own_part, back=gather)
+"""(x, axis, dim): this rank's part of what all ranks have."""
+collect = partial(_cross, ahead=gather, back=own_part)
+"""(x, axis, dim): all parts, for ranks that all do the same with them."""
