@@ -361,23 +361,20 @@ class Roles:
     def _product_operand(self, op: Op, b: int) -> str:
         """Operand of attention's batched matmuls: the first operand of the second one is the probabilities."""
         left = op.inputs[0] if base_name(op) == "bmm" else op.inputs[-2]
-        if self._comes_from_softmax(left, 5):
+        if self._near_softmax(left, 5, up=True):
             return "attention probabilities" if b == left else "attention value"
-        if any(self._leads_to_softmax(out, 5) for out in op.outputs):
+        if any(self._near_softmax(out, 5, up=False) for out in op.outputs):
             return "attention query" if b == left else "attention key"
         return "product operand"
 
-    def _comes_from_softmax(self, b: int, steps: int) -> bool:
-        op = self.producer(b)
-        if op is None or steps == 0 or base_name(op) in _PRODUCTS:
-            return False
-        return base_name(op) in _SOFTMAX or any(self._comes_from_softmax(i, steps - 1) for i in op.inputs)
-
-    def _leads_to_softmax(self, b: int, steps: int) -> bool:
-        for op in self.readers.get(b, ()) if steps else ():
-            name = base_name(op)
-            if name in _SOFTMAX:
+    def _near_softmax(self, b: int, steps: int, *, up: bool) -> bool:
+        """Whether a softmax is among the ops that lead to a buffer (``up``), or from it, before the next matmul."""
+        maker = self.producer(b)
+        ops = self.readers.get(b, []) if not up else [] if maker is None else [maker]
+        for op in ops if steps else ():
+            further = op.inputs if up else op.outputs
+            if base_name(op) in _SOFTMAX:
                 return True
-            if name not in _PRODUCTS and any(self._leads_to_softmax(o, steps - 1) for o in op.outputs):
+            if base_name(op) not in _PRODUCTS and any(self._near_softmax(one, steps - 1, up=up) for one in further):
                 return True
         return False

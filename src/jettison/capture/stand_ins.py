@@ -99,7 +99,7 @@ class _Stub(torch.autograd.Function):
         if probe is not None:
             probe.backward(call)
         ctx.extra = (None, call, ())
-        made = [None if m is None else _empty(m[0], None, *m[1:]) for m in ctx.metas]
+        made = [None if meta is None else _empty(*meta) for meta in ctx.metas]
         return None, None, None, None, *made
 
 
@@ -119,32 +119,23 @@ def tensors_made(
         if len(of_one) > 1 and len({r.dtype for r in of_one}) == 1:
             end = max(r.offset + 1 + sum((n - 1) * s for n, s in zip(r.size, r.stride, strict=True)) for r in of_one)
             storages[buffer] = empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()
-    return tuple(
-        empty(0, dtype=r.dtype, device=device).set_(storages[r.buffer], r.offset, r.size, r.stride)
-        if r.buffer in storages and _is_of_a_storage(r)
-        else _empty(r.size, r.stride, r.dtype, device, r.wrap, beside)
-        for r in refs
-    )
+    strided = torch.empty_strided if beside is None else plain(beside).detach().new_empty_strided
+    made = []
+    for r in refs:
+        if r.buffer in storages and _is_of_a_storage(r):
+            made.append(empty(0, dtype=r.dtype, device=device).set_(storages[r.buffer], r.offset, r.size, r.stride))
+        else:
+            tensor = strided(r.size, r.stride, dtype=r.dtype, device=device)
+            made.append(tensor if r.wrap is None else r.wrap.wrap(tensor))
+    return tuple(made)
 
 
 def _is_of_a_storage(ref: TensorRef) -> bool:
     return ref.wrap is None and 0 not in ref.size
 
 
-def _empty(
-    size: Any,
-    stride: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    wrap: Wrapping | None,
-    beside: Tensor | None = None,
-) -> Tensor:
-    if stride is None:
-        made = torch.empty(size, dtype=dtype, device=device)
-    elif beside is not None:
-        made = plain(beside).detach().new_empty_strided(size, stride, dtype=dtype, device=device)
-    else:
-        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, wrap: Wrapping | None) -> Tensor:
+    made = torch.empty(shape, dtype=dtype, device=device)
     return made if wrap is None else wrap.wrap(made)
 
 

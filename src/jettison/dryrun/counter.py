@@ -68,9 +68,7 @@ _STATE = "generator state"
 @dataclass(frozen=True, kw_only=True)
 class AllocationEvent:
     """A storage's allocation (positive) or free (negative), the operator that returned it, and bytes live afterwards.
-
-    Storages are numbered in order of appearance; one that is resized changes more than twice. ``phase`` is the
-    counter's at that time.
+    Storages are numbered in order of appearance; one that is resized changes more than twice.
     """
 
     operator: str
@@ -105,12 +103,9 @@ class AllocationCounter(TorchDispatchMode):
 
     Enter it inside (after) a `FakeTensorMode`, so that it sees the operators of the step and not those of the fake
     kernels. `static_tensors` exist before the step and count from the start. A storage first met as an operator's input
-    (made outside the dispatcher, or before the counter was entered) counts from that moment.
-
-    While it is `blind` nothing is counted: a recording inside of a step uses fake tensors, and no memory.
-    `device` restricts the count to one device type; by default all are counted. `granularity_bytes` rounds each storage
-    up; by default as the allocator of that device does. Of an operator of higher order what it is given and returns is
-    counted.
+    (made outside the dispatcher, or before the counter was entered) counts from that moment. While it is `blind`, as
+    for a recording inside of a step, nothing is counted. `device` restricts the count to one device type.
+    `granularity_bytes` rounds each storage up; by default as the device's allocator does.
     """
 
     supports_higher_order_operators = True
@@ -503,10 +498,8 @@ def static_tensors(
 
 
 def elsewhere_bytes(model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Bytes on the model's CUDA device that are neither its own nor the batch's nor the optimizer's.
-
-    Other models, the workspaces that cuBLAS keeps for each of its handles, and the round-up of blocks of the caching
-    allocator. All of it counts in ``max_memory_allocated``. 0 on the CPU.
+    """Bytes on the model's CUDA device that are neither its own nor the batch's nor the optimizer's: other models,
+    workspaces of cuBLAS, the round-up of the caching allocator, as ``max_memory_allocated`` counts them. 0 on the CPU.
     """
     tensors = static_tensors(model, batch, optimizer)
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
@@ -593,10 +586,9 @@ def measured_peak(
 ) -> PeakReport:
     """Run `step` once and report its peak of allocated bytes.
 
-    On the CPU: the profiler's allocation events, replayed in time order from the bytes of the distinct storages of
-    `static_tensors`; what the step frees of those counts until then, if nobody else holds them (give an iterator). On
-    CUDA (any static tensor there): `max_memory_allocated`, which also holds whatever else the
-    process has on the device. `static_tensors` must list what is alive before the step (see `counter.static_tensors`).
+    On the CPU: the profiler's allocation events, in time order, on the bytes of the distinct storages that are alive
+    before the step (see `static_tensors`; give an iterator if the step frees some). On CUDA (any static tensor there):
+    `max_memory_allocated`, whatever else the process has on the device included.
     """
     tensors = tuple(static_tensors)
     del static_tensors
