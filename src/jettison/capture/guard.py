@@ -254,7 +254,7 @@ class ModuleGuard:
 
 
 class _Watched:
-    """What is watched, laid out so that C compares it by identity; of other objects `ModuleGuard._changes` decides."""
+    """Watched state, laid out so that C compares it by identity; of other objects `ModuleGuard._changes` decides."""
 
     def __init__(self, guard: ModuleGuard) -> None:
         self.values: list[Any] = []

@@ -635,7 +635,7 @@ class StreamState(KeptState):
                 seed.__init__(**spawned)  # no other way sets the number of its children
 
     def _of_numpy(self) -> tuple[Any, Any]:
-        """What numpy draws from, and its seed sequence, which gives each child that it spawns another number."""
+        """Source of numpy's draws, and its seed sequence, which gives each child that it spawns another number."""
         sequence = sys.modules["numpy.random"].SeedSequence
         if is_a(self.holder, sequence):
             return None, self.holder
