@@ -112,9 +112,11 @@ class ModelTrace:
         types = {t.device.type for t in (*self.fake_model.parameters(), *self.fake_model.buffers())}
         return min(types - {"cpu", "meta"}, default=None)
 
-    def context(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
         """Context for runs of the fake copy, with autocast as it was when the trace was taken."""
-        return context_of(self, self.fake_model)
+        with context_of(self, self.fake_model):
+            yield
 
     def program(self, call: BlockCall) -> Program:
         """The program of a block call; without ops if it could not be recorded."""
