@@ -20,7 +20,7 @@ from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import FAMILIES, PAIRS, WRAPPERS, Family
 from jettison.families.fields import TRACE, ConfigFields, read, unstated
 from jettison.families.layers import layers_of, source, stacks
-from jettison.spec.model import Arrangement, Audio, DropoutSites, Head, Layer, ModelSpec, Norm, Pair, Patches
+from jettison.spec.model import Arrangement, Audio, DropoutSites, Head, Layer, ModelSpec, Pair, Patches
 from jettison.spec.model_variants import MTP_LEFT_OUT
 
 _TRACE_IT: Final = TRACE[0].upper() + TRACE[1:]
@@ -136,7 +136,7 @@ def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str,
 
 def _model(fields: ConfigFields, kind: str) -> ModelSpec:
     family = fields.family
-    norm = _norm(fields)
+    norm = replace(family.norm, bias=fields.flag("norm_bias")) if fields.knows("norm_bias") else family.norm
     layers = layers_of(fields, norm)
     if family.encoder_decoder:
         layers = stacks(fields, layers)
@@ -145,6 +145,7 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
     transform = "classifier_activation" if fields.knows("classifier_activation") else "hidden_act"
     patches = _patches(fields) if family.images else None
     positions = fields.size("max_position_embeddings") if patches is None else patches.tokens
+    others = family.rotary or family.alibi or family.waveform or family.scan or family.position_biases.made
     return ModelSpec(
         name=fields.name,
         family=kind,
@@ -156,7 +157,7 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
         layers=layers,
         final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
-        learned_positions=_learned_positions(family),
+        learned_positions=not others if family.learned_positions is None else family.learned_positions,
         position_rows=positions + family.position_offset if family.position_offset else 0,
         token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
         embedding_norm=norm if family.embedding_norm else None,
@@ -175,17 +176,6 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
         dropout=dropout,
         dtype=_dtype(fields),
     )
-
-
-def _learned_positions(family: Family) -> bool:
-    if family.learned_positions is not None:
-        return family.learned_positions
-    return not (family.rotary or family.alibi or family.waveform or family.scan or family.position_biases.made)
-
-
-def _norm(fields: ConfigFields) -> Norm:
-    norm = fields.family.norm
-    return replace(norm, bias=fields.flag("norm_bias")) if fields.knows("norm_bias") else norm
 
 
 def _patches(fields: ConfigFields) -> Patches:

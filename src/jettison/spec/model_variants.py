@@ -62,7 +62,7 @@ def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool 
         why = f"with --loss {kernels.loss}, which the framework does not have; give vocab-parallel, native or te"
     elif not isinstance(last, Layer) or last.arrangement is not Arrangement.PRE or model.final_norm is None:
         why = f"and {model.name}, whose layers are not pre-norm with a final norm"
-    elif last.lone or (last.scan is not None) or (not _pattern(model) and any(map(_mixes, model.described))):
+    elif not _pattern(model) and any(one.lone or one.scan is not None for one in model.described):
         why = f"and {model.name}, whose layers are not all attention and an MLP"
     elif model.learned_positions:
         why = f"and {model.name}, which has learned positions"
@@ -72,10 +72,6 @@ def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool 
     further = tuple(replace(last, ahead=ahead, repeats=repeated and ahead > 1) for ahead in range(1, depths + 1))
     stays = tuple(remark for remark in model.left_out if MTP_LEFT_OUT not in remark)
     return replace(model, layers=(*model.layers, *further), left_out=stays)
-
-
-def _mixes(layer: Layer) -> bool:
-    return layer.lone or layer.scan is not None
 
 
 def _pattern(model: ModelSpec) -> Layer | None:

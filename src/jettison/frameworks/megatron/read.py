@@ -429,7 +429,8 @@ def _pipeline(keys: Keys) -> None:
     if layout := keys.get("pipeline_model_parallel_layout"):
         text = str(layout).strip("'\"")
         keys.give("stage_layers", text, "pipeline_model_parallel_layout")
-        chunks = _unrolled(text).count("|") + 1
+        unrolled = re.sub(r"\(([^()]*)\)\*(\d{1,3})", lambda found: found[1] * int(found[2]), text)
+        chunks = unrolled.count("|") + 1
         if chunks > stages and not chunks % stages:
             keys.give("virtual_stages", chunks // stages, "pipeline_model_parallel_layout")
         return
@@ -454,10 +455,6 @@ def _pipeline(keys: Keys) -> None:
         keys.give("wgrad_deferral_limit", keys.whole("wgrad_deferral_limit") or 0, "defer_embedding_wgrad_compute")
         if not keys.whole("wgrad_deferral_limit"):
             keys.refuse("defer_embedding_wgrad_compute", "for all micro-batches: give --wgrad-deferral-limit")
-
-
-def _unrolled(text: str) -> str:
-    return re.sub(r"\(([^()]*)\)\*(\d{1,3})", lambda found: found[1] * int(found[2]), text)
 
 
 def _kernels(keys: Keys) -> None:

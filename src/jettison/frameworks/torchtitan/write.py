@@ -115,12 +115,12 @@ def _by_products(decision: Decision) -> LayerPolicy:
     for op in program.ops:
         if (name := product_of(op)) is not None:
             products.setdefault(name, []).append(op)
-    return saving(decision, (op.index for ops in products.values() if _mostly_kept(decision, ops) for op in ops))
 
+    def mostly_kept(ops: Sequence[Op]) -> bool:
+        outputs = frozenset(b for op in ops for b in op.outputs)
+        return 2 * program.kept_bytes(outputs & decision.kept) >= program.kept_bytes(outputs)
 
-def _mostly_kept(decision: Decision, ops: Sequence[Op]) -> bool:
-    outputs = frozenset(b for op in ops for b in op.outputs)
-    return 2 * decision.program.kept_bytes(outputs & decision.kept) >= decision.program.kept_bytes(outputs)
+    return saving(decision, (op.index for ops in products.values() if mostly_kept(ops) for op in ops))
 
 
 def product_of(op: Op) -> str | None:
