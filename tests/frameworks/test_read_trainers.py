@@ -301,6 +301,9 @@ def test_accelerate_beside_a_trainer(write: Any) -> None:
     zero2 = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 2}}
     found = _fields(read_run(write(SFT), write(zero2, "accelerate.yaml")))
     assert (found["like"], found["zero"], found["dp"]) == ("deepspeed", 2, 2)
+    zero2["deepspeed_config"] = {"zero_stage": 2, "gradient_accumulation_steps": "auto"}
+    asked = write(SFT, gradient_accumulation_steps=4)
+    assert _fields(read_run(asked, write(zero2, "accelerate.yaml")))["micro_batches"] == 4
 
 
 def test_a_command_line_and_the_file_that_it_names(write: Any, tmp_path: Path) -> None:

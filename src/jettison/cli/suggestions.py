@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from cyclopts import CoercionError, CycloptsError, UnknownOptionError
+from cyclopts import CoercionError, CycloptsError, UnknownOptionError, UnusedCliTokensError
 from cyclopts.argument import Argument
 
 from jettison.cli.app import app
@@ -30,11 +30,23 @@ def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
         return f"{message.partition(': unable')[0]}: {error.__context__}"
     if isinstance(error, UnknownOptionError) and error.token.keyword:
         return _unknown(message, str(error.token.keyword), arguments)
+    if isinstance(error, UnusedCliTokensError):
+        return _unused([str(token) for token in error.unused_tokens], arguments)
     if isinstance(error, CoercionError) and error.token is not None and error.token.keyword:
         kinds = _kinds(error.argument.hint) if error.argument is not None else frozenset()
         if kinds & {int, float}:
             return _no_number(str(error.token.keyword), error.token.value, whole=float not in kinds)
     return message
+
+
+def _unused(words: Sequence[str], arguments: Sequence[str]) -> str:
+    """A word that no argument takes: a file whose flag is missing, or a value of a switch."""
+    before = arguments[arguments.index(words[0]) - 1] if words[0] in arguments else ""
+    if "--from" in arguments and Path(words[0]).exists():
+        return f"got {words[0]} without a flag; give --from before each file: --from {words[0]}"
+    if any(before in argument.names and bool in _kinds(argument.hint) for argument in _flags(_verb(arguments))):
+        return f"got {before} {words[0]}; {before} takes no value"
+    return f"got {' '.join(words)}, which no argument of {_verb(arguments)} takes"
 
 
 def _by_new_names(message: str, arguments: Sequence[str]) -> str:

@@ -29,6 +29,8 @@ def _deepspeed(keys: Keys, prefix: str) -> None:
     if stage is not None:
         keys.give("zero", stage, f"{prefix}zero_stage")
     offloads(keys, f"{prefix}offload_optimizer_device", f"{prefix}offload_param_device")
+    if keys.text(f"{prefix}gradient_accumulation_steps") == "auto":  # the Trainer's
+        keys.read(f"{prefix}gradient_accumulation_steps")
 
 
 def _axes(keys: Keys, prefix: str) -> None:

@@ -130,8 +130,9 @@
       const flag = key.replaceAll("_", "-");
       return typeof value === "boolean" ? [value ? `--${flag}` : `--no-${flag}`] : [`--${flag}`, quoted(String(value))];
     });
-    const names = [...files.files].map((one) => one.name), from = ["--from", quoted(names[0] ?? nameOf(pasted.value)), ...names.slice(1).map(quoted)];
-    return ["jettison", verb.input.value, ...(ofTrainer() ? from : [quoted(name)]), ...flags].join(" ");
+    const names = files.files.length ? [...files.files].map((one) => one.name) : [nameOf(pasted.value)];
+    const run = ofTrainer() ? names.flatMap((one) => ["--from", quoted(one)]) : [quoted(name)];
+    return ["jettison", verb.input.value, ...run, ...flags].join(" ");
   }
 
   // asking -------------------------------------------------------------------------------------------------------------
