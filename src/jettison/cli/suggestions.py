@@ -31,7 +31,7 @@ def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
     if isinstance(error, UnknownOptionError) and error.token.keyword:
         return _unknown(message, str(error.token.keyword), arguments)
     if isinstance(error, UnusedCliTokensError):
-        return _unused([str(token) for token in error.unused_tokens], arguments)
+        return _unused([str(token) for token in error.unused_tokens or ()], arguments)
     if isinstance(error, CoercionError) and error.token is not None and error.token.keyword:
         kinds = _kinds(error.argument.hint) if error.argument is not None else frozenset()
         if kinds & {int, float}:
