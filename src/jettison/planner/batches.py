@@ -262,8 +262,8 @@ class BatchPlans:
         return made
 
     def _cover(self, made: Cover) -> None:
-        within = [one for one in self.covers if one.treatment is made.treatment and made.covers(one.shape, one.trained)]
-        self.covers = [one for one in self.covers if one not in within] + [made]
+        others = (c for c in self.covers if c.treatment is not made.treatment or not made.covers(c.shape, c.trained))
+        self.covers = [*others, made]
 
     def _pay_rent(self, shape: BatchShape, trained: bytes, seen: _SeenShape, batch: Any) -> None:
         """Count the recomputation of this step; plan for its shape once that equals the cost of planning."""

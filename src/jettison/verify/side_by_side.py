@@ -21,6 +21,7 @@ from jettison.core.progress import Progress
 from jettison.dryrun.counter import (
     AllocationCounter,
     AllocationEvent,
+    PeakReport,
     PhaseMarks,
     measured_peak,
     static_tensors,
@@ -79,7 +80,7 @@ class Side:
         self.model.zero_grad(set_to_none=True)
         self.step()
 
-    def memory(self) -> StepMemory:
+    def memory(self) -> PeakReport:
         """Bytes that a step allocates; other tensors of the process are not counted."""
         self.model.zero_grad(set_to_none=True)
         static = static_tensors(self.model, self.batch, self.optimizer)
@@ -87,7 +88,7 @@ class Side:
         report = measured_peak(replace(self, phase=marks.phase).step, static_tensors=static, marks=marks)
         self.model.zero_grad(set_to_none=True)
         beside = unique_bytes(static) - report.static_bytes
-        return StepMemory(peak_bytes=report.peak_bytes + beside, levels=_moved(report.levels, beside))
+        return replace(report, peak_bytes=report.peak_bytes + beside, levels=_moved(report.levels, beside))
 
 
 def step_timeline(side: Side, title: str) -> MemoryTimeline:
@@ -103,12 +104,6 @@ def step_timeline(side: Side, title: str) -> MemoryTimeline:
         replace(side, phase=phase).step()
     side.model.zero_grad(set_to_none=True)
     return allocation_timeline(title, counter.events)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMemory:
-    peak_bytes: int
-    levels: StepLevels | None
 
 
 def _moved(levels: StepLevels | None, by_bytes: int) -> StepLevels | None:
