@@ -143,10 +143,11 @@ class Program:
                 raise ValueError(
                     f"buffer {b} ({buffer.source}, {buffer.name or 'unnamed'}) is not kept and has no producer"
                 )
-        for o, b in again.items():
+        for o in again:
             if (op := self.ops[o]).anchor is not None:
                 raise ValueError(
-                    f"buffer {b} comes from {op.name}, which may not be recomputed ({op.anchor}), and is not kept"
+                    f"buffer {again[o]} comes from {op.name}, which may not be recomputed ({op.anchor}), and is not "
+                    "kept"
                 )
         return tuple(sorted(again))
 

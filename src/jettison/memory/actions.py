@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
 from math import lcm
@@ -285,15 +285,14 @@ def device_order(
     Raises:
         UsageError: the stage is out of range.
     """
-    size = shape.window(stage)
-    turn = shape.turn
+    size, turn = shape.window(stage) if whole else 1, shape.group or shape.stages
     periods = lcm(size, turn * shape.virtual_stages) // (turn * shape.virtual_stages) if whole else 0
     count = (3 + periods) * turn + (shape.micro_batches % turn if shape.group else 0)
-    if shape.schedule is Schedule.GPIPE and not every:  # equal on every stage; all micro-batches are in flight together
-        stage = 0
+    if shape.schedule is Schedule.GPIPE and not every and 0 <= stage < shape.stages:
+        stage = 0  # equal on every stage; all micro-batches are in flight together
     elif not every and count < shape.micro_batches:
-        shape = replace(shape, micro_batches=count)
-    return _device_order(shape, stage, size if whole else 1, min(whole, size), walk)
+        shape = shape.shortened(count)
+    return _device_order(shape, stage, size, min(whole, size), walk)
 
 
 @lru_cache(maxsize=1024)

@@ -151,9 +151,10 @@ class ChunkSpans:
 
     def __init__(self, units: Units) -> None:
         self.units = units
-        self.held, self.half, self.gradients, self.weights = (
-            total_bytes(units, field) for field in ("resident", "half", "gradient", "weights")
-        )
+        self.held = sum(len(unit.names) * unit.resident for unit in units)  # faster than `total_bytes`
+        self.half = sum(len(unit.names) * unit.half for unit in units)
+        self.gradients = sum(len(unit.names) * unit.gradient for unit in units)
+        self.weights = sum(len(unit.names) * unit.weights for unit in units)
         self._spans: dict[PassKind, Span] = {}
 
     def span(self, how: PassKind) -> Span:

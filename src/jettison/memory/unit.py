@@ -89,7 +89,7 @@ class Unit(NamedTuple):
 
     def named(self, names: tuple[str, ...]) -> Unit:
         """Return the same bytes under other names."""
-        return self if names == self.names else self._replace(names=names)
+        return self if names == self.names else tuple.__new__(Unit, (names, *self[1:]))  # faster than `_replace`
 
     def plus(self, *, resident: int = 0, forward: int = 0, backward: int = 0) -> Unit:
         """Return the unit with more bytes: until its backward is over, and above either pass's peak."""

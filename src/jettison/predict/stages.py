@@ -15,7 +15,7 @@ from jettison.memory.schedule import PipelineShape
 from jettison.solve.modules import OWN, Recomputed, is_mtp, recomputed, sent
 from jettison.solve.policy import COMPILED, COMPILED_QUANTIZED, Compiled, SelectiveOp, kept_apart, policy_named
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.model import AnyLayer, Layer
+from jettison.spec.model import AnyLayer, Layer, ModelSpec
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
@@ -188,6 +188,14 @@ def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) 
     layout, sizes = run.layout, run.layout.layers_per_chunk(run.model.depth)
     wanted = range(layout.pp) if only is None else (only,)
     parts: dict[Kind, StageRegion] = {}
+    if chosen is None and run.recompute.mode not in _BY_POSITION:
+        same, stages = _same_places(run.model, sizes, tuple(layout.places(index) for index in range(layout.pp)))
+        policy = _policy(run, 0)
+        made = [
+            _chunk(run, place, [((number, policy, None), members) for number, members in own], parts)
+            for place, own in same
+        ]
+        return tuple(tuple(made[i] for i in stages[index]) for index in wanted)
     known: dict[object, Chunk] = {}
     starts, last = [0, *accumulate(sizes)], len(sizes) - 1
     found = []
@@ -202,6 +210,30 @@ def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) 
             position += sizes[place]
         found.append(tuple(chunks))
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _same_places(
+    model: ModelSpec, sizes: tuple[int, ...], stages: tuple[tuple[int, ...], ...]
+) -> tuple[list[tuple[int, list[tuple[int, range]]]], list[list[int]]]:
+    """Distinct positions of chunks, each the first of equal ones, and their indices by stage, for uniform policies.
+
+    Args:
+        sizes: layers of each place.
+        stages: places of each stage.
+    """
+    found: dict[object, tuple[int, int, list[tuple[int, range]]]] = {}
+    which = []
+    for place, stop in enumerate(accumulate(sizes)):
+        start = stop - sizes[place]
+        own = [
+            (number, range(max(first, start), min(last, stop)))
+            for number, first, last in model.stretches
+            if first < stop and start < last and start < stop  # none in a stage without layers
+        ]
+        alike = place == 0, place == len(sizes) - 1, tuple((number, len(members)) for number, members in own)
+        which.append(found.setdefault(alike, (len(found), place, own))[0])
+    return [(place, own) for _, place, own in found.values()], [[which[place] for place in own] for own in stages]
 
 
 Kind = tuple[int, str, Staying | None]
@@ -284,12 +316,6 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
         position: position of the first of them in its stage.
     """
     numbers = run.model.kind_numbers
-    if chosen is None and run.recompute.mode not in _BY_POSITION and start < stop:
-        policy = _policy(run, 0)
-        for number, first, last in run.model.stretches:
-            if first < stop and start < last:
-                yield (number, policy, None), range(max(first, start), min(last, stop))
-        return
 
     def key(index: int) -> Kind:
         picked = None if chosen is None else chosen[index]

@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.embedding import POSITIONS
@@ -121,22 +122,32 @@ def _apart(made: Sequence[Unit], places: Collection[int]) -> list[Unit]:
 # regions by themselves ------------------------------------------------------------------------------------------------
 
 
+class _How(NamedTuple):
+    """Properties of a run that each of its units needs, computed once."""
+
+    frees: bool
+    pile_up: bool
+    rule: GradientRule
+    caches: bool
+
+
 def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
     size = segment_length(run)
+    how = _How(run.frees_gradients, run.gradients_pile_up, run.gradient_rule, caches_copies(run))
     if size > 1 or any(group.part.chosen is not None and group.part.chosen.layers > 1 for group in groups):
-        return list(_segments(run, groups, size))
+        return list(_segments(run, groups, size, how))
     # alternating layers of two kinds have a group each, of the same two regions
-    known = {part: _unit(run, group) for part, group in {group.part: group for group in groups}.items()}
+    known = {part: _unit(run, group, how) for part, group in {group.part: group for group in groups}.items()}
     return [u if (u := known[group.part]).names is group.names else u.named(group.names) for group in groups]
 
 
-def _unit(run: Run, group: RegionGroup) -> Unit:
-    part, rule, each = group.part, run.gradient_rule, DTYPE_BYTES[run.precision.gradient]
+def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
+    part, rule, each = group.part, how.rule, DTYPE_BYTES[run.precision.gradient]
     passes = passes_of(part, rule)
-    adding = passes if run.gradients_pile_up else passes_of(part, rule, accumulates=True)
+    adding = passes if how.pile_up else passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
     added = adding.backward_peak
-    if run.frees_gradients:  # it is freed like one that was accumulated
+    if how.frees:  # it is freed like one that was accumulated
         gradient, backward = _left(run, [part]), adding.backward_peak
     if run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run):
         if part.name == HEAD:
@@ -163,7 +174,7 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
         pending=pending,
         is_loss=part.name == HEAD,
         frozen=0 if when is None else highest_forward(run, when),
-        cached=cached_bytes(part.region, part.kept) if caches_copies(run) else 0,
+        cached=cached_bytes(part.region, part.kept) if how.caches else 0,
     )
 
 
@@ -181,7 +192,7 @@ def _with_frozen(unit: Unit) -> Unit:
     return unit._replace(backward_peak=peaks[0], adding_peak=peaks[1])
 
 
-def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Unit]:
+def _segments(run: Run, groups: Sequence[RegionGroup], size: int, how: _How) -> Iterator[Unit]:
     """Yield one unit for consecutive equal segments. See NOTE [ Segments ].
 
     Args:
@@ -191,7 +202,7 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
     own = groupby(groups, lambda group: group.part.layer is not None and not group.part.layer.ahead)
     for is_own, run_of_groups in own:
         if not is_own:
-            yield from (_unit(run, group) for group in run_of_groups)
+            yield from (_unit(run, group, how) for group in run_of_groups)
             continue
         parts = [(group.part, name) for group in run_of_groups for name in group.names]
         cut = []
@@ -204,7 +215,7 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
             names = tuple(s[0][1] if len(s) == 1 else f"{s[0][1]} to {s[-1][1]}" for s in segments)
             first = segments[0][0][0]
             if size == 1 and first.segment == 1:
-                yield _unit(run, RegionGroup(part=first, names=names))
+                yield _unit(run, RegionGroup(part=first, names=names), how)
             else:
                 yield _segment(run, [part for part, _ in segments[0]], names)
 
