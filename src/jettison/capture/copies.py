@@ -6,6 +6,7 @@ import copy
 import ctypes
 import functools
 import gc
+import sys
 import types
 import weakref
 from collections import ChainMap
@@ -13,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -134,7 +134,8 @@ def _parts(value: Any) -> list[Any]:
     ours = str(kind.__module__).startswith("jettison.") and not issubclass(kind, torch.optim.Optimizer)
     if ours or issubclass(kind, (Tensor, *_NEVER_ENTERED)):  # which copy themselves
         return []
-    if issubclass(kind, numpy.ndarray):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
         return list(numpy.ndarray.ravel(value)) if value.dtype.hasobject else []
     if has_finalizer(kind) and not issubclass(kind, nn.Module):
         return []
@@ -194,6 +195,9 @@ def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any
     share memory share it as well. Those in the memory of ``tensors`` are known by their owner, `OfTensor`: the fake
     tensor has no values.
     """
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return
     seen: set[int] = set()
     attributes = (value for module in model.modules() for value in list(vars(module).values()))
     found = (one for value in attributes for one, _ in held_in(value, seen) if type(one) is numpy.ndarray)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import sys
 import types
 import weakref
 from collections import deque
@@ -16,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -416,7 +416,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return is_a(value, numpy.generic | numpy.ndarray) and value.nbytes <= 4096
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and is_a(value, numpy.generic | numpy.ndarray) and value.nbytes <= 4096
 
 
 def _in(table: Any, key: Any) -> Any:

@@ -47,7 +47,6 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from typing import Any, NoReturn
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -385,7 +384,7 @@ def copy_of(table: Any) -> Any:
     if type(table) in (dict, OrderedDict):
         return dict(table)
     if is_array(table):
-        return copy.copy(table) if is_a(table, array.array) else numpy.array(table)
+        return copy.copy(table) if is_a(table, array.array) else sys.modules["numpy"].array(table)
     if is_a(table, dict):
         is_own = type(table) is not dict and type(table).__iter__ is not dict.__iter__
         return dict(entries_of(table)) if is_own else dict.copy(table)
@@ -515,26 +514,28 @@ class ReadOnly(KeptState):
 
 def is_number_array(value: Any) -> bool:
     """Whether it holds numbers of numpy's or of Python's `array`."""
-    return is_a(value, array.array | numpy.ndarray)
+    numpy = sys.modules.get("numpy")
+    return is_a(value, array.array) or (numpy is not None and is_a(value, numpy.ndarray))
 
 
 def is_array(value: Any) -> bool:
     """Whether it is a writable array, of numpy or of Python, that is copied: small, or in another object's memory (a
     tensor's), which numpy cannot make read-only for a time.
     """
-    if not is_a(value, numpy.ndarray):
+    if not is_number_array(value) or is_a(value, array.array):
         return is_a(value, array.array)
     return bool(value.flags.writeable) and value.nbytes <= MOST_COPIED and not is_large_array(value)
 
 
 def is_large_array(value: Any) -> bool:
     """Whether it is a numpy array that is too large to copy, and can be made read-only for a time."""
-    if not is_a(value, numpy.ndarray) or value.nbytes <= MOST_BYTES or not value.flags.writeable:
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not is_a(value, numpy.ndarray) or value.nbytes <= MOST_BYTES:
         return False
     base = value
     while is_a(base.base, numpy.ndarray):
         base = base.base
-    return base.base is None or is_a(value, numpy.memmap)
+    return bool(value.flags.writeable) and (base.base is None or is_a(value, numpy.memmap))
 
 
 # Arrays in the memory of tensors, or of each other (`tensor.numpy()`, `torch.from_numpy`, slices): an assignment to
@@ -576,12 +577,12 @@ class OfTensor:
 
 def owner_of(value: Any) -> Any:
     """Owner of a numpy array's memory: the array that all are views of, or another object."""
-    while isinstance(value, numpy.ndarray | memoryview):
+    numpy: Any = sys.modules["numpy"]
+    while True:
         base = value.obj if isinstance(value, memoryview) else value.base
-        if base is None:
-            break
+        if base is None or not isinstance(base, numpy.ndarray | memoryview):
+            return value if base is None else base
         value = base
-    return value
 
 
 def is_lent(value: Any) -> bool:
@@ -595,13 +596,11 @@ def is_lent(value: Any) -> bool:
 
 def is_stream(value: Any) -> bool:
     """Whether a value is a random generator with a state of its own."""
+    numpy = sys.modules.get("numpy.random")
     if is_a(value, random.SystemRandom):
         return False  # has no state
-    if is_a(value, random.Random | torch.Generator):
-        return True
-    found = sys.modules.get("numpy.random")
-    return found is not None and is_a(
-        value, found.Generator | found.RandomState | found.BitGenerator | found.SeedSequence
+    return is_a(value, random.Random | torch.Generator) or (
+        numpy is not None and is_a(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator | numpy.SeedSequence)
     )
 
 

@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, cast
 
-import numpy
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -80,6 +79,17 @@ def _folder() -> str | None:
     with contextlib.suppress(OSError):  # it has been deleted
         return os.getcwd()
     return None
+
+
+def _numpy() -> tuple[Any, Any] | None:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else (numpy.geterr(), numpy.get_printoptions())
+
+
+def _set_numpy(wanted: tuple[Any, Any] | None) -> None:
+    if wanted is not None:
+        sys.modules["numpy"].seterr(**wanted[0])
+        sys.modules["numpy"].set_printoptions(**wanted[1])
 
 
 Environment = tuple[dict[Any, Any], dict[bytes, bytes]]
@@ -163,8 +173,7 @@ PROCESS_SWITCHES: tuple[Switch, ...] = (
         lambda was: torch.set_anomaly_enabled(*was),
     ),
     (lambda: dict(vars(torch._tensor_str.PRINT_OPTS)), lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was)),
-    (numpy.geterr, lambda was: numpy.seterr(**was)),
-    (numpy.get_printoptions, lambda was: numpy.set_printoptions(**was)),
+    (_numpy, _set_numpy),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (sys.getswitchinterval, sys.setswitchinterval),
     (gc.get_threshold, lambda was: gc.set_threshold(*was)),

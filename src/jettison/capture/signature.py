@@ -6,12 +6,12 @@ import contextlib
 import copy
 import enum
 import functools
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -200,7 +200,8 @@ def _described(value: Any, depth: int, above: set[int]) -> Any:
         return "function", value.__code__, inner(*cells, value.__defaults__, value.__kwdefaults__)
     if is_a(value, types.BuiltinFunctionType):
         return value
-    if is_a(value, numpy.generic | numpy.ndarray):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and is_a(value, numpy.generic | numpy.ndarray):
         array = numpy.asarray(value)
         values = array.tobytes() if array.nbytes <= MOST_BYTES and array.dtype != object else None
         return type(value), str(array.dtype), array.shape, values
