@@ -236,9 +236,8 @@ def choose_within(run: Run, limit: Limit, hardware: Hardware, *, host_budget_byt
         return chosen(last)
     except Infeasible as refused:
         smallest = refused.minimum_budget_bytes
-        if limit.device_bytes is None or smallest > most_bytes(
-            run, run.layout, usable_bytes=limit.device_bytes, budget_bytes=limit.budget_bytes
-        ):
+        usable = limit.device_bytes if limit.budget_bytes is None else None  # a budget is kept to
+        if usable is None or smallest > most_bytes(run, run.layout, usable_bytes=usable, budget_bytes=None):
             raise
         return chosen(replace(last, nbytes=smallest))
 
