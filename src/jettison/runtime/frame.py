@@ -28,7 +28,7 @@ from jettison.runtime.handles import HELD, Box, Diverged, Handle, Held, box_for
 from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.recompute_code import UNWRAPPED, UnpackUse, get_state
+from jettison.runtime.recompute_code import UNWRAPPED, Backward, get_state
 from jettison.runtime.views import view_of
 from jettison.runtime.witness import _BEGIN, _MEMORY, SALT, Check, Witness, _ndarray, compare, peek
 
@@ -308,9 +308,9 @@ class Frame:
                 return self.recompute(handle)
         _, slot, _, _, wrap = handle
         with self.lock:  # a graph on several devices runs its backward in several threads
-            backward = UnpackUse.FREES
+            backward = Backward.FREES
             if self.keeps_graph:
-                backward = UnpackUse.ASKS_AGAIN if is_asked_again() else UnpackUse.KEEPS
+                backward = Backward.ASKS_AGAIN if is_asked_again() else Backward.KEEPS
             state, code = self.state, self.recipe.code
             function, after = state.next.get((slot, backward)) or code.function(state, slot, backward)
             try:

@@ -66,7 +66,7 @@ _NO_TENSOR: Final = torch.empty(0, device="meta")
 _WRITES: Final = threading.Lock()
 
 
-class UnpackUse(Enum):
+class Backward(Enum):
     """Use of a saved tensor by the node that unpacks it."""
 
     FREES = 0  # once: the graph is freed
@@ -81,7 +81,7 @@ class ValuesAtHand:
 
     def __init__(self, left: Mapping[int, int], at_hand: frozenset[int]) -> None:
         self.left, self.at_hand = left, at_hand
-        self.next: dict[tuple[SlotAction, UnpackUse], tuple[Function, ValuesAtHand]] = {}
+        self.next: dict[tuple[SlotAction, Backward], tuple[Function, ValuesAtHand]] = {}
 
 
 class RecomputeCode:
@@ -104,7 +104,7 @@ class RecomputeCode:
         self.sources: list[str] = []
         self.constants: dict[str, Any] = dict(NAMES)
 
-    def function(self, state: ValuesAtHand, slot: SlotAction, backward: UnpackUse) -> tuple[Function, ValuesAtHand]:
+    def function(self, state: ValuesAtHand, slot: SlotAction, backward: Backward) -> tuple[Function, ValuesAtHand]:
         """The function of an unpack, and the state after it."""
         with _WRITES:  # regions share this, and a backward may run in several threads
             if (found := state.next.get((slot, backward))) is not None:
@@ -167,7 +167,7 @@ class RecomputeCode:
         state = fresh.start
         for index, slot in reversed(list(enumerate(self.recipe.slots))):
             if slot.ref.buffer in self.recipe.counts and f"ready[{index}] =" not in "\n".join(fresh.sources):
-                _, state = fresh.function(state, slot, UnpackUse.FREES)
+                _, state = fresh.function(state, slot, Backward.FREES)
         return "\n\n".join(fresh.sources)
 
     def named(self, value: Any, like: str = "constant") -> str:
@@ -200,7 +200,7 @@ def _compiled(source: str) -> CodeType:
 class _FunctionWriter:
     """Generator of one function."""
 
-    def __init__(self, code: RecomputeCode, state: ValuesAtHand, slot: SlotAction, backward: UnpackUse) -> None:
+    def __init__(self, code: RecomputeCode, state: ValuesAtHand, slot: SlotAction, backward: Backward) -> None:
         self.code, self.recipe, self.slot, self.backward = code, code.recipe, slot, backward
         self.left, self.at_hand = dict(state.left), set(state.at_hand)
         self.lines: list[tuple[str, frozenset[str]]] = []  # each with the uncounted variables that it reads
@@ -220,12 +220,12 @@ class _FunctionWriter:
             self._make(maker)
         value = self._get(buffer)
         compared = {fresh: self.values[fresh] for fresh in sorted(self.fresh) if self._is_witnessed(fresh)}
-        if self.backward is not UnpackUse.ASKS_AGAIN:
+        if self.backward is not Backward.ASKS_AGAIN:
             self._release(buffer, after=value)
         body = list(self._with_deletions())
         # `opened` recomputes in the block before, and compares
         is_below = maker is not None and not any("frame.opened(" in line for line in body)
-        ready = self._ready() if is_below and self.backward is UnpackUse.FREES else {}
+        ready = self._ready() if is_below and self.backward is Backward.FREES else {}
         stored = {self.code.cells[fresh]: self.values[fresh] for fresh in sorted(self.fresh)}
         if is_below:
             body = ["with below_autograd():", *(INDENT + line for line in body)]
