@@ -148,26 +148,6 @@ def test_after_a_backward_nothing_is_at_hand() -> None:
             assert not any(value is not None for value in frame.values)
 
 
-def test_tensors_that_only_wait_are_ready_until_their_node_takes_them() -> None:
-    model, _, x = model_and_copy()
-    with jettison.apply(model, "full", batch=(x,)) as handle:
-        stepped(model, x)
-        torch.manual_seed(1)
-        loss = model(x)
-        (frame,) = handle.regions[0].frames
-        saved = [index for index, slot in enumerate(frame.recipe.slots) if slot.kind == "drop"]
-        taken: list[int] = []
-
-        def look(gradient: Tensor) -> None:
-            taken.append(sum(frame.ready[index] is not None for index in saved))
-
-        for parameter in handle.regions[0].module.parameters():
-            parameter.register_hook(look)
-        loss.backward()
-        assert taken == sorted(taken, reverse=True) and taken[0] > taken[-1]
-        assert not any(value is not None for value in (*frame.ready, *frame.values))
-
-
 def test_threads_that_write_and_run_the_same_code_do_not_meet() -> None:
     """Each thread asks for other gradients first, over graphs of its own; the code is shared, and not written yet."""
     model, plain, x = model_and_copy(layers=3)

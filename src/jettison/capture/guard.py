@@ -194,8 +194,6 @@ class ModuleGuard:
 
     def _same_hooks(self) -> bool:
         """Whether modules have the same hooks, except those that do not change results."""
-        if not any(self._hook_tables) and not self._hooks_known and self._hook_counts:
-            return True
         counts = list(map(len, self._hook_tables))  # a hook that moved from one module to the next changes both
         now = list(itertools.chain.from_iterable(map(dict.values, self._hook_tables)))
         if counts == self._hook_counts and all(map(is_, now, self._hooks_known)):
@@ -285,8 +283,8 @@ class _Watched:
             keys.append(key)
             values.append(value)
         for table, keys, values in by_table.values():
-            if len(keys) == 1:  # a getter of one key returns no tuple
-                keys, values = keys * 2, values * 2
+            keys.append(keys[0])  # a getter of one key returns no tuple
+            values.append(values[0])
             self.getters.append(itemgetter(*keys) if type(table) in _TABLES else functools.partial(_items, keys))
             self.tables.append(table)
             self.values += values
@@ -378,10 +376,10 @@ class _Through:
     """A container of the user's class, read without running that class's code."""
 
     def __init__(self, container: Any) -> None:
-        self._container, self._size = container, functools.partial(kinds.kind_of(container).__len__, container)
+        self._container = container
 
     def __len__(self) -> int:
-        return self._size()
+        return size_of(self._container)
 
     def __iter__(self) -> Iterator[Any]:
         return items_of(self._container)

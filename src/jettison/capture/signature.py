@@ -53,15 +53,15 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     of arguments that share memory do.
     """
     leaves, shape = tree_shape((args, kwargs))
-    first: dict[int, tuple[int, Tensor]] = {}
+    first: dict[int, tuple[int, int]] = {}
     found = []  # (position, position of the first argument in the same memory, bytes between the two)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             inner = leaf if leaf.__class__ is Tensor else plain(leaf)
-            other, start = first.setdefault(inner.untyped_storage()._cdata, (position, inner))
+            at = inner.storage_offset() * inner.element_size()
+            other, start = first.setdefault(inner.untyped_storage()._cdata, (position, at))
             if other != position:
-                at, begin = (one.storage_offset() * one.element_size() for one in (inner, start))
-                found.append((position, other, at - begin))
+                found.append((position, other, at - start))
     return leaves, (shape, tuple(map(leaf_signature, leaves)), tuple(found))
 
 
@@ -216,6 +216,5 @@ def tensor_description(tensor: Tensor) -> tuple[Any, ...]:
     """Everything about a tensor except its values and its place in memory."""
     common = tensor.__class__ is Tensor
     inner, wraps = (tensor, None) if common else (plain(tensor), wrapping(tensor))
-    device = "cpu" if common and tensor.is_cpu else tensor.device.type  # which makes two objects
-    form = inner.shape, inner.stride(), tensor.dtype, tensor.requires_grad, device
+    form = inner.shape, inner.stride(), tensor.dtype, tensor.requires_grad, tensor.device.type
     return *form, wraps, inner.is_conj(), inner.is_neg()

@@ -24,13 +24,13 @@ from jettison.runtime import witness as witnesses
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.graph_fingerprint import next_sequence_number
-from jettison.runtime.handles import HELD, Box, Diverged, Handle, Held, box_for
+from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
 from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.recompute_code import UNWRAPPED, Backward, get_state
+from jettison.runtime.recompute_code import UNWRAPPED, get_state
 from jettison.runtime.views import view_of
-from jettison.runtime.witness import _BEGIN, _MEMORY, SALT, Check, Witness, _ndarray, compare, peek
+from jettison.runtime.witness import SALT, Check, Witness, _ndarray, compare, peek
 
 FEW_BYTES: Final = 256  # most bytes of a parameter or buffer that a call copies if its recomputation reads it
 _graph_task = torch._C._current_graph_task_id
@@ -38,6 +38,7 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+_new_tuple: Any = tuple.__new__
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
 
@@ -80,10 +81,7 @@ class Frame:
         self.values: list[Tensor | None] = [None] * len(recipe.counts)
         self.versions = [0] * len(recipe.counts)
         self.seen: list[Witness | bytes | None] = [None] * len(recipe.counts)
-        # see NOTE [ Ready tensors ]; the last is that of outputs, which are never ready
-        self.ready: list[Tensor | None] = [None] * (len(recipe.slots) + 1)
         self.parameters = [_parameter(*self.owners[dotted]) for dotted in recipe.parameters.values()]
-        self.parts: list[Tensor | None] = [None] * (len(recipe.slots) + 1)  # by slot, saved views of parameters
         self.switches = switches
         self.expected = recipe.expected  # by slot, the quick path of `pack`; empty if calls are checked
         self.start = next_sequence_number()
@@ -136,26 +134,32 @@ class Frame:
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
             (size, stride, dtype, spots, cut), parameter, dropped, fill, cell = wanted
-            if tensor.shape == size and tensor.dtype is dtype and tensor.stride() == stride:
-                if parameter is not None:
-                    table, leaf = self.owners[parameter]
-                    if tensor is not (there := table[leaf]) and tensor._base is not there:
-                        return self._pack(tensor)
-                    self.parts[index] = tensor
+            if (
+                tensor.shape == size
+                and tensor.dtype is dtype
+                and tensor.stride() == stride
+                and (parameter is None or self._is_parameter(parameter, tensor))
+            ):
                 self.index = index + 1
                 if fill is not None:
                     self.hold(fill, tensor)
-                if dropped is None:  # a parameter's view is no result of the node that saves it: see `Held`
-                    is_safe = parameter is not None or tensor.is_leaf
-                    return self, tensor if is_safe else tensor.detach(), tensor._version
+                if dropped is None:
+                    kept = tensor if tensor.is_leaf else tensor.detach()
+                    return _new_tuple(Held, (self, kept, tensor._version))
                 if cell is not None:
                     if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg():
                         return self.drop(dropped, tensor, index)
-                    word, strides, itemsize, places, step = cut  # inlined `peek`
+                    kind, word, strides, itemsize, places, step = cut  # inlined `peek`
                     at = tensor.data_ptr() + (self.salt + index) % places * step * itemsize
-                    self.seen[cell] = _ndarray(spots, word, _MEMORY, at - _BEGIN, strides).tobytes()
-                return self, dropped, self.closures[dropped.closure] or self._closure(dropped), index, None
+                    self.seen[cell] = _ndarray(spots, word, kind.from_address(at), 0, strides).tobytes()
+                boxes = self.closures[dropped.closure] or self._closure(dropped)
+                return _new_tuple(Handle, (self, dropped, boxes, index, None))
         return self._pack(tensor)
+
+    def _is_parameter(self, name: str, tensor: Tensor) -> bool:
+        table, leaf = self.owners[name]
+        there = table[leaf]
+        return tensor is there or tensor._base is there
 
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) is FakeTensor and not self.fake:
@@ -204,14 +208,14 @@ class Frame:
             self.hold(slot.fill, tensor)
         return Held(tensor, self)
 
-    def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> tuple[Any, ...]:
+    def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> Handle:
         """Return the handle of a dropped tensor; ``wrap`` is the FP8 or FP4 tensor around it, with its factor."""
         if slot.cast and not self.fake:
             self.region.recordings.note_cast(slot.cast, tensor)
         boxes = self.closures[slot.closure] or self._closure(slot)
         if slot.cell is not None and self.how is not Check.OFF and (self.salt + index) % self.share == 0:
             self.seen[slot.cell] = self.witness(slot, tensor, index)
-        return self, slot, boxes, index, wrap
+        return _new_tuple(Handle, (self, slot, boxes, index, wrap))
 
     def _closure(self, slot: SlotAction) -> tuple[Any, ...]:
         found = self.closures[slot.closure] = tuple([self.boxes[n] for n in slot.boxes])
@@ -281,16 +285,10 @@ class Frame:
 
     # backward --------------------------------------------------------------------------------------------------------
 
-    def recompute(self, handle: tuple[Any, ...]) -> Tensor:
+    def recompute(self, handle: Handle) -> Tensor:
         """Return the tensor of a dropped slot, recomputed with the forward's precision and kernels. Other kernels have
         evicted the CPU caches, so this code touches little memory.
         """
-        index = handle[3]
-        if (found := self.ready[index]) is not None:
-            self.ready[index] = None
-            if found._version:
-                raise stale("a recomputed tensor", self.name, 0, found._version)
-            return found
         task = _graph_task()  # -1 outside of a backward
         if task != self.task or task == -1:
             self.keeps_graph = _keeps_graph()
@@ -308,11 +306,10 @@ class Frame:
                 return self.recompute(handle)
         _, slot, _, _, wrap = handle
         with self.lock:  # a graph on several devices runs its backward in several threads
-            backward = Backward.FREES
             if self.keeps_graph:
-                backward = Backward.ASKS_AGAIN if is_asked_again() else Backward.KEEPS
-            state, code = self.state, self.recipe.code
-            function, after = state.next.get((slot, backward)) or code.function(state, slot, backward)
+                function, after = self.recipe.code.function(self.state, slot, keeps=is_asked_again())
+            else:
+                function, after = self.state.next.get(slot) or self.recipe.code.function(self.state, slot, keeps=False)
             try:
                 tensor = function(self, handle)
             except BaseException:
@@ -335,11 +332,10 @@ class Frame:
 
     def forget_values(self) -> None:
         self.state, self.values = self.recipe.code.start, [None] * len(self.values)
-        self.ready = [None] * len(self.ready)
 
-    def lost(self, handle: tuple[Any, ...]) -> WrongValue:
+    def lost(self, handle: Handle) -> WrongValue:
         """Return the error for a tensor whose inputs were never seen. The region loses its recording."""
-        slot = self.recipe.trace.program.slots[handle[3]]
+        slot = self.recipe.trace.program.slots[handle.index]
         error = WrongValue(
             f"saved tensor {slot.index} of {self.name or 'the model'} cannot be recomputed: an exception left its "
             "forward before that had run to its end, and its tensors were used all the same. The gradients of this "
@@ -367,7 +363,7 @@ class Frame:
     def written(self) -> set[str]:
         """Names of parameters and buffers that were written to since this forward."""
         found = zip(self.recipe.parameters.values(), self.parameters, strict=True)
-        return {name for name, (_, _, tensor, then) in found if then is not None and tensor._version != then}
+        return {name for name, (_, _, tensor, version) in found if version_of(tensor) != version}
 
     def wrong(self, index: int) -> WrongValue:
         """Return the error for a recomputed tensor that differs from forward's. Recordings lose their trust."""
@@ -392,13 +388,13 @@ class Frame:
     def parameter(self, n: int) -> Tensor:
         """Return a parameter or buffer, unsharded and unwrapped. Raises `StaleTensor` if it was written to."""
         table, leaf, tensor, version = self.parameters[n]
-        if version is not None and tensor._version != version:
+        if version_of(tensor) != version:
             raise self.stale(list(self.recipe.parameters)[n], version, version_of(tensor))
         if table[leaf] is not tensor or (tensor.__class__ not in UNWRAPPED and plain(tensor) is not tensor):
             return plain(whole_now(self.model, table, leaf, tensor))
         return tensor
 
-    def opened(self, box: Any, buffer: int, handle: tuple[Any, ...]) -> Tensor:
+    def opened(self, box: Any, buffer: int, handle: Handle) -> Tensor:
         """Return the value of a box. Raises `StaleTensor` after a write, `WrongValue` if it was never filled."""
         if isinstance(box, Handle):
             return plain(box.frame.recompute(box))
@@ -429,21 +425,20 @@ def is_pack_listened_to() -> bool:
     return Frame.pack is not _PACK
 
 
-def _parameter(table: dict[str, Any], leaf: str) -> tuple[dict[str, Any], str, Tensor, int | None]:
-    """Return a parameter or buffer as autograd would save it, and its version; None if it has none (`version_of`).
-    Under FSDP the table has another one at other times.
+def _parameter(table: dict[str, Any], leaf: str) -> tuple[dict[str, Any], str, Tensor, int]:
+    """Return a parameter or buffer as autograd would save it; under FSDP the table has another one at other times.
 
     The loop may update a small buffer (a factor of delayed scaling) between forward and backward without telling
     autograd, which only knows the values computed from it: such a buffer is copied.
     """
     tensor = table[leaf]
     if tensor.__class__ is nn.Parameter:
-        return table, leaf, tensor, None if tensor.is_inference() else tensor._version
+        return table, leaf, tensor, version_of(tensor)
     if not isinstance(tensor, nn.Parameter) and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES:
         with torch.no_grad():
             tensor = tensor.clone()
         table = {leaf: tensor}
-    return table, leaf, tensor, None if tensor.is_inference() else tensor._version
+    return table, leaf, tensor, version_of(tensor)
 
 
 def unpack(packed: Any) -> Tensor:
@@ -451,9 +446,9 @@ def unpack(packed: Any) -> Tensor:
     frame = packed[0]
     if frame.group is not None:
         frame.group.asked()
-    if len(packed) == HELD:
+    if packed.__class__ is Held:
         tensor: Tensor = packed[1]
-        return tensor if tensor._version == packed[2] else Held.open(packed)  # raises
+        return tensor if tensor._version == packed[2] else packed.open()  # raises
     return frame.recompute(packed)
 
 

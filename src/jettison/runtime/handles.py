@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import itemgetter, methodcaller
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ class Diverged(Exception):
 
 class Held(tuple[Any, Tensor, int]):
     """A kept slot: its frame, which counts as live as long as this exists, the tensor, and its version when autograd
-    saved it. A tuple, since there is one for each tensor that autograd saves; a frame's are plain ones.
+    saved it. A tuple, since there is one for each tensor that autograd saves.
     """
 
     __slots__ = ()
@@ -40,8 +40,6 @@ class Held(tuple[Any, Tensor, int]):
             raise stale("a kept tensor", "a planned region", version, version_of(tensor))
         return tensor
 
-
-HELD: Final = 3  # length of `Held`, or of a plain tuple of the same: half the time for those that a frame makes
 
 opened: Any = methodcaller("open")
 """Unpack by the value's own method."""
@@ -80,7 +78,7 @@ def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Away:
 
 class Handle(tuple[Any, ...]):
     """A slot whose tensor is not kept: its frame, its action, the boxes that its recipe reads, its number (-1: an
-    output), and its wrapper, if that differs from call to call. A tuple, as `Held` is; plain but for outputs.
+    output), and its wrapper, if that differs from call to call. A tuple, as `Held` is.
     """
 
     __slots__ = ()

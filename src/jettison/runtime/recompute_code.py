@@ -1,4 +1,4 @@
-"""Straight-line Python that recomputes dropped tensors: one function for each unpacked tensor that needs ops.
+"""Straight-line Python that recomputes dropped tensors: one function for each unpacked tensor.
 
 NOTE [ Functions by state ]
 The ops of an unpack depend on the unpacks before it: they leave values that it reads, and use up others. Both are known
@@ -11,13 +11,6 @@ NOTE [ Use counts ]
 A recomputed buffer is used once by each dropped slot on it and once by each recomputed op that reads it. The count
 starts at that number, and at zero the value is deleted and the count reset, so that a second backward over a retained
 graph recomputes the same values.
-
-NOTE [ Ready tensors ]
-Most buffers are read by no op that is still to run, only by saved tensors. Where backward frees its graph, each is
-unpacked once: the function leaves them in ``frame.ready``, by number of the saved tensor, and `unpack` takes them
-from there without a function. To the state such a buffer is used up. A saved tensor that is unpacked once more, in a
-second backward, is recomputed. Ready tensors have version 0, since their ops ran below the keys that count writes;
-another version is that of a node which wrote to one.
 """
 
 from __future__ import annotations
@@ -27,8 +20,6 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from enum import Enum
 from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
@@ -45,8 +36,8 @@ from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.core.errors import UsageError
 from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.offload import stale
-from jettison.runtime.views import Within, contiguous_strides, in_a_copy, view_of, within
-from jettison.runtime.witness import _BEGIN, _MEMORY, _ndarray
+from jettison.runtime.views import in_a_copy, view_of
+from jettison.runtime.witness import _ndarray
 
 if TYPE_CHECKING:
     from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction
@@ -56,7 +47,8 @@ Function: TypeAlias = Callable[[Any, Any], Tensor]
 """Function of a frame and the unpacked handle; it returns the tensor that backward gets."""
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})  # classes of most tensors: nothing is wrapped in them
-Reading: TypeAlias = tuple[Any, tuple[int, ...], int, int, int, tuple[int, ...], int, int]
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, and offset in a storage, in elements
+Reading: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int, tuple[int, ...], int, int]
 """A `Cut`, the shape that it reads, the byte offset from the buffer's start, and the slot's number."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 INDENT: Final = "    "
@@ -66,14 +58,6 @@ _NO_TENSOR: Final = torch.empty(0, device="meta")
 _WRITES: Final = threading.Lock()
 
 
-class Backward(Enum):
-    """Use of a saved tensor by the node that unpacks it."""
-
-    FREES = 0  # once: the graph is freed
-    KEEPS = 1  # the graph is kept
-    ASKS_AGAIN = 2  # the node unpacks it again in a later pass, and the value stays
-
-
 class ValuesAtHand:
     """Values stored between two unpacks, and the remaining uses; see NOTE [ Functions by state ]."""
 
@@ -81,7 +65,8 @@ class ValuesAtHand:
 
     def __init__(self, left: Mapping[int, int], at_hand: frozenset[int]) -> None:
         self.left, self.at_hand = left, at_hand
-        self.next: dict[tuple[SlotAction, Backward], tuple[Function, ValuesAtHand]] = {}
+        self.next: dict[SlotAction, tuple[Function, ValuesAtHand]] = {}
+        self.kept: dict[SlotAction, tuple[Function, ValuesAtHand]] = {}  # for nodes that unpack again: none used up
 
 
 class RecomputeCode:
@@ -93,10 +78,6 @@ class RecomputeCode:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.cells = recipe.cells
-        # of recomputed buffers, and of arguments as their boxes hold them, which a signature has described
-        given = {b: within(recipe.trace, ref) for b, ref in recipe.trace.given.items() if b in recipe.trace.inputs}
-        refs = recipe.sources | {b: ref for b, ref in given.items() if b not in recipe.counts}
-        self.layouts = {b: ref for b, ref in refs.items() if not (ref.wrap or ref.conj or ref.neg)}
         self.readings = [self._reading(buffer, cell) for buffer, cell in recipe.cells.items()]
         self.parameters = {buffer: n for n, buffer in enumerate(recipe.parameters)}
         self.start = ValuesAtHand(recipe.counts, frozenset())
@@ -104,19 +85,20 @@ class RecomputeCode:
         self.sources: list[str] = []
         self.constants: dict[str, Any] = dict(NAMES)
 
-    def function(self, state: ValuesAtHand, slot: SlotAction, backward: Backward) -> tuple[Function, ValuesAtHand]:
-        """The function of an unpack, and the state after it."""
+    def function(self, state: ValuesAtHand, slot: SlotAction, *, keeps: bool) -> tuple[Function, ValuesAtHand]:
+        """The function of an unpack, and the state after it; if the node unpacks again, with the value still stored."""
+        table = state.kept if keeps else state.next
         with _WRITES:  # regions share this, and a backward may run in several threads
-            if (found := state.next.get((slot, backward))) is not None:
+            if (found := table.get(slot)) is not None:
                 return found
             name = f"recompute_{len(self.sources)}"
-            writer = _FunctionWriter(self, state, slot, backward)
+            writer = _FunctionWriter(self, state, slot, keeps=keeps)
             source = writer.source(name)
             exec(_compiled(source), self.constants)  # generated text only; constants of the program are names in it
             self.sources.append(f"# {self._asked(slot)}\n{source}")
             left, at_hand = writer.left, frozenset(writer.at_hand)
             after = self.states.setdefault((tuple(left.values()), at_hand), ValuesAtHand(left, at_hand))
-            found = state.next[slot, backward] = (self.constants[name], after)
+            found = table[slot] = (self.constants[name], after)
             return found
 
     def _asked(self, slot: SlotAction) -> str:
@@ -127,11 +109,13 @@ class RecomputeCode:
         saved = self.recipe.trace.program.slots[number]
         return f"saved tensor {saved.index}{f' of {saved.path}' if saved.path else ''}, after {saved.op or 'the start'}"
 
-    def _layout(self, buffer: int, ref: TensorRef) -> TensorRef | None:
-        """Layout of a buffer; None if it is unknown, or a view differs in more than size, strides and offset."""
-        whole = self.layouts.get(buffer)
-        is_view = whole is not None and ref == replace(whole, size=ref.size, stride=ref.stride, offset=ref.offset)
-        return whole if is_view else None
+    def place(self, buffer: int, ref: TensorRef) -> Place | None:
+        """Position of a view in the storage of a recomputed buffer; None if more than that distinguishes it."""
+        source = self.recipe.sources.get(buffer)
+        is_plain = ref.__class__ is TensorRef and ref.wrap is None and not (ref.conj or ref.neg)
+        if is_plain and source is not None and source.dtype is ref.dtype and not (source.conj or source.neg):
+            return ref.size, ref.stride, ref.offset
+        return None
 
     def _reading(self, buffer: int, cell: int) -> Reading | None:
         """Addresses of a witness's elements in a recomputed buffer; None if reading them needs a view of it."""
@@ -140,24 +124,20 @@ class RecomputeCode:
             return None
         ref = self.recipe.slots[index].ref
         cut = self.recipe.slots[index].spots.cut(ref.dtype)
-        whole = self._layout(buffer, ref)
-        if cut is None or not cut[-2] or whole is None:
+        if cut is None or not cut[-2] or self.place(buffer, ref) is None:
             return None
-        shift = (ref.offset - whole.offset) * ref.dtype.itemsize
+        shift = (ref.offset - self.recipe.sources[buffer].offset) * ref.dtype.itemsize
         return *cut, self.recipe.slots[index].spots.size, shift, index
 
     def view_text(self, buffer: int, value: str, ref: TensorRef) -> str:
-        """Source of a view, by the fastest op that has its size and strides."""
-        whole = self._layout(buffer, ref)
-        if whole is None:
+        place = self.place(buffer, ref)
+        if place is None:
             return f"view_of({value}, {self.named(ref, 'view')})"
-        if ref == whole:
+        source = self.recipe.sources[buffer]
+        if place == (source.size, source.stride, source.offset):
             return value
-        is_reshaped = ref.offset == whole.offset and 0 < math.prod(ref.size) == math.prod(whole.size)
-        if is_reshaped and all(one.stride == contiguous_strides(one.size) for one in (ref, whole)):
-            return f"{value}.view({ref.size!r})"
-        start = f"{value}.storage_offset() + " if type(ref) is Within else ""
-        return f"{value}.as_strided({ref.size!r}, {ref.stride!r}, {start}{ref.offset})"
+        size, stride, offset = place
+        return f"{value}.as_strided({size!r}, {stride!r}, {offset})"
 
     def text(self) -> str:
         """All functions so far; before any backward, those of one that unpacks the last saved tensor first."""
@@ -165,9 +145,8 @@ class RecomputeCode:
             return "\n\n".join(self.sources)
         fresh = RecomputeCode(self.recipe)
         state = fresh.start
-        for index, slot in reversed(list(enumerate(self.recipe.slots))):
-            if slot.ref.buffer in self.recipe.counts and f"ready[{index}] =" not in "\n".join(fresh.sources):
-                _, state = fresh.function(state, slot, Backward.FREES)
+        for slot in reversed([slot for slot in self.recipe.slots if slot.ref.buffer in self.recipe.counts]):
+            _, state = fresh.function(state, slot, keeps=False)
         return "\n\n".join(fresh.sources)
 
     def named(self, value: Any, like: str = "constant") -> str:
@@ -200,8 +179,8 @@ def _compiled(source: str) -> CodeType:
 class _FunctionWriter:
     """Generator of one function."""
 
-    def __init__(self, code: RecomputeCode, state: ValuesAtHand, slot: SlotAction, backward: Backward) -> None:
-        self.code, self.recipe, self.slot, self.backward = code, code.recipe, slot, backward
+    def __init__(self, code: RecomputeCode, state: ValuesAtHand, slot: SlotAction, *, keeps: bool) -> None:
+        self.code, self.recipe, self.slot, self.keeps = code, code.recipe, slot, keeps
         self.left, self.at_hand = dict(state.left), set(state.at_hand)
         self.lines: list[tuple[str, frozenset[str]]] = []  # each with the uncounted variables that it reads
         self.values: dict[int, str] = {}  # buffer -> local variable
@@ -219,51 +198,23 @@ class _FunctionWriter:
         elif maker is not None:
             self._make(maker)
         value = self._get(buffer)
-        compared = {fresh: self.values[fresh] for fresh in sorted(self.fresh) if self._is_witnessed(fresh)}
-        if self.backward is not Backward.ASKS_AGAIN:
+        before = self.code.cells[buffer] if buffer in self.fresh else None
+        if not self.keeps:
             self._release(buffer, after=value)
+        cells = {self.code.cells[fresh]: self.values[fresh] for fresh in sorted(self.fresh)}
         body = list(self._with_deletions())
         # `opened` recomputes in the block before, and compares
-        is_below = maker is not None and not any("frame.opened(" in line for line in body)
-        ready = self._ready() if is_below and self.backward is Backward.FREES else {}
-        stored = {self.code.cells[fresh]: self.values[fresh] for fresh in sorted(self.fresh)}
-        if is_below:
+        if maker is not None and not any("frame.opened(" in line for line in body):
             body = ["with below_autograd():", *(INDENT + line for line in body)]
         if any("values[" in line for line in body):
             body.insert(0, "values = frame.values")
-        if compared:
-            cells = _tuple(str(self.code.cells[fresh]) for fresh in compared)
-            body.append(f"compare(frame, {cells}, {_tuple(compared.values())})")
-        if stored:
-            body.append(f"hold(frame, {_tuple(map(str, stored))}, {_tuple(stored.values())})")
-        if ready:
-            body.append("ready = frame.ready")
-            body += ["".join(f"ready[{index}] = " for index in slots) + text for text, slots in ready.items()]
+        if before is not None and before not in cells:
+            body.append(f"compare(frame, {before}, {value})")
+        if cells:
+            body.append(f"hold(frame, {_tuple(map(str, cells))}, {_tuple(cells.values())})")
         seen = value if slot.view is None else self.code.view_text(buffer, value, slot.view)
         lines = (*body, f"return {seen}")
         return "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
-
-    def _is_witnessed(self, buffer: int) -> bool:
-        return self.code.cells[buffer] in self.recipe.witnessed
-
-    def _ready(self) -> dict[str, list[int]]:
-        """Numbers of saved tensors that only wait to be unpacked, by source; see NOTE [ Ready tensors ]."""
-        found: dict[str, list[int]] = {}
-        slots: dict[int, list[tuple[int, SlotAction]]] = {}
-        for index, slot in enumerate(self.recipe.slots):
-            if slot is not self.slot and slot.ref.buffer in self.fresh:
-                slots.setdefault(slot.ref.buffer, []).append((index, slot))
-        for buffer, waiting in slots.items():
-            if self.left[buffer] != len(waiting) or any(slot.ref.wrap is not None for _, slot in waiting):
-                continue
-            for index, slot in waiting:
-                value = self.values[buffer]
-                text = value if slot.view is None else self.code.view_text(buffer, value, slot.view)
-                found.setdefault(text, []).append(index)
-            self.left[buffer] = self.recipe.counts[buffer]
-            self.at_hand.discard(buffer)
-            self.fresh.discard(buffer)
-        return found
 
     # lines -----------------------------------------------------------------------------------------------------------
 
@@ -309,7 +260,7 @@ class _FunctionWriter:
         """Read a box. A value recomputed by the block before, fetched or unpacked becomes one of ours."""
         n = self.slot.boxes.index(self.recipe.box_of[buffer])
         if buffer in self.left:
-            self._line(f"{name} = frame.opened(handle[2][{n}], {buffer}, handle)")
+            self._line(f"{name} = frame.opened(handle.boxes[{n}], {buffer}, handle)")
             self._made(buffer, name)
         else:
             self._line(f"{name} = boxed(frame, handle, {n}, {buffer})")
@@ -318,18 +269,10 @@ class _FunctionWriter:
         views = self.views.setdefault(buffer, [])
         found = next((name for seen, name in views if seen is ref or seen == ref), None)
         if found is None:
-            if buffer in self.code.parameters and ref.__class__ is TensorRef:
-                found = self._name(buffer)
-                slots = (n for n, slot in enumerate(self.recipe.slots) if slot.parameter and slot.ref == ref)
-                number, saved = self.code.parameters[buffer], next(slots, -1)
-                self._line(f"{found} = part(frame, {number}, {self.code.named(ref, 'view')}, {saved})")
-            else:
-                value = self._get(buffer)
-                text = self.code.view_text(buffer, value, ref)
-                if text == value:
-                    return value
-                found = self._name(buffer, f"{value}_view")
-                self._line(f"{found} = {text}", self._uncounted(buffer, value))
+            value = self._get(buffer)
+            text = self.code.view_text(buffer, value, ref)
+            found = self._name(buffer, f"{value}_view")
+            self._line(f"{found} = {text}", self._uncounted(buffer, value))
             views.append((ref, found))
         return found
 
@@ -565,47 +508,32 @@ def _taken(frame: Any, cell: int) -> Tensor:
 
 
 def _hold(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
-    """Store recomputed values for later unpacks."""
+    """Store recomputed values, each compared with forward's witness, for later unpacks."""
     values, versions = frame.values, frame.versions
     for cell, tensor in zip(cells, tensors, strict=True):
+        _compare(frame, cell, tensor)
         values[cell], versions[cell] = tensor, tensor._version
 
 
-def _compare(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
-    """Compare recomputed values with the witnesses of their buffers, if they have left one. Raises `WrongValue`."""
-    seen, salt, readings = frame.seen, frame.salt, frame.recipe.code.readings
-    for cell, tensor in zip(cells, tensors, strict=True):
-        before = seen[cell]
-        if before is None:
-            continue
-        reading = readings[cell]
-        if reading is not None and before.__class__ is bytes and tensor.__class__ in UNWRAPPED:
-            word, strides, itemsize, places, step, size, shift, index = reading  # inlined `peek`
-            at = tensor.data_ptr() + shift + (salt + index) % places * step * itemsize
-            if _ndarray(size, word, _MEMORY, at - _BEGIN, strides).tobytes() == before:
-                continue
-        frame.compare(cell, tensor)
+def _compare(frame: Any, cell: int, tensor: Tensor) -> None:
+    """Compare a recomputed value with the witness of its buffer, if there is one. Raises `WrongValue`."""
+    seen = frame.seen[cell]
+    if seen is None:
+        return
+    reading = frame.recipe.code.readings[cell]
+    if reading is not None and seen.__class__ is bytes and tensor.__class__ in UNWRAPPED and not tensor.is_neg():
+        kind, word, strides, itemsize, places, step, size, shift, index = reading  # inlined `peek`
+        at = tensor.data_ptr() + shift + (frame.salt + index) % places * step * itemsize
+        if _ndarray(size, word, kind.from_address(at), 0, strides).tobytes() == seen:
+            return
+    frame.compare(cell, tensor)
 
 
 def _parameter(frame: Any, n: int) -> Tensor:
     table, leaf, tensor, version = frame.parameters[n]
-    if table[leaf] is tensor and tensor.__class__ in UNWRAPPED and (version is None or tensor._version == version):
+    if table[leaf] is tensor and tensor.__class__ in UNWRAPPED and version_of(tensor) == version:
         return tensor
     return frame.parameter(n)
-
-
-def _part(frame: Any, n: int, ref: TensorRef, saved: int) -> Tensor:
-    """A view of a parameter; the one that forward saved, if it did."""
-    table, leaf, tensor, version = frame.parameters[n]
-    if (
-        table[leaf] is tensor
-        and tensor.__class__ is nn.Parameter
-        and tensor.dtype is ref.dtype
-        and (version is None or tensor._version == version)
-    ):
-        part = frame.parts[saved]
-        return tensor.as_strided(ref.size, ref.stride, ref.offset) if part is None else part
-    return view_of(frame.parameter(n), ref)
 
 
 def _boxed(frame: Any, handle: Any, n: int, buffer: int) -> Tensor:
@@ -642,7 +570,7 @@ NAMES: Final[Mapping[str, Any]] = (
         "below_autograd": torch._C._AutoDispatchBelowADInplaceOrView,  # skips dispatch layers that only pass ops on
         "drawing": Drawing,
     }
-    | {one.__name__[1:]: one for one in (_boxed, _compare, _empty, _flat, _hold, _parameter, _part, _taken, _under)}
+    | {one.__name__[1:]: one for one in (_boxed, _compare, _empty, _flat, _hold, _parameter, _taken, _under)}
 )
 """Names in all generated code."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
@@ -58,11 +57,6 @@ def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
     if ref.neg:
         tensor = torch._neg_view(tensor)
     return tensor if ref.wrap is None else ref.wrap.wrap(tensor)
-
-
-def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor of this size."""
-    return tuple([prod(size[dim + 1 :]) for dim in range(len(size))])
 
 
 def in_a_copy(tensors: Sequence[Tensor], refs: Sequence[TensorRef]) -> list[Tensor]:

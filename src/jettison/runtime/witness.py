@@ -50,8 +50,6 @@ try:
 except ImportError:  # torch can be installed without it
     numpy = None
 _ndarray: Any = getattr(numpy, "ndarray", None)
-_BEGIN = 16  # NumPy takes a buffer at address 0 for none
-_MEMORY: Any = (ctypes.c_char * (1 << 60)).from_address(_BEGIN)  # the process's: one buffer for all samples
 
 WHOLE_BELOW = 64  # elements up to which a tensor is compared completely
 LOOKS = 32  # elements that are sampled of a larger one
@@ -80,9 +78,9 @@ def check_of(word: str | Check) -> Check:
         raise UsageError(f"check: got {word!r}; expected one of {', '.join(Check)}") from None
 
 
-Cut: TypeAlias = tuple[Any, tuple[int, ...], int, int, int]
-"""The NumPy dtype; strides in bytes; item size; and if the start may move along one line, the number of its positions
-and the elements between them (0: several lines).
+Cut: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int]
+"""A ctypes array over the memory from the first element to the last; the NumPy dtype; strides in bytes; item size; and
+if the start may move along one line, the number of its positions and the elements between them (0: several lines).
 """
 
 
@@ -104,9 +102,11 @@ class Spots:
         return self.cuts[dtype]
 
     def _cut(self, itemsize: int) -> Cut:
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         strides = tuple(step * itemsize for step in self.stride)
         places, step = self.slack[0] if len(self.slack) == 1 else (0 if self.slack else 1, 0)
-        return numpy.dtype(_WORDS[itemsize]), strides, itemsize, places, step
+        kind = ctypes.c_char * ((last + 1) * itemsize)
+        return kind, numpy.dtype(_WORDS[itemsize]), strides, itemsize, places, step
 
     @property
     def count(self) -> int:
@@ -174,9 +174,9 @@ def peek(tensor: Tensor, spots: Spots, salt: int) -> bytes | None:
         return None
     if not address:
         return None
-    word, strides, itemsize, _, _ = cut
+    kind, word, strides, itemsize, _, _ = cut
     address += _start(spots, salt) * itemsize
-    found: bytes = _ndarray(spots.size, word, _MEMORY, address - _BEGIN, strides).tobytes()
+    found: bytes = _ndarray(spots.size, word, kind.from_address(address), 0, strides).tobytes()
     return found
 
 
