@@ -88,7 +88,7 @@ def split_name(path: Path) -> tuple[Path, str | None]:
 def _flat(values: Any) -> Iterator[tuple[str, Any]]:
     """Yield leaves by dotted key. They are counted, since YAML aliases can repeat a tree many times over."""
     if not isinstance(values, Mapping):
-        raise ValueError("it is empty" if values is None else f"it holds {type(values).__name__}, not keys with values")
+        raise ValueError("it is empty" if values is None else f"it has a {type(values).__name__}, not keys with values")
     left, waiting = MOST_KEYS, [("", values)]
     while waiting:
         prefix, table = waiting.pop()
