@@ -165,7 +165,10 @@ def test_a_trainers_file_is_planned_and_comes_back(
     if pasted:
         fill(opened, pasted=text)
     else:
-        opened.page.set_input_files("#ask-files", EXAMPLES / "pretrain.toml")
+        two = [EXAMPLES / "pretrain.toml", EXAMPLES / "sft.yaml"]
+        opened.page.set_input_files("#ask-files", two)
+        assert "plan --from pretrain.toml --from sft.yaml --gpu" in opened.page.inner_text("#ask .command code")
+        opened.page.set_input_files("#ask-files", two[0])
     name = "pasted" if pasted else "pretrain"
     line = f"jettison plan --from {name}.toml --gpu h100-80gb --gpus 64"
     assert opened.page.inner_text("#ask .command code") == line

@@ -320,7 +320,7 @@ _CHANGES: Final = {
     Hazard.BUFFERS: ("if torch._C._current_graph_task_id() == -1: self.counter += 1", "counts in forward alone"),
     Hazard.CAPTURED: ("block(x, shared)    # as an argument", "its gradient then flows through the block"),
 }
-"""What to write instead, and why."""
+"""Code to write instead, and the reason, by hazard."""
 
 
 def diagnose_model(request: ModelRequest, *, progress: Progress = silent) -> FindingsReport:

@@ -387,7 +387,7 @@ def _tuning(request: RunRequest) -> Tuning | None:
         upcast=_word(Upcast, request.kbit_upcast, "kbit-upcast", Upcast.NONE),
         base=_word(Base, request.base, "base", Base.PLAIN),
         inputs_need_gradients=given_or(request.input_gradients, given_or(request.recompute, "none") != "none"),
-        by_recompute=request.input_gradients is None,
+        follows_recompute=request.input_gradients is None,
     )
 
 

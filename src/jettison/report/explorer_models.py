@@ -25,12 +25,12 @@ from jettison.spec.run import Run
 PUBLISHED: Final = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")
 """arXiv 2205.05198 Table 3."""
 USUAL: Final = ("llama3-8b", "llama3-70b")
-"""Beside them where nothing is asked for."""
+"""Models added to them where nothing is asked for."""
 PUBLISHED_MICRO_BATCH: Final = {"gpt-22b": 4}
 """Table 3 again; the others train on one sequence at a time."""
 GPU: Final = "h100-80gb"
 MODEL: Final = "llama3-8b"
-"""Of panels about plans and steps, where no model is asked for."""
+"""Model of panels about plans and steps, where none is asked for."""
 MOST: Final = 8
 """Models that a page may be asked about: it stays below 1 MB, and is worked out within a minute or two."""
 SECONDS_DIGITS: Final = 9

@@ -148,9 +148,9 @@ class Run:
         check_run(self)
 
     def recomputed(self, recompute: Recompute) -> Run:
-        """Copy with another recomputation, and with the gradients of adapters' first inputs that it brings."""
+        """Copy with another recomputation, and with or without gradients of adapters' first inputs as it needs them."""
         needs, tuning = recompute.mode is not Mode.NONE, self.tuning
-        follows = tuning is not None and tuning.by_recompute and tuning.inputs_need_gradients != needs
+        follows = tuning is not None and tuning.follows_recompute and tuning.inputs_need_gradients != needs
         found = self._with_other_start if follows else self
         return found if recompute == found.recompute else replace(found, recompute=recompute)
 

@@ -174,7 +174,7 @@ class Tuning:
     dropout: float = 0.0  # of the adapters' input
     base: Base = Base.PLAIN  # storage of frozen matrices
     inputs_need_gradients: bool = False  # the first layer's input has a gradient although the embedding is frozen
-    by_recompute: bool = False  # it has one with recomputation alone, as PEFT asks: see `Run.recomputed`
+    follows_recompute: bool = False  # that depends on the recompute mode: see `Run.recomputed`
     upcast: Upcast = Upcast.NONE  # parts of a quantized base in fp32
     wide: bool = False  # fp32 adapters in every precision: PEFT's ``autocast_adapter_dtype``
 
@@ -202,7 +202,7 @@ class Tuning:
         *,
         base: Base = Base.PLAIN,
         inputs_need_gradients: bool = False,
-        by_recompute: bool = False,
+        follows_recompute: bool = False,
         wide: bool = False,
         upcast: Upcast = Upcast.NONE,
     ) -> Tuning:
@@ -224,7 +224,7 @@ class Tuning:
             dropout=_number(text, given.get("dropout", "0"), float),
             base=base,
             inputs_need_gradients=inputs_need_gradients,
-            by_recompute=by_recompute,
+            follows_recompute=follows_recompute,
             wide=wide,
             upcast=upcast,
         )

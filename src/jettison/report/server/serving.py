@@ -360,7 +360,7 @@ async def _disconnected(request: Request) -> None:
 
 
 CLOSE: Final = {"Connection": "close"}
-"""What the client still sends is not read."""
+"""Header of answers that leave bytes of the client unread."""
 
 
 def _problem(_: Request | None, problem: Problem, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
