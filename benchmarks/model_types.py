@@ -4,13 +4,14 @@
 
 For each type: does it have a closed form, and are its parameters and what autograd saves those of the trace, to the
 byte? Where it has none, is it recorded, with parameters and saved bytes of the trace, and a layout (two pipeline
-stages, two replicas, ZeRO 3, recompute)? Else, which words refuse it? ``--write`` makes
-docs/architectures.md of all of them.
+stages, two replicas, ZeRO 3, recompute)? Else, which error refuses it? ``--write`` makes docs/architectures.md and
+docs/architectures.csv of all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import time
 from collections import Counter
@@ -138,9 +139,15 @@ GROUPED: Final = ("deepseek_v3", "dots1", "glm4_moe", "nemotron_h", "phimoe")
 ONE_CHUNK: Final = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 UNTRACED: Final = ("dbrx",)
 """Held beside a real forward: their blocks look at values."""
-LET_GO: Final = ": routing gives it to autograd and lets go of it before the layer is over"
-LAST_CHUNK: Final = ": the only chunk hands it on to nobody, and a real forward does not hold it"
+NOTES: Final = {
+    **dict.fromkeys(GROUPED, "the trace also counts a tensor of the router that is freed before the layer ends"),
+    **dict.fromkeys(ONE_CHUNK, "the trace also counts a state that no later chunk reads and no real forward keeps"),
+    **dict.fromkeys(UNTRACED, "compared with a real forward: routing reads values, which a trace does not have"),
+}
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+TEMPLATE: Final = Path(__file__).parent / "pages" / "architectures.md"
+ROWS_FILE: Final = PAGE.with_suffix(".csv")
+COLUMNS: Final = ("model_type", "by", "parameters", "saved_bytes", "trace_saved_bytes", "layout", "peak_bytes", "note")
 BESIDE: Final = {
     "torch_dtype",
     "dtype",
@@ -193,6 +200,7 @@ class Answer:
     Args:
         way: "closed form", "trace", or "refused".
         parameters, saved: ours and the trace's, or those of a real forward where there is none.
+        layout, peak_bytes: of a step with two replicas, and its peak.
         words: a refusal's, or what is said to be left out.
     """
 
@@ -201,9 +209,9 @@ class Answer:
     parameters: tuple[int, int] = (0, 0)
     saved: tuple[int, int] = (0, 0)
     layout: str = ""
+    peak_bytes: int = 0
     words: str = ""
     seconds: float = 0.0
-    real: bool = False
 
     @property
     def exact(self) -> bool:
@@ -211,21 +219,24 @@ class Answer:
         return self.parameters[0] == self.parameters[1] and self.saved[0] == self.saved[1]
 
     @property
-    def markdown(self) -> str:
-        """A row of the page."""
-        more = self.saved[1] - self.saved[0]
-        equal = "equal to a real forward, which routing keeps from a trace" if self.real else "equal"
-        why = LET_GO if self.kind in GROUPED else LAST_CHUNK if self.kind in ONE_CHUNK else ""
-        beside = equal if self.exact else f"the trace has {more:+,}{why}"
-        figures = f"{self.parameters[0]:,} | {self.saved[0]:,}"
-        return f"| `{self.kind}` | {self.way} | {figures} | {beside} | {self.layout} |"
+    def row(self) -> dict[str, str]:
+        """Cells of the CSV, by column."""
+        if self.way == "refused":
+            return dict.fromkeys(COLUMNS, "") | {"model_type": self.kind, "by": self.way, "note": self.reason}
+        figures = (self.parameters[0], *self.saved, self.layout, self.peak_bytes)
+        return dict(zip(COLUMNS, map(str, (self.kind, self.way, *figures, NOTES.get(self.kind, ""))), strict=True))
+
+    @property
+    def reason(self) -> str:
+        """First clauses of a refusal."""
+        return self.words[:220].rpartition(",")[0]
 
     @property
     def line(self) -> str:
         """For a terminal."""
         same = "" if self.exact else f" DIFFERS: parameters {self.parameters}, saved {self.saved}"
         figures = f"{self.parameters[0]:>11,} {self.saved[0]:>12,} {self.seconds:5.1f}s"
-        return f"{self.kind:22} {self.way:12} {figures}{same} [{self.layout}] {self.words[:230]}"
+        return f"{self.kind:22} {self.way:12} {figures}{same} [{self.layout}: {self.peak_bytes:,}] {self.words[:230]}"
 
 
 def tried(kind: str) -> Answer:
@@ -281,9 +292,9 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
         way=way,
         parameters=(parameter_count(model), theirs[0]),
         saved=(held, theirs[1]),
-        layout=f"{stages}dp 2, ZeRO 3, full: {laid.peak_bytes:,}",
+        layout=f"{stages}dp 2, ZeRO 3, full",
+        peak_bytes=laid.peak_bytes,
         words="; ".join(model.left_out),
-        real=real,
     )
 
 
@@ -352,63 +363,30 @@ def asked_for(kind: str) -> Answer:
 
 
 def page(rows: Sequence[Answer]) -> str:
-    """docs/architectures.md."""
+    """Return docs/architectures.md."""
     from transformers import __version__
 
-    count = Counter(row.way for row in rows)
-    equal = sum(row.exact for row in rows if row.way != "refused")
-    lines = [
-        HEAD.format(
-            tried=len(rows),
-            closed=count[CLOSED] + count[TOWER],
-            traced=count["trace"],
-            refused=count["refused"],
-            equal=equal,
-            transformers=__version__,
-        )
-    ]
-    lines += [
-        "| model_type | by | parameters | saved bytes | against the trace | sharded |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [row.markdown for row in rows if row.way != "refused"]
-    lines += ["", "## Refused", ""]
-    lines += [f"- `{row.kind}`: {row.words[:220]}" for row in rows if row.way == "refused"]
-    return "\n".join(lines) + "\n"
+    answered = [row for row in rows if row.way != "refused"]
+    kinds = {way: ", ".join(f"`{row.kind}`" for row in rows if row.way == way) for way in (CLOSED, TOWER, "trace")}
+    refused = "\n".join(f"- `{row.kind}`: {row.reason}." for row in rows if row.way == "refused")
+    counts = {"tried": len(rows), "answered": len(answered), "equal": sum(row.exact for row in answered)}
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        closed=kinds[CLOSED],
+        towers=kinds[TOWER],
+        traced=kinds["trace"],
+        refused=refused,
+        transformers=__version__,
+        **counts,
+    )
 
 
-HEAD: Final = """# Architectures
-
-Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan` and `search`:
-
-- **Closed form**: the architecture is a file of families. It needs neither torch nor transformers, and every
-  layout, every set of kernels and every precision applies. Each entry is tested: parameters, and each tensor that
-  autograd saves, are those of a trace. State-space and linear-attention layers (Mamba, Qwen3-Next) follow
-  transformers' own code, and are not sharded by `--tp` or `--cp`; `--ssm-kernels fused` is what the kernels of
-  flash-linear-attention and mamba-ssm keep.
-- **Trace**: the architecture is in no table. Where torch and transformers are installed, the model is built on
-  tensors without memory, one forward is recorded, and the recorded blocks replace described ones: `--dp`,
-  `--zero`, `--pp`, `--recompute`, `--offload` and budgets apply. `--tp`, `--cp` and `--ep` would shard a block, and
-  nothing says how; they raise an error, as do `--dropout`, `--kernels` and `--loss`, since a recorded block
-  is as it was built. Bytes are those of the CPU's kernels. A model whose blocks read more than the block before them
-  (an encoder's result, the embeddings) has no `--pp`. `--trace` records even an architecture with a closed
-  form, if a layout is given.
-- **Refused**, with an error: no forward can be recorded without real values, or nothing in the model repeats.
-
-A `config.json` whose `model_type` is in none of these, and is built like one of them, is described with `--family`,
-such as `jettison ledger my-model --family qwen3`.
-
-Image and audio towers of a text model in closed form are counted as weights, gradients and optimizer
-state, to the parameter, if the two libraries are installed; without them a warning says that they are left
-out. Their activations are not in the figures, with a warning. Both towers of CLIP (`CLIPModel`)
-run and are described; Wav2Vec2 and HuBERT are given a second of sound.
-
-Tried: {tried} types, each made small (4 layers, h 64, 2 sequences of 32 tokens, bf16) and compared with a trace of
-transformers {transformers}: {closed} in closed form, {traced} by trace, {refused} refused; {equal} of the first two
-have the trace's parameters and saved bytes. "sharded" is the peak of a step in bytes with ZeRO-3 on two replicas,
-full recompute, and two pipeline stages where the blocks are a chain. `python -m benchmarks.model_types
---write` regenerates this page in three minutes.
-"""
+def write(rows: Sequence[Answer]) -> None:
+    """Write the page and its rows."""
+    PAGE.write_text(page(rows), encoding="utf-8")
+    with ROWS_FILE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.row for row in rows)
 
 
 def main() -> None:
@@ -423,7 +401,7 @@ def main() -> None:
         print(rows[-1].line, flush=True)
     print(dict(Counter(row.way for row in rows)), f"{sum(row.exact for row in rows)} exact of {len(rows)}")
     if asked.write:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        write(rows)
 
 
 if __name__ == "__main__":

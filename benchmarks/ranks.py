@@ -7,8 +7,7 @@ other in one process, against a store that counts. Ranks speak from the last to 
 ranks ask while they wait is not counted (NOTE [ Waiting ]). With ``--before`` the agreement of an older
 commit is counted the same way; without it, its figures stay as they are in the file.
 
-Sockets are computed (benchmarks/rank_sockets.py); a test compares the formula with real processes. The table also goes
-between the marks in docs/train.md.
+Sockets are computed (benchmarks/rank_sockets.py); a test compares the formula with real processes.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ from jettison.train.ranks import World
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "ranks.json"
-PAGE = ROOT / "docs" / "train.md"
-BEGIN, END = "<!-- ranks:begin -->", "<!-- ranks:end -->"
 SIZES = (64, 4096, 16384)
 TP, PP = 8, 8
 REGIONS = 127
@@ -349,12 +346,10 @@ def _cell(values: Any, path: Sequence[str]) -> str:
 
 
 def write(found: Mapping[str, Any], result: Path) -> None:
-    """The figures, the table beside them, and the page."""
+    """Write the figures, and a table of them."""
     result.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     text = table(found)
     result.with_suffix(".md").write_text(f"# {TITLE}\n\n{found['what']}\n\n{text}", encoding="utf-8")
-    start, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    PAGE.write_text(f"{start}{BEGIN}\n{text}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 TITLE = "What thousands of ranks say"

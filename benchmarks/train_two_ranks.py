@@ -4,8 +4,7 @@
 
 Starts 2 gloo ranks and trains the recipe's model in each of the ways of `WAYS`, with `jettison train`'s own loop: the
 same data, weights, optimizer and meter. Only what shards the layers and what is computed again differ. Peaks are of the
-second step, the first one that starts with the optimizer's state, and of the rank where they are highest. The table
-also goes between the marks in docs/train.md.
+second step, the first one that starts with the optimizer's state, and of the rank where they are highest.
 
 The loop seeds the ranks apart, as sequence parallelism wants it, for all ways alike. They draw in the same places, so
 that losses can be compared with the recipe's dropout.
@@ -33,9 +32,7 @@ from jettison.train.recipe import CheckpointSection, LogSection, PlanSection, Tr
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "two-ranks.toml"
-PAGE = ROOT / "docs" / "train.md"
 RESULT = ROOT / "benchmarks" / "results" / "train-two-ranks-cpu.json"
-BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
 TOLERANCE = 1e-4
 """Of losses, relative: fp32 sums in another order, added up over the steps."""
 
@@ -220,14 +217,11 @@ def largest_difference(found: Mapping[str, Any]) -> float:
 
 
 def write(found: Mapping[str, Any], steps: int, result: Path) -> None:
-    """The figures, the table, and the page."""
+    """Write the figures, and a table of them."""
     document = {"schema": "jettison.benchmark/1", "recipe": RECIPE.name, "steps": steps, "ways": found}
     result.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     text = table(found)
     result.with_suffix(".md").write_text(f"# The two-ranks recipe\n\n{text}", encoding="utf-8")
-    page = PAGE.read_text("utf-8")
-    before, after = page.split(BEGIN)[0], page.split(END)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
 
 
 def main(arguments: list[str]) -> None:

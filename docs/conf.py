@@ -1,15 +1,17 @@
-"""Sphinx: pages are Markdown, the command line and the schemas are written out of the code before they are read."""
+"""Sphinx: pages are Markdown; references of commands, schemas and recipes are generated from the code first."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import io
 import json
 import re
 import sys
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))
@@ -18,6 +20,7 @@ sys.path.insert(0, str(HERE.parent))
 import jettison  # noqa: E402 - the path comes first
 from jettison.cli.app import flag_sections  # noqa: E402
 from jettison.report.schemas import schema_names  # noqa: E402
+from jettison.train.recipe import TrainRecipe  # noqa: E402
 
 project = "Jettison"
 author = "The Jettison developers"
@@ -125,10 +128,62 @@ def kind_of(value: dict[str, Any]) -> str:
     return str(kind)
 
 
+# recipes --------------------------------------------------------------------------------------------------------------
+
+
+def recipe_page() -> str:
+    """A table of keys for each section of a recipe."""
+    parts = ["# Every key of a recipe\n", "A recipe of [`jettison train`](../train.md) is TOML with these keys.\n"]
+    parts.append(section_of("Top level", TrainRecipe))
+    for key, hint in get_type_hints(TrainRecipe).items():
+        parts += [section_of(f"[{key}]", kind) for kind in (hint, *get_args(hint)) if is_dataclass(kind)]
+    return "\n".join(parts)
+
+
+NO_DEFAULT = {MISSING: "required", None: ""}
+
+
+def section_of(title: str, section: Any) -> str:
+    """Describe a section, and each of its keys with values, default and meaning."""
+    about, _, arguments = inspect.cleandoc(section.__doc__).partition("\n\nArgs:\n")
+    meanings = {
+        name: " ".join(text.split())
+        for names, text in re.findall(r"^    (\w+(?:, \w+)*): (.*(?:\n        .*)*)", arguments, re.MULTILINE)
+        for name in names.split(", ")
+    }
+    hints = get_type_hints(section)
+    rows = []
+    for one in fields(section):
+        values = values_of(hints[one.name])
+        if one.default_factory is MISSING and values:
+            default = NO_DEFAULT.get(one.default, f"`{toml_of(one.default)}`")
+            rows.append(f"| `{one.name}` | {values} | {default} | {meanings.get(one.name, '')} |")
+    text = " ".join(about.split()).replace("``", "`")
+    table = "| key | values | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows).replace("``", "`")
+    return f"## {title}\n\n{text}\n\n{table}\n"
+
+
+def values_of(hint: Any) -> str:
+    """Name a key's values in TOML's terms; "" for a section."""
+    if get_origin(hint) is Literal:
+        return " or ".join(f"`{toml_of(one)}`" for one in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"list of {values_of(get_args(hint)[0])}s"
+    if arguments := get_args(hint):
+        return " or ".join(filter(None, map(values_of, arguments)))
+    return {int: "integer", float: "number", str: "text", bool: "true or false"}.get(hint, "")
+
+
+def toml_of(value: Any) -> str:
+    """Write a default as TOML has it."""
+    return json.dumps(value, default=str)
+
+
 def write_generated(_app: Any) -> None:
     """Before pages are read."""
     GENERATED.mkdir(exist_ok=True)
-    for name, text in (("commands.md", command_pages()), ("schemas.md", schema_page())):
+    pages = (("commands.md", command_pages()), ("schemas.md", schema_page()), ("recipe.md", recipe_page()))
+    for name, text in pages:
         path = GENERATED / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

@@ -62,6 +62,9 @@ PAGES: dict[str, Page] = {
             "$ jettison search gpt-175b --gpus 64 --gpu a100-80gb --global-batch 64",
         ),
     ),
+    "docs/context-parallel.md": Page(
+        not_here={"from jettison.parallel import apply_context_parallel": "tests/parallel/test_context.py"}
+    ),
     "docs/compiled.md": Page(slow=("import torch", "handle.remove()")),
     "docs/doctor.md": Page(files={"run.log": worlds.run_log, "leak.pickle": worlds.leak_pickle}),
     "docs/explore.md": Page(slow=("$ jettison explore ",), measured=("$ jettison explore ",)),
@@ -121,10 +124,7 @@ PAGES: dict[str, Page] = {
         slow=("$ jettison plan my_models:tower --budget 1000KiB --out plan.json --timeline predicted.json",),
         measured=("$ jettison plan my_models:tower --budget 1000KiB --out plan.json --timeline predicted.json",),
     ),
-    "docs/train.md": Page(
-        slow=("jettison train recipes/one-process.toml",),
-        not_here={"from jettison.parallel import apply_context_parallel": "tests/parallel/test_context.py"},
-    ),
+    "docs/train.md": Page(slow=("jettison train recipes/one-process.toml",)),
     "docs/verify.md": Page(
         slow=("$ jettison verify value_models:built --recompute full --values",),
         measured=("$ jettison verify value_models:built --recompute full --values",),

@@ -1,4 +1,4 @@
-"""Which layouts draw the dropout masks of one process: the table in docs/train.md, by the first loss of each run."""
+"""Which layouts draw the dropout masks of one process (docs/train-guarantees.md), by the first loss of each run."""
 
 from __future__ import annotations
 
