@@ -9,9 +9,13 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
+from jettison.predict.auto_recompute import choose, layer_policies
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
+from jettison.predict.time import estimate
+from jettison.spec.hardware import hardware
+from jettison.spec.recompute import Mode, Recompute
 from support.compiled_blocks import QUIET
 from support.compiled_families import Loss, blocks_of, language_model
 
@@ -22,7 +26,7 @@ B, S = 8, 64
 
 def described(values: dict[str, Any], **given: object) -> Forecast:
     model = parse_config(values, name="small")
-    request = RunRequest(seq=S, micro_batch=B, precision="fp32", **({"kernels": "huggingface"} | given))
+    request = RunRequest(seq=S, micro_batch=B, **({"precision": "fp32", "kernels": "huggingface"} | given))
     run = resolve(model, request).run
     return forecast(replace(run, compiled=True))
 
@@ -57,6 +61,25 @@ def test_layers_beside_checkpoints_are_compiled_as_well(mode: str, checkpointed:
         other = full if number in checkpointed else plain
         assert found[f"layers.{number}"] == other[f"layers.{number}"]
     assert full["layers.1"] < plain["layers.1"]
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_a_plan_keeps_at_most_what_compiled_layers_keep(recipe: str | None) -> None:
+    """With room for all it is the compiled run, in bytes and seconds; with less it recomputes some of that."""
+    run = described(LLAMA, kernels="pytorch", precision="bf16", fp8_recipe=recipe).run
+    plain, device = forecast(run), hardware("h100-80gb")
+    roomy = choose(replace(run, recompute=Recompute(mode=Mode.AUTO)), plain.peak_bytes, device)
+    assert roomy.forecast.peak_bytes == plain.peak_bytes and roomy.seconds == 0.0
+    assert dict(roomy.forecast.layer_bytes()) == dict(plain.layer_bytes())
+    assert {word for _, word in layer_policies(roomy)} == {"none"}
+    took = estimate(run, device, chosen=[None] * run.model.depth)
+    assert roomy.estimate.recomputed_flops == 0
+    assert roomy.estimate.step_seconds == pytest.approx(took.step_seconds, rel=1e-9)
+    tight = choose(replace(run, recompute=Recompute(mode=Mode.AUTO)), roomy.minimum_budget_bytes, device)
+    assert tight.forecast.peak_bytes <= roomy.minimum_budget_bytes < plain.peak_bytes
+    assert tight.step_seconds > roomy.step_seconds
+    rows = dict(plain.layer_bytes())
+    assert all(nbytes <= rows[name] for name, nbytes in tight.forecast.layer_bytes())
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def every_plan(run: Run, *, single_points: int) -> Iterator[tuple[int, float]]:
     layers = [part for part in found.parts if part.is_layer]
     timing = Timing(run=run, hardware=H100, execution=execution_of(run))
     choice = StageChoice(run=run, stage=found.stages[0], timing=timing)
-    points = layer_points(timing.prices(layers[0].layer), layers[0].region)
+    points = layer_points(timing.prices(layers[0].layer), layers[0].region, layers[0].policy)
     few = points if len(points) <= single_points else (points[0], *points[1 :: max(1, len(points) // single_points)])
     alone = [((Staying(p.kept),), p.seconds) for p in few]
     kept = kept_by(layers[0].region, FULL)

@@ -359,6 +359,12 @@ def test_a_planner_takes_no_less_than_its_bound(data: st.DataObject, name: str, 
     _bound_of_a_planner(data, space(MODELS[name], 8, 16, **every), share)
 
 
+@settings(max_examples=8)
+@given(data=st.data(), name=st.sampled_from(["small-llama", "wide-llama"]), share=st.floats(0, 1))
+def test_a_compiled_plan_takes_no_less_than_its_bound(data: st.DataObject, name: str, share: float) -> None:
+    _bound_of_a_planner(data, compiled(space(MODELS[name], 4, 8, schedule="1f1b,interleaved"), given=False), share)
+
+
 @pytest.mark.slow  # what is sent stays, so that each peak is the timeline's
 @settings(max_examples=12)
 @given(data=st.data(), name=st.sampled_from(sorted(MODELS)), share=st.floats(0, 1))

@@ -29,7 +29,7 @@ def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
             found[part.name] = Decision(
                 layer=part.name,
                 policy=words[part.name],
-                program=part.region.program,
+                program=part.program,
                 kept=part.kept,
                 moved=frozenset() if part.chosen is None else part.chosen.moved,
                 stage=stage.index,

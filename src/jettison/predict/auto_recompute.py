@@ -146,7 +146,7 @@ def choose(
 
 def smallest_budget(run: Run, hardware: Hardware) -> int:
     """Return the smallest budget for which `choose` finds a plan."""
-    return max(each.smallest_budget_bytes for each in _problems(run, hardware, hardware.host_memory_bytes))
+    return max(each.least.needs for each in _problems(run, hardware, hardware.host_memory_bytes))
 
 
 def distinct_stages(run: Run) -> list[int]:
@@ -199,9 +199,9 @@ def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
     for part in answer.forecast.parts:
         if part.is_layer:
             moved = frozenset() if part.chosen is None else part.chosen.moved
-            word = policy_word(part.region.program, part.kept, moved)
+            program = part.program
+            word = policy_word(program, part.kept, moved)
             if word is PolicyWord.MIXED and not moved:
-                program = part.region.program
                 core = program.recompute_set(kept_by(part.region, Mode.SELECTIVE))
                 if set(program.recompute_set(part.kept)) <= set(core):  # all that is recomputed
                     word = PolicyWord.SELECTIVE

@@ -450,7 +450,9 @@ class _Sharded:
 
         highest = rise(passes)
         if experts.gathered:
-            phases = phases_of(self.treated, run.gradient_rule)
+            layer = self.treated
+            frames = () if layer.held or layer.chosen is not None else tuple(named_frames(layer.region, layer.policy))
+            phases = _phases(layer.region, layer.kept, run.gradient_rule, frames, layer.held)
             highest = _rise_of_experts(run, experts, phases, there=there, ahead=ahead, waiting=waiting)
             twice = gathered + max(gathered - experts.gathered, experts.gathered if layout.expert_shards > 1 else 0)
         staying = after + shard if layout.pp == 1 else 0
@@ -612,12 +614,6 @@ def own_experts(run: Run, part: StageRegion | None) -> Static:
         return NOTHING
     found = [weight for weight in part.region.weights if weight.expert]
     return static(found, precision=run.precision, optimizer=run.optimizer, layout=layout, in_layer=part.is_layer)
-
-
-def phases_of(part: StageRegion, rule: GradientRule) -> Phases:
-    """Return the phases of a layer under its policy."""
-    frames = () if part.held or part.chosen is not None else tuple(named_frames(part.region, part.policy))
-    return _phases(part.region, part.kept, rule, frames, part.held)
 
 
 @lru_cache(maxsize=4096)

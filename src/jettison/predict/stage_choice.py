@@ -37,7 +37,6 @@ from typing import Final
 
 from jettison.core.units import MIB
 from jettison.cost.collective import host_seconds
-from jettison.cost.flops import everything, repeated
 from jettison.cost.layer import PriceModel
 from jettison.formula.region import HEAD, Region
 from jettison.memory.step import Event
@@ -46,7 +45,7 @@ from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
 from jettison.predict.stage_buffers import document_mask, reads_mask
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
+from jettison.predict.stages import FULL, RegionGroup, StageRegion, Staying, kept_by, planned_program
 from jettison.predict.units import unit_within
 from jettison.solve.actions import action_points
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
@@ -98,7 +97,7 @@ class StageChoice:
 
     def solve(self, budget_bytes: int) -> tuple[int, StageOutcome | None]:
         """Return the smallest budget that the stage is known to fit, and the fastest choice within the budget."""
-        least = self._least
+        least = self.least
         found = [least, *refine(self._ask, budget_bytes, self._lowest)]
         other = self._without_mask
         others = [] if other is None else refine(other._ask, budget_bytes, other._lowest)
@@ -129,24 +128,19 @@ class StageChoice:
         """The stage without the mask; None: there is none. See NOTE [ Mask of packed documents ]."""
         return replace(self, mask=False) if self.mask and document_mask(self.run) else None
 
-    @property
-    def smallest_budget_bytes(self) -> int:
-        """Smallest budget that some choice is known to fit."""
-        return self._least.needs
-
     @cached_property
     def _lowest(self) -> int:
         """Smallest budget for which the solver's problem has a solution."""
         return min(offer.least_bytes for offer in self._offers)
 
     @cached_property
-    def _least(self) -> StageOutcome:
+    def least(self) -> StageOutcome:
         """Choice with the lowest peak of the timeline, independent of the budget: of the recompute modes' and the
         solver's for its smallest budget.
         """
         found = [self._fewest, self._ask(self._lowest), *(self._uniform() if self.mask else ())]
         if self._without_mask is not None:
-            found.append(self._without_mask._least)
+            found.append(self._without_mask.least)
         if self._link is not None:  # an offloaded tensor occupies the device until it is copied
             kept = replace(self, run=replace(self.run, recompute=replace(self.run.recompute, offload=False)))
             found.append(kept._ask(kept._lowest))
@@ -217,7 +211,7 @@ class StageChoice:
         """Spans of consecutive regions with these kept tensors; None: those of the run's mode."""
         parts = self.parts[start : start + len(stays)]
         groups = [
-            RegionGroup(part=part if kept is None else replace(part, policy=MIXED, chosen=kept), names=(part.name,))
+            RegionGroup(part=part if kept is None else replace(part, chosen=kept), names=(part.name,))
             for part, kept in zip(parts, stays, strict=True)
         ]
         return unit_within(self.run, groups, self.place(start, start + len(stays)))
@@ -232,12 +226,12 @@ class StageChoice:
         following = [part for chunk in self.stage.parts if chunk for part in (*chunk[1:], None)]
         for at, (part, after) in enumerate(zip(self.parts, following, strict=True)):
             if not part.is_layer:
-                found.append((plain_point(part.region.program),))
+                found.append((plain_point(part.program),))
                 continue
             after = after if after is not None and after.is_layer else None  # overlaps with its copies
             key = (self.timing.prices(part.layer), part.region, after and after.region)
             if key not in known:
-                points, program = self._of_layer(at, after), part.region.program
+                points, program = self._of_layer(at, after), part.program
                 known[key] = points if self.mask else tuple(p for p in points if not reads_mask(program, p.kept))
             found.append(known[key])
         return found
@@ -245,11 +239,11 @@ class StageChoice:
     def _of_layer(self, at: int, following: StageRegion | None) -> Points:
         part = self.parts[at]
         if self._link is None or following is None:
-            return layer_points(self.timing.prices(part.layer), part.region)
+            return layer_points(self.timing.prices(part.layer), part.region, part.policy)
         forward, backward = self._passes(following)
         again = sum(self.timing.prices(following.layer).op_seconds(following.region))
         passes = (forward, backward, backward + again, min(forward, backward) / 2)
-        program, seconds = part.region.program, self.timing.prices(part.layer).op_seconds(part.region)
+        program, seconds = part.program, self.timing.prices(part.layer).op_seconds(part.region)
         return action_points(
             program,
             seconds,
@@ -260,7 +254,7 @@ class StageChoice:
 
     def _passes(self, part: StageRegion) -> tuple[float, float]:
         """Seconds of a forward, and of a backward without recomputation."""
-        plain = self.timing.items([RegionGroup(part=replace(part, chosen=None, policy="none"), names=(part.name,))])
+        plain = self.timing.items([RegionGroup(part=replace(part, chosen=None), names=(part.name,))])
         return plain[0].seconds.forward.seconds, plain[0].seconds.backward_seconds
 
     # the problem ------------------------------------------------------------------------------------------------------
@@ -443,7 +437,7 @@ class StageChoice:
         parts = self.parts[start:stop]
         spent = sum(sum(self._op_seconds(part)) for part in parts[:-1])
         own = self._op_seconds(parts[-1])
-        return spent + sum(own[o] for o in repeated(parts[-1].region, kept_by(parts[-1].region, FULL)))
+        return spent + sum(own[o] for o in parts[-1].program.recompute_set(kept_by(parts[-1].region, FULL)))
 
     @cached_property
     def _ends(self) -> dict[int, int]:
@@ -484,7 +478,6 @@ class StageChoice:
         return region.program.kept_bytes(kept_by(region, FULL))
 
     def _op_seconds(self, part: StageRegion) -> Sequence[float]:
-        assert len(everything(part.region)) == len(part.region.program.ops)
         return self.timing.prices(part.layer).op_seconds(part.region)
 
     @cached_property
@@ -493,6 +486,6 @@ class StageChoice:
 
 
 @lru_cache(maxsize=4096)
-def layer_points(prices: PriceModel, region: Region) -> Points:
-    """Options of a layer without offloading."""
-    return pareto_frontier(region.program, prices.op_seconds(region))
+def layer_points(prices: PriceModel, region: Region, policy: str) -> Points:
+    """Options of a layer without offloading; ``policy``: without a checkpoint."""
+    return pareto_frontier(planned_program(region, policy), prices.op_seconds(region))

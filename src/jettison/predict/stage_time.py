@@ -21,7 +21,7 @@ from jettison.formula.split_backward import computing_groups
 from jettison.formula.static import Static, state_bytes, static, together
 from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.optimizer_state import host_states
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_length
+from jettison.predict.stages import COMPILERS, FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_length
 from jettison.predict.units import by_torch, moved_bytes, splits
 from jettison.spec.fp8 import WIDE, Library
 from jettison.spec.hardware import Hardware
@@ -259,8 +259,8 @@ class Timing:
 
     def _again(self, part: StageRegion) -> frozenset[int]:
         if part.chosen is not None:
-            return repeated(part.region, part.chosen.buffers)
-        if part.policy == NONE:
+            return frozenset(part.program.recompute_set(part.chosen.buffers))
+        if part.policy == NONE or part.policy in COMPILERS:
             return frozenset()
         if part.policy == FULL and self.execution.repeats_all:
             return everything(part.region)

@@ -11,6 +11,7 @@ from math import prod
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, declared, static
 from jettison.formula.tape import Weight
+from jettison.ledger.program import Program
 from jettison.memory.schedule import PipelineShape
 from jettison.solve.modules import OWN, Recomputed, is_mtp, recomputed, sent
 from jettison.solve.policy import COMPILED, COMPILED_QUANTIZED, Compiled, SelectiveOp, kept_apart, policy_named
@@ -21,11 +22,13 @@ from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
 from jettison.spec.states_on_host import StatesOnHost
 
-NONE, FULL, PARTS, MIXED = "none", "full", "parts", "mixed"
+NONE, FULL, PARTS = "none", "full", "parts"
 FURTHER = "modules:mtp"
 """Policy of a full checkpoint of a multi-token prediction (MTP) layer."""
 CONTEXTS = frozenset({str(Mode.SELECTIVE_OP), str(Mode.SELECTIVE_OP_ALTERNATE)})
 """Policies of torch's selective checkpoint contexts in eager mode."""
+COMPILERS = frozenset({COMPILED, COMPILED_QUANTIZED})
+"""Policies of compiled layers without a checkpoint."""
 _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
 """Modes under which equal layers have different policies."""
 
@@ -54,8 +57,8 @@ class StageRegion:
 
     Args:
         layer: of the model; None: the embedding or the head.
-        policy: name of the policy.
-        chosen: a planner's kept buffers, for the policy "mixed".
+        policy: name of the policy; that of layers without a checkpoint where ``chosen`` decides.
+        chosen: a planner's kept buffers.
         held: buffers that the model's caller references until its backward ends.
     """
 
@@ -71,6 +74,11 @@ class StageRegion:
     def is_layer(self) -> bool:
         """Whether it is a layer, not the embedding or the head."""
         return self.layer is not None
+
+    @property
+    def program(self) -> Program:
+        """The program that a planner decides over."""
+        return planned_program(self.region, self.policy)
 
     @property
     def kept(self) -> frozenset[int]:
@@ -113,22 +121,24 @@ Chunk = tuple[RegionGroup, ...]
 @lru_cache(maxsize=65536)
 def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
-    if policy in (COMPILED, COMPILED_QUANTIZED):
+    if policy in COMPILERS:
         return Compiled(word=policy).kept(region.program)
     if policy in CONTEXTS:
-        return _selective(policy).cached(region.program)
+        contexts = policy_named(policy)
+        assert isinstance(contexts, SelectiveOp)
+        return contexts.cached(region.program)
     if policy == PARTS:
         return kept_apart(region.program)
     if policy.startswith(f"{COMPILED} "):
-        return _selective(policy.removeprefix(f"{COMPILED} ")).kept(region.program)
+        return policy_named(policy.removeprefix(f"{COMPILED} ")).kept(region.program)
     found = again_by(region, FURTHER if policy == FULL and is_mtp(region.program) else policy)
     return policy_named(policy).kept(region.program) if found is None else found.kept
 
 
-def _selective(policy: str) -> SelectiveOp:
-    found = policy_named(policy)
-    assert isinstance(found, SelectiveOp)
-    return found
+@lru_cache(maxsize=65536)
+def planned_program(region: Region, policy: str) -> Program:
+    """Return the program that a planner decides over, by the policy of layers without a checkpoint."""
+    return Compiled(word=policy).read(region.program) if policy in COMPILERS else region.program
 
 
 @lru_cache(maxsize=4096)
@@ -297,9 +307,7 @@ def _policy(run: Run, position: int) -> str:
             return FULL if position < number else whole
         case Mode.INTERVAL:
             return FULL if position % number == 0 else whole
-        case Mode.AUTO:
-            return NONE
-        case Mode.NONE:
+        case Mode.NONE | Mode.AUTO:
             return whole
         case Mode.MODULES:
             return f"{mode}:{'+'.join(names_of(run, run.recompute.modules))}"
@@ -319,7 +327,7 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
 
     def key(index: int) -> Kind:
         picked = None if chosen is None else chosen[index]
-        return numbers[index], _policy(run, position + index - start) if picked is None else MIXED, picked
+        return numbers[index], _policy(run, position + index - start), picked
 
     for kind, same in groupby(range(start, stop), key):
         members = list(same)

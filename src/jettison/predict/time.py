@@ -156,7 +156,8 @@ def estimate(
     how = execution or execution_of(run)
     _, hardware = anchored(run, hardware)
     given = run
-    run = replace(run, compiled=False)  # layers are priced as they are written, with the kernels that a compiler makes
+    # without a plan layers are priced as they are written, with the kernels that a compiler makes
+    run = replace(run, compiled=run.compiled and chosen is not None)
     timing = Timing(run=run, hardware=hardware, execution=how, planned=chosen is not None)
     layout = run.layout
     items: dict[int, list[Item]] = {}

@@ -351,7 +351,7 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
 
 def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion]) -> Reason:
     took, beside = _timed(timing, part).seconds, [_timed(timing, other).seconds for other in following]
-    program = part.region.program
+    program = part.program
     moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
     return Reason(
         layer=part.name,
@@ -369,7 +369,7 @@ def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion])
 def whereabouts(part: StageRegion) -> Mapping[int, str]:
     """For each buffer that backward asks for, where it is in between."""
     moved = frozenset[int]() if part.chosen is None else part.chosen.moved
-    program = part.region.program
+    program = part.program
     wanted = [b for b in sorted(program.needed_buffers()) if not program.buffers[b].free and program.buffers[b].nbytes]
     stays = part.kept if part.first else frozenset[int]()  # of a segment the first layer's input alone
     return {b: THERE if b in moved else HERE if b in stays else AGAIN for b in wanted}

@@ -141,8 +141,6 @@ class ForecastPlan:
         """Parts of the configuration that are not in the figures, and whether the plan may not fit after all."""
         run = self.choice.forecast.run
         found = [*run.model.left_out, *unlike_anchor(run, self.choice.hardware.name)]
-        if run.compiled:
-            found.append("layers are compiled: seconds are of fused kernels, kept bytes of what layers save uncompiled")
         if self.verdict is FitVerdict.CLOSE and self.limit is not None and self.limit.gpu:
             needs, gpu = self.figures.needs, self.limit.gpu
             least = self.choice.minimum_budget_bytes

@@ -41,7 +41,7 @@ from jettison.predict.fsdp2 import beside_last
 from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, NONE, Chunk, kept_by, pipeline_shape
+from jettison.predict.stages import FULL, Chunk, kept_by, pipeline_shape, planned_program
 from jettison.predict.time import Estimate, works
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.solve.frontier import pareto_frontier
@@ -68,8 +68,8 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     chunks = {id(chunk): chunk for stage in plain.stages for chunk in stage.groups}
     items = {each: timing.items(chunk) for each, chunk in chunks.items()}
     alike = len(run.model.kinds) == 1
-    layers = [item for own in items.values() for item in own if item.in_layer]
-    hulls = {item.region: _segments(item.prices, item.region, alike) for item in layers}
+    parts = [group.part for chunk in chunks.values() for group in chunk if group.part.is_layer]
+    hulls = {part.region: _segments(timing.prices(part.layer), part.region, part.policy, alike) for part in parts}
     waits = {each: timing.hideable(own) for each, own in items.items()}
     again, hiding = [], []
     known: dict[tuple[int, bool], ChunkRise] = {}
@@ -194,7 +194,7 @@ def _chunk_rise(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], ther
         part = groups[at].part
         if part.is_layer:
             beside = level + beside_last(run, groups, at)
-            ways = _layer_options(timing.prices(part.layer), part.region, run.gradient_rule, there)
+            ways = _layer_options(timing.prices(part.layer), part.region, part.policy, run.gradient_rule, there)
             return lowest, tuple((beside + rise, released, seconds) for rise, released, seconds in ways)
         unit = units.pop()  # ends of a model are units of their own
         lowest = max(lowest, level + (unit.adding_peak if there else unit.backward_peak))
@@ -203,15 +203,18 @@ def _chunk_rise(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], ther
 
 
 @lru_cache(maxsize=1024)
-def _layer_options(prices: PriceModel, region: Region, rule: GradientRule, there: bool) -> tuple[LayerOption, ...]:
-    """Policies that a planner chooses from, without the transients of ZeRO."""
-    everything = chosen_passes(region, kept_by(region, NONE), rule, False).resident
+def _layer_options(
+    prices: PriceModel, region: Region, policy: str, rule: GradientRule, there: bool
+) -> tuple[LayerOption, ...]:
+    """Policies that a planner chooses from, without the transients of ZeRO; ``policy``: without a checkpoint."""
+    program, whole = planned_program(region, policy), kept_by(region, policy)
+    everything = chosen_passes(region, whole, rule, False).resident
     found = []
-    for point in layer_points(prices, region):
+    for point in layer_points(prices, region, policy):
         passes = chosen_passes(region, point.kept, rule, there)
         found.append((passes.backward_peak, everything - passes.resident, point.seconds))
-    plain = chosen_passes(region, kept_by(region, NONE), rule, there)
-    again = sum(map(prices.op_seconds(region).__getitem__, region.program.recompute_set(kept_by(region, FULL))))
+    plain = chosen_passes(region, whole, rule, there)
+    again = sum(map(prices.op_seconds(region).__getitem__, program.recompute_set(kept_by(region, FULL))))
     found.append((plain.resident + plain.backward_peak, everything, again))  # it ends a segment
     return tuple(found)
 
@@ -252,16 +255,17 @@ def _cheapest(offers: Sequence[tuple[float, int]]) -> Callable[[int], float | No
 
 
 @lru_cache(maxsize=1024)
-def _segments(prices: PriceModel, region: Region, alike: bool) -> Segments:
-    """Segments of the convex hull, from plain autograd to a layer that keeps nothing.
+def _segments(prices: PriceModel, region: Region, policy: str, alike: bool) -> Segments:
+    """Segments of the convex hull, from a layer without a checkpoint to one that keeps nothing.
 
     Args:
+        policy: without a checkpoint.
         alike: all layers of the model are equal.
     """
-    spent = prices.op_seconds(region)
-    points = pareto_frontier(region.program, spent, max_points=ALL_POINTS)[::-1]
+    spent, program = prices.op_seconds(region), planned_program(region, policy)
+    points = pareto_frontier(program, spent, max_points=ALL_POINTS)[::-1]
     hull = [(points[0].kept_bytes - point.kept_bytes, point.seconds) for point in points]
-    again = sum(spent) if alike else sum(spent[o] for o in region.program.recompute_set(kept_by(region, FULL)))
+    again = sum(spent) if alike else sum(spent[o] for o in program.recompute_set(kept_by(region, FULL)))
     nothing = points[0].kept_bytes, max(again, hull[-1][1]) if alike else again
     while hull and (hull[-1][0] >= nothing[0] or (len(hull) > 1 and _on_or_above(hull[-2], hull[-1], nothing))):
         hull.pop()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol, runtime_checkable
 
 from jettison.core.errors import UsageError
-from jettison.ledger.program import Anchor, Op, Program, Source
+from jettison.ledger.program import Anchor, Op, Program, Slot, Source
 
 _PRODUCTS = ("aten.mm", "aten.addmm")
 """Matmuls with a weight, which an alternating policy counts."""
@@ -415,6 +415,13 @@ class Compiled:
 
         found = fewest_bytes_point(replace(program, ops=ops), [0.0] * len(ops)).kept
         return found | _statistics(program) if self.word == COMPILED_QUANTIZED else found
+
+    def read(self, program: Program) -> Program:
+        """Return a program with slots for what the compiled backward reads; the rest it recomputes in its kernels."""
+        kept, saved = self.kept(program), program.saved_buffers()
+        own = tuple(slot for slot in program.slots if slot.buffer in kept)
+        others = enumerate(sorted(kept - saved), len(program.slots))
+        return replace(program, slots=(*own, *(Slot(index=at, buffer=b, shape=(), dtype="") for at, b in others)))
 
 
 def _statistics(program: Program) -> frozenset[int]:

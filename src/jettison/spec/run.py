@@ -467,10 +467,7 @@ def _output(run: Run) -> Iterator[str]:
 
 
 COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selective-op", "selective-op-alternate", "auto")
-"""Recompute modes that compiled layers support: of layers, or passed to torch's partitioner.
-
-A plan names tensors of uncompiled layers: with --compile its bytes are theirs, its seconds those of fused kernels.
-"""
+"""Recompute modes that compiled layers support: of layers, or passed to torch's partitioner."""
 
 
 def _compiled(run: Run) -> Iterator[str]:
