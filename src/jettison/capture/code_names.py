@@ -254,9 +254,8 @@ def _is_in_a_library(file: str) -> bool:
 
 
 def is_foreign(module: str | None) -> bool:
-    """Whether a module belongs to Python or to a large library, whose globals no model sets.
-
-    A package of the user's own may share a library's name (``datasets``, ``token``): the location of its code decides.
+    """Whether a module belongs to Python or to a large library, whose globals no model sets. A package of the user's
+    own may share a library's name (``datasets``, ``token``): the location of its code decides.
     """
     name = str(module or "").partition(".")[0]  # a class may have a property for it
     if name not in _FOREIGN or name in ("torch", "numpy", "jettison"):  # imported already: no other can have the name

@@ -42,13 +42,9 @@ _NEVER_ENTERED = (
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Deep copy of a value that shares objects with a finalizer, and those that cannot be copied.
-
-    Args:
-        memo: by id of an original, its copy, as for `copy.deepcopy`; new copies are added.
-
-    Raises:
-        UnsupportedModule: the value itself, or a module inside of it, refuses.
+    """Deep copy of a value that shares objects with a finalizer, and those that cannot be copied. ``memo``: by id of an
+    original, its copy, as for `copy.deepcopy`; new copies are added. Raise `UnsupportedModule` if the value itself, or
+    a module inside of it, refuses.
     """
     inside = share_finalized(value, memo)
     refused: Exception | None = None

@@ -487,10 +487,8 @@ def is_sparse(value: Any) -> bool:
 
 
 def sparse_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Result of an op on fake sparse tensors; None where torch's own fake kernel is right.
-
-    Raises:
-        TraceError: the result is unknown.
+    """Result of an op on fake sparse tensors; None where torch's own fake kernel is right. Raise `TraceError` if it is
+    unknown.
     """
     name = func._schema.name.removeprefix("aten::")
     given: Tensor = args[0]

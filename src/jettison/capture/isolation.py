@@ -57,10 +57,8 @@ def leaving_nothing(
     modules: Iterable[nn.Module], values: Iterable[Any] = (), replaced: Iterable[tuple[Any, Any]] = ()
 ) -> Iterator[Isolation]:
     """Restore Python's state after the run; values of tensors are restored by `undo`. ``replaced``: pairs of an object
-    and what the run finds in its place.
-
-    Raises:
-        UnsupportedModule: state changed that cannot be restored, or would have changed.
+    and what the run finds in its place. Raise `UnsupportedModule` if state changed, or would have, that cannot be
+    restored.
     """
     state = Isolation(modules, values)
     state.replace(replaced)

@@ -1233,7 +1233,6 @@ def _is_of_an_extension(cls: type, name: str) -> bool:
 
 def attributes_in_c(value: Any) -> list[str]:
     """Names of attributes that an extension's object stores in C, apart from its ``__dict__``: ``cdef public`` ones.
-
     Nothing else tells which getters of its class only read a stored value: such a value is one that the garbage
     collector finds there, or a plain one.
     """

@@ -141,10 +141,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """The scalar to differentiate: ``loss_fn(output)``, ``output.loss``, or the output itself.
-
-    Raises:
-        TraceError: none of the three gives a scalar tensor.
+    """The scalar to differentiate: ``loss_fn(output)``, ``output.loss``, or the output itself. Raise `TraceError` if
+    none of the three gives a scalar tensor.
     """
     if loss_fn is not None:
         loss = loss_fn(output)

@@ -100,10 +100,9 @@ def sees_modes(func: Any) -> bool:
 
 
 def made_by_shape(func: Any, kwargs: dict[str, Any], out: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-    """A call that allocates the same empty memory without reading a tensor: its recomputation does not need that
-    tensor first (torch's dropout on a CPU draws into memory like its argument's). None for other ops.
-
-    On other devices a recording covers calls on any of their number, and a shape does not tell which.
+    """A call that allocates the same empty memory without reading a tensor: its recomputation does not need that tensor
+    first (torch's dropout on a CPU draws into memory like its argument's). None for other ops, and on other devices,
+    where a recording covers calls on any of their number, and a shape does not tell which.
     """
     if func is not aten.empty_like.default or kwargs.get("pin_memory") or plain(out) is not out:
         return None

@@ -163,9 +163,8 @@ def outside_torch() -> dict[str, StreamState]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
-    """State of every default stream. ``cuda`` is None if CUDA is not in use.
-
-    The CPU's state is not kept as a tensor, which would count against a budget.
+    """State of every default stream. The CPU's is not kept as a tensor, which would count against a budget; ``cuda`` is
+    None if CUDA is not in use.
     """
 
     cpu: bytes

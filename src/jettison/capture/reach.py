@@ -198,10 +198,8 @@ class Reach:
     # restoring and setting aside -------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore everything, and drop newer entries of caches.
-
-        Raises:
-            UnsupportedModule: something cannot be restored, such as an advanced iterator. All else is restored.
+        """Restore everything, and drop newer entries of caches. Raise `UnsupportedModule` if something cannot be
+        restored, such as an advanced iterator; all else is restored.
         """
         side_effects.ignore_imports(self)
         side_effects.allow_file_changes(self.refused)

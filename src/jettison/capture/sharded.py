@@ -51,11 +51,9 @@ def plain_class(module: Any) -> type:
 def whole_parameters(
     module: Any, fake: Callable[[Tensor, torch.device], Tensor], *, stored: bool = False
 ) -> Iterator[tuple[Tensor, nn.Parameter]]:
-    """For every form in which a module of FSDP's holds a parameter, the unsharded one that its forward sees.
-
-    Args:
-        fake: makes a tensor without memory, for a device, like the given one, which is on ``meta``.
-        stored: in its stored dtype, not in that of the mixed precision policy.
+    """For every form in which a module of FSDP's holds a parameter, the unsharded one that its forward sees. ``fake``
+    makes a tensor without memory, for a device, like the given one, which is on ``meta``; ``stored``: in its stored
+    dtype, not in that of the mixed precision policy.
     """
     for sharded in managed_parameters(module):
         if hasattr(sharded._sharded_local_tensor, "fsdp_post_all_gather"):

@@ -27,10 +27,8 @@ _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.
 
 
 def leaf_signature(leaf: Any) -> Any:
-    """A tensor by its metadata, a value by itself, an object by its type and contents.
-
-    Raises:
-        UnsupportedModule: a tensor that is not one piece of memory.
+    """A tensor by its metadata, a value by itself, an object by its type and contents. Raise `UnsupportedModule` for a
+    tensor that is not one piece of memory.
     """
     kind = leaf.__class__
     if kind is Tensor and leaf.layout is torch.strided:  # the common case
@@ -123,13 +121,8 @@ def as_signed(signature: tuple[Any, ...]) -> Iterator[None]:
 
 
 def opaque_copy(call: Any, tensors: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """The arguments of a call with objects that a forward may change (caches, side lists) copied.
-
-    Args:
-        tensors: maps the tensors inside such objects; by default they are shared.
-
-    Raises:
-        TraceError: an object cannot be copied.
+    """The arguments of a call with objects that a forward may change (caches, side lists) copied. ``tensors`` maps the
+    tensors inside such objects; by default they are shared. Raise `TraceError` if an object cannot be copied.
     """
     leaves, spec = tree_flatten(call)
     memo: dict[int, Any] = {}

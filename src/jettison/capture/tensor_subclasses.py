@@ -52,10 +52,8 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWrapping(Wrapping):
-    """Class and context of a quantized tensor; equal for two that are read in the same way, whatever their scales.
-
-    Args:
-        spec: the class, and its context of `__tensor_flatten__`.
+    """Class and context (of `__tensor_flatten__`) of a quantized tensor; equal for two that are read in the same way,
+    whatever their scales.
     """
 
     factor: Any = field(compare=False)

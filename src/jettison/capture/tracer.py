@@ -521,15 +521,13 @@ def trace_region(
     copy: bool = True,
     runs: Iterable[Any] = (),
 ) -> RegionTrace:
-    """Record a module's forward for arguments like these, on fake tensors.
+    """Record a module's forward for arguments like these, on fake tensors. Raise `TraceError` if it cannot run on
+    tensors without values, or returns something that cannot be recorded.
 
     Args:
         copy: run a fake copy of the module; without, itself on its real parameters, if it runs foreign code.
         runs: objects that the module's forward runs, if that is not its own code.
         shared: leaf positions of arguments that are alive anyway and cost this region nothing.
-
-    Raises:
-        TraceError: the forward cannot run on tensors without values, or returns something that cannot be recorded.
     """
     leaves, spec = tree_flatten((args, kwargs))
     mode = mode_of(module, args, kwargs)

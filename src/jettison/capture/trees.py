@@ -39,7 +39,6 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def tree_shape(tree: Any) -> tuple[list[Any], Any]:
     """Return leaves, and a hashable value that is equal for trees of one structure; it runs in every planned call.
-
     Tuples, lists and dicts of tensors and plain values, as in most calls, are walked here; others use `tree_flatten`,
     whose spec is the value then.
     """

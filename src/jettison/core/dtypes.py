@@ -39,10 +39,8 @@ DTYPE_BYTES: Final = MappingProxyType(
 
 
 def dtype_name(dtype: object) -> str:
-    """Name a dtype: ``"bfloat16"`` for ``"bfloat16"``, ``"torch.bfloat16"`` and for the torch object itself.
-
-    Raises:
-        UsageError: the dtype is not in the table.
+    """Name a dtype: ``"bfloat16"`` for ``"bfloat16"``, ``"torch.bfloat16"`` and for the torch object itself. Raise
+    `UsageError` if it is not in the table.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:

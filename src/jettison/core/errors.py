@@ -127,10 +127,8 @@ class UnsupportedModule(JettisonError, ValueError):
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra of this package, which is on no package index.
-
-    Args:
-        extra: of ``[project.optional-dependencies]`` in pyproject.toml.
+    """Return the command that installs an extra (of ``[project.optional-dependencies]`` in pyproject.toml) of this
+    package, which is on no package index.
     """
     return f"pip install '.[{extra}]' in a clone of Jettison"
 

@@ -13,10 +13,8 @@ under_way: Final[set[Path]] = set()
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, or replace one, in one step.
-
-    Raises:
-        OSError: it cannot be written; the file from before is unchanged.
+    """Write a file, or replace one, in one step. Raise `OSError` if it cannot be written; the file from before is
+    unchanged.
     """
     with whole_file(path) as partial:
         partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)

@@ -68,13 +68,8 @@ class Same(Generic[T]):
 
 
 def module_of(target: str, expected: str, what: str = "") -> tuple[ModuleType, str]:
-    """The module of ``module:name``, and the name. Modules are looked for in the working directory as well.
-
-    Args:
-        what: the target is, for messages.
-
-    Raises:
-        UsageError: it has another form, or there is no such module.
+    """The module of ``module:name``, and the name. Modules are looked for in the working directory as well. ``what``:
+    the target, for messages. Raise `UsageError` if it has another form, or there is no such module.
     """
     module, colon, name = target.partition(":")
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):

@@ -28,10 +28,8 @@ _EXPECTED = 'expected a positive number and a unit, such as "8GiB" (2^30 bytes e
 
 
 def parse_length(text: str) -> int:
-    """Read a number of tokens: ``"8192"``, ``"8k"`` (8 x 1024, as model cards say it), ``"1M"`` (1024 x 1024).
-
-    Raises:
-        UsageError: it is none, or no whole number of tokens.
+    """Read a number of tokens: ``"8192"``, ``"8k"`` (8 x 1024, as model cards say it), ``"1M"`` (1024 x 1024). Raise
+    `UsageError` if it is none, or no whole number of tokens.
     """
     match = _COUNT.fullmatch(text.strip())
     count = None if match is None else Fraction(match["number"]) * _TIMES[match["unit"]]
@@ -54,14 +52,11 @@ else:
 
 
 def parse_bytes(quantity: str | SupportsIndex) -> int:
-    """Read a number of bytes: a string such as ``"8GiB"``, ``"20 GB"`` or ``"123456B"``, or a whole number.
+    """Read a number of bytes: a string such as ``"8GiB"``, ``"20 GB"`` or ``"123456B"``, or a whole number. Raise
+    `UsageError` if the unit is missing or unknown, the number is a float or a bool, or less than one byte.
 
     Whole numbers are Python's ints and whatever else is an index (`operator.index`): numpy's and torch's integers of
     one element. A fraction of a byte is dropped, so that a budget never grows by being read.
-
-    Raises:
-        UsageError: the unit is missing or unknown, the number is a float or a bool, or the quantity is not at least one
-            byte.
     """
     nbytes = _parse_text(quantity) if isinstance(quantity, str) else _whole(quantity)
     if nbytes < 1:
@@ -70,10 +65,8 @@ def parse_bytes(quantity: str | SupportsIndex) -> int:
 
 
 def parse_seconds(quantity: str) -> float:
-    """Read a duration: ``"120s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"``.
-
-    Raises:
-        UsageError: the unit is missing or unknown.
+    """Read a duration: ``"120s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"``. Raise `UsageError` if the unit is missing or
+    unknown.
     """
     match = _QUANTITY.fullmatch(quantity.strip())
     if match is None or match["unit"] not in _SECONDS:
@@ -83,11 +76,7 @@ def parse_seconds(quantity: str) -> float:
 
 
 def _whole(number: object) -> int:
-    """Check a number that is not a string.
-
-    Raises:
-        UsageError: it is not a whole number, by its type.
-    """
+    """Check a number that is not a string. Raise `UsageError` if it is not a whole number, by its type."""
     if isinstance(number, float):
         raise UsageError(f"got {number!r}, a float, as a number of bytes; expected {_instead_of(number)}")
     try:

@@ -32,11 +32,7 @@ def cores() -> int:
 
 
 def end_pool(pool: ProcessPoolExecutor, *, now: bool) -> None:
-    """Shut down a process pool.
-
-    Args:
-        now: do not wait for running tasks.
-    """
+    """Shut down a process pool; ``now``: do not wait for running tasks."""
     if now:
         for worker in list((pool._processes or {}).values()):
             worker.kill()

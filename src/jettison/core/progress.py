@@ -38,10 +38,8 @@ def silent(_text: str) -> None:
 
 
 class Shown:
-    """Progress for a person: see NOTE [ Who sees progress ].
-
-    Args:
-        everywhere: print the lines before and after also where stderr is no terminal, and after short work.
+    """Progress for a person: see NOTE [ Who sees progress ]. ``everywhere``: print the lines before and after also
+    where stderr is no terminal, and after short work.
     """
 
     def __init__(self, *, everywhere: bool = False) -> None:

@@ -142,9 +142,8 @@ def imagined_transfers(stages: Sequence[ImaginedStage]) -> Iterator[Transfers]:
 
 def send_nothing(schedule: Any, stages: Sequence[ImaginedStage]) -> None:
     """Give stages the shapes that they would exchange before their first step. They watch a micro-batch in the middle
-    of the step, before and after which there are others.
-
-    torch 2.11 exchanges nothing for stages that are made with shapes; 2.15 exchanges nothing over a fake group.
+    of the step, before and after which there are others. torch 2.11 exchanges nothing for stages that are made with
+    shapes; 2.15 exchanges nothing over a fake group.
     """
     for stage in stages:
         stage.watched = (schedule._n_microbatches - 1) // 2
@@ -159,14 +158,9 @@ def send_nothing(schedule: Any, stages: Sequence[ImaginedStage]) -> None:
 
 
 class ImaginedSchedule:
-    """Stands for a schedule in a step on fake tensors. The pipeline's ranks create it together.
-
-    Args:
-        words: of the pipeline's ranks; None: this rank has all stages.
-        number: index of the schedule among the arguments of the step.
-
-    Raises:
-        UnsupportedModule: see `stages_of`.
+    """Stands for a schedule in a step on fake tensors. The pipeline's ranks create it together. ``words``: of the
+    pipeline's ranks; None: this rank has all stages. ``number``: index of the schedule among the arguments of the step.
+    Raise `UnsupportedModule` as `stages_of` does.
     """
 
     def __init__(

@@ -245,11 +245,9 @@ def dry_run_root(
     plain: Mapping[str, RegionOption] | None = None,
     through_blocks: bool = False,
 ) -> RootOption:
-    """Levels of everything around the blocks under one decision.
-
-    Args:
-        plain: levels of each block class with everything kept; used if root and blocks are entangled.
-        through_blocks: they are, although the recording does not show it.
+    """Levels of everything around the blocks under one decision. ``plain``: levels of each block class with everything
+    kept; used if root and blocks are entangled, or ``through_blocks``: they are, although the recording does not show
+    it.
     """
     count = len(trace.calls)
     if trace.loop.gradients_held:

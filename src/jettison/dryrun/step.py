@@ -246,10 +246,7 @@ def _passes_and_optimizer(dry_step: DryStep, counter: AllocationCounter) -> tupl
 
 def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> None:
     """Run a first step, which is not counted, if trained parameters have no state yet. The ``workspace`` is asked about
-    its ops.
-
-    Raises:
-        UsageError: the state has sparse tensors, to which every step adds its gradient's entries.
+    its ops. Raise `UsageError` if the state has sparse tensors, to which every step adds its gradient's entries.
     """
     optimizer = dry_step.optimizer
     if optimizer is None or optimizer in _HAVE_STATE:

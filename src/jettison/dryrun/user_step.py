@@ -481,10 +481,8 @@ def standing_in(optimizer: torch.optim.Optimizer | None, copied: torch.optim.Opt
 
 @contextlib.contextmanager
 def noting_steps(optimizer: torch.optim.Optimizer | None, stepped: Callable[[int], None]) -> Iterator[None]:
-    """Tell ``stepped`` each optimizer's number before it steps within this context.
-
-    Raises:
-        UsageError: one steps, or frees gradients, that the plan was not given.
+    """Tell ``stepped`` each optimizer's number before it steps within this context. Raise `UsageError` if one steps, or
+    frees gradients, that the plan was not given.
     """
     numbers = {id(one): number for number, one in enumerate(each_of(optimizer))}
 

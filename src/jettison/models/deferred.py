@@ -107,7 +107,6 @@ class _Constructor:
 
     def _needed(self, wanted: Collection[int]) -> tuple[dict[int, set[int]], dict[int, int]]:
         """The operators to run, each with the storages that nobody reads after it; and by storage, which is the last.
-
         Of those whose result is not needed, the ones that move the stream of a later one are run.
         """
         live: set[int] = set(wanted)
@@ -202,11 +201,7 @@ class _ConstructorRecorder(TorchDispatchMode):
         return found[0]
 
     def require_gone(self) -> None:
-        """Does nobody hold a fake tensor any more?
-
-        Raises:
-            NotDeferrable: somebody does.
-        """
+        """Raise `NotDeferrable` if somebody still holds a fake tensor."""
         gc.collect()
         for storage in self.program.storages:
             if torch._C._storage_Use_Count(storage.handle._cdata) > 1:
@@ -286,12 +281,10 @@ class Deferred:
 
     def fill(self, tensors: Mapping[str, Tensor], put: Callable[[Tensor, Tensor], None]) -> None:
         """``put(tensor, values)`` for each of these parameters by their names in the model, with its whole values.
+        Raise `NotDeferrable` if a tensor that was given to the constructor is another by now.
 
         Random streams go on from where they were before the model was built to where its constructor would have left
         them, if a later parameter asks for that.
-
-        Raises:
-            NotDeferrable: a tensor that was given to the constructor is another by now.
         """
         wanted: dict[int, list[str]] = {}
         for name in tensors:
@@ -307,14 +300,9 @@ class Deferred:
 
 
 def deferred(make: Callable[[], nn.Module]) -> Deferred:
-    """Build a model without its weights. Nothing is drawn; random streams stay where they are.
-
-    Args:
-        make: the constructor, on the device that the weights are to be made on.
-
-    Raises:
-        NotDeferrable: it does what cannot be written down.
-        whatever the constructor raises, on fake tensors.
+    """Build a model without its weights. Nothing is drawn; random streams stay where they are. ``make``: the
+    constructor, on the device that the weights are to be made on. Raise `NotDeferrable` if it does what cannot be
+    written down, and whatever it raises on fake tensors.
     """
     mode = fake_mode(allow_non_fake_inputs=True)
     before = Streams.now()

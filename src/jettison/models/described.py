@@ -18,15 +18,10 @@ from jettison.spec.model import ModelSpec
 
 
 def described_model(model: str, request: RunRequest, *, live: bool = False, trace: bool = False) -> ModelSpec:
-    """The model that a preset's name, a config.json, its folder or a Hugging Face id stands for.
-
-    Args:
-        request: what will be asked of it: the first trace is taken for that.
-        live: whoever asks would also have taken ``module:factory``.
-        trace: record it even if it has a closed form.
-
-    Raises:
-        UsageError: it is none of them, it cannot be read, or it has no closed form and cannot be recorded.
+    """The model that a preset's name, a config.json, its folder or a Hugging Face id stands for. ``request``: what will
+    be asked of it: the first trace is taken for that. ``live``: whoever asks would also have taken ``module:factory``.
+    ``trace``: record it even if it has a closed form. Raise `UsageError` if it is none of them, cannot be read, or has
+    no closed form and cannot be recorded.
     """
     if request.family is not None:
         if trace:

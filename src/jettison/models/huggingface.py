@@ -43,10 +43,8 @@ MAPPINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRequest:
-    """Changes of a config, and the batch's size. None means: as the config says.
-
-    Raises:
-        UsageError: an unknown word.
+    """Changes of a config, and the batch's size. None means: as the config says. Raise `UsageError` for an unknown
+    word.
     """
 
     seq: int | None = None
@@ -62,10 +60,8 @@ class ConfigRequest:
 
 
 def read_config(path: Path) -> Any:
-    """The configuration object of a ``config.json``, or of the folder that it lies in.
-
-    Raises:
-        UsageError: there is no such file, it is not JSON, or transformers does not know its model_type.
+    """The configuration object of a ``config.json``, or of the folder that it lies in. Raise `UsageError` if there is
+    no such file, it is not JSON, or transformers does not know its model_type.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -84,10 +80,8 @@ _COUNTS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_siz
 
 
 def config_of(values: Mapping[str, Any], name: str) -> Any:
-    """The configuration object of a decoded ``config.json``.
-
-    Raises:
-        UsageError: transformers does not know its model_type, or not its values, or a size is below 1.
+    """The configuration object of a decoded ``config.json``. Raise `UsageError` if transformers does not know its
+    model_type, or not its values, or a size is below 1.
     """
     transformers = _transformers()
     if values.get("model_type") not in transformers.CONFIG_MAPPING:
@@ -125,10 +119,8 @@ def _about_defaults(error: Exception, values: Mapping[str, Any], transformers: A
 def build(
     config: Any, asked: ConfigRequest, mode: FakeTensorMode | None, *, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The model in training mode, with random weights; under ``mode``, of fake tensors that take no memory.
-
-    Raises:
-        UsageError: transformers has no trainable class for the config, or cannot make a model of it.
+    """The model in training mode, with random weights; under ``mode``, of fake tensors that take no memory. Raise
+    `UsageError` if transformers has no trainable class for the config, or cannot make a model of it.
     """
     if dtype is None:
         stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -160,11 +152,7 @@ def build(
 
 
 def class_for(config: Any) -> Any:
-    """The class of transformers that trains a configuration.
-
-    Raises:
-        UsageError: there is none with a loss.
-    """
+    """The class of transformers that trains a configuration. Raise `UsageError` if there is none with a loss."""
     transformers = _transformers()
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, name, None)
@@ -233,10 +221,8 @@ DEFAULT_SEQUENCE: Final = 2048
 
 
 def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, Any]:
-    """A batch of random tokens, pixels or sound with labels.
-
-    Raises:
-        UsageError: the model takes something else, or the sequence is longer than its positions.
+    """A batch of random tokens, pixels or sound with labels. Raise `UsageError` if the model takes something else, or
+    the sequence is longer than its positions.
     """
     maker = _Batch(model, config, asked)
     wanted = getattr(model, "main_input_name", "input_ids")

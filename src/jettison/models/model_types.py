@@ -21,9 +21,8 @@ _TABLES: Final = ("auto_mappings.py", "configuration_auto.py")
 
 @cache
 def transformers_types() -> frozenset[str] | None:
-    """Read every quoted word in transformers' tables of types; None where they cannot be found.
-
-    They are read as text: importing them takes seconds.
+    """Read every quoted word in transformers' tables of types, as text: importing them takes seconds. None where they
+    cannot be found.
     """
     found = find_spec("transformers")
     if found is None or not found.submodule_search_locations:
@@ -34,11 +33,7 @@ def transformers_types() -> frozenset[str] | None:
 
 
 def require_known(kind: object, name: str) -> None:
-    """Refuse a type that no trace could build.
-
-    Raises:
-        NotDescribed: transformers does not know it.
-    """
+    """Raise `NotDescribed` for a type that transformers does not know, so that no trace could build it."""
     known = transformers_types()
     if known is None or kind in known:
         return
@@ -57,10 +52,8 @@ def treat_as(kind: object) -> str:
 
 
 def require_known_file(model: str) -> None:
-    """Refuse a ``config.json`` of a type that no trace could build, before libraries are loaded for it.
-
-    Raises:
-        NotDescribed: transformers does not know it. Other mistakes are left to the reader of the file.
+    """Raise `NotDescribed` for a ``config.json`` of a type that no trace could build, before libraries are loaded for
+    it. Other mistakes are left to the reader of the file.
     """
     path, kind = Path(model), None
     if model in PRESETS or not path.exists():

@@ -56,12 +56,8 @@ class WeightsFolder:
 
     def names_for(self, model: nn.Module, rename: Callable[[str], str]) -> dict[str, str]:
         """The name of each tensor in the folder, by its name in the model; of names of one parameter, the first.
-
-        Args:
-            rename: what files call a tensor of the model.
-
-        Raises:
-            UsageError: tensors are missing, left over, or of another shape.
+        ``rename``: what files call a tensor of the model. Raise `UsageError` if tensors are missing, left over, or of
+        another shape.
         """
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         found, missing, used = dict[str, str](), list[str](), set[str]()
@@ -114,10 +110,8 @@ _IGNORED: Final = "_keys_to_ignore_on_load_unexpected"
 
 
 def open_weights(path: Path) -> WeightsFolder:
-    """Look into every file of a folder; no tensor is read.
-
-    Raises:
-        UsageError: it is no folder, has no safetensors, or they are damaged or incomplete.
+    """Look into every file of a folder; no tensor is read. Raise `UsageError` if it is no folder, has no safetensors,
+    or they are damaged or incomplete.
     """
     if safe_open is None:
         raise UsageError(f"model.pretrained needs safetensors: {install('hf')}")
@@ -209,10 +203,8 @@ def hub_name(name: str) -> str:
 
 
 def reference_config(hub: Any) -> LlamaConfig:
-    """Sizes out of a configuration of transformers.
-
-    Raises:
-        UsageError: it describes what the code of record does not do.
+    """Sizes out of a configuration of transformers. Raise `UsageError` if it describes what the code of record does not
+    do.
     """
     rope = dict(getattr(hub, "rope_parameters", None) or {})
     theta = rope.pop("rope_theta", 10000.0)
@@ -282,15 +274,9 @@ class HubForm:
 
 
 def hub_form(model: nn.Module, *, described: Path | None, source: Path | None, positions: int) -> HubForm:
-    """Read the Hub format of a model that was just built.
-
-    Args:
-        described: the config.json that it was built from, or its folder.
-        source: see `HubForm`.
-        positions: the longest sequence, of a model that has no limit.
-
-    Raises:
-        UsageError: transformers has no such model.
+    """Read the Hub format of a model that was just built. ``described``: the config.json that it was built from, or its
+    folder; ``source``: see `HubForm`; ``positions``: the longest sequence, of a model that has no limit. Raise
+    `UsageError` if transformers has no such model.
     """
     rename: Callable[[str], str] = str
     sizes = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -71,11 +71,7 @@ class RecordedConfig(RegionRecorder):
         return _recorded(self, self.case(scene.seq, scene.micro_batch, scene.precision))[0]
 
     def case(self, seq: int, micro_batch: int, precision: Precision) -> _Case:
-        """Return the key of a region signature's trace.
-
-        Raises:
-            UsageError: a precision that no trace has.
-        """
+        """Return the key of a region signature's trace. Raise `UsageError` for a precision that no trace has."""
         if precision.product is not None:
             raise UsageError(
                 f"got --precision {precision.name}; the blocks of {self.words} are recorded in 16 or 32 bits"
@@ -184,13 +180,9 @@ def _trace(source: RecordedConfig, case: _Case) -> ModelTrace:
 
 
 def recorded_model(values: Mapping[str, Any], request: RunRequest, *, name: str) -> ModelSpec:
-    """The model that a decoded ``config.json`` stands for, with blocks as a trace has them.
-
-    Args:
-        request: decides the batch of the first trace, so that the answer needs no second one.
-
-    Raises:
-        UsageError: transformers does not know it, cannot build it, or it cannot be recorded.
+    """The model that a decoded ``config.json`` stands for, with blocks as a trace has them. The ``request`` decides the
+    batch of the first trace, so that the answer needs no second one. Raise `UsageError` if transformers does not know
+    it, cannot build it, or it cannot be recorded.
     """
     kind = str(values.get("model_type"))
     config = config_of(values, name)
@@ -265,11 +257,7 @@ def _number(config: Any, *names: str) -> int:
 
 
 def regions_of(trace: ModelTrace) -> RecordedRegions:
-    """All regions of a trace.
-
-    Raises:
-        UsageError: a block could not be recorded, or there is none.
-    """
+    """All regions of a trace. Raise `UsageError` if a block could not be recorded, or there is none."""
     if not trace.calls:
         why = "; ".join(trace.warnings) or "nothing to lay out or to recompute"
         raise UsageError(f"{type(trace.fake_model).__name__} has no blocks that repeat: {why}")
@@ -677,13 +665,8 @@ def weight_of(name: str, tensor: Tensor, *, tied: bool = False) -> Weight:
 
 
 def with_towers(model: ModelSpec, values: Mapping[str, Any]) -> ModelSpec | None:
-    """Return the model with the weights of its towers; None if they cannot be distinguished from the text model.
-
-    Args:
-        values: its decoded ``config.json``.
-
-    Raises:
-        UsageError: transformers cannot make the model.
+    """Return the model of a decoded ``config.json`` with the weights of its towers; None if they cannot be
+    distinguished from the text model. Raise `UsageError` if transformers cannot make it.
     """
     whole = build(config_of(values, model.name), ConfigRequest(), fake_mode(allow_non_fake_inputs=True))
     text = {id(p) for part in _text_of(whole) for p in part.parameters()}

@@ -28,11 +28,7 @@ from jettison.core.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptConfig:
-    """Sizes of a `Gpt`.
-
-    Raises:
-        UsageError: the heads do not divide h.
-    """
+    """Sizes of a `Gpt`. Raise `UsageError` if the heads do not divide h."""
 
     layers: int
     hidden: int
@@ -156,11 +152,7 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaConfig:
-    """Sizes of a `Llama`.
-
-    Raises:
-        UsageError: the key-value heads do not divide the heads.
-    """
+    """Sizes of a `Llama`. Raise `UsageError` if the key-value heads do not divide the heads."""
 
     layers: int
     hidden: int
@@ -366,11 +358,8 @@ def positions_within(documents_bs: Tensor) -> Tensor:
 
 def document_mask(documents_bs: Tensor, dtype: torch.dtype, positions_n: Tensor | None = None) -> Tensor:
     """0 where a token may look, itself and what stands before it in its document; else minus infinity: b × 1 × s × s.
-
-    Added to scores: kernels that take a mask of bits make one of these from it, each layer its own.
-
-    Args:
-        positions_n: of the tokens whose rows are wanted, b × 1 × n × s; all of them where left out.
+    Added to scores: kernels that take a mask of bits make one of these from it, each layer its own. ``positions_n``: of
+    the tokens whose rows are wanted, b × 1 × n × s; by default all.
     """
     if positions_n is None:
         seen = (documents_bs.unsqueeze(2) == documents_bs.unsqueeze(1)).tril().unsqueeze(1)

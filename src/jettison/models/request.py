@@ -42,10 +42,8 @@ EXPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """A request for a live model. None means: as the factory or the config says.
-
-    Raises:
-        UsageError: a value that makes no sense.
+    """A request for a live model. None means: as the factory or the config says. Raise `UsageError` for a value that
+    makes no sense.
     """
 
     model: str
@@ -75,11 +73,7 @@ class ModelRequest:
 
     @classmethod
     def from_document(cls, document: Any) -> ModelRequest:
-        """Read `document` back.
-
-        Raises:
-            UsageError: it is none.
-        """
+        """Read `document` back. Raise `UsageError` if it is none."""
         names = {f.name for f in fields(cls)}
         if not isinstance(document, Mapping) or not isinstance(document.get("model"), str):
             raise UsageError("the plan does not say how its model was made (key made_by); give --model MODEL")
@@ -104,14 +98,9 @@ class Loaded:
 
 
 def load(request: ModelRequest, *, fake: bool) -> Loaded:
-    """Make the model and its batch.
-
-    Args:
-        fake: where the model comes from a config, build it of fake tensors: no weight is ever allocated. A factory is
-            called as it is.
-
-    Raises:
-        UsageError: there is no such model, or a flag does not apply to it.
+    """Make the model and its batch. ``fake``: where the model comes from a config, build it of fake tensors: no weight
+    is ever allocated; a factory is called as it is. Raise `UsageError` if there is no such model, or a flag does not
+    apply to it.
     """
     path = Path(request.model)
     if path.exists() or is_hub_id(request.model):
@@ -162,10 +151,8 @@ def _from_factory(request: ModelRequest) -> Loaded:
 
 
 def made_by(factory: str) -> tuple[nn.Module, Any, LossFn | None]:
-    """A model that ``module:factory`` returns, with its batch and its loss; None: it returns none.
-
-    Raises:
-        UsageError: there is no such function, or it returns something else.
+    """A model that ``module:factory`` returns, with its batch and its loss; None: it returns none. Raise `UsageError`
+    if there is no such function, or it returns something else.
     """
     made = named_function(factory)()
     parts = made if isinstance(made, tuple) else (made,)
@@ -176,10 +163,8 @@ def made_by(factory: str) -> tuple[nn.Module, Any, LossFn | None]:
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules are looked for in the working directory as well.
-
-    Raises:
-        UsageError: there is no such module or function.
+    """The function that ``module:function`` names; modules are looked for in the working directory as well. Raise
+    `UsageError` if there is no such module or function.
     """
     module, function = module_of(name, "expected module:function")
     made: Any = getattr(module, function, None)

@@ -216,11 +216,8 @@ class Agreement:
 
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
         """Result of ``make`` on the first rank of the group; on the others what ``tell`` says of it. Without a group
-        every rank is the first.
-
-        Raises:
-            Infeasible: of ``make``, on all of them.
-            PlanMismatch: it failed there, or took longer than the timeout.
+        every rank is the first. All raise ``make``'s `Infeasible`; `PlanMismatch` if it failed there, or took longer
+        than the timeout.
         """
         made: Made | None = None
         said: BudgetVerdict | str = ""

@@ -66,11 +66,7 @@ class Context:
         return number, self.pieces - 1 - number
 
     def check(self, seq: int) -> int:
-        """Number of tokens in a piece of a sequence of this length.
-
-        Raises:
-            UsageError: it does not divide.
-        """
+        """Number of tokens in a piece of a sequence of this length. Raise `UsageError` if it does not divide."""
         if seq % self.pieces:
             raise UsageError(
                 f"got sequences of {seq} tokens, which do not divide into the {self.pieces} pieces of "
@@ -215,11 +211,8 @@ def kernel_fits(q: Tensor) -> bool:
 
 @torch.library.custom_op("jettison::causal_rows", mutates_args=())
 def causal_rows(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of the rows from ``start`` on over all that is not after them, and the log of each row's sum.
-
-    Args:
-        q: b × a × m × d.
-        k, v: b × k × s × d, the whole sequence.
+    """Attention of the rows from ``start`` on over all that is not after them, and the log of each row's sum. ``q``: b
+    × a × m × d; ``k``, ``v``: b × k × s × d, the whole sequence.
     """
     k, v = (part.narrow(2, 0, start + q.shape[2]) for part in (k, v))
     if q.is_cuda:  # its causal mask is aligned to the lower right corner

@@ -127,14 +127,9 @@ def _norms() -> list[str]:
 
 
 def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
-    """Style of each module.
-
-    Args:
-        model: a known model, a known layer, or layers in a ModuleList or a Sequential. Parts may be missing (None), as
-            in the stages of a pipeline.
-
-    Raises:
-        UnsupportedModule: a module is not known, is not as its class usually is, or holds parameters of its own.
+    """Style of each module of a known model, a known layer, or layers in a ModuleList or a Sequential. Parts may be
+    missing (None), as in the stages of a pipeline. Raise `UnsupportedModule` if a module is not known, is not as its
+    class usually is, or holds parameters of its own.
     """
     planner = _StylePlanner(sequence_parallel=sequence_parallel)
     planner.visit(model, "")

@@ -44,10 +44,8 @@ def local_part(parameter: Tensor | None, *, partial: bool = False) -> Tensor | N
 
 
 def put_whole(tensor: Tensor, values: Tensor) -> None:
-    """Copy an unsharded tensor's values into this rank's part. No rank waits for another.
-
-    Args:
-        values: of as many elements as the tensor has altogether, which may have a dim more: see `ColumnParallel`.
+    """Copy an unsharded tensor's values into this rank's part. No rank waits for another. ``values`` have as many
+    elements as the tensor has altogether, and may have a dim more: see `ColumnParallel`.
     """
     values = values.reshape(tensor.shape)
     if isinstance(tensor, DTensor):

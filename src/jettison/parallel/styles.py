@@ -334,10 +334,8 @@ class _VocabularyForward(_Forward):
 
 @dataclass(eq=False, kw_only=True)
 class VocabularyParallel(Style):
-    """Shard an embedding's rows. Every rank looks up the ids that it has, and the results are summed.
-
-    Args:
-        dim: the sum is scattered along this dim; None: every rank gets all of it.
+    """Shard an embedding's rows. Every rank looks up the ids that it has, and the results are summed and scattered
+    along ``dim``; None: every rank gets all of the sum.
     """
 
     dim: int | None = None
@@ -407,11 +405,7 @@ def gather_input(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + bias, with this rank's rows of W.
-
-    Args:
-        weight: local, n/t × h.
-    """
+    """x W^T + bias, with this rank's rows of W: n/t × h."""
     note = _note_of(x)
     if note is None:
         return functional.linear(x, weight, bias)

@@ -80,14 +80,11 @@ def budget_of(
     batch: Any = (),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Budget:
-    """Return a requested budget in bytes.
+    """Return a requested budget in bytes. Raise `UsageError` as `AskedBudget` does.
 
     ``"auto"`` is all memory that the device has for this process, the models' own included, less a margin: for memory
     that the caching allocator reserves and cannot use (`predict.allowance`), or that other processes on a host use.
     ``"90%"`` is that share of the same memory, without a margin.
-
-    Raises:
-        UsageError: see `AskedBudget`.
     """
     read = AskedBudget.of(asked)
     if read.nbytes is not None:

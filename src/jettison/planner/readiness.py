@@ -107,14 +107,11 @@ def traced(
     loop: Loop | None = None,
     mode: FakeTensorMode | None = None,
 ) -> ModelTrace:
-    """Record one training forward.
+    """Record one training forward. Raise `TraceError` if it cannot run on tensors without values, or there is no scalar
+    loss, `UsageError` for weights without a size (a lazy module), or only some of them on ``meta``.
 
     A model on ``meta`` is recorded as if its weights were on the batch's device; a batch on ``meta``, as if it were on
     the weights' device. Neither is allocated.
-
-    Raises:
-        TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
-        UsageError: weights without a size (a lazy module), or only some of them on ``meta``.
     """
     expect_module(model)
     check_states(model)

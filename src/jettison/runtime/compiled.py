@@ -56,12 +56,8 @@ def compiled(
     forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy, *, says: bool = False
 ) -> Callable[..., Any]:
     """Compile the forward as one graph that saves the tensors of the policy; with ``none``, as without a plan.
-
-    Instances of a class share compiled code, except for those with hooks inside: dynamo inlines hooks and does not
-    guard on their presence.
-
-    Args:
-        says: report the partition of each run to `listening`.
+    ``says``: report the partition of each run to `listening`. Instances of a class share compiled code, except for
+    those with hooks inside: dynamo inlines hooks and does not guard on their presence.
     """
     shared = getattr(forward, "__func__", None)
     if shared is None or any(hook_tables(forward.__self__)):  # type: ignore[attr-defined]
@@ -97,10 +93,9 @@ def _made(
 
 
 def one_graph(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """Compile the complete forward with ``torch.compile``, separately for each shape.
-
-    Separately from other compilations of the same function, and from other options: dynamo counts all variants of one
-    code object towards its limits, beyond which this is an error (``fullgraph``).
+    """Compile the complete forward with ``torch.compile``, separately for each shape, from other compilations of the
+    same function, and from other options: dynamo counts all variants of one code object towards its limits, beyond
+    which this is an error (``fullgraph``).
     """
     apart = {"recompile_limit": MOST_VARIANTS, "isolate_recompiles": True}
     known = {name: value for name, value in apart.items() if name in _KNOWN}
@@ -380,11 +375,7 @@ def keeping(policy: CheckpointPolicy, of: CompiledProgram) -> CheckpointPolicy:
 
 
 def refuse_packing(name: str, policy: CheckpointPolicy, program: Program) -> None:
-    """Refuse to pack saved tensors of compiled blocks: they can be offloaded, but not compressed.
-
-    Raises:
-        UsageError: the policy packs some of it.
-    """
+    """Raise `UsageError` if a policy packs saved tensors of compiled blocks, which can be offloaded only."""
     if packed_by(policy, program):
         raise UsageError(f"{name} runs compiled, and its policy packs what it keeps; expected one that does not")
 
@@ -458,11 +449,7 @@ class _Stays(Held):
 
 
 class PlaceHooks(OffloadHooks):
-    """Offload hooks of one call of a compiled block.
-
-    Args:
-        policy: decides what is offloaded; None: nothing in this call.
-    """
+    """Offload hooks of one call of a compiled block. ``policy`` decides what is offloaded; None: nothing."""
 
     group: Group
 
@@ -525,11 +512,8 @@ class Looked:
 
     def alone(self, alive: Iterable[Any], given: Sequence[Any], returned: Sequence[Any]) -> dict[int, SentTensor]:
         """By buffer, in the order of places, saved tensors that own their storage and are only alive as such.
-
-        Args:
-            alive: parameters, and other tensors that stay allocated anyway.
-            given: leaves of the arguments.
-            returned: leaves of the results.
+        ``alive``: parameters, and other tensors that stay allocated anyway; ``given``, ``returned``: leaves of the
+        arguments and the results.
         """
         storages: dict[int, dict[int, Tensor]] = {}  # by buffer
         owners: dict[int, set[int | None]] = {}

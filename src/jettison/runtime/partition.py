@@ -38,10 +38,8 @@ _OWN_CODE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One partitioned graph: its forward, and the buffers that it saves for backward.
-
-    Args:
-        saved: by buffer, tensors that the compiled forward gives autograd to save, in order; None: not the program's.
+    """One partitioned graph: its forward, and the tensors that it gives autograd to save, in order, by buffer of the
+    program; None: of none.
     """
 
     program: Program
@@ -65,9 +63,8 @@ def watching_splits() -> Iterator[list[Split]]:
 
 @dataclass(frozen=True)
 class Partition(CustomPartitionerFn):
-    """Partitions a joint graph by a policy; ``none`` means torch's default.
-
-    Inductor copies and compares it, and names its cached code by `uuid`.
+    """Partitions a joint graph by a policy; ``none`` means torch's default. Inductor copies and compares it, and names
+    its cached code by `uuid`.
     """
 
     policy: CheckpointPolicy
@@ -193,11 +190,7 @@ class JointProgram:
 
 
 def joint_program(graph: fx.Graph, num_fwd_outputs: int, static_inputs: Sequence[int]) -> JointProgram:
-    """Read a joint graph.
-
-    Args:
-        static_inputs: positions of parameters and buffers among the forward's inputs.
-    """
+    """Read a joint graph. ``static_inputs``: positions of parameters and buffers among the forward's inputs."""
     reader = _Reader()
     behind = _behind_tangents(graph)
     primals = [node for node in graph.nodes if node.op == "placeholder" and _is_primal(node)]

@@ -212,10 +212,9 @@ class Recordings:
         return prepared or self._prepare(key, args, kwargs, own)
 
     def must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
-        """Ignored settings that have changed since the last checked run; None if no check is needed.
-
-        An ignored setting may come to matter (a counter that reaches a threshold), and so may a number that is read out
-        of a tensor: such runs are compared with the recording, call by call.
+        """Ignored settings that have changed since the last checked run; None if no check is needed. An ignored setting
+        may come to matter (a counter that reaches a threshold), and so may a number that is read out of a tensor: such
+        runs are compared with the recording, call by call.
         """
         settings = self._everything.changed() if self._everything is not None else frozenset()
         if not prepared.checked or settings != prepared.settings or self._moves(settings):

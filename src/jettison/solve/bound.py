@@ -43,9 +43,8 @@ class Multipliers:
 
 @dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """A solved linear relaxation: its duals, and the share of each move in its vertex, in the order of the moves.
-
-    ``shares`` are empty if HiGHS is not installed or finds no vertex.
+    """A solved linear relaxation: its duals, and the share of each move in its vertex, in the order of the moves; empty
+    if HiGHS is not installed or finds no vertex.
     """
 
     multipliers: Multipliers

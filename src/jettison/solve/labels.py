@@ -59,9 +59,8 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Result of a search; ``path`` is None if nothing beats the limit.
-
-    The optimum is at most ``loss`` picoseconds below the answer, or at least ``dropped``.
+    """Result of a search; ``path`` is None if nothing beats the limit. The optimum is at most ``loss`` picoseconds
+    below the answer, or at least ``dropped``.
     """
 
     path: Path | None
@@ -262,9 +261,8 @@ def _faster(prefix: Integers, picoseconds: Integers) -> Integers:
 
 
 def _beaten(labels: Integers, bounds: NDArray[np.float64]) -> Flags:
-    """Mark labels, in lexicographic order, that an earlier label dominates.
-
-    Only `STRONG` undominated labels are compared with, so some dominated labels may stay.
+    """Mark labels, in lexicographic order, that an earlier label dominates. Only `STRONG` undominated labels are
+    compared with, so some dominated labels may stay.
     """
     count = labels.shape[1]
     beaten = np.zeros(count, dtype=np.bool_)

@@ -133,9 +133,8 @@ class SolverReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanTensor:
-    """One saved tensor of the programs with this digest; ``buffer`` is the index that `LayerPlan` uses.
-
-    ``free``: others hold it anyway (an input that several layers read), so no layer decides about it.
+    """One saved tensor of the programs with this digest; ``buffer`` is the index that `LayerPlan` uses. ``free``:
+    others hold it anyway (an input that several layers read), so no layer decides about it.
     """
 
     digest: str

@@ -102,10 +102,9 @@ class SelectiveOp:
         return close(program, named | inputs | Full().kept(program))
 
     def cached(self, program: Program) -> frozenset[int]:
-        """Buffers that torch's eager selective checkpoint holds: outputs of all listed ops, read or not.
-
-        ``torch/utils/checkpoint.py``, ``_CachingTorchDispatchMode``; a compiled region, like `kept`, leaves out
-        buffers without readers.
+        """Buffers that torch's eager selective checkpoint holds (``torch/utils/checkpoint.py``,
+        ``_CachingTorchDispatchMode``): outputs of all listed ops, read or not; a compiled region, like `kept`, leaves
+        out buffers without readers.
         """
         named = self.named(program)
         return self._closed(program, named) | named
@@ -130,7 +129,6 @@ class SelectiveOp:
 @dataclass(frozen=True, slots=True)
 class Selective:
     """The paper's selective recomputation: the attention core (scores, softmax, dropout) is recomputed, the rest kept.
-
     No collective is recomputed: buffers of the core that depend on one are kept too.
     """
 

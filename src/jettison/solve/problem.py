@@ -145,11 +145,9 @@ class RootOption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProblem:
-    """Problem of NOTE [ The step's levels ]. ``optimizer_peak_bytes`` is 0 without an optimizer.
-
-    Raises:
-        ValueError: no options, two options with one key, a negative or missing figure, an option that offloads without
-            a link or from the last region.
+    """Problem of NOTE [ The step's levels ]. ``optimizer_peak_bytes`` is 0 without an optimizer. Raise `ValueError` for
+    no options, two options with one key, a negative or missing figure, or an option that offloads without a link or
+    from the last region.
     """
 
     static_bytes: int
@@ -213,9 +211,8 @@ class LevelPhase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One option key for the root and one for each region; ``segments`` are the ``(start, stop)`` treated as one.
-
-    Inside a segment the region's key is the segment's.
+    """One option key for the root and one for each region; ``segments`` are the ``(start, stop)`` treated as one, in
+    which the region's key is the segment's.
     """
 
     root: str

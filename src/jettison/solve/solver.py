@@ -90,9 +90,8 @@ def _gap(problem: StepProblem, objective: float, bound: float) -> float:
 
 
 def _fastest_options(problem: StepProblem) -> Choice | None:
-    """The fastest option everywhere, or None if a segment is faster than its regions' fastest options.
-
-    Among equally fast options the one that moves least: tensors that fit anyway are not offloaded.
+    """The fastest option everywhere, or None if a segment is faster than its regions' fastest options. Among equally
+    fast options the one that moves least: tensors that fit anyway are not offloaded.
     """
     fastest = [min(region.options, key=lambda o: (o.seconds, o.offloaded_bytes)) for region in problem.regions]
     for segment in problem.segments:

@@ -282,9 +282,8 @@ def _copies(problem: StepProblem, r: int, sent: int) -> tuple[int, int]:
 
 
 def _undominated(moves: list[WalkMove]) -> tuple[WalkMove, ...]:
-    """Drop moves that another one with the same end dominates in bytes of every kind, need and seconds.
-
-    Overlap needs no check: it grows with the move's own recomputation, and a waiting copy costs the larger of the two.
+    """Drop moves that another one with the same end dominates in bytes of every kind, need and seconds. Overlap needs
+    no check: it grows with the move's own recomputation, and a waiting copy costs the larger of the two.
     """
     kept: list[WalkMove] = []
     for m in sorted(moves, key=lambda m: (m.stop, m.picoseconds, m.resident_bytes, m.need_bytes, m.sent_bytes)):

@@ -262,9 +262,8 @@ class InOrder:
 
 @dataclass(frozen=True)
 class _Shuffle:
-    """Permutation of range(n), computed point by point: a Feistel network, iterated until the value is within range.
-
-    It needs no memory, unlike a shuffled list of all windows of a large corpus.
+    """Permutation of range(n), computed point by point: a Feistel network, iterated until the value is within range. It
+    needs no memory, unlike a shuffled list of all windows of a large corpus.
     """
 
     n: int

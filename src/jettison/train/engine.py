@@ -173,9 +173,8 @@ class WholeModel(Engine):
 
 
 def _fill_buckets(run: DistributedDataParallel) -> None:
-    """Make gradients views of buckets, which DDP otherwise does in the second step, and rebuild the buckets.
-
-    The first round records the order of gradients, from which DDP rebuilds its buckets; the second uses the final ones.
+    """Make gradients views of buckets, which DDP otherwise does in the second step, and rebuild the buckets. The first
+    round records the order of gradients, from which DDP rebuilds its buckets; the second uses the final ones.
     """
     parameters = [p for p in run.module.parameters() if p.requires_grad]
     for _ in range(2):

@@ -72,13 +72,9 @@ def saved_tensors(
 def squared_norm(
     parameters: Iterable[nn.Parameter], *, stages: int = 1, copies: Collection[nn.Parameter] = ()
 ) -> Tensor:
-    """This rank's share of the square of the full gradient's 2-norm, in float64, to be summed over all ranks.
-
-    The share is the sum of squares of its local gradients, each divided by the number of ranks with the same values.
-
-    Args:
-        stages: of a pipeline; ranks of different stages have different parameters.
-        copies: parameters that two stages have.
+    """This rank's share of the square of the full gradient's 2-norm, in float64, to be summed over all ranks: the sum
+    of squares of its local gradients, each divided by the number of ranks with the same values. ``stages`` of a
+    pipeline have different parameters; ``copies``: parameters that two stages have.
     """
     ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
     held: dict[float, list[Tensor]] = {}

@@ -158,9 +158,8 @@ def joined() -> Iterator[World]:
 
 
 def sockets_when_used() -> AbstractContextManager[None]:
-    """Create gloo groups lazily: they open a socket to a rank at the first send, instead of to all ranks at once.
-
-    Rings and trees then need few sockets. torch reads this environment variable whenever a group is created.
+    """Create gloo groups lazily: they open a socket to a rank at the first send, instead of to all ranks at once. Rings
+    and trees then need few sockets. torch reads this environment variable whenever a group is created.
     """
     return by_default("TORCH_GLOO_LAZY_INIT", "1")
 

@@ -28,10 +28,8 @@ _EXPECTED: Final = "expected a TOML file, or module:name of a TrainRecipe or of 
 
 
 def at_least(smallest: int, default: Any = MISSING, expected: str = "") -> Any:
-    """Field of a section with a smallest value; the value must be finite.
-
-    Args:
-        expected: for the error message; by default "``smallest`` or more".
+    """Field of a section with a smallest value; the value must be finite. ``expected``: for the error message; by
+    default "``smallest`` or more".
     """
     metadata = {"smallest": smallest, "expected": expected or f"{smallest} or more"}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
