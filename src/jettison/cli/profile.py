@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.cli.file_kinds import misplaced
 from jettison.core.errors import UsageError
+from jettison.core.process import uncollected
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.diagnose.facts import MemoryFacts
@@ -120,10 +121,11 @@ def profile_files(files: Sequence[Path], gpu: Hardware | None = None, progress: 
     Raises:
         UsageError: one of them is neither.
     """
-    parts = [
-        _snapshot(read_snapshot(f)) if is_snapshot(f) else _trace(read_profile(f, progress), gpu, progress)
-        for f in files
-    ]
+    with uncollected():  # a trace is millions of small objects
+        parts = [
+            _snapshot(read_snapshot(f)) if is_snapshot(f) else _trace(read_profile(f, progress), gpu, progress)
+            for f in files
+        ]
     if len(parts) == 1:
         return parts[0]
     return FindingsReport(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jettison.core.errors import UsageError
 from jettison.core.process import uncollected
@@ -27,6 +29,7 @@ MODULE: Final = "nn.Module: "
 """Prefixes of modules' calls: torch's with ``with_stack=True``, and those of `jettison profile`."""
 OPTIMIZER_STEP: Final = "Optimizer.step#"
 LOADER: Final = "enumerate(DataLoader)"
+ENGINE: Final = "autograd::engine::evaluate_function"
 _STEP: Final = "ProfilerStep#"
 _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
 _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -41,8 +44,7 @@ _OLD: Final = {
 """Names of torch 1.8 to 1.11."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfilerSlice:
+class ProfilerSlice(NamedTuple):
     """An event from ``start_ns`` to ``end_ns``, on a thread of the host or a stream of the device."""
 
     name: str
@@ -58,8 +60,7 @@ class ProfilerSlice:
         return self.end_ns - self.start_ns
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPoint:
+class MemoryPoint(NamedTuple):
     """The allocator's counters after an allocation or a free of ``delta_bytes``, by a thread of the host."""
 
     at_ns: int
@@ -94,6 +95,39 @@ class ProfilerTrace:
     def is_one_run(self) -> bool:
         """Whether steps have no marks, so that a first step's extra work may be included."""
         return len(self.steps) == 1 and self.steps[0][1].kind == _UNMARKED
+
+    @cached_property
+    def named_ops(self) -> dict[str, list[ProfilerSlice]]:
+        """Operators of the host by name, so that a few of many are found in one pass."""
+        found: defaultdict[str, list[ProfilerSlice]] = defaultdict(list)
+        for one in self.ops:
+            found[one.name].append(one)
+        return found
+
+    @cached_property
+    def nodes(self) -> list[ProfilerSlice]:
+        """Operators of autograd's engine, each around a node of backward."""
+        return [one for name, ops in self.named_ops.items() if name.startswith(ENGINE) for one in ops]
+
+    @cached_property
+    def numbered(self) -> list[ProfilerSlice]:
+        """Operators with a sequence number of autograd, outside of its nodes."""
+        return [one for one in self.ops if is_numbered(one)]
+
+    @cached_property
+    def busiest_memory(self) -> list[MemoryPoint]:
+        """Counters of the allocator in order, of the device with most; of the host without a device."""
+        most: dict[str, int] = {}
+        for point in self.memory:
+            most[point.device] = max(most.get(point.device, 0), point.allocated_bytes)
+        on_device = most.keys() - {"cpu"} or most.keys()
+        best = max(on_device, key=most.__getitem__, default=None)
+        return sorted((point for point in self.memory if point.device == best), key=lambda point: point.at_ns)
+
+
+def is_numbered(op: ProfilerSlice) -> bool:
+    """Whether it has a sequence number of autograd, outside of autograd's nodes."""
+    return "Sequence number" in op.args and not op.args.get("Fwd thread id") and not op.name.startswith(ENGINE)
 
 
 def is_trace(path: Path) -> bool:
@@ -164,28 +198,29 @@ def profile_of(content: object, name: str) -> ProfilerTrace:
 
 
 def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
-    kinds = {"cpu_op", "user_annotation", *_RUNTIME, *_DEVICE}
+    kinds = {kind: kind for kind in ("cpu_op", "user_annotation", *_RUNTIME, *_DEVICE)} | _OLD
     for event in events:
-        if not isinstance(event, Mapping):
+        if type(event) is not dict:
             raise UsageError(
                 f"{name}: an event is {type(event).__name__}, not an object; expected torch.profiler's trace"
             )
-        kind = event.get("cat")
-        kind = _OLD.get(kind, kind) if isinstance(kind, str) else ""
-        is_module = kind == "python_function" and str(event.get("name")).startswith(MODULE)
-        if event.get("ph") != "X" or not (kind in kinds or is_module):
+        category = event.get("cat")
+        if event.get("ph") != "X" or not isinstance(category, str):
+            continue
+        kind = kinds.get(category, "")
+        if not kind and not (category == "python_function" and str(event.get("name")).startswith(MODULE)):
             continue
         start: Any = event.get("ts")
         length: Any = event.get("dur", 0)
         args = event.get("args", {})
-        if not _is_number(start) or not _is_number(length) or length < 0 or not isinstance(args, Mapping):
+        if not _is_number(start) or not _is_number(length) or length < 0 or type(args) is not dict:
             raise UsageError(
                 f"{name}: an event {str(event.get('name'))[:40]!r} has no time; expected torch.profiler's trace"
             )
         begin = round(start * 1000)
         yield ProfilerSlice(
             name=str(event.get("name", "")),
-            kind=kind,
+            kind=kind or category,
             start_ns=begin,
             end_ns=begin + round(length * 1000),
             track=_track(event),
@@ -193,8 +228,8 @@ def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e18
 
 
 def _track(event: Mapping[str, Any]) -> str:
@@ -218,8 +253,10 @@ def _steps(
 
 def _memory(events: list[Any]) -> Iterator[MemoryPoint]:
     for event in events:
+        if event.get("name") != "[memory]":
+            continue
         args = event.get("args")
-        if event.get("name") != "[memory]" or not isinstance(args, Mapping) or not _is_number(event.get("ts")):
+        if not isinstance(args, Mapping) or not _is_number(event.get("ts")):
             continue
         figures: list[Any] = [args.get(key) for key in ("Bytes", "Total Allocated", "Total Reserved")]
         if all(type(figure) is int for figure in figures):

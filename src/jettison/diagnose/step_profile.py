@@ -17,7 +17,7 @@ from math import prod
 from statistics import median
 from typing import Any, Final
 
-from jettison.diagnose.profile_file import LOADER, OPTIMIZER_STEP, RECOMPUTES, MemoryPoint, ProfilerSlice, ProfilerTrace
+from jettison.diagnose.profile_file import ENGINE, LOADER, OPTIMIZER_STEP, RECOMPUTES, ProfilerSlice, ProfilerTrace
 
 Span = tuple[int, int]
 """Beginning and end, in nanoseconds."""
@@ -25,7 +25,6 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 PHASES: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 SLOW_FIRST: Final = 1.5
 """Multiple of the other steps' median above which a step is warmup, and excluded from averages."""
-ENGINE: Final = "autograd::engine::evaluate_function"
 _ALLOCATES: Final = (
     "cudaMalloc",
     "cudaFree",
@@ -36,6 +35,7 @@ _ALLOCATES: Final = (
     "cudaMemGetInfo",
 )
 _WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+_COPIES: Final = ("aten::copy_", "aten::_to_copy")
 _LEAST_GAP_NS: Final = 2_000
 
 
@@ -131,15 +131,16 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
     phases = host_phases(trace)
     again = _recompute(trace, phases[BACKWARD])
     work = [one for one in trace.device if one.end_ns > start] or _outermost(trace)
-    compute = joined(_spans(one for one in work if one.kind in ("kernel", "cpu_op") and not is_collective(one)))
+    names = {name for name in {one.name for one in work} if is_collective(name)}
+    compute = joined(_spans(one for one in work if one.kind in ("kernel", "cpu_op") and one.name not in names))
     gloo = [one for one in trace.annotations if one.name.startswith("gloo:")]
-    talk = [one for one in (*work, *gloo) if is_collective(one)]
+    talk = [*(one for one in work if one.name in names), *gloo]
     exposed = without(joined(_spans(talk)), compute)
     busy = within(joined(_spans([*work, *talk])), start, end)
     has_device = bool(trace.device)
     kernels = [one.ns for one in work if one.kind == "kernel" and one.start_ns >= start]
     ran_again = _launches(trace, joined(_spans(again))) if has_device else _spans(again)
-    points = [(point.at_ns, point.allocated_bytes, point.reserved_bytes) for point in busiest_memory(trace)]
+    points = [(point.at_ns, point.allocated_bytes, point.reserved_bytes) for point in trace.busiest_memory]
     return StepProfile(
         steps=len(steady),
         step_spans={number: (one.start_ns, one.end_ns) for number, one in trace.steps},
@@ -158,8 +159,8 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         copies=_copies(trace, compute, start, end),
         kernels=len(kernels),
         median_kernel_ns=round(median(kernels)) if kernels else 0,
-        flops=sum(op_flops(one.name, one.args) for one in trace.ops if start <= one.start_ns < end),
-        again_flops=sum(op_flops(one.name, one.args) for one in again if start <= one.start_ns < end),
+        flops=_flops((one for name in _COUNTED for one in trace.named_ops.get(name, ())), start, end),
+        again_flops=_flops(again, start, end),
         peak_bytes=_peaks(points, phases),
         state_bytes=_state(trace, points),
         reserved_at_peak=max(((allocated, reserved) for _, allocated, reserved in points if reserved), default=None),
@@ -169,8 +170,8 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
 def _settings(trace: ProfilerTrace) -> frozenset[str]:
     """Settings in use, found by names of events that only they have."""
     signs = {
-        "compile": any(one.name.startswith("triton_") for one in trace.device),
-        "fused": any(one.name.startswith("aten::_fused_") for one in trace.ops),
+        "compile": any(name.startswith("triton_") for name in {one.name for one in trace.device}),
+        "fused": any(name.startswith("aten::_fused_") for name in trace.named_ops),
         "workers": any("_MultiProcessingDataLoaderIter" in one.name for one in trace.annotations),
     }
     return frozenset(name for name, seen in signs.items() if seen)
@@ -187,9 +188,9 @@ def host_phases(trace: ProfilerTrace) -> dict[str, list[Span]]:
     """Spans of the host by phase. See NOTE [ Phases of a trace ]."""
     data = joined(_spans(one for one in trace.annotations if one.name.startswith(LOADER)))
     optimizer = joined(_spans(one for one in trace.annotations if one.name.startswith(OPTIMIZER_STEP)))
-    engine = joined(_spans(one for one in trace.ops if one.name.startswith(ENGINE)))
+    engine = joined(_spans(trace.nodes))
     taken = joined([*data, *optimizer, *engine])
-    forward = joined(_spans(one for one in trace.ops if is_numbered(one) and not _inside(one.start_ns, taken)))
+    forward = joined(_spans(one for one in trace.numbered if not _inside(one.start_ns, taken)))
     marks = sorted(
         (span, name)
         for name, spans in ((DATA, data), (FORWARD, forward), (BACKWARD, engine), (OPTIMIZER, optimizer))
@@ -207,11 +208,6 @@ def host_phases(trace: ProfilerTrace) -> dict[str, list[Span]]:
     return {name: joined(spans) for name, spans in found.items()}
 
 
-def is_numbered(op: ProfilerSlice) -> bool:
-    """Whether it has a sequence number of autograd, outside of autograd's nodes."""
-    return "Sequence number" in op.args and not op.args.get("Fwd thread id") and not op.name.startswith(ENGINE)
-
-
 def _inside(at: int, spans: Sequence[Span]) -> bool:
     place = bisect_right(spans, (at, 1 << 62)) - 1
     return place >= 0 and spans[place][0] <= at < spans[place][1]
@@ -225,10 +221,12 @@ def _touches(spans: Sequence[Span], start: int, end: int) -> bool:
 
 def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[ProfilerSlice]:
     """Find recomputed operators in backward, with their inner operators."""
-    engine = joined(_spans(one for one in trace.ops if one.name.startswith(ENGINE)))
+    engine = joined(_spans(trace.nodes))
     marked = joined(_spans(one for one in trace.annotations if one.name == RECOMPUTES))
-    numbered = [one for one in trace.ops if is_numbered(one) and _inside(one.start_ns, engine or backward)]
+    numbered = [one for one in trace.numbered if _inside(one.start_ns, engine or backward)]
     around = joined([*marked, *_spans(numbered)])
+    if not around:
+        return []
     return [one for one in trace.ops if _inside(one.start_ns, around) and not one.name.startswith(ENGINE)]
 
 
@@ -237,7 +235,7 @@ def _outermost(trace: ProfilerTrace) -> list[ProfilerSlice]:
     found: list[ProfilerSlice] = []
     last: dict[str, int] = {}
     for one in trace.ops:
-        if one.name.startswith(ENGINE) or "Backward" in one.name or one.end_ns <= last.get(one.track, 0):
+        if one.end_ns <= last.get(one.track, 0) or one.name.startswith(ENGINE) or "Backward" in one.name:
             continue
         last[one.track] = one.end_ns
         found.append(one)
@@ -247,9 +245,9 @@ def _outermost(trace: ProfilerTrace) -> list[ProfilerSlice]:
 # the device -----------------------------------------------------------------------------------------------------------
 
 
-def is_collective(one: ProfilerSlice) -> bool:
+def is_collective(name: str) -> bool:
     """Whether it is communication."""
-    return one.name.startswith(("nccl", "rccl", "gloo:"))
+    return name.startswith(("nccl", "rccl", "gloo:"))
 
 
 def _launches(trace: ProfilerTrace, spans: list[Span]) -> list[Span]:
@@ -310,9 +308,9 @@ def _copies(trace: ProfilerTrace, compute: list[Span], start: int, end: int) -> 
     moved = (one for one in trace.device if one.kind == "gpu_memcpy" and start <= one.start_ns < end)
     copies = [one for one in moved if "DtoD" not in one.name]
     waits = [one for one in trace.runtime if one.name.startswith(_WAITS) and start <= one.start_ns < end]
-    reads = [one for one in trace.ops if one.name == "aten::_local_scalar_dense" and start <= one.start_ns < end]
+    reads = [one for one in trace.named_ops.get("aten::_local_scalar_dense", ()) if start <= one.start_ns < end]
     read = joined(_spans(reads))
-    inside = joined(_spans(reads) + _spans(one for one in trace.ops if one.name in ("aten::copy_", "aten::_to_copy")))
+    inside = joined(_spans([*reads, *(one for name in _COPIES for one in trace.named_ops.get(name, ()))]))
     return Copies(
         count=len(copies),
         alone_ns=total(without(joined(_spans(copies)), compute)),
@@ -330,19 +328,14 @@ Point = tuple[int, int, int]
 """Time, allocated and reserved."""
 
 
-def busiest_memory(trace: ProfilerTrace) -> list[MemoryPoint]:
-    """Counters of the allocator in order, of the device with most; of the host without a device."""
-    most: dict[str, int] = {}
-    for point in trace.memory:
-        most[point.device] = max(most.get(point.device, 0), point.allocated_bytes)
-    on_device = most.keys() - {"cpu"} or most.keys()
-    best = max(on_device, key=most.__getitem__, default=None)
-    return sorted((point for point in trace.memory if point.device == best), key=lambda point: point.at_ns)
-
-
 def _peaks(points: list[Point], phases: Mapping[str, list[Span]]) -> dict[str, int]:
-    inside = {name: [allocated for at, allocated, _ in points if _inside(at, of)] for name, of in phases.items()}
-    return {name: max(levels) for name, levels in inside.items() if levels}
+    times, levels = [at for at, _, _ in points], [allocated for _, allocated, _ in points]
+    found = {}
+    for name, spans in phases.items():
+        ranges = ((bisect_left(times, start), bisect_left(times, end)) for start, end in spans)
+        if inside := [max(levels[first:last]) for first, last in ranges if first < last]:
+            found[name] = max(inside)
+    return found
 
 
 def _state(trace: ProfilerTrace, points: list[Point]) -> int:
@@ -417,11 +410,16 @@ _FORWARD: Final = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
 )
 _BACKWARD: Final = tuple(f"{name}_backward" for name in _FORWARD)
+_COUNTED: Final = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", *_FORWARD, *_BACKWARD}
+
+
+def _flops(ops: Iterable[ProfilerSlice], start: int, end: int) -> int:
+    return sum(op_flops(one.name, one.args) for one in ops if start <= one.start_ns < end)
 
 
 def op_flops(name: str, args: Mapping[str, Any]) -> int:
     """Return FLOPs of matmuls and fused attention, causal or not; 0 for other ops, and without shapes."""
-    dims = args.get("Input Dims")
+    dims = args.get("Input Dims") if name in _COUNTED else None
     if not isinstance(dims, list):
         return 0
     shapes = [one for one in dims if _is_shape(one)]

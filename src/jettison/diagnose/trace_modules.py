@@ -15,9 +15,10 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jettison.diagnose.profile_file import (
+    ENGINE,
     LOADER,
     MODULE,
     OPTIMIZER_STEP,
@@ -25,18 +26,9 @@ from jettison.diagnose.profile_file import (
     MemoryPoint,
     ProfilerSlice,
     ProfilerTrace,
-)
-from jettison.diagnose.step_profile import (
-    BACKWARD,
-    DATA,
-    ENGINE,
-    FORWARD,
-    OPTIMIZER,
-    Span,
-    busiest_memory,
-    is_collective,
     is_numbered,
 )
+from jettison.diagnose.step_profile import BACKWARD, DATA, FORWARD, OPTIMIZER, Span, is_collective
 
 RECOMPUTE: Final = "recompute"
 OTHER: Final = "other"
@@ -56,8 +48,7 @@ _LASTING: Final = {
 _PASSING: Final = {BACKWARD: "transients of backward", OPTIMIZER: "transients of the optimizer"}
 
 
-@dataclass(frozen=True, slots=True)
-class TracePlace:
+class TracePlace(NamedTuple):
     """Module and role of a moment on the host; "": unknown."""
 
     module: str = ""
@@ -89,18 +80,17 @@ class ModuleProfile:
 
 def profile_modules(trace: ProfilerTrace, window: Span) -> ModuleProfile:
     """Attribute time in a window, and bytes at the peak. See NOTE [ Modules of a trace ]."""
-    sweep = _TraceWalk(trace)
-    own = sweep.own
+    sweep = _TraceWalk(trace, window)
+    found = sweep.own
     if trace.device:
-        own = []
+        found = defaultdict(int)
         for one in trace.device:
             place = sweep.launched.get(one.args.get("correlation"), TracePlace())
-            module = "communication" if is_collective(one) else place.module
-            own.append((TracePlace(module, place.role), one.start_ns, one.ns))
+            if window[0] <= one.start_ns < window[1]:
+                found[place._replace(module="communication") if is_collective(one.name) else place] += one.ns
     ns: defaultdict[TracePlace, int] = defaultdict(int)
-    for place, at, length in own:
-        if window[0] <= at < window[1]:
-            ns[TracePlace(place.module, place.role or OTHER)] += length
+    for place, length in found.items():
+        ns[place._replace(role=place.role or OTHER)] += length
     return ModuleProfile(
         named=bool(trace.modules), ns={place: n for place, n in ns.items() if n > 0}, peak=_peak(sweep.born)
     )
@@ -108,21 +98,22 @@ def profile_modules(trace: ProfilerTrace, window: Span) -> ModuleProfile:
 
 @dataclass(slots=True)
 class _Open:
-    """An open slice, and the place inside of it."""
+    """An open slice, the place inside of it, and that of the innermost open operator."""
 
     end_ns: int
     place: TracePlace
-    op: bool = False
+    op: TracePlace | None = None
     module: bool = False
 
 
 class _TraceWalk:
     """Walk through a trace in order of time, with a stack of open slices for each thread."""
 
-    def __init__(self, trace: ProfilerTrace) -> None:
+    def __init__(self, trace: ProfilerTrace, window: Span) -> None:
         self.named = bool(trace.modules)
-        self.own: list[tuple[TracePlace, int, int]] = []
-        """Place, start and length of an operator, without inner ones."""
+        self.window = window
+        self.own: defaultdict[TracePlace, int] = defaultdict(int)
+        """Nanoseconds of operators that begin in the window, without inner ones."""
         self.launched: dict[Any, TracePlace] = {}
         """Place of a kernel's launch, by correlation id."""
         self.born: list[tuple[MemoryPoint, TracePlace]] = []
@@ -133,7 +124,7 @@ class _TraceWalk:
         """Last node of backward of each thread."""
         marks = [one for one in trace.annotations if one.name.startswith((OPTIMIZER_STEP, LOADER, RECOMPUTES))]
         items: list[ProfilerSlice | MemoryPoint] = [*marks, *trace.modules, *trace.ops, *trace.runtime]
-        items += busiest_memory(trace)
+        items += trace.busiest_memory
         items.sort(key=_begins)
         for item in items:
             stack = self._stacks[item.track]
@@ -148,7 +139,8 @@ class _TraceWalk:
             elif (number := item.args.get("correlation")) is not None:
                 self.launched[number] = top.place
             else:
-                stack.append(_Open(item.end_ns, self._marked(item, top), module=item.name.startswith(MODULE)))
+                place = self._marked(item, top)
+                stack.append(_Open(item.end_ns, place, top.op, item.name.startswith(MODULE)))
 
     def _marked(self, one: ProfilerSlice, top: _Open) -> TracePlace:
         """Place inside of an annotation or of a module's call."""
@@ -176,10 +168,11 @@ class _TraceWalk:
             self._makers[op.args["Sequence number"]][op.track] = place
         elif not place.module:
             place = TracePlace(_called(op), place.role)
-        self.own.append((place, op.start_ns, op.ns))
-        if (around := next((one for one in reversed(stack) if one.op), None)) is not None:
-            self.own.append((around.place, op.start_ns, -op.ns))
-        stack.append(_Open(op.end_ns, place, op=True))
+        if self.window[0] <= op.start_ns < self.window[1]:
+            self.own[place] += op.ns
+            if top.op is not None:
+                self.own[top.op] -= op.ns
+        stack.append(_Open(op.end_ns, place, place))
 
     def _node(self, op: ProfilerSlice, top: _Open) -> TracePlace:
         """The module whose forward made a node; a gradient's accumulation follows the node that computed it."""
