@@ -125,6 +125,20 @@ LOGS = {
         "MA 1.0 GB         Max_MA 12.5 GB         CA 14.0 GB         Max_CA 16 GB\n",
         MeasuredRun(allocated=int(12.5 * GIB), reserved=16 * GIB),
     ),
+    "deepspeed initializes": (  # ranks interleave; peaks of these lines are of no step, those of the last one are
+        "[INFO] [utils.py:785:see_memory_usage] Before initializing optimizer states\nrank 1: loading\n"
+        "[INFO] [utils.py:786:see_memory_usage] MA 9.0 GB     Max_MA 50.0 GB     CA 51.0 GB     Max_CA 51 GB\n"
+        "After initializing ZeRO optimizer\nMA 9.0 GB         Max_MA 60.0 GB         CA 61.0 GB         Max_CA 61 GB \n"
+        "After optimizer step\nMA 9.0 GB         Max_MA 20.0 GB         CA 22.0 GB         Max_CA 22 GB \n"
+        "[INFO] [timer.py:264:stop] epoch=0/micro_step=8/global_step=4, RunningAvgSamplesPerSec=2.5, "
+        "CurrSamplesPerSec=8.0, MemAllocated=9.0GB, MaxMemAllocated=21.0GB\n",
+        MeasuredRun(allocated=21 * GIB, reserved=22 * GIB, step=2.0),
+    ),
+    "deepspeed only initializes": (
+        "After initializing ZeRO optimizer\nMA 9.0 GB         Max_MA 60.0 GB         CA 61.0 GB         Max_CA 61 GB \n"
+        "steps: 10 loss: 2.5 iter time (s): 1.500 samples/sec: 10.667\n",
+        MeasuredRun(step=1.5),
+    ),
     "nanotron": (
         "Memory usage: 1.0MiB. Peak allocated 512.00MiB. Peak reserved: 640.00MiB\n"
         "iteration: 3 / 9 | elapsed_time_per_iteration_ms: 1.25K | tokens_per_sec: 3K\n",
@@ -135,6 +149,46 @@ LOGS = {
         MeasuredRun(allocated=8 * GIB, reserved=10 * GIB, step=2.0),
     ),
     "trainer": ("{'train_runtime': 100.0, 'train_steps_per_second': '0.5', 'epoch': 1.0}\n", MeasuredRun(step=2.0)),
+    "trainer, slow": (  # 0.012 is 77 to 87 s; 16 sequences a step say which
+        "{'train_runtime': 8000.0, 'train_samples_per_second': 0.2, 'train_steps_per_second': 0.012, 'epoch': 1.0}\n",
+        MeasuredRun(step=80.0),
+    ),
+    "trainer, other batches": (
+        "  train_samples_per_second =     64.0\n  train_steps_per_second   =      0.5\n",
+        MeasuredRun(step=2.0),
+    ),
+    "trainer's JSON": ('{"epoch": 1.0, "train_steps_per_second": 0.25}\n', MeasuredRun(step=4.0)),
+    "bridge": (
+        "[Rank 0] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 9.1 | mem-max-allocated-gigabytes: 41.5 "
+        "| mem-max-reserved-gigabytes: 44.25\n",
+        MeasuredRun(allocated=41_500_000_000, reserved=44_250_000_000),
+    ),
+    "seconds": ("iteration 9/ 99 | elapsed time per iteration (s): 12.5 | loss\n" * 3, MeasuredRun(step=12.5)),
+    "nemo": ("iteration 9/99 | lr: 1e-4 | train_step_timing in s: 4.5 | consumed_samples: 80\n", MeasuredRun(step=4.5)),
+    "litgpt": (
+        "Epoch 1 | iter 8 step 4 | loss train: 1.9, val: n/a | iter time: 400.00 ms (step)\n"
+        "| - Memory Used   : 21.5 GB\n",
+        MeasuredRun(allocated=21_500_000_000, step=0.8),
+    ),
+    "axolotl": (
+        "{'loss': 1.1, 'memory/max_active (GiB)': 9.5, 'memory/max_allocated (GiB)': 9.5, "
+        "'memory/device_reserved (GiB)': 12.0}\n",
+        MeasuredRun(allocated=int(9.5 * GIB), reserved=12 * GIB),
+    ),
+    "axolotl, older": (
+        "[RANK:0] GPU memory usage while training: 10.000GB (+4.500GB cache, +1.500GB misc)\n",
+        MeasuredRun(reserved=int(14.5 * GIB), device=16 * GIB),
+    ),
+    "unsloth": ("Peak reserved memory = 6.5 GB.\n", MeasuredRun(reserved=int(6.5 * GIB))),
+    "nvidia-smi": (
+        "| N/A   45C    P0   300W / 400W |  30720MiB / 81920MiB |     99%      Default |\n"
+        "| N/A   45C    P0   300W / 400W |  40960MiB / 81920MiB |     99%      Default |\n",
+        MeasuredRun(device=40 * GIB),
+    ),
+    "swift": (
+        "{'loss': 1.1, 'memory(GiB)': 60.5, 'train_speed(iter/s)': 0.25}\n",
+        MeasuredRun(reserved=int(60.5 * GIB), step=4.0),
+    ),
 }
 
 
@@ -143,7 +197,7 @@ def test_logs_of_trainers(tmp_path: Path, name: str) -> None:
     text, wanted = LOGS[name]
     file = tmp_path / "run.log"
     file.write_text(text)
-    assert measured_in(file, tokens_per_device=8192, micro_batches=2) == wanted
+    assert measured_in(file, tokens_per_device=8192, micro_batches=2, sequences=16) == wanted
 
 
 def test_a_log_and_figures_are_the_same_anchor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

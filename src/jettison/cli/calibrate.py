@@ -13,7 +13,7 @@ from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.core.units import format_bytes, format_seconds
-from jettison.cost.flops import tokens
+from jettison.cost.flops import sequences, tokens
 from jettison.frameworks.run_file import flags_of
 from jettison.predict.anchor import fit_anchor, fragment_bytes
 from jettison.predict.forecast import extra_bytes, forecast
@@ -105,7 +105,12 @@ def _measured(text: str, run: Run) -> MeasuredRun:
         raise UsageError(f"got --measured {text!r}; expected some of {MEASURED_WORDS}, or a log, snapshot or trace")
     from jettison.diagnose.measured import measured_in
 
-    return measured_in(path, tokens_per_device=tokens(run) / run.layout.world, micro_batches=run.micro_batches)
+    return measured_in(
+        path,
+        tokens_per_device=tokens(run) / run.layout.world,
+        micro_batches=run.micro_batches,
+        sequences=round(sequences(run)),
+    )
 
 
 def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tuple[str, str]]:
