@@ -85,7 +85,7 @@ BYTES = (
         unit="%",
         asks=(Ask(command=CORE, key="explain.recompute[change=--recompute selective].of_step"),),
         verdict=Verdict.WRONG,
-        why="2.7 % is the core's share of a *forward*. [The way to 0.45 %](contradictions.md"
+        why="2.7 % is the core's share of a *forward*. [How 0.45 % follows](contradictions.md"
         "#selective-recomputation-27--5--09--or-045-).",
     ),
     Claim(
@@ -219,7 +219,7 @@ LADDER_STEPS = (
         asks=(layer("--sp --recompute selective", "gpt-1t"), layer("--no-sp", "gpt-1t")),
         value=lambda way, base: way / base,
         verdict=Verdict.WRONG,
-        why="By a hair: its layers are wider for their number of heads.",
+        why="0.2 points more: its layers are wider for their number of heads.",
         tolerance=0.005,
     ),
     Claim(

@@ -100,7 +100,7 @@ ACTIVATIONS = (
         why="Softmax output, dropout mask and dropout output: 2 + 1 + 2, as in its equation.",
     ),
     Claim(
-        words="The rest of its table adds up to, bytes for each element of the input",
+        words="The rest of its table, bytes for each element of the input",
         theirs=(24,),
         unit="",
         asks=(Ask(command="python -m examples.numpy_engine block --attention fused", key="bytes / sbh"),),
@@ -177,7 +177,7 @@ STEP = (
         tolerance=0.01,
     ),
     Claim(
-        words="In the optimizer's step there are 16N",
+        words="The optimizer's step needs",
         theirs=(16,),
         unit="N",
         asks=(Ask(command=FP32, key="phases[phase=optimizer].peak_bytes"), Ask(command=FP32, key="parameters")),

@@ -131,7 +131,7 @@ WORK = (
         unit="%",
         asks=(Ask(command=GPT3, key="the core's share of FLOPs"),),
         verdict=Verdict.WRONG,
-        why="It is no constant: it grows with s / h.",
+        why="The share grows with s / h.",
     ),
     Claim(
         words="So selective recomputation adds 5 % to a step (s = h = 8192)",

@@ -37,7 +37,7 @@ def _of_forward(n: int, share: float, verdict: Verdict) -> Claim:
         asks=(Ask(command=f"{RUN} --recompute every:{n} --explain", key="explain.recompute[current=True].of_step"),),
         value=lambda of_step: 3 * of_step,
         verdict=verdict,
-        why="Nearly a full one: each layer, without the ops that backward does not need.",
+        why="Nearly a full forward: every layer, without the ops that backward does not need.",
     )
 
 
@@ -193,7 +193,7 @@ SELECTIVE = (
         asks=(Ask(command=f"{RUN} --recompute selective-op", key=LAYER),),
         value=lambda layer: 80 * layer,
         verdict=Verdict.WRONG,
-        why="The overview's own 43 GB for all layers without checkpointing are fewer.",
+        why="The overview itself states 43 GB for all layers *without* checkpointing.",
     ),
     Claim(
         words="Keeping the outputs of GEMMs costs, of a step's time",

@@ -78,7 +78,9 @@ PAGES: dict[str, Page] = {
         ),
         not_here={"from planned_ac import PlannedAC": "tests/export/test_export_targets.py"},
     ),
-    "docs/fine-tuning.md": Page(slow=("$ jettison plan llama3-70b --lora",)),
+    "docs/fine-tuning.md": Page(
+        slow=("$ jettison plan llama3-70b --lora", "$ jettison ledger llama3-8b --lora r=16 --base")
+    ),
     "docs/how-to/from-a-trainers-file.md": Page(codes={"$ jettison ledger --from qlora.yaml --from sft.yaml": 2}),
     "docs/how-to/from-oom-to-a-running-step.md": Page(
         files={"oom.log": worlds.oom_log},
@@ -89,7 +91,8 @@ PAGES: dict[str, Page] = {
         codes={"$ jettison ledger gpt2-xl --micro-batch 5 --gpu a100-40gb": 3}
     ),
     "docs/how-to/will-it-fit.md": Page(
-        codes={"$ jettison ledger llama3-8b --seq 8192 --dp 8 --zero 3 --gpu a100-40gb --explain": 3}
+        codes={"$ jettison ledger llama3-8b --seq 8192 --dp 8 --zero 3 --gpu a100-40gb --explain": 3},
+        slow=("$ jettison ledger llama3-8b --dp 8 --zero 3 --recompute auto", "$ jettison ledger llama3-8b --cp"),
     ),
     "docs/layouts.md": Page(
         slow=("$ jettison search ",),
@@ -102,14 +105,6 @@ PAGES: dict[str, Page] = {
         files={"rank0.json": worlds.rank0_json},
         slow=("$ jettison profile loop.py",),
         measured=("$ jettison profile loop.py",),
-    ),
-    "docs/questions.md": Page(
-        slow=(
-            "$ jettison plan llama3-70b --lora",
-            "$ jettison ledger llama3-8b --lora r=16 --base",
-            "$ jettison ledger llama3-8b --dp",
-            "$ jettison ledger llama3-8b --cp",
-        )
     ),
     "docs/report.md": Page(files=MODELS, slow=("jettison plan my_models:tower", "jettison report proof.json")),
     "docs/serve.md": Page(
