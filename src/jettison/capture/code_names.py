@@ -51,7 +51,6 @@ def mentioned_in(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=16384)
 def names_in(code: types.CodeType) -> Names:
-    """All names in a code object."""
     inner = [names_in(one) for one in _inner(code)]
     steps = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "EXTENDED_ARG")]
     texts = _texts(code.co_consts)

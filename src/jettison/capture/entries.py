@@ -109,7 +109,6 @@ class _RegionCall:
         return b in kept and not self.trace.program.buffers[b].free and b not in self.trace.names
 
     def entry(self, slot: Slot, role: str) -> SavedTensor:
-        """The ledger entry of one held tensor."""
         program = self.trace.program
         buffer = program.buffers[slot.buffer]
         closure = program.closure(slot.buffer)
@@ -131,7 +130,6 @@ class _RegionCall:
         )
 
     def storage(self, b: int) -> str:
-        """The id of a buffer's storage."""
         if b in self.trace.names:
             prefix = "" if self.layer == ROOT_LAYER else f"{self.layer}."
             return f"parameter:{prefix}{self.trace.names[b]}"
@@ -242,7 +240,6 @@ class Roles:
         return self.trace.program
 
     def producer(self, b: int) -> Op | None:
-        """The op that produces a buffer."""
         index = self.program.buffers[b].producer
         return None if index is None else self.program.ops[index]
 
@@ -255,7 +252,6 @@ class Roles:
         return chosen.name if chosen is not None else slot.op
 
     def role(self, slot: Slot, ref: TensorRef) -> str:
-        """Role of a slot's tensor."""
         source = self.program.buffers[slot.buffer].source
         if source is Source.INPUT:
             return self._input_role(slot)

@@ -59,7 +59,6 @@ class StepFakeMode(QuickFakeMode):
     """The thread that is recorded: modes are per thread, and other threads' ops on its tensors are not seen."""
 
     def from_tensor(self, tensor: Tensor, **how: Any) -> FakeTensor:
-        """Return the fake tensor of a real one."""
         return super().from_tensor(_alone(tensor), **how)
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -96,7 +95,6 @@ class StepFakeMode(QuickFakeMode):
         return correct(args, kwargs, out) if correct is not None and on_cpu else out
 
     def remembered(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-        """See `QuickFakeMode`."""
         if self.sparse or _is_ours_to_answer(func):
             return UNKNOWN
         out = super().remembered(func, args, kwargs)
@@ -231,7 +229,6 @@ class _Faker:
         return found
 
     def of_meta(self, meta: Tensor, device: torch.device) -> Tensor:
-        """A fake tensor of a meta tensor's shape."""
         fake: Tensor = FakeTensor(self._mode, meta, self._device or device)
         return fake
 

@@ -204,7 +204,6 @@ class ModuleGuard:
         return True
 
     def changed(self) -> frozenset[Setting]:
-        """The settings that have changed."""
         return frozenset(setting for setting, _ in self._changes())
 
     def structure_words(self) -> str:
@@ -220,7 +219,6 @@ class ModuleGuard:
         return all(isinstance(one, (*_SCALARS, *_FUNCTIONS)) for one in (*itertools.chain(*lists), *cells))
 
     def values(self, settings: frozenset[Setting]) -> list[Any]:
-        """Current values of these settings."""
         keys = {key for _, key in settings}
         found: list[Any] = [
             _in(table, key) for table, key, _ in self.settings if key in keys and (self._key(table), key) in settings

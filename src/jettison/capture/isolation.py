@@ -143,7 +143,6 @@ class Undo:
 
     @property
     def wrote(self) -> bool:
-        """Whether existing memory was written to."""
         return any(map(self._is_written, self._memory))
 
     def has_written(self, tensor: Tensor) -> bool:

@@ -138,7 +138,6 @@ def items_of(container: Any) -> Iterator[Any]:
 
 
 def size_of(container: Any) -> int:
-    """Number of entries of a container."""
     if type(container) in _EXACT or type(container) in (dict, OrderedDict):
         return len(container)
     size: int = kind_of(container).__len__(container)
@@ -180,7 +179,6 @@ class KeptState:
         raise NotImplementedError
 
     def is_unchanged(self) -> bool:
-        """Whether it is as it was read."""
         return bool(self.read() == self.was)
 
     def put_back(self) -> None:
@@ -315,7 +313,6 @@ class ClassState(KeptState):
     """Attributes of a class, except those that Python maintains itself."""
 
     def table(self) -> Any:
-        """All attributes now."""
         return vars(self.holder)
 
     def read(self) -> Any:
@@ -326,7 +323,6 @@ class ClassState(KeptState):
         return not (name.startswith("__") or name == "_abc_impl")
 
     def moved(self) -> list[str]:
-        """Names whose values have changed."""
         now, was = self.table(), self.was
         names = (name for name in {**was, **now} if self.counts(name))
         return [n for n in names if not _is_or_equals(now.get(n, MISSING), was.get(n, MISSING))]
@@ -467,8 +463,6 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class HookState(KeptState):
-    """Tables of hooks on a leaf."""
-
     def read(self) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return [hooks_of(self.holder, name) for name in TENSOR_HOOKS]
@@ -605,8 +599,6 @@ def is_stream(value: Any) -> bool:
 
 
 class StreamState(KeptState):
-    """State of a generator object of Python's, torch's or numpy's."""
-
     def read(self) -> Any:
         stream = self.holder
         if is_a(stream, random.Random):
@@ -786,8 +778,6 @@ def _lends_memory(value: Any) -> bool:
 
 
 class _InMemory(_InC):
-    """A file in memory."""
-
     def read(self) -> Any:
         return None if self.holder.closed else (self.holder.tell(), self.holder.getvalue())
 
@@ -900,8 +890,6 @@ class Subclasses(_InC):
 
 
 class _Position(_InC):
-    """Read position of a file."""
-
     def read(self) -> int | None:
         with contextlib.suppress(OSError, ValueError):
             return None if self.holder.closed else int(self.holder.tell())

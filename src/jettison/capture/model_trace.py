@@ -177,7 +177,6 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the batch of these arguments."""
     return Arguments(args, kwargs) if args and kwargs else kwargs or args
 
 

@@ -88,7 +88,6 @@ def is_bookkeeping(func: Any) -> bool:
 
 
 def is_communication(func: Any) -> bool:
-    """Whether a call communicates with other ranks."""
     return is_collective(func) or _full_name(func).split("::")[0] in _COMMUNICATION
 
 
@@ -149,7 +148,6 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by name."""
     return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
 
 

@@ -133,8 +133,6 @@ _Answer = tuple[bool, tuple[_Made | None, ...]]
 
 
 class QuickFakeMode(FakeTensorMode):
-    """See the module docstring."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._remembered: dict[Any, _Answer] = {}
@@ -142,7 +140,6 @@ class QuickFakeMode(FakeTensorMode):
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Return an operator's result."""
         key = self._key(func, args, kwargs)
         known = self._remembered.get(key) if key is not None else None
         if known is not None:

@@ -65,11 +65,9 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
         return prod(self.size) * self.dtype.itemsize
 
     def make(self, *, zeros: bool) -> Tensor:
-        """Allocate it."""
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         return made.zero_() if zeros else made
 
@@ -102,12 +100,10 @@ class Movement:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written on the way."""
         return sum(v.nbytes for v in tree_leaves((self.args, dict(self.kwargs))) if isinstance(v, Scratch))
 
     @property
     def price_key(self) -> str:
-        """Equal for movements that cost the same."""
         return f"{self.func}({', '.join(map(str, tree_leaves((self.args, dict(self.kwargs)))))})"
 
 
@@ -178,7 +174,6 @@ class Streams:
         return cls(_bytes_of(torch.get_rng_state()), states, tuple(outside_torch().values()))
 
     def restore(self) -> None:
-        """Restore every stream."""
         with _disable_current_modes():
             torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
         if self.cuda is not None:
@@ -188,7 +183,6 @@ class Streams:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed every default stream."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy.random" in sys.modules:

@@ -140,7 +140,6 @@ class Reach:
         return len(self._seen)
 
     def of(self, kind: type[S]) -> list[S]:
-        """States of one kind."""
         return [state for state in self.states if isinstance(state, kind)]
 
     def moved(self) -> list[Any]:
@@ -219,7 +218,6 @@ class Reach:
             raise refused[0]
 
     def restore_streams(self) -> None:
-        """Restore random generators."""
         for state in self.of(StreamState):
             if not state.is_unchanged():
                 state.put_back()
@@ -560,8 +558,6 @@ class Reach:
 
 
 class _Variables(KeptState):
-    """Context variables."""
-
     def read(self) -> Any:
         return dict(contextvars.copy_context().items())
 

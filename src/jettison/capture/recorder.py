@@ -233,7 +233,6 @@ def layout(tensor: Tensor) -> tuple[int, ...]:
 
 
 def layout_of(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """See `layout`."""
     return tuple([s if n != 1 else 0 for n, s in zip(size, stride, strict=True)])
 
 
@@ -703,7 +702,6 @@ class OpRecorder:
     # the end ----------------------------------------------------------------------------------------------------------
 
     def finish(self, output: Any) -> RegionTrace:
-        """Close the record."""
         self._require_own_stream()
         leaves, spec = tree_flatten(output)
         output_leaves = [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -313,7 +313,6 @@ def note_imports(notes: Notes) -> None:
 
 
 def ignore_imports(notes: Notes) -> None:
-    """Stop reporting."""
     if notes in _LOOKING:
         _LOOKING.remove(notes)
         if not _LOOKING:

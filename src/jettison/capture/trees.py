@@ -30,7 +30,6 @@ class _Opened:
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return leaves, and the spec for `tree_unflatten`."""
     leaves, spec = pytree.tree_flatten(tree, _is_size)
     if not any(map(_is_closed, leaves)):
         return leaves, spec
@@ -70,7 +69,6 @@ def _shape(node: Any, leaves: list[Any]) -> Any:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves alone."""
     if tree.__class__ in _ATOMS:
         return [tree]
     leaves = pytree.tree_leaves(tree, _is_size)
@@ -96,7 +94,6 @@ def op_leaves(*values: Any) -> list[Any]:
 
 
 def op_map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Map the `op_leaves` of a value."""
     if isinstance(value, list | tuple):
         return type(value)([op_map(change, inside) for inside in value])
     if isinstance(value, dict):

@@ -155,7 +155,6 @@ class Judge:
     _last_root: CheckpointPolicy | None = None  # of a complete step in which something around the blocks was dropped
 
     def whole(self, part: ModulePolicy) -> StepPeaks:
-        """Dry-run a step."""
         if self.problem:
             return step_of([part], self.dry_step, self.pricing)
         tape = StretchTape()

@@ -569,7 +569,6 @@ class PhaseMarks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step."""
         if self.device is None:
             with record_function(_MARK + name):
                 yield

@@ -179,7 +179,6 @@ class ImaginedSchedule:
         self._sending: list[ImaginedStage] = []
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """See torch's schedules."""
         if self._made is None:
             self._make(args, kwargs)
         cut = self._count < self.real._n_microbatches
@@ -290,7 +289,6 @@ class _Chain:
         self._own: dict[int, list[tuple[tuple[int, ...], torch.dtype, bool]]] = {}
 
     def tell(self, index: int, outputs: Sequence[Tensor]) -> None:
-        """Tell the other ranks the results of a stage."""
         self._own[index] = [(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs]
         if self._round is not None:
             with unset_fake_temporarily():

@@ -95,12 +95,10 @@ class OpRequest:
 
     @property
     def metas(self) -> list[TensorMeta]:
-        """Templates of its tensors."""
         return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorMeta)]
 
     @property
     def device(self) -> str:
-        """Device that it runs on."""
         named = [str(leaf) for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.device)]
         devices = [meta.device for meta in self.metas]
         return next((device for device in [*devices, *named] if device != "cpu"), "cpu")

@@ -198,7 +198,6 @@ class MeasuredWorkspace:
         self._answers: dict[Any, int] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Bytes of workspace of this call."""
         if has_no_workspace(func):
             return 0
         nothing = self._nothing.get(func)

@@ -40,8 +40,6 @@ _TABLES: Final = (r"rotary_emb\.inv_freq$",)
 
 @dataclass(frozen=True, kw_only=True)
 class FileTensor:
-    """A tensor of a file."""
-
     size: torch.Size
     dtype: torch.dtype
 
@@ -219,7 +217,6 @@ def reference_config(hub: Any) -> LlamaConfig:
 
 
 def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
-    """Return the values of its config.json."""
     return {
         **_SETTINGS,
         "architectures": [_FORM["hub"]["class"]],
@@ -266,7 +263,6 @@ class HubForm:
     source: Path | None
 
     def files_beside(self) -> list[Path]:
-        """Those to copy."""
         if self.source is None:
             return []
         found = {file for pattern in BESIDE for file in self.source.glob(pattern) if file.is_file()}

@@ -426,7 +426,6 @@ class _TraceRegions:
         return maker.value(first.given[wanted[0]])
 
     def after(self) -> Region:
-        """Region after the blocks, with the loss."""
         _, ops = self.parts
         only = self._only_read_by(ops)
         weights = {name: w for name, w in self.owned[1].items() if name in only}
@@ -653,7 +652,6 @@ def _spread(op: Op, inputs: Sequence[Value], outputs: Sequence[Value], weights: 
 
 
 def weight_of(name: str, tensor: Tensor, *, tied: bool = False) -> Weight:
-    """A parameter as it stands."""
     nbytes, numel = tensor.numel() * tensor.element_size(), tensor.numel()
     return Weight(name=name, shape=tuple(tensor.shape), places=(), nbytes=nbytes, numel=numel, tied=tied)
 

@@ -113,7 +113,6 @@ class GptLayer(nn.Module):
         self.mlp_dropout = Dropout(config.dropout)
 
     def forward(self, x_sbh: Tensor, mask: Tensor) -> Tensor:
-        """The residual stream after the layer."""
         x_sbh = x_sbh + self.attention_dropout(self.attention(self.attention_norm(x_sbh), mask))
         return x_sbh + self.mlp_dropout(self.mlp(self.mlp_norm(x_sbh)))
 
@@ -225,7 +224,6 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMlp(config)
 
     def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor], *mask: Tensor) -> Tensor:
-        """The residual stream after the layer."""
         x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh), rotary, *mask)
         return x_bsh + self.mlp(self.mlp_norm(x_bsh))
 

@@ -93,7 +93,6 @@ class Loaded:
     mode: FakeTensorMode | None = None
 
     def trace(self) -> ModelTrace:
-        """The record of a training forward."""
         return trace_model(self.model, self.batch, loss_fn=self.loss_fn, mode=self.mode)
 
 

@@ -262,8 +262,6 @@ def _next_round(ranks: tuple[int, ...], timeout_seconds: float) -> Round:
 
 @dataclass(frozen=True)
 class EqualRanks:
-    """Ranks with one digest."""
-
     digest: bytes  # empty for groups that are too many to be told apart
     count: int
     runs: Sequence[tuple[int, int]] = ()  # of places side by side, first and last, ascending; not all if many

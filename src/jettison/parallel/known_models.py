@@ -76,8 +76,6 @@ class StackForm:
 
 
 class HeadForm(NamedTuple):
-    """A model, and a head on it."""
-
     body: str
     head: str
 

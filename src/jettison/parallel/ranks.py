@@ -80,7 +80,6 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank."""
         return self.place == 0
 
     def lost(self, why: str) -> Exception:
@@ -232,6 +231,5 @@ def listed(ranks: Iterable[int], count: int | None = None) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int], count: int | None = None) -> str:
-    """With the noun."""
     every = list(ranks)
     return f"rank{'s' if (count or len(every)) != 1 else ''} {listed(every, count)}"

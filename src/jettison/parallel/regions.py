@@ -87,7 +87,6 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, _dim: int) -> Tensor:
-    """The sum over all ranks."""
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", axis.name))
 
 

@@ -153,7 +153,6 @@ class Assumptions:
             )
 
     def forward_ends(self, leaves: Iterable[Any]) -> None:
-        """Note the leaves that the forward returned."""
         found = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
         self.outputs = [weakref.ref(t) for t in found]
         self.has_loss = not found or any(t.numel() == 1 for t in found)
@@ -170,7 +169,6 @@ class Assumptions:
         return unpacked
 
     def backward_begins(self) -> None:
-        """Check the running backward."""
         if torch._C._current_graph_task_id() == -1:
             self.looked = False  # a saved tensor was read outside of a backward
             return

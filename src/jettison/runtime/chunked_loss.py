@@ -231,8 +231,6 @@ def _same(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
 
 @dataclass(slots=True)
 class _LossRequest:
-    """Parameters of one loss."""
-
     ignore_index: int
     reduction: int
     rows: int

@@ -312,19 +312,16 @@ class CompiledRegion(PlannedForward):
         )
 
     def start_over(self) -> None:
-        """See `PlannedForward`."""
         super().start_over()
         self.made.clear()
         self.ran.clear()
 
     def like(self, module: nn.Module) -> PlannedForward:
-        """See `PlannedForward`."""
         return CompiledRegion(
             module, self.name, self.plans[0].policy, compiled=self.compiled, model=self.model, how=self.how
         )
 
     def remove(self) -> None:
-        """See `PlannedForward`."""
         super().remove()
         if self.module._compiled_call_impl is None:
             self.module._compiled_call_impl = self.own_call
@@ -443,7 +440,6 @@ class _Stays(Held):
     __slots__ = ()
 
     def open(self) -> Tensor:
-        """See `Held`."""
         self[0].asked()
         return super().open()
 
@@ -467,7 +463,6 @@ class PlaceHooks(OffloadHooks):
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """See `OffloadHooks`."""
         place, self.place = self.place, self.place + 1
         b = self.places[place] if place < len(self.places) else None
         if b is None or b not in self.moved:
@@ -500,13 +495,11 @@ class Looked:
         self.tensors: list[Tensor] = []
 
     def split(self, found: Split) -> None:
-        """See `PlaceHooks`."""
         self.places = found.saved
         self.tensors.clear()
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that autograd saves."""
         self.tensors.append(tensor)
         return tensor
 

@@ -37,7 +37,6 @@ class _Regions(dict[Any, "_FunctionRegion"]):
         self._held: dict[Any, set[Any]] = {}
 
     def clear(self) -> None:
-        """Drop the regions and their keys."""
         super().clear()
         self._held.clear()
 

@@ -232,7 +232,6 @@ class Recordings:
     # what does not hold ----------------------------------------------------------------------------------------------
 
     def start_over(self) -> None:
-        """Discard all recordings."""
         self.prepared.clear()
         self._aside.clear()
         self._outdated = {}

@@ -30,7 +30,6 @@ def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
 
 
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
-    """The view ``ref`` of the storage of ``tensor``."""
     if (
         ref.__class__ is TensorRef
         and tensor.dtype is ref.dtype

@@ -310,7 +310,6 @@ class Witness:
 
 
 def is_same(first: Seen, second: Seen) -> bool:
-    """Whether two samples have the same bits."""
     if isinstance(first, bytes) or isinstance(second, bytes):
         return first == second
     return torch.equal(bits_of(first), bits_of(second))

@@ -254,8 +254,6 @@ class ShuffledOrder:
 
 
 class InOrder:
-    """Windows in the order of the text."""
-
     def window(self, n: int) -> int:
         return n
 

@@ -19,8 +19,6 @@ from jettison.train.recipe import TrainRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet:
-    """Text and number of global batches of an evaluation."""
-
     batches: Batches
     count: int
     text: Survey

@@ -111,8 +111,6 @@ def _complete(partial: Path, folder: Path, form: HubForm, whole: Mapping[str, An
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """Exported weights: step and folder."""
-
     step: int
     export: str
 

@@ -154,7 +154,6 @@ class PipelineEngine(Engine):
     def of(
         cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device, **options: Any
     ) -> PipelineEngine:
-        """Split the model; see `cut`."""
         stages = cut(whole, places.layout, places.mesh["pp"].get_local_rank(), seq=batch.seq)
         made = cls(stages, places, batch, device, **options)
         if getattr(whole, "tokens", None) is not None and whole.tokens.weight is whole.head.weight:

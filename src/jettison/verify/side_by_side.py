@@ -119,8 +119,6 @@ def _moved(levels: StepLevels | None, by_bytes: int) -> StepLevels | None:
 
 @dataclass(kw_only=True)
 class StepComparison:
-    """Results of steps that two models ran in turn."""
-
     gradients: bool = True
     losses: bool = True
     random: bool = True

@@ -42,8 +42,6 @@ _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class LoopMeter:
-    """Measures how much is allocated."""
-
     device: str
 
     def step(self) -> tuple[int, int | None]:
