@@ -350,8 +350,7 @@ class ExportSection(RecipeSection):
     overwrite: bool = False
 
     def check(self) -> None:
-        if parse_bytes(self.max_file) < 1:
-            raise UsageError(f"got max_file {self.max_file}; expected 1B or more")
+        parse_bytes(self.max_file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
