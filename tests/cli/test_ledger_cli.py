@@ -319,6 +319,10 @@ def test_a_long_pipeline_is_cut_and_shows_its_worst_stage(capsys):
         (("llama3-8b", "--expert-tp", 1), "--expert-tp does nothing: llama3-8b has no experts"),
         (("llama3-8b", "--cp-comm-type", "a2a"), "--cp-comm-type does nothing without context parallelism"),
         (("llama3-8b", "--dp", 4, "--zero-replicas", 2), "--zero-replicas does nothing where nothing is sharded"),
+        (("llama3-8b", "--zero-buckets", "default"), "--zero-buckets does nothing without ZeRO"),
+        (("llama3-8b", "--gradient-sync", "each"), "--gradient-sync does nothing without FSDP"),
+        (("llama3-8b", "--reentrant"), "--reentrant does nothing without checkpoints"),
+        (("llama3-8b", "--dropout", 0.1), "--dropout does nothing: llama3-8b has none outside of fused attention"),
     ],
 )
 def test_what_is_asked_in_vain_is_said_on_stderr(capsys, flags, message):

@@ -6,6 +6,8 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
+from jettison.predict.run_fields import RunRequest
+from jettison.predict.run_request import resolve
 from support.formula_cases import _GROUPED, _TOKENS, WINDOW, FormulaCase, TinyFamily, counts, differences
 
 _HEADS_16 = {**_GROUPED, **_TOKENS, "head_dim": 16}
@@ -72,15 +74,42 @@ def test_layers_without_rotary_positions_are_listed_one_by_one() -> None:
         parse_config({**inner, "no_rope_layers": [1]}, name="tiny")
 
 
+@pytest.mark.parametrize(
+    ("said", "base"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, "nf4-double"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "int8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, ""),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, ""),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": None}, ""),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, ""),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, ""),
+    ],
+)
+def test_adapters_train_over_the_weights_that_a_configuration_has(said: dict[str, object], base: str) -> None:
+    model = parse_config({**_STABLE, "quantization_config": said}, name="tiny")
+    found = resolve(model, RunRequest(lora="8")).run.tuning
+    assert found is not None and str(found.base) == (base or "plain")
+    (remark,) = model.left_out
+    assert remark.endswith("is left out: weights are those of --precision")
+    assert (f"says --base {base} for adapters" in remark) is bool(base)
+    assert resolve(model, RunRequest()).run.tuning is None
+    chosen = resolve(model, RunRequest(lora="8", base="plain")).run.tuning
+    assert chosen is not None and chosen.base == "plain"
+
+
 def test_what_stands_beside_the_text_is_named() -> None:
     """A tower of 24 layers, width 1024 and 4096: 12 x 1024^2 parameters each."""
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "hidden_act": "gelu"}
     inner = {**_STABLE, "model_type": "qwen2", "num_key_value_heads": 2, "num_nextn_predict_layers": 1}
     outer = {"model_type": "internvl", "text_config": inner, "vision_config": vision}
-    model = parse_config({**outer, "quantization_config": {"quant_method": "fp8"}}, name="tiny")
+    model = parse_config({**outer, "quantization_config": {"quant_method": "awq"}}, name="tiny")
     tower, further, quantised = model.left_out
     assert tower.startswith(f"the vision tower (about {24 * 12 * 1024**2 / 1e6:.0f} million parameters)")
     assert further.startswith("a layer for multi-token prediction (MTP) left out, as in the code of transformers; ")
     assert further.endswith("--mtp-num-layers counts them")
-    assert "quantization_config (fp8) is left out" in quantised
+    assert "quantization_config (awq) is left out" in quantised
     assert parse_config(_STABLE, name="tiny").left_out == ()

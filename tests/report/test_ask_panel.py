@@ -131,12 +131,12 @@ def test_a_file_is_uploaded(open_page: Open, server: Served, tmp_path: Path) -> 
     fill(opened, model="(a config.json)", gpu="", budget="1GiB")
     assert ask(opened) == "Choose the config.json to ask about."
     config = tmp_path / "small.json"
-    config.write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "fp8"}}), encoding="utf-8")
+    config.write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "awq"}}), encoding="utf-8")
     opened.page.set_input_files("#ask-file", config)
     assert opened.page.inner_text("#ask .command code") == "jettison plan small.json --budget 1GiB --tp 1"
     assert ask(opened) == "answered"
     answer = opened.page.inner_text("#ask .answer")
-    assert "layers.0 to 3" in answer and "Note: quantization_config (fp8) is left out" in answer
+    assert "layers.0 to 3" in answer and "Note: quantization_config (awq) is left out" in answer
     config.write_text("{", encoding="utf-8")
     opened.page.set_input_files("#ask-file", config)
     assert ask(opened) == "small.json is not JSON."

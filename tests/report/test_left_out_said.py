@@ -26,8 +26,8 @@ INNER = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-OUTER = {"model_type": "internvl", "text_config": INNER, "quantization_config": {"quant_method": "fp8"}}
-SAID = "quantization_config (fp8) is left out: weights are those of --precision"
+OUTER = {"model_type": "internvl", "text_config": INNER, "quantization_config": {"quant_method": "awq"}}
+SAID = "quantization_config (awq) is left out: weights are those of --precision"
 DESCRIBED = [target for target in named("targets") if target not in ("torch_remat", "accelerate", "lightning")]
 
 
@@ -56,7 +56,7 @@ def test_an_export_says_it(target: str, made: Path, tmp_path: Path, capsys: pyte
     assert run(["export", str(made), "--to", target]) == 0
     assert SAID in " ".join(capsys.readouterr().err.split())
     assert run(["export", str(made), "--to", target, "--out", str(tmp_path / "out")]) == 0
-    assert "quantization_config (fp8)" in capsys.readouterr().out
+    assert "quantization_config (awq)" in capsys.readouterr().out
 
 
 def test_a_report_and_the_explorer_say_it(config: Path, made: Path) -> None:

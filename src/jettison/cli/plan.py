@@ -223,11 +223,11 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
     from jettison.predict.auto_recompute import choose_within
     from jettison.report.alternatives import layer_reasons
     from jettison.report.alternatives import what_if as next_gib
+    from jettison.report.ledger import idle
 
-    run = resolve(
-        spec_of(model, request, live=True), replace(request, recompute="auto", offload=bool(request.offload))
-    ).run
-    whole = run.recompute.whole
+    given = replace(request, recompute="auto", offload=bool(request.offload))
+    resolved = resolve(spec_of(model, request, live=True), given)
+    run, whole = resolved.run, resolved.run.recompute.whole
     device = usual_hardware(run.kernels.device) if flags.gpu is None else hardware(flags.gpu)
     offload = request.offload
     if offload is None:  # a link is known where a GPU is named
@@ -249,6 +249,7 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
         made_by=_made_by(model, request, flags),
         what_if=tuple(next_gib(choice)) if flags.what_if else None,
         limit=limit,
+        idle=tuple(idle(resolved)),
     )
 
 

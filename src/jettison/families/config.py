@@ -22,6 +22,7 @@ from jettison.families.fields import TRACE, ConfigFields, read, unstated
 from jettison.families.layers import layers_of, source, stacks
 from jettison.spec.model import Arrangement, Audio, DropoutSites, Head, Layer, ModelSpec, Pair, Patches
 from jettison.spec.model_variants import MTP_LEFT_OUT
+from jettison.spec.tuning import FP8_BLOCK, GPTQ_GROUP, Base
 
 _TRACE_IT: Final = TRACE[0].upper() + TRACE[1:]
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
@@ -79,7 +80,8 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
         if not note:
             raise
         raise type(error)(f"{error}. {note}") from error
-    return replace(model, left_out=tuple(left_out_of(outer, values, fields.family)))
+    base, _ = _quantization(outer, values)
+    return replace(model, base=base, left_out=tuple(left_out_of(outer, values, fields.family)))
 
 
 def _pair(values: Mapping[str, Any], family: Family, name: str) -> ModelSpec:
@@ -324,10 +326,34 @@ def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
         yield (f"layerdrop {short(chance)} skips layers of a step at random; figures are of one that runs all of them")
     if family and family.tied_where_built and inner.get("tie_word_embeddings") is False:
         yield _HEAD_APART
-    quantised = outer.get("quantization_config") or inner.get("quantization_config")
-    if isinstance(quantised, Mapping) and quantised:
-        method = quantised.get("quant_method", "a method that it does not name")
-        yield f"quantization_config ({method}) is left out: weights are those of --precision"
+    base, remark = _quantization(outer, inner)
+    if remark:
+        over = f"says --base {base} for adapters (--lora). Without them it " if base else ""
+        yield f"quantization_config ({remark}) {over}is left out: weights are those of --precision"
+
+
+def _quantization(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> tuple[str, str]:
+    """``--base`` of quantized weights, empty if it is not modelled, and the method; both empty without one.
+
+    transformers 5.23, ``quantizers/auto.py``, ``AutoQuantizationConfig.from_dict``. Tables of FP4 and NF4 differ in
+    their values alone. ``Mxfp4HfQuantizer`` does not train; ``Mxfp4Config(dequantize=True)`` makes 16-bit weights.
+    """
+    found = outer.get("quantization_config") or inner.get("quantization_config")
+    if not isinstance(found, Mapping) or not found:
+        return "", ""
+    method = str(found.get("quant_method", "a method that it does not name"))
+    experts = any(inner.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    double = "-double" if found.get("bnb_4bit_use_double_quant") else ""
+    blocks = found.get("weight_block_size", [FP8_BLOCK] * 2) == [FP8_BLOCK] * 2 and not found.get("dequantize")
+    groups = (found.get("bits"), found.get("group_size", GPTQ_GROUP)) == (Base.GPTQ.bits, GPTQ_GROUP)
+    stored = {
+        f"nf4{double}": found.get("load_in_4bit"),
+        "int8": found.get("load_in_8bit"),
+        "gptq": method == "gptq" and groups,
+        "fp8": method == "fp8" and blocks and not experts,
+    }
+    untrained = ", which is trained dequantized" if method == "mxfp4" else ""
+    return next((base for base, says in stored.items() if says), ""), f"{method}{untrained}"
 
 
 def _other_head(outer: Mapping[str, Any], family: Family) -> str:

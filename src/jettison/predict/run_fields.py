@@ -27,7 +27,7 @@ class CommonRequest:
 
     Fine-tuning:
         lora: LoRA adapters: r=16[,alpha=32,targets=qkv+mlp,dropout=0.05].
-        base: Frozen base: plain, fp32, nf4, nf4-double, int8, fp8 or gptq [default: plain].
+        base: Frozen base: plain, fp32, nf4, nf4-double, int8, fp8 or gptq [default: as config.json, or plain].
 
     Model details:
         family: model_type whose architecture a config.json of an unknown type has, such as qwen2.

@@ -138,6 +138,8 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         UsageError: an unknown value, or an invalid run.
     """
     refuse_as_built(model, request.given())
+    if model.base and request.lora is not None and request.base is None:
+        request = replace(request, base=model.base)
     if request.like is not None:
         return _resolve_like(model, request, request.like)
     if request.capacity_factor is not None and not isfinite(request.capacity_factor):

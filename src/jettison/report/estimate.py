@@ -17,7 +17,7 @@ from jettison.predict.ranges import FitRule, FitVerdict, Residual, RunFigures, f
 from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
-from jettison.report.ledger import request_document
+from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
@@ -77,7 +77,7 @@ class EstimateReport:
     def warnings(self) -> Iterator[str]:
         """Warnings for a reader."""
         run, device = self.found.run, self.found.hardware
-        yield from run.model.left_out
+        yield from (*run.model.left_out, *idle(self.asked))
         yield from unlike_anchor(run, device.name)
         if self.verdict is not FitVerdict.FITS:
             usable, needs = format_bytes(device.usable_bytes), self.figures.needs

@@ -191,7 +191,7 @@ PassForm = Mapping[str, Sequence[PassTable]]
 def _structure(model: ModelSpec, layer: AnyLayer) -> str:
     """Key that is equal for models that differ only in sizes and in how many layers they have."""
     assert isinstance(layer, Layer)
-    sized = {*MODEL_NAMES, "name", "layers", "left_out", "max_positions"}
+    sized = {*MODEL_NAMES, "name", "layers", "left_out", "base", "max_positions"}
     own = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in sized}
     rows = [name for name in MODEL_NAMES if getattr(model, name)]
     return f"{structure(model, layer)} {own} {rows}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,7 +23,8 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import Resolved, flag_of
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.spec.kernels import AttentionKernel
-from jettison.spec.precision import Gradients
+from jettison.spec.model import DropoutSites
+from jettison.spec.precision import Adding, Gradients
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
@@ -344,7 +345,7 @@ def advice(asked: Resolved) -> tuple[str, ...]:
         found.append(f"--seq {run.seq} is more than the {model.max_positions} positions that {model.name} is made for")
     if layout.zero and layout.shards == 1 and not run.gathers_parameters:
         found.append(f"--zero {layout.zero} shards nothing: there is one data-parallel rank; give --dp")
-    return (*found, *_idle(asked))
+    return (*found, *idle(asked))
 
 
 _OF_PIPELINES: Final = ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers")
@@ -358,14 +359,28 @@ _OF_EXPERTS: Final = (
 )
 
 
-def _idle(asked: Resolved) -> Iterator[str]:
+_OF_FSDP: Final = ("fsdp_version", "fsdp_wrap_layers_only", "reshard_after_forward", "gradient_sync", "reduce_dtype")
+
+
+def idle(asked: Resolved) -> Iterator[str]:
     """Flags that were typed and have no effect on this model or layout."""
-    run, layout = asked.run, asked.run.layout
+    run, layout, model = asked.run, asked.run.layout, asked.run.model
+    outside = any(getattr(model.dropout_sites, site.name) for site in fields(DropoutSites) if site.name != "attention")
+    drops = outside or model.two_stacks or run.kernels.attention is AttentionKernel.EAGER
+    unbucketed = layout.buckets is not None and not layout.by_module
+    cast = run.adding is Adding.CAST and run.precision.gradient == run.precision.compute
     for lacking, names, why in (
         (layout.pp == 1, _OF_PIPELINES, " without a pipeline; give --pp"),
         (layout.zero == 0, ("zero_replicas",), " where nothing is sharded; give --zero"),
+        (unbucketed, ("zero_buckets",), " without ZeRO, in pipelines and with --ep; give --zero 1, 2 or 3"),
+        (layout.zero != 3, _OF_FSDP, " without FSDP; give --zero 3"),
+        (layout.zero == 3 and run.micro_batches == 1, ("gradient_sync",), " with one micro-batch a step"),
         (layout.cp == 1, ("cp_comm_type",), " without context parallelism; give --cp"),
-        (not any(layer.experts for layer in run.model.kinds), _OF_EXPERTS, f": {run.model.name} has no experts"),
+        (not any(layer.experts for layer in model.kinds), _OF_EXPERTS, f": {model.name} has no experts"),
+        (not model.further, ("mtp_use_repeated_layer",), " without --mtp-num-layers"),
+        (run.recompute.mode is Mode.NONE, ("reentrant",), " without checkpoints; give --recompute full"),
+        (not drops, ("dropout",), f": {model.name} has none outside of fused attention, which draws masks again"),
+        (cast, ("accumulation",), f" where gradients are {run.precision.gradient}; give --precision bf16-main32"),
     ):
         typed = (name for name in names if lacking and name not in asked.assumed)
         yield from (f"{flag_of(name)} does nothing{why}" for name in typed)

@@ -135,12 +135,13 @@ class ForecastPlan:
     made_by: dict[str, Any] = field(default_factory=dict)
     what_if: tuple[NextGiB, ...] | None = None
     limit: Limit | None = None
+    idle: tuple[str, ...] = ()  # flags without an effect
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Parts of the configuration that are not in the figures, and whether the plan may not fit after all."""
         run = self.choice.forecast.run
-        found = [*run.model.left_out, *unlike_anchor(run, self.choice.hardware.name)]
+        found = [*run.model.left_out, *self.idle, *unlike_anchor(run, self.choice.hardware.name)]
         if self.verdict is FitVerdict.CLOSE and self.limit is not None and self.limit.gpu:
             needs, gpu = self.figures.needs, self.limit.gpu
             least = self.choice.minimum_budget_bytes

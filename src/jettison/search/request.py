@@ -149,7 +149,7 @@ class SearchRequest(CommonRequest):
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         if not set(zero) <= set(kept):
             said = f"--zero {self.zero}" if self.zero else f"--like {self.like}, which is --zero {ruled}"
-            raise UsageError(f"got {said}; {flag_of(by)} {getattr(self, by)} is modelled for {kept}")
+            raise UsageError(f"got {said}; {flag_of(by)} {getattr(self, by) or base} is modelled for {kept}")
         axes = Axes(
             **numbers,
             zero=zero,

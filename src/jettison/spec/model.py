@@ -637,6 +637,7 @@ class ModelSpec:
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
     dropout: float = 0.0  # of its configuration
     dtype: str = "bfloat16"  # of its configuration
+    base: str = field(default="", compare=False)  # ``--base`` of its configuration, for adapters
     beside: tuple[tuple[str, tuple[int, ...]], ...] = ()  # weights of towers that text does not use, by name
     left_out: tuple[str, ...] = field(default=(), compare=False)  # parts that are not modelled, for messages
 
