@@ -22,6 +22,7 @@ from jettison.spec.hardware import hardware
 from support.browser import (
     Open,
     OpenedPage,
+    avoided_words,
     axe_violations,
     no_sideways_scroll,
     set_dark,
@@ -175,6 +176,6 @@ def test_widths_names_and_contrast(file: Path, open_page: Open) -> None:
     for width, dark in ((1440, False), (390, True)):
         set_dark(opened, dark)
         assert no_sideways_scroll(opened, width), too_wide(opened)
-        assert axe_violations(opened) == []
+        assert axe_violations(opened) == avoided_words(opened) == []
     stops = walk_by_keyboard(opened)
     assert all(stop.name and stop.visible for stop in stops), stops

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from support.chromium import WITHOUT, find_chromium, needed
+from support.words import avoided
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -184,6 +185,19 @@ def axe_violations(opened: OpenedPage, *, within: str | None = None, leave_out: 
         for rule in found
         for node in rule["nodes"]
     ]
+
+
+def avoided_words(opened: OpenedPage) -> list[str]:
+    """Shown texts that avoid the field's terms, in drawings, choices and labels as well."""
+    script = """() => {
+        const texts = [], all = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+        while (all.nextNode()) {
+            if (!all.currentNode.parentElement.closest("script, style, code")) texts.push(all.currentNode.data);
+        }
+        for (const one of document.querySelectorAll("[aria-label]")) texts.push(one.getAttribute("aria-label"));
+        return texts.map((one) => one.replaceAll("\\n", " "));
+    }"""
+    return avoided("\n".join(opened.page.evaluate(script)))
 
 
 def no_sideways_scroll(opened: OpenedPage, width: int) -> bool:

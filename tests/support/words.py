@@ -34,6 +34,15 @@ PATTERNS = {
     "unsharded, full": r"\bwhole (?:weights?|parameters?|gradients?|tensors?)\b",
 }
 """What the field says instead, and what to look for."""
+ON_PAGES = {
+    "offloaded, offloaded to CPU": r"\b(?:on|to|from) the host\b|\bsent away\b",
+    "breakdown": r"\btaken apart\b",
+    "no recomputation, full recomputation": r"\beverything (?:is )?(?:kept|recomputed)\b",
+    "Pareto front": r"(?<!Pareto )\bfronts?\b",
+    "per-tensor": r"\bmixed\b",
+    "region policy": r"\btreatments?\b",
+}
+"""In addition, for what a page of the product shows: `avoided` tells them in a text."""
 NOT_FOR_USERS = frozenset({"decisions", "generated", "_build"})
 
 
@@ -64,6 +73,12 @@ def prose(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     lines = (_strings_and_comments(text) if path.suffix == ".py" else text).split("\n")
     return [re.sub(r"`+[^`]+`+", "", line) for line in lines]
+
+
+def avoided(text: str) -> list[str]:
+    """Return the lines of a shown text that avoid the field's terms, each with the term."""
+    terms = {**dict(list(PATTERNS.items())[1:]), **ON_PAGES}
+    return [f"{term}: {line}" for line in text.split("\n") for term, at in terms.items() if re.search(at, line, re.I)]
 
 
 def _strings_and_comments(source: str) -> str:

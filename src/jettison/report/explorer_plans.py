@@ -14,6 +14,7 @@ from jettison.formula.region import Region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast
+from jettison.predict.ranges import FitVerdict, figures
 from jettison.predict.stages import FULL, NONE, StageRegion, kept_by
 from jettison.predict.time import estimate
 from jettison.report.alternatives import AGAIN, HERE, LINKS, THERE, flips, tensor_name, trades, whereabouts
@@ -49,7 +50,7 @@ def _front(model: str, asked: dict[str, Any], most: int) -> dict[str, Any]:
         "layers": list(run.model.layer_names),
         "ways": [
             _sweep(model, asked, device, "kept or recomputed", most, offload=False),
-            _sweep(model, asked, device, "kept, recomputed or on the host", most, offload=True),
+            _sweep(model, asked, device, "kept, recomputed or offloaded", most, offload=True),
         ],
     }
 
@@ -283,7 +284,7 @@ MODES: Final = ("none", "selective-op", "full")
 
 
 def fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
-    """By layout, mode and model the peak, and by layout and GPU what there is for it."""
+    """By layout, mode and model the peak and its verdict on each GPU; by layout and GPU the bytes for tensors."""
     names = [*models, *(name for name in FIT_MODELS if name not in models)]
     devices = [hardware(name) for name in GPUS]
     return {
@@ -295,7 +296,7 @@ def fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
                 "name": name,
                 "flags": flags,
                 "available": [available_bytes(device, run_of(FIT_MODELS[0], **flags)) for device in devices],
-                "peaks": {mode: [_peak(model, flags, mode) for model in names] for mode in MODES},
+                "peaks": {mode: [_peak(model, flags, mode, devices) for model in names] for mode in MODES},
                 "commands": [line("ledger", model, flags) for model in names],
             }
             for name, flags in FIT_LAYOUTS
@@ -303,13 +304,14 @@ def fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def _peak(model: str, flags: dict[str, Any], mode: str) -> list[Any] | str:
-    """The peak, what of it stays whatever is recomputed (parameters, gradients, optimizer state), and its phase; or
-    the reason why there is none."""
+def _peak(model: str, flags: dict[str, Any], mode: str, devices: Sequence[Hardware]) -> list[Any] | str:
+    """The peak, its part that no recompute changes (parameters, gradients, optimizer state), its phase, and the number
+    of its verdict on each device; or the reason why there is none."""
     try:
         found = forecast(run_of(model, recompute=mode, **flags))
     except UsageError as error:
         return str(error)
-    load = found.worst.load
+    load, stated = found.worst.load, figures(found.run, found.peak_bytes)
     always = min(load.fixed + load.state + load.gradient_bytes, found.peak_bytes)
-    return [found.peak_bytes, always, str(found.worst.peak.phase)]
+    verdicts = [list(FitVerdict).index(stated.verdict(usable_bytes=device.usable_bytes)) for device in devices]
+    return [found.peak_bytes, always, str(found.worst.peak.phase), verdicts]

@@ -26,7 +26,7 @@ from jettison.spec.hardware import Hardware, hardware
 
 LAYOUTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("4 stages, 1F1B", {"pp": 4, "micro_batches": 8}),
-    ("4 stages, 1F1B, everything recomputed", {"pp": 4, "micro_batches": 8, "recompute": "full"}),
+    ("4 stages, 1F1B, full recomputation", {"pp": 4, "micro_batches": 8, "recompute": "full"}),
     ("4 stages, interleaved 1F1B, 2 virtual stages each", {"pp": 4, "virtual_stages": 2, "micro_batches": 8}),
     ("4 stages, GPipe", {"pp": 4, "micro_batches": 8, "schedule": "gpipe"}),
     ("1 stage, FSDP over 8", {"dp": 8, "zero": 3, "seq": 8192, "micro_batches": 2}),
@@ -44,7 +44,7 @@ def step_data(models: Sequence[str] = ()) -> dict[str, Any]:
     asked = [(f"{MODEL}: {name}", MODEL, flags) for name, flags in LAYOUTS]
     for model in models:
         layout = usual_layout(model, hardware(GPU)) | {"recompute": "full"}
-        asked.insert(0, (f"{model}, everything recomputed", model, layout))
+        asked.insert(0, (f"{model}, full recomputation", model, layout))
     return {"layouts": [_layout(name, model, flags) for name, model, flags in asked]}
 
 
@@ -249,7 +249,7 @@ ITERATIONS: Final = {
 }
 """Tables 3 and 5."""
 WAYS: Final = (
-    ("full", "everything recomputed", {"recompute": "full"}),
+    ("full", "full recomputation", {"recompute": "full"}),
     ("selective", "selective, sequence parallelism", {"recompute": "selective"}),
     ("auto", "the planner's choice", {"recompute": "auto"}),
 )

@@ -26,7 +26,7 @@
       oninput: () => J.state.set(key, values ? values[Number(input.value)] : Number(input.value)),
     });
     const output = J.el("output", { for: id });
-    const long = format(values ? values[values.length - 1] : max).length > 5 ? "slider long" : "slider";
+    const long = label.length > 8 || format(values ? values[values.length - 1] : max).length > 5 ? "slider long" : "slider";
     return bound(key, field(long, id, label, input, output), current, () => {
       const now = current(), text = format(now);
       input.value = values ? nearest(now) : now;

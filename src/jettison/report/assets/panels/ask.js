@@ -212,7 +212,7 @@
       if (!response.ok || running !== mine) return;
       const { state, ahead, progress, seconds: passed } = await response.json();
       if (state === "unknown" || running !== mine) return; // it has not come yet, or is answered
-      status.textContent = state === "waiting" ? `waiting behind ${ahead} others` : `${progress || "working"} (${passed.toFixed(0)} s)`;
+      status.textContent = state === "waiting" ? `waiting, ${ahead} requests ahead` : `${progress || "working"} (${passed.toFixed(0)} s)`;
     } catch { /* the answer's own request says what is wrong */ }
   }
 
@@ -301,7 +301,7 @@
     const row = (name, peak, of) => [name, peak, of?.step_seconds ? seconds(of.step_seconds.expected) : "n/a", peak <= budget ? "yes" : "no"];
     const rows = [row(`${mode}, for all layers`, other.peak_bytes, other.figures)];
     if (feasible) rows.unshift(row("as planned", predicted.peak_bytes, figures));
-    return table("The plan beside one setting", ["recompute", asBytes("allocated"), "step", "within the budget"], rows);
+    return table("The plan and one setting of recompute", ["recompute", asBytes("allocated"), "step", "within the budget"], rows);
   }
 
   const TABLES = {
@@ -312,8 +312,8 @@
       return [
         bar(found),
         facts([["fits", "yes"], ["predicted peak", J.format.exact(peak)], ["budget", budget], ["smallest feasible budget", least],
-          ["step", step === null ? null : `${found.figures?.step_seconds ? `${seconds(found.figures.step_seconds.expected)} (${seconds(found.figures.step_seconds.low)} to ${seconds(found.figures.step_seconds.high)})` : seconds(step)}, recompute adds ${percent(overhead)} to one without`], ["hardware", found.hardware], ["on the host", host ? bytes(host) : null]]),
-        table("What each layer does, of one micro-batch on one rank", ["layers", "count", "stage", "policy", asBytes("kept"), asBytes("on the host"), { label: "recomputed", format: J.format.flops }],
+          ["step", step === null ? null : `${found.figures?.step_seconds ? `${seconds(found.figures.step_seconds.expected)} (${seconds(found.figures.step_seconds.low)} to ${seconds(found.figures.step_seconds.high)})` : seconds(step)}, recompute adds ${percent(overhead)} to one without`], ["hardware", found.hardware], ["offloaded to CPU", host ? bytes(host) : null]]),
+        table("What each layer does, of one micro-batch on one rank", ["layers", "count", "stage", "policy", asBytes("kept"), asBytes("offloaded"), { label: "recomputed", format: J.format.flops }],
           merged(found.layers, ["stage", "policy", "kept_bytes", "offloaded_bytes", "recompute_flops"])),
       ];
     },

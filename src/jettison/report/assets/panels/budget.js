@@ -27,7 +27,7 @@
   };
   const run = (values) => J.layers.divided(values);
   const series = [
-    { name: "everything", of: "whole", dash: "none", symbol: "circle", color: J.color(7) },
+    { name: "total", of: "whole", dash: "none", symbol: "circle", color: J.color(7) },
     { name: "structural part, linear in s", of: "rest", dash: J.marks.dash(1), symbol: "square", color: J.color(2) },
     { name: "attention part, quadratic in s", of: "core", dash: J.marks.dash(2), symbol: "triangle", color: J.color(0) },
   ];
@@ -69,7 +69,7 @@
     table(values) {
       const now = run(values);
       return {
-        columns: ["tokens", "everything, bytes", "structural part", "attention part", { label: "attention", format: J.format.percent }],
+        columns: ["tokens", "total, bytes", "structural part", "attention part", { label: "attention", format: J.format.percent }],
         rows: [...new Set([...data.sequences, now.s])].sort((a, b) => a - b).map((s) => {
           const at = parts(now, s);
           return [s, J.layers.exact(at.whole), J.layers.exact(at.rest), J.layers.exact(at.core), J.layers.share(at.core, at.whole)];

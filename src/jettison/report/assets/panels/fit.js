@@ -7,22 +7,21 @@
   const picked = J.select({ key: "fit-model", label: "Command line of", options: data.models, value: data.models[0] });
   const device = J.select({ key: "fit-gpu", label: "on", options: data.gpus.map((gpu) => gpu.name), value: data.gpus[data.gpus.length - 1].name });
   const find = (values) => data.layouts.find((l) => l.name === values["fit-layout"]);
-  const SIGNS = {
+  const SIGNS = { // the first three in the order of the verdicts of predict/ranges.py
     fits: { sign: "✓", label: "fits", color: "var(--host)", hatch: "solid" },
-    tight: { sign: "≈", label: "fits, with less than 5 % to spare", color: "var(--c5)", hatch: "dots" },
+    close: { sign: "≈", label: "too close to call", color: "var(--c5)", hatch: "dots" },
     not: { sign: "✗", label: "does not fit", color: "var(--limit)", hatch: "diagonal" },
     never: { sign: "✗✗", label: "not even without activations", color: "var(--limit)", hatch: "cross" },
-    none: { sign: "–", label: "cannot be laid out so", color: "var(--soft)", hatch: "horizontal" },
+    none: { sign: "–", label: "does not divide", color: "var(--soft)", hatch: "horizontal" },
   };
-  const judge = (peak, available) => {
+  const judge = (peak, g, available) => {
     if (typeof peak === "string") return "none";
-    const margin = available - peak[0];
-    if (margin < 0) return peak[1] > available ? "never" : "not";
-    return margin < 0.05 * available ? "tight" : "fits";
+    const found = ["fits", "close", "not"][peak[3][g]];
+    return found === "not" && peak[1] > available ? "never" : found;
   };
   const cellsOf = (values) => {
     const l = find(values), peaks = l.peaks[values["fit-mode"]];
-    return data.models.flatMap((model, m) => data.gpus.map((gpu, g) => ({ model, m, gpu: gpu.name, g, peak: peaks[m], available: l.available[g], verdict: judge(peaks[m], l.available[g]) })));
+    return data.models.flatMap((model, m) => data.gpus.map((gpu, g) => ({ model, m, gpu: gpu.name, g, peak: peaks[m], available: l.available[g], verdict: judge(peaks[m], g, l.available[g]) })));
   };
   const text = (cell) => (cell.verdict === "none"
     ? `${cell.model}: ${cell.peak}`
@@ -61,7 +60,7 @@
   });
   J.figure({
     id: "fit", title: "Models by GPUs", controls: [layout, mode, picked, device], draw, table,
-    caption: (values) => `Margins in GiB: what the GPU leaves for tensors (beside context, communicators, workspace and fragments) less the peak of the worst rank, from the second step on. ${values["fit-layout"]}; one micro-batch of one sequence of each model's usual length; recompute: ${values["fit-mode"]}.`,
+    caption: (values) => `Margins in GiB: memory for tensors (usable memory less context, communicators, workspace and fragments) less the peak of the worst rank. The sign is the verdict of the 80 % range of device memory. ${values["fit-layout"]}; one micro-batch of one sequence of each model's default length; recompute: ${values["fit-mode"]}.`,
     command: (values) => `${find(values).commands[data.models.indexOf(values["fit-model"])]} --gpu ${values["fit-gpu"]} --recompute ${values["fit-mode"]}`,
   });
 })();

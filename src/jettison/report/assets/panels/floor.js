@@ -31,7 +31,7 @@
     }
     return [...found.values()];
   };
-  const kinds = ["divided: attention core", "divided: the rest", "norm inputs", "inputs of products", "dropout masks", "other floor"];
+  const kinds = ["sharded: attention core", "sharded: the rest", "norm inputs", "inputs of matmuls", "dropout masks", "other floor"];
   const kindOf = (row) => {
     if (row.core) return kinds[0];
     if (!row.floor) return kinds[1];
@@ -91,9 +91,9 @@
       const all = ways.map((way) => rowsOf(values, t, way)), names = [...new Set(all.flat().map((row) => row.name))];
       const rows = names.map((name) => {
         const found = all.map((rows) => rows.find((row) => row.name === name)), any = found.find(Boolean);
-        return [name, kindOf(any), ...found.map((row) => (row ? J.layers.exact(row.bytes) : 0)), found[0] ? (found[0].copied ? "a copy on each rank" : "divided") : "not kept"];
+        return [name, kindOf(any), ...found.map((row) => (row ? J.layers.exact(row.bytes) : 0)), found[0] ? (found[0].copied ? "a copy on each rank" : "sharded") : "not kept"];
       });
-      rows.push(["altogether", "", ...all.map((of) => J.layers.exact(of.reduce((sum, row) => sum + row.bytes, 0n))), ""]);
+      rows.push(["total", "", ...all.map((of) => J.layers.exact(of.reduce((sum, row) => sum + row.bytes, 0n))), ""]);
       return { columns, rows };
     },
     command: (values) => J.layers.command({ ...run(values, J.layers.ranksFor(J.layers.chosen(values).layer, values.t), ways[0]), recompute: values["floor-mode"] }),

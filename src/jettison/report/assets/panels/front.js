@@ -7,7 +7,7 @@
   const way = J.select({ key: "front-way", label: "Tensors may be", options: data.models[0].ways.map((w, i) => ({ value: i, label: w.label })), value: 1 });
   const all = [...new Set(data.models.flatMap((m) => m.ways.flatMap((w) => w.points.map((p) => p.budget))))].sort((a, b) => a - b);
   const budget = J.slider({ key: "front-budget", label: "Budget", values: all, value: all[Math.floor(all.length / 3)], format: J.format.bytes });
-  const PLACES = { k: { label: "kept", color: "var(--keep)", hatch: "solid" }, a: { label: "recomputed", color: "var(--again)", hatch: "diagonal" }, h: { label: "on the host", color: "var(--host)", hatch: "dots" } };
+  const PLACES = { k: { label: "kept", color: "var(--keep)", hatch: "solid" }, a: { label: "recomputed", color: "var(--again)", hatch: "diagonal" }, h: { label: "offloaded", color: "var(--host)", hatch: "dots" } };
   const find = (values) => {
     const m = data.models.find((one) => one.name === values["front-model"]), w = m.ways[values["front-way"]];
     const fitting = w.points.filter((p) => p.budget <= values["front-budget"]);
@@ -44,7 +44,7 @@
     const nodes = [...chart.querySelectorAll("[class^=front-dots] circle, [class^=front-dots] path")];
     J.rove(chart, nodes, (node) => {
       const p = lines[nodes.indexOf(node)];
-      return `${p.way}\nbudget ${J.format.exact(p.budget)}\nstep ${J.format.seconds(p.seconds)}, peak ${J.format.bytes(p.peak)}, on the host ${J.format.bytes(p.host)}`;
+      return `${p.way}\nbudget ${J.format.exact(p.budget)}\nstep ${J.format.seconds(p.seconds)}, peak ${J.format.bytes(p.peak)}, offloaded ${J.format.bytes(p.host)}`;
     });
     nodes.forEach((node, i) => node.addEventListener("click", () => {
       J.state.set("front-way", lines[i].i);
@@ -81,8 +81,8 @@
     const words = point.flips.map(([tensor, before, after, layers, nbytes]) => `${tensor}: ${before} → ${after} in ${layers} layer${layers === 1 ? "" : "s"} (${J.format.bytes(nbytes)})`);
     if (point.more) words.push(`${point.more} more`);
     return J.el("div", { class: "caption" },
-      J.el("p", { id: "front-price" }, `At ${J.format.bytes(point.budget)} a step takes ${J.format.seconds(point.seconds)}, of each micro-batch ${J.format.seconds(point.again)} computing again and ${J.format.seconds(point.stalled)} waiting for copies; ${J.format.bytes(point.host)} on the host. The next GiB is worth ${J.format.seconds(worth)} a step.`),
-      J.el("p", {}, index ? `What flipped since the budget before (${J.format.bytes(w.points[index - 1].budget)}): ${words.join("; ") || "nothing"}.` : "The smallest budget that any plan fits."));
+      J.el("p", { id: "front-price" }, `At ${J.format.bytes(point.budget)} a step takes ${J.format.seconds(point.seconds)}, of each micro-batch ${J.format.seconds(point.again)} of recomputation and ${J.format.seconds(point.stalled)} waiting for transfers; ${J.format.bytes(point.host)} offloaded to CPU. The next GiB is worth ${J.format.seconds(worth)} a step.`),
+      J.el("p", {}, index ? `Changed from the next smaller budget (${J.format.bytes(w.points[index - 1].budget)}): ${words.join("; ") || "nothing"}.` : "The smallest budget that any plan fits."));
   }
 
   function grid(m, w, point, width) {
@@ -116,7 +116,7 @@
   const table = (values) => {
     const { w } = find(values);
     return {
-      columns: [{ label: "budget", format: J.format.exact }, { label: "peak", format: J.format.exact }, { label: "step", format: J.format.seconds }, { label: "recomputed, a micro-batch", format: J.format.seconds }, { label: "waited", format: J.format.seconds }, { label: "on the host", format: J.format.exact }, { label: "the next GiB saves", format: J.format.seconds }, { label: "gap", format: J.format.percent }],
+      columns: [{ label: "budget", format: J.format.exact }, { label: "peak", format: J.format.exact }, { label: "step", format: J.format.seconds }, { label: "recomputed, a micro-batch", format: J.format.seconds }, { label: "waiting for transfers", format: J.format.seconds }, { label: "offloaded", format: J.format.exact }, { label: "the next GiB saves", format: J.format.seconds }, { label: "gap", format: J.format.percent }],
       rows: w.points.map((p, i) => [p.budget, p.peak, p.seconds, p.again, p.stalled, p.host, price(w, i), p.gap]),
     };
   };
@@ -124,7 +124,7 @@
     id: "front", title: "Pareto front: memory against step time", controls: [model, way, budget], draw, table,
     caption: (values) => {
       const { m, w, below } = find(values);
-      return `${m.name} (${m.layout}) on ${m.gpu}, which leaves ${J.format.bytes(m.available_bytes)} for tensors. Every point is a plan of its own. ${below ? `The budget is below the smallest of this way, ${J.format.bytes(w.minimum_bytes)}, which is shown. ` : ""}Seconds are a step's compute, recompute and waiting for copies on the busiest stage, without communication and bubbles.`;
+      return `${m.name} (${m.layout}) on ${m.gpu}, which leaves ${J.format.bytes(m.available_bytes)} for tensors. Each point is a plan. ${below ? `The budget is below the smallest feasible one, ${J.format.bytes(w.minimum_bytes)}, which is shown. ` : ""}Step time is compute, recomputation and waiting for transfers on the busiest stage, without communication and bubbles.`;
     },
     command: (values) => {
       const { w, point } = find(values);

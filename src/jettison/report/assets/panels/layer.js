@@ -4,8 +4,8 @@ J.layers = (() => {
   const data = J.data("closed-form");
   const words = {
     "megatron": "Megatron's", "pytorch": "PyTorch's",
-    none: "nothing recomputed", selective: "selective", "selective-op": "selective, by op",
-    "selective-op-alternate": "selective, every second product", full: "full",
+    none: "no recomputation", selective: "selective", "selective-op": "selective, by op",
+    "selective-op-alternate": "selective, every second matmul", full: "full",
   };
   const first = Math.max(0, data.layers.findIndex((layer) => layer.asked || layer.argument === "gpt-175b"));
   const controls = {

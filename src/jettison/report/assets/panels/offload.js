@@ -15,21 +15,21 @@
     const { m, row } = find(values);
     const again = m.again.seconds;
     const series = [
-      { label: "plan with both", color: "var(--host)", dash: 0, symbol: "circle", points: m.rows.filter((r) => r.mix.seconds).map((r) => ({ x: r.gigabytes, y: r.mix.seconds, text: `plan with both, ${r.gigabytes} GB/s\n${J.format.seconds(r.mix.seconds)} a step, ${J.format.bytes(r.mix.host)} on the host` })) },
-      { label: "everything sent to the host", color: "var(--pack)", dash: 1, symbol: "triangle", points: m.rows.map((r) => ({ x: r.gigabytes, y: r.all_seconds, text: `everything sent away, ${r.gigabytes} GB/s\n${J.format.seconds(r.all_seconds)} a step, peak ${J.format.bytes(r.all_peak)}` })) },
-      ...(again ? [{ label: "plan by recompute alone", color: "var(--again)", dash: 2, symbol: "square", points: m.rows.map((r) => ({ x: r.gigabytes, y: again, text: `plan by recompute alone\n${J.format.seconds(again)} a step` })) }] : []),
+      { label: "plan with recompute and offload", color: "var(--host)", dash: 0, symbol: "circle", points: m.rows.filter((r) => r.mix.seconds).map((r) => ({ x: r.gigabytes, y: r.mix.seconds, text: `plan with recompute and offload, ${r.gigabytes} GB/s\n${J.format.seconds(r.mix.seconds)} a step, ${J.format.bytes(r.mix.host)} offloaded to CPU` })) },
+      { label: "offload all saved tensors", color: "var(--pack)", dash: 1, symbol: "triangle", points: m.rows.map((r) => ({ x: r.gigabytes, y: r.all_seconds, text: `offload all saved tensors, ${r.gigabytes} GB/s\n${J.format.seconds(r.all_seconds)} a step, peak ${J.format.bytes(r.all_peak)}` })) },
+      ...(again ? [{ label: "plan with recompute only", color: "var(--again)", dash: 2, symbol: "square", points: m.rows.map((r) => ({ x: r.gigabytes, y: again, text: `plan with recompute only\n${J.format.seconds(again)} a step` })) }] : []),
     ];
     const highest = Math.min(Math.max(...series.flatMap((s) => s.points.map((p) => p.y))), 1.7 * (again ?? m.none_seconds));
     const inside = series.flatMap((s) => s.points.filter((p) => p.y <= highest * 1.001).map((p) => ({ ...p, s })));
     const chart = J.plot({
       width, height: 330, marginTop: width < 560 ? 80 : 52, marginLeft: 56,
-      x: { type: "log", base: 2, label: "Link to the host, one direction (GB/s) →", domain: [rates[0], rates[rates.length - 1]], ticks: rates, tickFormat: String, grid: true },
+      x: { type: "log", base: 2, label: "CPU to GPU link, one direction (GB/s) →", domain: [rates[0], rates[rates.length - 1]], ticks: rates, tickFormat: String, grid: true },
       y: { label: "↑ Step time (s)", domain: [Math.min(m.none_seconds * 0.88, ...inside.map((p) => p.y)), highest * 1.02], grid: true },
       marks: [
         ...data.links.map((link) => Plot.ruleX([link.gigabytes], { stroke: "var(--soft)", strokeDasharray: "2 3" })),
         ...data.links.map((link, i) => Plot.text([short(link.name)], { x: link.gigabytes, frameAnchor: "top", textAnchor: i < 2 ? "middle" : "end", dx: i < 2 ? 0 : 14, dy: -8 - (width < 560 ? 14 * i : i > 2 ? 14 : 0), fill: "currentColor", fontSize: 11 })),
         Plot.ruleY([m.none_seconds], { stroke: "var(--ink)", strokeWidth: 0.8 }),
-        Plot.text(["everything kept, if it fitted"], { y: m.none_seconds, frameAnchor: "left", dx: 6, dy: 9, textAnchor: "start", fill: "currentColor" }),
+        Plot.text(["no recomputation, if it fitted"], { y: m.none_seconds, frameAnchor: "left", dx: 6, dy: 9, textAnchor: "start", fill: "currentColor" }),
         ...series.map((s) => Plot.line(s.points, { x: "x", y: "y", stroke: s.color, strokeWidth: 2, strokeDasharray: J.marks.dash(s.dash), clip: true })),
         ...series.map((s, i) => Plot.dot(s.points.filter((p) => p.y <= highest * 1.001), { x: "x", y: "y", fill: s.color, symbol: s.symbol, r: 4.5, className: `offload-dots-${i}` })),
         Plot.ruleX([row.gigabytes], { stroke: "var(--ink)" }),
@@ -44,8 +44,8 @@
   function said(m, row) {
     const { mix } = row, best = m.again.seconds;
     if (!mix.seconds) return J.el("p", { class: "caption" }, `Nothing fits: ${J.format.bytes(mix.minimum_bytes)} at least.`);
-    const gain = best ? ` ${J.format.seconds(best - mix.seconds)} (${J.format.percent(1 - mix.seconds / best)}) less than recompute alone,` : " recompute alone does not fit,";
-    return J.el("p", { class: "caption", id: "offload-said" }, `Over ${row.gigabytes} GB/s the plan takes ${J.format.seconds(mix.seconds)} a step,${gain} ${J.format.seconds(row.all_seconds - mix.seconds)} less than sending everything away${row.all_peak > m.budget ? " (which does not fit either)" : ""}: ${J.format.bytes(mix.host)} on the host, ${J.format.seconds(mix.again)} computing again and ${J.format.seconds(mix.stalled)} waiting in a micro-batch.`);
+    const gain = best ? ` ${J.format.seconds(best - mix.seconds)} (${J.format.percent(1 - mix.seconds / best)}) less than with recompute only,` : " with recompute only nothing fits,";
+    return J.el("p", { class: "caption", id: "offload-said" }, `Over ${row.gigabytes} GB/s the plan takes ${J.format.seconds(mix.seconds)} a step,${gain} ${J.format.seconds(row.all_seconds - mix.seconds)} less than with all saved tensors offloaded${row.all_peak > m.budget ? " (which does not fit either)" : ""}: ${J.format.bytes(mix.host)} offloaded to CPU; in a micro-batch ${J.format.seconds(mix.again)} of recomputation and ${J.format.seconds(mix.stalled)} waiting for transfers.`);
   }
 
   // Several of one name are numbered.
@@ -54,7 +54,7 @@
     return times ? `${first} ${times + 1}` : first;
   };
 
-  // Each tensor's break-even bandwidth: to the right of it moving is quicker than computing again.
+  // Each tensor's break-even bandwidth: to the right of it offloading is faster than recomputing.
   function even(m, row, width) {
     const tensors = m.tensors.map(([role, nbytes, again, limit], i) => ({ role: named(m, role, i), nbytes, again, limit }));
     const priced = tensors.filter((t) => t.limit !== null), narrow = width < 560;
@@ -66,20 +66,20 @@
         Plot.ruleY(priced, { y: "role", x1: () => Math.min(row.reached, ...priced.map((u) => u.limit)) * 0.8, x2: "limit", stroke: "var(--line)" }),
         Plot.dot(priced, { x: "limit", y: "role", r: 5, symbol: (t) => (t.limit < row.reached ? "circle" : "square"), fill: (t) => (t.limit < row.reached ? "var(--host)" : "var(--again)") }),
         Plot.ruleX([row.reached], { stroke: "var(--ink)" }),
-        Plot.text([`${row.gigabytes} GB/s, of which copies reach ${row.reached}`], { x: row.reached, frameAnchor: "top", dy: -14, textAnchor: row.reached > 200 ? "end" : "start", fill: "currentColor" }),
+        Plot.text([`${row.gigabytes} GB/s, ${row.reached} reached`], { x: row.reached, frameAnchor: "top", dy: -14, textAnchor: row.reached > 200 ? "end" : "start", fill: "currentColor" }),
       ],
       symbol: { type: "identity" }, color: { type: "identity" },
     });
-    return J.el("div", {}, J.legend([{ label: "quicker to move", symbol: "circle", color: "var(--host)" }, { label: "quicker to compute again", symbol: "square", color: "var(--again)" }], { width }), chart);
+    return J.el("div", {}, J.legend([{ label: "faster to offload", symbol: "circle", color: "var(--host)" }, { label: "faster to recompute", symbol: "square", color: "var(--again)" }], { width }), chart);
   }
 
   const table = (values) => {
     const { m } = find(values);
     return {
-      columns: ["link", { label: "plan with both", format: J.format.seconds }, { label: "everything sent away", format: J.format.seconds }, { label: "recompute alone", format: J.format.seconds }, { label: "peak of the plan", format: J.format.exact }, { label: "on the host", format: J.format.exact }, { label: "recomputed, a micro-batch", format: J.format.seconds }, { label: "waited, a micro-batch", format: J.format.seconds }, { label: "step that the command states", format: J.format.seconds }],
+      columns: ["link", { label: "plan with recompute and offload", format: J.format.seconds }, { label: "offload all saved tensors", format: J.format.seconds }, { label: "plan with recompute only", format: J.format.seconds }, { label: "peak of the plan", format: J.format.exact }, { label: "offloaded", format: J.format.exact }, { label: "recomputed, a micro-batch", format: J.format.seconds }, { label: "waiting, a micro-batch", format: J.format.seconds }, { label: "step of the command", format: J.format.seconds }],
       rows: [
         ...m.rows.map((r) => [`${r.gigabytes} GB/s`, r.mix.seconds, r.all_seconds, m.again.seconds, r.mix.peak ?? null, r.mix.host ?? null, r.mix.again ?? null, r.mix.stalled ?? null, r.mix.planned_seconds ?? null]),
-        ...m.tensors.map(([role, nbytes, again, limit]) => [`${role}, ${J.format.exact(nbytes)}: ${again === null ? "may not be recomputed" : `${J.format.seconds(again)} again`}${limit === null ? "" : `, break-even at ${limit} GB/s`}`, null, null, null, null, null, null, null, null]),
+        ...m.tensors.map(([role, nbytes, again, limit]) => [`${role}, ${J.format.exact(nbytes)}: ${again === null ? "may not be recomputed" : `recomputed in ${J.format.seconds(again)}`}${limit === null ? "" : `, break-even at ${limit} GB/s`}`, null, null, null, null, null, null, null, null]),
       ],
     };
   };
@@ -87,7 +87,7 @@
     id: "offload", title: "Recompute or offload, by the link", controls: [model, rate], draw, table,
     caption: (values) => {
       const { m } = find(values);
-      return `${m.name} (${m.layout}) on ${m.gpu}, whose own link has ${m.own} GB/s and which leaves ${J.format.bytes(m.budget)} for tensors; keeping everything would peak at ${J.format.bytes(m.none_peak)}. Below, for each saved tensor of a layer: the link over which offloading it, unhidden, takes as long as recomputing it.`;
+      return `${m.name} (${m.layout}) on ${m.gpu}, whose own link has ${m.own} GB/s and which leaves ${J.format.bytes(m.budget)} for tensors; without recomputation the peak would be ${J.format.bytes(m.none_peak)}. Below, for each saved tensor of a layer: the link over which offloading it, unhidden, takes as long as recomputing it.`;
     },
     command: (values) => find(values).row.mix.command,
   });

@@ -64,7 +64,7 @@
       { label: "forward", color: J.color(0) }, { label: "backward", color: J.color(2), hatch: "back" }, { label: "recomputed", color: "var(--again)", hatch: "vertical" }, { label: "optimizer", color: J.color(5), hatch: "grid" },
       ...PARTS.map((part) => ({ label: part.name, color: J.color(part.color), hatch: part.hatch })),
       { label: `memory of the GPU, ${J.format.bytes(layout.usable_bytes)}`, color: "var(--limit)", dash: "7 3" },
-      ...(moved ? [{ label: "copy to the host", color: "var(--host)" }, { label: "copy back", color: "var(--host)", hatch: "diagonal" }] : []),
+      ...(moved ? [{ label: "offload", color: "var(--host)" }, { label: "prefetch", color: "var(--host)", hatch: "diagonal" }] : []),
     ], { width });
     return J.el("div", {}, legend, J.rove(node, stops, (stop) => stop.dataset.text), apart(layout, step, width));
   };
@@ -166,8 +166,8 @@
     const rows = peakRows(layout, step), x = d3.scaleLinear([0, d3.max(rows, (row) => row[1])], [0, Math.max(60, width - 330)]);
     const narrow = width < 560, high = 20 + rows.length * (narrow ? 34 : 20);
     if (narrow) x.range([0, width - 16]);
-    const node = svg("svg", { width, height: high, viewBox: `0 0 ${width} ${high}`, "aria-label": `What the peak of stage ${worst} is made of` });
-    node.append(svg("text", { x: 0, y: 11, "font-weight": 600, fill: "currentColor" }, `The peak of stage ${worst}, ${J.format.bytes(peaks[worst].nbytes)}, taken apart`));
+    const node = svg("svg", { width, height: high, viewBox: `0 0 ${width} ${high}`, "aria-label": `Breakdown of the peak of stage ${worst}` });
+    node.append(svg("text", { x: 0, y: 11, "font-weight": 600, fill: "currentColor" }, `Breakdown of the peak of stage ${worst}, ${J.format.bytes(peaks[worst].nbytes)}`));
     rows.forEach(([name, nbytes, part], i) => {
       const top = 18 + i * (narrow ? 34 : 20), text = `${J.format.bytes(nbytes)}, ${J.format.percent(nbytes / peaks[worst].nbytes)}`;
       node.append(svg("text", { x: narrow ? 0 : 182, y: top + 12, "text-anchor": narrow ? "start" : "end", fill: "currentColor" }, narrow ? `${name}: ${text}` : name));

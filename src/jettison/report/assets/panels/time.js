@@ -12,7 +12,7 @@
     const range = row.range.map((end) => end.toFixed(2)).join(" to "), fits = row.fits ? "" : ", does not fit";
     return narrow
       ? `${row.seconds.toFixed(2)} s (${range}), MFU ${J.format.percent(row.mfu)}${fits}`
-      : `${row.seconds.toFixed(2)} s (${range} s by runs of its kind), MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${fits}`;
+      : `${row.seconds.toFixed(2)} s (${range} s, 80 % range), MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${fits}`;
   };
 
   const draw = (values, { width }) => {
@@ -47,13 +47,13 @@
     });
     const legend = J.legend([
       ...data.parts.map((part, i) => ({ label: part, color: J.color(i), hatch: i })),
-      { label: "measured by the paper", symbol: "diamond2", color: "var(--ink)", fill: "var(--paper)" },
+      { label: "measured in the paper", symbol: "diamond2", color: "var(--ink)", fill: "var(--paper)" },
     ], { width });
     const nodes = [...chart.querySelectorAll(".bar rect")];
     return J.el("div", {}, legend, J.rove(chart, nodes, (node) => bars[nodes.indexOf(node)].text));
   };
   const table = (values) => ({
-    columns: ["model", "way", { label: "predicted", format: J.format.seconds }, { label: "from", format: J.format.seconds }, { label: "to", format: J.format.seconds }, { label: "measured", format: J.format.seconds }, { label: "error", format: J.format.percent },
+    columns: ["model", "recompute", { label: "predicted", format: J.format.seconds }, { label: "from", format: J.format.seconds }, { label: "to", format: J.format.seconds }, { label: "measured", format: J.format.seconds }, { label: "error", format: J.format.percent },
       ...data.parts.map((part) => ({ label: part, format: J.format.seconds })),
       { label: "MFU", format: J.format.percent }, { label: "HFU", format: J.format.percent }, { label: "measured MFU", format: J.format.percent },
       { label: "peak", format: J.format.exact }, "fits"],

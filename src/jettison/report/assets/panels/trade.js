@@ -3,7 +3,7 @@
 (() => {
   const { controls, data, words } = J.layers;
   const modes = data.document.modes.filter((mode) => mode !== "none");
-  const counting = () => J.select({ key: "counting", label: "Recompute counts", value: "again", options: [{ value: "again", label: "what backward asks for" }, { value: "rerun", label: "a checkpointed core to its end (the paper's)" }] });
+  const counting = () => J.select({ key: "counting", label: "Recompute counts", value: "again", options: [{ value: "again", label: "only what backward needs" }, { value: "rerun", label: "all of attention core (the paper's)" }] });
   const lengths = data.sequences.filter((s) => s >= 512 && s <= 262144);
   const PASSES = 3n; // of a step: a forward, and a backward of twice its FLOPs (cost/flops.py)
   const point = (run, s, mode, count) => {
@@ -44,7 +44,7 @@
       const forward = J.layers.share(selective.again * PASSES, selective.step);
       const text = selective.saved > 0n
         ? `At s = ${J.format.count(run.s)} selective recomputation drops ${J.format.percent(selective.percent)} of a layer's bytes for ${J.format.percent(selective.more, 2)} more FLOPs in a step (${J.format.percent(forward)} of a forward)`
-        : "With fused attention there is nothing for selective recomputation to drop: the kernel itself computes the scores again";
+        : "With fused attention there is nothing for selective recomputation to drop: the kernel itself recomputes the scores";
       return `${text}; full recomputation drops ${J.format.percent(full.percent)} for ${J.format.percent(full.more)}. Lines follow s from ${lengths[0]} to ${lengths[lengths.length - 1] / 1024}K; FLOPs are those of matmuls.${J.layers.note(values)}`;
     },
     table(values) {
@@ -53,7 +53,7 @@
         const p = point(run, s, mode, values.counting);
         return [s, mode, J.layers.exact(p.whole - p.saved), J.layers.exact(p.saved), p.percent, J.layers.exact(p.again), p.more];
       }));
-      return { columns: ["tokens", "recompute", "bytes kept", "bytes not kept", { label: "not kept", format: J.format.percent }, "FLOPs again", { label: "of a step", format: (x) => J.format.percent(x, 2) }], rows };
+      return { columns: ["tokens", "recompute", "bytes kept", "bytes not kept", { label: "not kept", format: J.format.percent }, "recomputed FLOPs", { label: "of a step", format: (x) => J.format.percent(x, 2) }], rows };
     },
     command: (values) => J.layers.command({ ...J.layers.divided(values), layout: values.sp ? "sp" : "tp", recompute: "selective" }),
   });

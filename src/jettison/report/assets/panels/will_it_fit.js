@@ -103,7 +103,7 @@
     const rows = ["allocated", "reserved", "device"], HIGH = 46, ROW = 40, TOP = 26;
     const height = TOP + HIGH + 12 + rows.length * ROW + 26, bottom = height - 26;
     const most = Math.max(usable, found.device[2]) * 1.04, x = d3.scaleLinear([0, most], [1, width - 1]);
-    const node = J.el("svg:svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "A step's peak beside the GPU's memory" });
+    const node = J.el("svg:svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "A step's peak and the GPU's memory" });
     const text = (x, y, content, more = {}) => J.el("svg:text", { x, y, fill: "currentColor", stroke: "var(--paper)", "stroke-width": 4, "paint-order": "stroke", ...more }, content);
     for (const tick of J.byteTicks(most, width < 560 ? 4 : 8)) {
       node.append(J.el("svg:line", { x1: x(tick), x2: x(tick), y1: TOP, y2: bottom, stroke: "var(--line)" }));
