@@ -69,14 +69,14 @@ def test_a_plan_is_asked_for_and_shown(open_page: Open, server: Served) -> None:
     command = opened.page.inner_text("#ask .command code")
     assert command == "jettison plan gpt-22b --budget 60GiB --gpu a100-80gb --tp 8"
     assert ask(opened) == "answered"
-    rows = opened.page.locator("#ask table:has-text('The plan beside one setting') tbody tr").all_inner_texts()
+    rows = opened.page.locator("#ask table:has-text('The plan and one recompute setting') tbody tr").all_inner_texts()
     planned, other = (row.split("\t") for row in rows)
     assert planned[0] == "as planned"
     step = format_seconds(full["figures"]["step_seconds"]["expected"])
     assert other == ["full, for all layers", format_bytes(full["peak_bytes"]), step, "yes"]
     fill(opened, gpu="")
     assert ask(opened) == "answered"
-    rows = opened.page.locator("#ask table:has-text('The plan beside one setting') tbody tr").all_inner_texts()
+    rows = opened.page.locator("#ask table:has-text('The plan and one recompute setting') tbody tr").all_inner_texts()
     assert rows[0].split("\t")[:2] == ["as planned", format_bytes(document["predicted"]["peak_bytes"])]
     assert rows[1].split("\t")[2] == "n/a"
     fill(opened, compare="")

@@ -15,7 +15,7 @@ import pytest
 from jettison.cli.main import run
 from jettison.predict.clock import step_slices
 from jettison.report.explorer import PANELS, explorer_page
-from jettison.report.explorer_fit import key_of, will_it_fit_data
+from jettison.report.explorer_fit import described, key_of, will_it_fit_data
 from jettison.report.explorer_models import answered, run_of
 from jettison.report.explorer_steps import PlayedStage
 from jettison.spec.hardware import hardware
@@ -99,10 +99,14 @@ def random_settings(rng: random.Random) -> dict[str, object]:
         "split": rng.choice(["even", "even", "1 less in the last", "2 less in the last", "1 less at both ends"]),
         "dp": rng.choice(found["replicas"]),
         "cp": rng.choice([1, 1, 2, 8]),
+        "ep": rng.choice([1, 2, 8, 64]),
+        "n": rng.choice([0, 0, 1, 2, 16]),
+        "optimizer": rng.choice(["adamw", *found["optimizers"]]),
         "zero": rng.randrange(4),
         "recompute": rng.choice(found["modes"]),
         "precision": rng.choice(names),
         "lora": rng.choice([0, 0, 8, 64]),
+        "base": rng.choice(found["bases"]),
     }
 
 
@@ -147,18 +151,27 @@ def test_the_parts_are_those_of_the_highest_moment(
 def test_every_position_of_the_controls_has_its_table() -> None:
     found = data()
     missing = []
-    for model, precision, t, cp, rank, again in product(
-        found["models"], found["precisions"], (1, 2, 64), found["contexts"], found["adapters"], (False, True)
+    for model, precision, t, cp, ep, (rank, base), again in product(
+        found["models"],
+        found["precisions"],
+        (1, 2, 64),
+        found["contexts"],
+        (1, 2, 8),
+        product(found["adapters"], found["bases"]),
+        (False, True),
     ):
-        if t not in model["ranks"] or (rank and precision == "fp8") or again > (rank > 0):
+        if t not in model["ranks"] or ep not in model["expert_ranks"]:
+            continue
+        if not described(precision, rank, base) or (rank and ep > 1) or (again and not rank):
             continue
         lengths = [s for s in found["sequences"][::4] if s <= model["longest"]]
         for s, b, kind in product(lengths, found["micro_batches"], model["kinds"]):
-            read = Reader(found["document"], kind["sizes"] | {"s": s, "b": b, "t": t, "cp": cp, "R": rank or 1})
-            tables = found["document"]["forms"][kind["form"]][key_of(precision, t, cp, rank, again)]
+            layout = {"t": t, "cp": cp, "ep": ep, "R": rank or 1}
+            read = Reader(found["document"], kind["sizes"] | {"s": s, "b": b} | layout)
+            tables = found["document"]["forms"][kind["form"]][key_of(precision, t, cp, ep, rank, base, again)]
             held = [i for i in tables if read.holds(found["document"]["tables"][i])]
             if len(held) != 1:
-                missing.append((model["label"], precision, s, b, t, cp, rank, held))
+                missing.append((model["label"], precision, s, b, t, cp, ep, rank, held))
     assert not missing
 
 
@@ -167,7 +180,7 @@ def test_what_a_model_does_not_divide_over_is_said(file: Path, open_page: Open) 
         f"{file.resolve().as_uri()}#run-model=0&run-tp=64&run-pp=2&run-lora=8&run-precision=fp8&run-zero=x"
     )
     caption = opened.page.inner_text("#will-it-fit .caption")
-    assert "TP 8 (heads do not divide over 64 ranks), bf16 (as LoRA is described)." in caption
+    assert "TP 8 (heads do not divide over 64 ranks), bf16 (under LoRA)." in caption
     assert "--tp 8 --pp 2 " in opened.page.inner_text("#will-it-fit .command code")
 
 

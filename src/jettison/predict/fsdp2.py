@@ -621,10 +621,12 @@ def _phases(
     region: Region, kept: frozenset[int], rule: GradientRule, frames: Sequence[frozenset[int]], held: frozenset[int]
 ) -> Phases:
     again = frozenset(region.program.recompute_set(kept))
-    return begin(_Phased, region, kept, again, rule, frames=frames, held=held).phases()
+    return begin(PhasedBackward, region, kept, again, rule, frames=frames, held=held).phases()
 
 
-class _Phased(Backward):
+class PhasedBackward(Backward):
+    """A backward in three phases: until gradients reach experts, within them, and after them."""
+
     def phases(self) -> Phases:
         output, steps = self.region.output, self.region.tape.steps
         own = [number for number, step in enumerate(steps) if step.path.startswith(EXPERTS)]

@@ -9,13 +9,16 @@ passes are replayed op by op on them. The bytes during each op are a sum, and a 
 sums only those stay that are the largest at some position of the page's controls.
 
 {"schema": "jettison.passes/1", "factors": [...], "sums": [...],    as NOTE [ The document ] in `explorer_closed_form`
- "forms": [{"bf16 tp cp lora recompute": [TABLE, ...], ...}, ...],
+ "forms": [{"bf16 tp cp ep lora nf4-double recompute": [TABLE, ...], ...}, ...],
  "tables": [{"guards": [...], "regions": [REGION, ...]}, ...],    embedding, layer, head; perhaps the first layer
 
 REGION: {"output": SUM, "grad": has the output a gradient, "modes": {MODE: [resident SUM, FORWARD, BACKWARD,
- BACKWARD that adds to gradients, opening SUM]}, "weights": [[SUM, gradient ways, frozen, tied, wide, is the table]]},
+ BACKWARD that adds to gradients, opening SUM, PHASES]}, "weights": [[SUM, gradient ways, frozen, tied, wide, is the
+ table, of an expert, held SUM if frozen, is it packed]]},
 where a pass is two lists of sums: up to the last read of a weight, and after it, in the order of the forward. The
-first layer is another one over a frozen embedding.
+first layer is another one over a frozen embedding. PHASES are there under expert parallelism: lists of sums until
+gradients reach the experts, within them and after them (NOTE [ Experts within a layer ] in `predict.fsdp2`), and the
+sum of what is live in between.
 """
 
 from __future__ import annotations
@@ -35,13 +38,14 @@ from jettison.core.errors import UsageError
 from jettison.core.process import seldom_collected
 from jettison.formula.embedding import TOKENS, embedding
 from jettison.formula.layer import layer as write_layer
-from jettison.formula.liveness import Backward, begin, forward_levels
+from jettison.formula.liveness import begin, forward_levels
 from jettison.formula.loss import head
 from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_scene
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.sums import Factor, GuardBook, Positive, Product, SizeGuard, Sum, collected, sum_of
-from jettison.formula.tape import Writer
-from jettison.predict.allowance import COMMUNICATOR, FRAGMENTS, fixed_allowance
+from jettison.formula.tape import Weight, Writer
+from jettison.predict.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
+from jettison.predict.fsdp2 import PhasedBackward
 from jettison.predict.passes import named_frames
 from jettison.predict.ranges import Measure, lineage, residual
 from jettison.predict.run_fields import RunRequest
@@ -52,21 +56,32 @@ from jettison.report.explorer_models import PageModel, page_models
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
-from jettison.spec.model import AnyLayer, Layer, ModelSpec
-from jettison.spec.precision import GradientRule, Precision
+from jettison.spec.model import AnyLayer, Layer, ModelSpec, Moe
+from jettison.spec.precision import GradientRule, Optimizer, Precision
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
+from jettison.spec.tuning import Base
 
 Values = npt.NDArray[np.int64]
 SEQUENCES: Final = tuple(2**n for n in range(9, 21))
 CONTEXTS: Final = (1, 2, 4, 8)
+EXPERT_RANKS: Final = (1, 2, 4, 8, 16, 32, 64)
 STAGES: Final = (1, 2, 4, 8, 16)
+ACCUMULATED: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+"""Micro-batches of a step; 0: as many as stages."""
 REPLICAS: Final = tuple(2**n for n in range(11))
 ADAPTERS: Final = (0, 8, 16, 64)
 """Ranks of LoRA; 0: all weights are trained."""
+PACKED: Final = str(Base.NF4_DOUBLE)
+BASES: Final = (str(Base.PLAIN), PACKED)
+"""Frozen weights under LoRA."""
 PRECISIONS: Final = ("bf16", "fp32", "fp8")
+OPTIMIZERS: Final = tuple(
+    map(str, (Optimizer.ADAMW, Optimizer.ADAMW_BF16, Optimizer.ADAM8BIT, Optimizer.SGD_MOMENTUM, Optimizer.SGD))
+)
+"""Those whose step has no transients, and whose state needs no shapes."""
 NARROW: Final = "fp8"
-"""Without LoRA: PyTorch's kernels have no description of both."""
+"""Not under LoRA."""
 MODES: Final = tuple(map(str, (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.FULL)))
 KERNELS: Final = {"kernels": "pytorch", "attention": "flash"}
 RANK: Final = "R"
@@ -90,12 +105,16 @@ def will_it_fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
         "sequences": SEQUENCES,
         "micro_batches": MICRO_BATCHES,
         "contexts": CONTEXTS,
+        "accumulated": ACCUMULATED,
+        "optimizers": OPTIMIZERS,
         "replicas": REPLICAS,
         "adapters": ADAPTERS,
+        "bases": BASES,
         "modes": MODES,
         "gpus": [[device.name, device.usable_bytes] for device in devices],
         "fixed": [fixed.low, fixed.expected, fixed.high],
         "communicator": [COMMUNICATOR.low, COMMUNICATOR.expected, COMMUNICATOR.high],
+        "all_to_all": [ALL_TO_ALL.low, ALL_TO_ALL.expected, ALL_TO_ALL.high],
         "least_fragments": float(1 + FRAGMENTS[0]),
     }
 
@@ -126,7 +145,7 @@ def _precision(held: Precision) -> dict[str, int]:
         "parameter": DTYPE_BYTES[held.parameter],
         "gradient": DTYPE_BYTES[held.gradient],
         "master": master or 0,
-        "moments": 2 * DTYPE_BYTES[held.moment or held.master or held.parameter],
+        "moment": DTYPE_BYTES[held.moment or held.master or held.parameter],
     }
 
 
@@ -150,6 +169,7 @@ def _model(subject: PageModel, structures: Sequence[str]) -> dict[str, Any]:
         "layers": model.kind_numbers,
         "tied": model.tied_embeddings,
         "ranks": ranks_of(model),
+        "expert_ranks": _expert_ranks(model),
         "stages": stages,
         "longest": _longest(model),
         "seq": run.seq,
@@ -160,6 +180,12 @@ def _model(subject: PageModel, structures: Sequence[str]) -> dict[str, Any]:
             if own != theirs
         ),
     }
+
+
+def _expert_ranks(model: ModelSpec) -> list[int]:
+    """Sizes of expert parallelism that a model divides over."""
+    experts = [layer.mlp.experts for layer in model.kinds if isinstance(layer, Layer) and isinstance(layer.mlp, Moe)]
+    return [ep for ep in EXPERT_RANKS if ep == 1 or (experts and not any(count % ep for count in experts))]
 
 
 def _longest(model: ModelSpec) -> int:
@@ -210,11 +236,11 @@ def _form(kinds: Iterable[tuple[PageModel, AnyLayer]]) -> PassForm:
         tables, left = found.setdefault(key, []), np.ones(len(of), dtype=bool)
         while left.any():
             subject, layer, sizes = of[int(np.argmax(left))]
-            asked: dict[str, Any] = {"seq": sizes["s"], "micro_batch": sizes["b"], "tp": sizes["t"], "cp": sizes["cp"]}
+            asked: dict[str, Any] = {name: sizes[size] for name, size in _ASKED.items()} | {"dp": sizes["ep"]}
             modes: Sequence[str] = MODES
             if "lora" in words:
                 modes = MODES[1:] if "recompute" in words else (NONE,)
-                asked |= {"lora": str(sizes[RANK]), "recompute": modes[-1]}
+                asked |= {"lora": str(sizes[RANK]), "recompute": modes[-1], "base": BASES[PACKED in words]}
             run = run_of_page(subject, precision=precision, **asked)
             tables.append(pass_table(run, layer, modes, positions))
             left &= ~positions.hold(tables[-1].guards)
@@ -226,17 +252,37 @@ def _positions(model: ModelSpec, layer: AnyLayer) -> Iterator[tuple[str, dict[st
     assert isinstance(layer, Layer)
     lengths, ranks = [s for s in SEQUENCES if s <= _longest(model)], ranks_of(model)
     own = sizes_of(model, layer, s=1, b=1)
-    for precision, rank, again in product(PRECISIONS, ADAPTERS, (False, True)):
-        if (rank and precision == NARROW) or again > (rank > 0):
+    for precision, rank, again, base in product(PRECISIONS, ADAPTERS, (False, True), BASES):
+        if not described(precision, rank, base) or (again and not rank):
             continue
-        for t, cp in product(ranks, CONTEXTS):
-            key, layout = key_of(precision, t, cp, rank, again), own | {"t": t, "cp": cp, RANK: rank or 1}
+        for t, cp, ep in product(ranks, CONTEXTS, (1,) if rank else _expert_ranks(model)):
+            key, layout = (
+                key_of(precision, t, cp, ep, rank, base, again),
+                own | {"t": t, "cp": cp, "ep": ep, RANK: rank or 1},
+            )
             yield from ((key, layout | {"s": s, "b": b}) for s, b in product(lengths, MICRO_BATCHES))
 
 
-def key_of(precision: str, t: int, cp: int, rank: int, again: bool) -> str:
+_ASKED: Final = {"seq": "s", "micro_batch": "b", "tp": "t", "cp": "cp", "ep": "ep"}
+
+
+def described(precision: str, rank: int, base: str) -> bool:
+    """Has the page such weights? PyTorch's kernels have no FP8 under adapters; 4-bit weights are usual in bf16."""
+    if base == PACKED:
+        return rank > 0 and precision == PRECISIONS[0]
+    return not (rank and precision == NARROW)
+
+
+def key_of(precision: str, t: int, cp: int, ep: int, rank: int, base: str, again: bool) -> str:
     """Choices that are not sizes. ``again``: adapters' inputs need gradients, since something is recomputed."""
-    words = (("tp", t > 1), ("cp", cp > 1), ("lora", rank), ("recompute", rank and again))
+    words = (
+        ("tp", t > 1),
+        ("cp", cp > 1),
+        ("ep", ep > 1),
+        ("lora", rank),
+        (PACKED, rank and base == PACKED),
+        ("recompute", rank and again),
+    )
     return " ".join((precision, *(word for word, is_so in words if is_so)))
 
 
@@ -267,16 +313,26 @@ def _layer_region(traced: RegionSignature, layer: Layer, *, detached: bool = Fal
 
 def _region(region: Region, modes: Iterable[str], rule: GradientRule, positions: SizeGrid) -> dict[str, Any]:
     for w in region.weights:
-        assert not (w.packed_bytes or w.quantized_bytes), f"{w.name} is quantized"
+        assert not (w.scale_bytes or w.quantized_bytes), f"{w.name} has copies"
     return {
         "output": sum_of(region.output.nbytes),
         "grad": int(region.output.grad),
         "weights": [
-            [sum_of(w.numel), w.gradient_ways, *map(int, (w.frozen, w.tied, w.wide, w.name == TOKENS))]
+            [
+                sum_of(w.numel),
+                w.gradient_ways,
+                *map(int, (w.frozen, w.tied, w.wide, w.name == TOKENS, w.expert)),
+                *_held(w),
+            ]
             for w in region.weights
         ],
         "modes": {mode: _passes(region, mode, rule, positions) for mode in modes},
     }
+
+
+def _held(weight: Weight) -> list[Sum | int]:
+    """Bytes of a frozen weight on one rank, and whether they are packed."""
+    return [sum_of(weight.held_bytes), int(weight.packed_bytes > 0)] if weight.frozen else []
 
 
 def _passes(region: Region, mode: str, rule: GradientRule, positions: SizeGrid) -> list[Any]:
@@ -286,26 +342,36 @@ def _passes(region: Region, mode: str, rule: GradientRule, positions: SizeGrid) 
     fresh, adding = (_backward(region, mode, rule, accumulates=again) for again in (False, True))
     peaks = [[*map(positions.highest, each)] for each in (forward, fresh.levels, adding.levels)]
     assert isinstance(fresh.opening, PassLevel)
-    return [sum_of(program.kept_bytes(kept)), *peaks, fresh.opening.sum]
+    found = [sum_of(program.kept_bytes(kept)), *peaks, fresh.opening.sum]
+    if region.tape.mesh.get("ep", 1) > 1 and any(w.expert for w in region.weights):
+        phased = _begun(region, mode, rule, accumulates=False)
+        done = phased.phases().done
+        assert isinstance(done, PassLevel)
+        found.append([*map(positions.highest, phased.noted), done.sum])
+    return found
 
 
 def _backward(region: Region, mode: str, rule: GradientRule, *, accumulates: bool) -> _Levels:
-    kept = kept_by(region, mode)
-    again = frozenset(region.program.recompute_set(kept))
-    frames = named_frames(region, mode)
-    found = begin(_Levels, region, kept, again, rule, accumulates=accumulates, frames=frames)
+    found = _begun(region, mode, rule, accumulates=accumulates)
     found.run(region.last_read)
     return found
 
 
-class _Levels(Backward):
+def _begun(region: Region, mode: str, rule: GradientRule, *, accumulates: bool) -> _Levels:
+    kept = kept_by(region, mode)
+    again = frozenset(region.program.recompute_set(kept))
+    frames = named_frames(region, mode)
+    return begin(_Levels, region, kept, again, rule, accumulates=accumulates, frames=frames)
+
+
+class _Levels(PhasedBackward):
     """A backward that notes its levels, and compares none: a comparison of traced sizes would be a guard."""
 
     def __init__(self, **arguments: Any) -> None:
-        self._noted: list[list[int]] = []
+        self.noted: list[list[int]] = []
         super().__init__(**arguments)
         self.live = self.opening = PassLevel()
-        self._noted = [[self.live]]
+        self.noted = [[self.live]]
 
     @property
     def peak(self) -> int:
@@ -314,10 +380,10 @@ class _Levels(Backward):
 
     @peak.setter
     def peak(self, level: int) -> None:
-        self._noted.append([level])
+        self.noted.append([level])
 
     def _grow(self, nbytes: int) -> None:
-        noted = self._noted[-1]
+        noted = self.noted[-1]
         if noted[-1] is self.live:  # it has only grown since
             noted.pop()
         self.live += nbytes
@@ -326,7 +392,7 @@ class _Levels(Backward):
     @property
     def levels(self) -> tuple[list[int], list[int]]:
         """Up to the last read of a weight (in the order of the forward), and after it."""
-        *behind, before = self._noted
+        *behind, before = self.noted
         return before, behind[0] if behind else []
 
 

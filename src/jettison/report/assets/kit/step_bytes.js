@@ -4,23 +4,24 @@
 (function () {
   const J = (globalThis.J = globalThis.J || {});
   const EMBEDDING = "embedding", LAYER = "layer", HEAD = "head";
-  const none = { gathered: 0, reduced: 0 };
+  const none = { gathered: 0, reduced: 0, gradients: 0 };
 
-  // {model, s, b, t, cp, dp, pp, counts: layers of each stage, zero, precision, rank, mode} -> {embedding, head, layers: by kind, first: over a frozen
+  // {model, s, b, t, cp, ep, dp, pp, counts: layers of each stage, many: micro-batches, zero, precision, optimizer, rank, base, mode} -> {embedding, head, layers: by kind, first: over a frozen
   // embedding}, each with its passes and weights at these sizes; null: this page has no sums for them.
   function regionsOf(data, run) {
-    const key = [run.precision, run.t > 1 && "tp", run.cp > 1 && "cp", run.rank > 0 && "lora", run.rank > 0 && run.mode !== "none" && "recompute"].filter(Boolean).join(" ");
+    const key = [run.precision, run.t > 1 && "tp", run.cp > 1 && "cp", run.ep > 1 && "ep", run.rank > 0 && "lora", run.base !== "plain" && run.base, run.rank > 0 && run.mode !== "none" && "recompute"].filter(Boolean).join(" ");
     const tables = run.model.kinds.map(({ form, sizes }) => {
-      const total = J.ledger.evaluator(data.document, { ...sizes, s: run.s, b: run.b, t: run.t, cp: run.cp, R: run.rank || 1 });
+      const total = J.ledger.evaluator(data.document, { ...sizes, s: run.s, b: run.b, t: run.t, cp: run.cp, ep: run.ep, R: run.rank || 1 });
       const sum = (index) => Number(total(index)), highest = (list) => (list.length ? Math.max(...list.map(sum)) : 0);
       const found = (data.document.forms[form][key] ?? []).map((i) => data.document.tables[i]).find((each) => J.ledger.holds(each, total));
       return found?.regions.map((region, place) => {
         const kind = [EMBEDDING, LAYER, HEAD, LAYER][place];
-        const [resident, forward, backward, adding, opening] = region.modes[kind === LAYER ? run.mode : "none"];
+        const [resident, forward, backward, adding, opening, phases] = region.modes[kind === LAYER ? run.mode : "none"];
         return {
           kind, output: sum(region.output), grad: Boolean(region.grad), resident: sum(resident), opening: sum(opening),
           forward: forward.map(highest), backward: backward.map(highest), adding: adding.map(highest),
-          weights: region.weights.map(([numel, ways, frozen, tied, wide, table]) => ({ numel: sum(numel), ways, frozen, tied, wide, table })),
+          phases: phases ? [...phases.slice(0, 3).map(highest), sum(phases[3])] : null,
+          weights: region.weights.map(([numel, ways, frozen, tied, wide, table, expert, own, packed]) => ({ numel: sum(numel), ways, frozen, tied, wide, table, expert, own: frozen && sum(own), packed })),
         };
       });
     });
@@ -29,23 +30,33 @@
     return { embedding, head, first: first ?? null, layers: tables.map((regions) => regions[1]) };
   }
 
+  // formula/static.py, `state_bytes`: an optimizer's moments for n elements.
+  const STATES = {
+    "adamw": (n, moment) => 2 * moment * n,
+    "adamw-bf16": (n) => 4 * n,
+    "adam8bit": (n) => (n < 4096 ? 8 * n : 2 * (n + 4 * Math.ceil(n / 256))),
+    "sgd-momentum": (n, moment) => moment * n,
+    "sgd": () => 0,
+  };
+
   // formula/static.py, `static`: what a rank has of some weights for all of training.
-  function staticOf(weights, held, { zero, shards }) {
+  function staticOf(weights, held, { zero, shards, expertShards, optimizer }) {
     const found = { parameters: 0, gradients: 0, state: 0, gathered: 0, reduced: 0 };
     for (const w of weights) {
-      const owned = Math.ceil(w.numel / shards), at = (stage) => (zero >= stage ? owned : w.numel), whole = w.numel * held.compute;
+      const ranks = w.expert ? expertShards : shards, wrapped = ranks > 1 || (w.expert && shards > 1);
+      const owned = Math.ceil(w.numel / ranks), at = (stage) => (zero >= stage ? owned : w.numel), whole = w.numel * held.compute;
       if (w.frozen) {
-        const shared = zero === 3 && shards > 1;
-        found.parameters += shared ? Math.ceil(whole / shards) : whole;
-        found.gathered += shared ? whole : 0;
+        const shared = zero === 3 && ranks > 1;
+        found.parameters += shared ? Math.ceil(w.own / ranks) : w.own;
+        found.gathered += !shared ? 0 : w.packed ? w.own : whole;
         continue;
       }
-      const own = w.wide ? { parameter: 4, gradient: 4, master: 0, moments: 8 } : held;
+      const own = w.wide ? { parameter: 4, gradient: 4, master: 0, moment: 4 } : held;
       found.parameters += at(3) * own.parameter;
       found.gradients += (zero >= 2 ? at(2) : w.numel * w.ways) * own.gradient;
-      found.state += at(1) * (own.master + own.moments);
-      if (zero === 3 && shards > 1) found.gathered += whole;
-      if (zero >= 2 && shards > 1) found.reduced += w.numel * w.ways * held.gradient;
+      found.state += at(1) * own.master + STATES[optimizer](at(1), own.moment);
+      if (zero === 3 && wrapped) found.gathered += whole;
+      if (zero >= 2 && (ranks > 1 || (zero === 3 && wrapped))) found.reduced += w.numel * w.ways * held.gradient;
     }
     return found;
   }
@@ -88,42 +99,55 @@
 
   const lastGradient = (part, run) => (part.kind === LAYER ? 0 : trained(part).filter((w) => run.pp > 1 || !w.tied).at(-1)?.numel ?? 0);
 
+  // predict/fsdp2.py, `_rise_of_experts`: the peak of a layer's backward whose experts are a group of their own.
+  function riseOfExperts({ experts, phases }, held, { alone, there, ahead, waiting }) {
+    const [until, within, after, live] = phases, change = experts.reduced + experts.gradients - (experts.reduced / held.gradient) * held.compute;
+    const left = there - experts.gathered + ahead, done = live + left;
+    return Math.max(until + there + waiting, within + there + ahead + waiting, done + experts.reduced, done + change + (alone ? experts.reduced : 0), after + left + change);
+  }
+
   // predict/fsdp2.py, `_Sharded`: a unit with what is all-gathered and reduced beside it.
   function sharded(unit, at, groups, held, run) {
     const part = groups.parts[at], before = groups.parts[at - 1], behind = groups.parts[at + 1], isHead = part.kind === HEAD;
     if (run.zero < 3) return { ...unit, backward: unit.backward + (behind ?? { static: none }).static.reduced, adding: unit.adding + (behind ?? { static: none }).static.reduced };
     const stays = groups.first && part === groups.first ? part.static.gathered : 0;
     const again = (of) => (of && of !== groups.first ? of.static.gathered : 0);
-    const { gathered } = part.static, there = gathered - stays, ahead = again(before), waiting = behind ? behind.static.reduced : 0;
+    const { gathered } = part.static, there = gathered - stays, own = part.experts, alone = run.dp * run.cp === run.ep;
+    const ahead = again(before) && again(before) - before.experts.gathered, waiting = behind ? behind.static.reduced - behind.experts.reduced : 0;
     const [forward, loss] = isHead ? part.forward : [unit.passes.forward, 0];
     const [backward, differentiated] = isHead ? part.backward : [unit.passes.backward, 0];
     const freed = isHead ? groups.outer : 0, lingering = isHead && groups.outer && before ? before.static.gathered : 0;
     const entering = 2 * gathered + (before ? before.output + before.static.gathered : 0);
     const late = isHead ? 0 : groups.late, atEnd = groups.outer > 0 && part.kind === EMBEDDING;
-    const rise = waiting + Math.max(
+    const rise = own.gathered ? riseOfExperts(part, held, { alone, there, ahead, waiting }) : waiting + Math.max(
       backward + there + ahead, part.grad ? part.opening + 2 * there + freed : 0, differentiated - freed, atEnd ? there + groups.tied : 0, 0,
     );
     const named = (groups.outer && part.kind !== LAYER ? groups.last : lastGradient(part, run)) * held.compute;
     const given = before && before.grad ? before.output : 0;
-    const most = Math.max((part.static.reduced / held.gradient) * held.compute, named + part.static.gradients);
-    const closing = given + part.static.reduced + most + ahead - unit.resident - (run.pp === 1 ? stays : 0);
+    const buffer = part.static.reduced - own.reduced, shards = part.static.gradients - own.gradients;
+    const most = Math.max((buffer / held.gradient) * held.compute, named + shards);
+    const closing = (part.static.reduced ? given + own.gradients + buffer + most : 0) + ahead - unit.resident - (run.pp === 1 ? stays : 0);
+    const twice = gathered + (own.gathered ? Math.max(gathered - own.gathered, alone ? 0 : own.gathered) : gathered);
     const moved = [unit.forward - unit.passes.forward, unit.backward - unit.passes.backward];
     const peak = Math.max(rise + late + moved[1], atEnd ? closing : closing + late);
     return {
       ...unit, resident: unit.resident + (run.pp === 1 ? stays : 0),
-      forward: Math.max(forward + 2 * gathered + lingering, loss + stays - freed, entering) + moved[0],
+      forward: Math.max(forward + twice + lingering, loss + stays - freed, entering) + moved[0],
       backward: peak - (isHead ? 0 : groups.lateShards), adding: peak + unit.adding - unit.backward,
     };
   }
 
   // The units of one stage, in order, and what its rank has for all of training.
   function stageOf(regions, run, held, index) {
-    const shards = run.dp * run.cp, setting = { zero: run.zero, shards }, { counts } = run;
+    const shards = run.dp * run.cp, setting = { zero: run.zero, shards, expertShards: shards / run.ep, optimizer: run.optimizer }, { counts } = run;
     const begin = counts.slice(0, index).reduce((n, count) => n + count, 0), known = new Map();
     const own = Array.from({ length: counts[index] }, (_, i) => ({ number: begin + i, region: begin + i === 0 && regions.first ? regions.first : regions.layers[run.model.layers[begin + i]] }));
     const places = [...(index === 0 ? [{ region: regions.embedding }] : []), ...own, ...(index === run.pp - 1 ? [{ region: regions.head }] : [])];
     const made = (region) => {
-      if (!known.has(region)) known.set(region, { ...region, static: staticOf(region.weights.filter((w) => !w.tied || region.kind === EMBEDDING || run.pp > 1), held, setting) });
+      if (!known.has(region)) {
+        const weights = region.weights.filter((w) => !w.tied || region.kind === EMBEDDING || run.pp > 1), apart = run.ep > 1 && run.zero === 3;
+        known.set(region, { ...region, static: staticOf(weights, held, setting), experts: apart ? staticOf(weights.filter((w) => w.expert), held, setting) : none });
+      }
       return known.get(region);
     };
     const parts = places.map(({ region }) => made(region)), shares = run.zero === 3 && shards > 1;
@@ -139,7 +163,7 @@
 
   // memory/step.py: the passes of 1F1B, and the first of the highest moments from the second step on.
   function peakOf(stage, run) {
-    const { units } = stage, many = run.pp, always = stage.parameters + stage.state;
+    const { units } = stage, many = Math.min(run.many, run.pp + 2), always = stage.parameters + stage.state;
     const held = units.reduce((n, u) => n + u.resident, 0), gradients = units.reduce((n, u) => n + u.gradient, 0);
     const warm = Math.min(run.pp - stage.index - 1, many), passes = Array(warm).fill("forward");
     for (let n = warm; n < many; n += 1) passes.push("forward", "backward");

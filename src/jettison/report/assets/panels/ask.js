@@ -266,7 +266,7 @@
       if (last && keys.every((key) => last.first[key] === layer[key])) [last.last, last.count] = [layer, last.count + 1];
       else runs.push({ first: layer, last: layer, count: 1 });
     }
-    return runs.map(({ first, last, count }) => [count > 1 ? `${first.layer} to ${last.layer.split(".").at(-1)}` : first.layer, count, ...keys.map((key) => first[key])]);
+    return runs.map(({ first, last, count }) => [count > 1 ? `${first.layer} to ${last.layer.split(".").at(-1)}` : first.layer, count, ...keys.map((key) => (first[key] === "mixed" ? "per-tensor" : first[key]))]);
   }
 
   const range = ([low, high], sure) => `${seconds(low)} to ${seconds(high)}: ` +
@@ -301,7 +301,7 @@
     const row = (name, peak, of) => [name, peak, of?.step_seconds ? seconds(of.step_seconds.expected) : "n/a", peak <= budget ? "yes" : "no"];
     const rows = [row(`${mode}, for all layers`, other.peak_bytes, other.figures)];
     if (feasible) rows.unshift(row("as planned", predicted.peak_bytes, figures));
-    return table("The plan and one setting of recompute", ["recompute", asBytes("allocated"), "step", "within the budget"], rows);
+    return table("The plan and one recompute setting", ["recompute", asBytes("allocated"), "step", "within the budget"], rows);
   }
 
   const TABLES = {

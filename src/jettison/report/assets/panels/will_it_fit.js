@@ -14,15 +14,19 @@
     J.select({ key: "run-gpu", label: "GPU", value: "h100-80gb", options: data.gpus.map(([name]) => name) }),
     J.slider({ key: "run-s", label: "Sequence s", values: data.sequences, value: usual.seq, format: (s) => `${J.format.count(s)} tokens` }),
     J.slider({ key: "run-b", label: "Micro-batch b", values: data.micro_batches, value: 1 }),
+    J.slider({ key: "run-n", label: "Micro-batches", values: data.accumulated, value: 0, format: (n) => (n ? String(n) : "as PP") }),
     J.slider({ key: "run-tp", label: "TP", values: powers(data.models.flatMap((m) => m.ranks)), value: 1 }),
     J.slider({ key: "run-pp", label: "PP", values: stageCounts, value: 1 }),
     J.select({ key: "run-split", label: "Stages", value: "even", options: Object.keys(SPLITS) }),
     J.slider({ key: "run-dp", label: "DP", values: data.replicas, value: 8 }),
     J.slider({ key: "run-cp", label: "CP", values: data.contexts, value: 1 }),
+    J.slider({ key: "run-ep", label: "EP", values: powers(data.models.flatMap((m) => m.expert_ranks)), value: 1 }),
     J.select({ key: "run-zero", label: "ZeRO", value: 3, options: [{ value: 0, label: "0: replicas (DDP)" }, { value: 1, label: "1: optimizer" }, { value: 2, label: "2: and gradients" }, { value: 3, label: "3: and parameters (FSDP)" }] }),
     J.select({ key: "run-recompute", label: "Recompute", value: "none", options: data.modes }),
     J.select({ key: "run-precision", label: "Precision", value: "bf16", options: Object.keys(data.precisions) }),
+    J.select({ key: "run-optimizer", label: "Optimizer", value: "adamw", options: data.optimizers }),
     J.select({ key: "run-lora", label: "LoRA rank", value: 0, options: options(data.adapters).map((o) => (o.value ? o : { ...o, label: "none" })) }),
+    J.select({ key: "run-base", label: "LoRA base", value: "plain", options: data.bases }),
   ];
   const PARTS = [
     { name: "parameters", color: 7, hatch: "solid" },
@@ -53,26 +57,29 @@
   const runOf = (values) => {
     const model = data.models[values["run-model"]];
     const most = (list, wanted) => Math.max(...list.filter((n) => n <= wanted));
-    const rank = values["run-lora"], narrow = rank > 0 && values["run-precision"] === "fp8";
+    const rank = values["run-lora"], base = rank ? values["run-base"] : "plain", plain = rank > 0 && values["run-precision"] !== "bf16" && (base !== "plain" || values["run-precision"] === "fp8");
+    const replicas = values["run-dp"] * values["run-cp"];
     const run = {
       model, gpu: values["run-gpu"], s: Math.min(values["run-s"], model.longest), b: values["run-b"], cp: values["run-cp"], dp: values["run-dp"],
       t: most(model.ranks, values["run-tp"]), pp: most(stageCounts.filter((pp) => countsOf(model, pp, values["run-split"])), values["run-pp"]),
-      zero: values["run-zero"], mode: values["run-recompute"], precision: narrow ? "bf16" : values["run-precision"], rank,
+      ep: rank ? 1 : most(model.expert_ranks.filter((ep) => replicas % ep === 0), values["run-ep"]), optimizer: values["run-optimizer"],
+      zero: values["run-zero"], mode: values["run-recompute"], precision: plain ? "bf16" : values["run-precision"], rank, base,
     };
     const notes = [
       run.s < values["run-s"] && `${J.format.count(run.s)} tokens (its positions)`,
       run.t < values["run-tp"] && `TP ${run.t} (heads do not divide over ${values["run-tp"]} ranks)`,
       run.pp < values["run-pp"] && `PP ${run.pp} (${model.layers.length} layers are too few for ${values["run-pp"]} stages)`,
-      narrow && "bf16 (as LoRA is described)",
+      run.ep < values["run-ep"] && `EP ${run.ep} (${rank ? "under LoRA" : `${values["run-ep"]} does not divide experts and DP × CP = ${replicas}`})`,
+      plain && "bf16 (under LoRA)",
     ];
-    return { ...run, counts: countsOf(model, run.pp, values["run-split"]), notes: notes.filter(Boolean) };
+    return { ...run, many: values["run-n"] || run.pp, counts: countsOf(model, run.pp, values["run-split"]), notes: notes.filter(Boolean) };
   };
 
   // predict/ranges.py, `figures`: allocated, reserved and device bytes, and the verdict.
   const figuresOf = (run, nbytes) => {
     const [bytes, fragments] = run.model.ranges[run.rank ? 1 : 0], scale = Math.sqrt(nbytes * GIB);
-    const talking = [run.t, run.cp, run.pp, run.dp].filter((n) => n > 1).length;
-    const fixed = data.fixed.map((n, i) => n + talking * data.communicator[i]);
+    const talking = [run.t, run.cp, run.ep, run.pp, run.dp].filter((n) => n > 1).length;
+    const fixed = data.fixed.map((n, i) => n + talking * data.communicator[i] + (run.ep > 1 ? data.all_to_all[i] : 0));
     const allocated = bytes.map((share) => nbytes * share), more = fragments.map((share) => nbytes + share * scale);
     const reserved = [Math.max(allocated[0], more[0]), more[1], Math.max(allocated[2], more[2])];
     const device = reserved.map((n, i) => n + fixed[i]), least = Math.min(device[0], allocated[0] * data.least_fragments + fixed[0]);
@@ -140,8 +147,7 @@
       const { run } = answer(values), devices = run.t * run.pp * run.dp * run.cp;
       const notes = run.notes.length ? ` Shown is ${run.model.label} with ${run.notes.join(", ")}.` : "";
       const uneven = new Set(run.counts).size > 1 ? `, stages of ${run.counts.join(", ")} layers` : "";
-      const experts = run.model.kinds.some((kind) => kind.sizes.e) ? ", every expert on each rank" : "";
-      return `${J.format.grouped(devices)} GPU${devices > 1 ? "s" : ""}, ${run.pp} micro-batch${run.pp > 1 ? "es" : ""} a step (1F1B)${uneven}; PyTorch's kernels, FlashAttention, AdamW${experts}. Bars are 80 % ranges.${notes}`;
+      return `${J.format.grouped(devices)} GPU${devices > 1 ? "s" : ""}, ${run.many} micro-batch${run.many > 1 ? "es" : ""} a step${run.pp > 1 ? " (1F1B)" : ""}${uneven}; PyTorch's kernels, FlashAttention. Bars are 80 % ranges.${notes}`;
     },
     table: (values) => {
       const { run, peak, usable, verdict, ...found } = answer(values);
@@ -155,11 +161,14 @@
     command: (values) => {
       const { run } = answer(values), words = ["jettison ledger", run.model.argument, run.model.flags].filter(Boolean);
       words.push("--seq", run.s, "--micro-batch", run.b);
-      for (const [flag, size] of [["tp", run.t], ["pp", run.pp], ["cp", run.cp], ["dp", run.dp]]) if (size > 1) words.push(`--${flag}`, size);
+      for (const [flag, size] of [["tp", run.t], ["pp", run.pp], ["cp", run.cp], ["ep", run.ep], ["dp", run.dp]]) if (size > 1) words.push(`--${flag}`, size);
       if (String(run.counts) !== String(run.model.stages[run.pp])) words.push("--stage-layers", run.counts);
+      if (run.many !== run.pp) words.push("--micro-batches", run.many);
+      if (run.optimizer !== "adamw") words.push("--optimizer", run.optimizer);
       if (run.zero) words.push("--zero", run.zero);
       words.push("--precision", run.precision); // with adapters it is another one by default
       if (run.rank) words.push("--lora", run.rank);
+      if (run.base !== "plain") words.push("--base", run.base);
       words.push("--recompute", run.mode, "--gpu", run.gpu);
       return words.join(" ");
     },
