@@ -221,6 +221,33 @@ def test_gradients_reduced_last_are_searched_where_a_ledger_takes_them() -> None
     assert words == {1: "last", 2: "each"}
 
 
+@pytest.mark.parametrize(("preset", "both"), [("huggingface", True), ("automodel", True), ("torchtitan", False)])
+def test_both_gradient_reductions_are_searched_where_a_setting_chooses(preset: str, both: bool) -> None:
+    """The reduction in each micro-batch takes less memory and may take more time, as `ledger` and `estimate` say."""
+    asked = SearchRequest(seq=256, like=preset, zero="3", tp="1", pp="1", cp="1", recompute="none,full")
+    asked = on_own_framework(asked, LLAMA, A100, gpus=8, global_batch=32)
+    whole = asked.space(LLAMA, A100, gpus=8, global_batch=32)
+    others = [setup for setup in whole.setups if setup.sync]
+    assert {setup.micro_batches for setup in others} == ({2, 4} if both else set())
+    assert all(setup.flags.endswith(" --gradient-sync each") for setup in others)
+    found = search(whole, A100, budget_bytes=10**13, top=20).ranked
+    assert len(found) == len(whole.setups)
+    for one in found:
+        setup = one.candidate.setup
+        run = resolve(
+            LLAMA,
+            as_typed(setup, like=preset, seq=256, gradient_sync=setup.sync, recompute=str(one.candidate.recompute)),
+        ).run
+        assert one.needed_bytes == forecast(run).peak_bytes
+        assert one.seconds.step == pytest.approx(estimate(run, A100).step_seconds, rel=1e-9)
+    least = min(whole.setups, key=lambda setup: forecast(setup_run(setup, whole.template)).peak_bytes)
+    assert least.micro_batches == 1 or least.sync or not both
+    assert (
+        replace(asked, gradient_sync="last" if both else None).space(LLAMA, A100, gpus=8, global_batch=32).axes.syncs
+        == ()
+    )
+
+
 # what a framework can run ---------------------------------------------------------------------------------------------
 
 

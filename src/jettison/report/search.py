@@ -333,7 +333,9 @@ def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> Fitte
         setup, seconds, whole = found.candidate.setup, found.seconds, found.figures.whole
         table.add_row(
             str(number + 1),
-            replace(found.candidate.recompute, whole=0).words + (f", {whole} whole" if whole else ""),
+            replace(found.candidate.recompute, whole=0).words
+            + (f", {whole} whole" if whole else "")
+            + (f", sync {setup.sync}" if setup.sync else ""),
             _SHORT[report.verdict(found)],
             *(values[number] for _, values in axes),
             f"{setup.micro_batch} x {setup.micro_batches}",

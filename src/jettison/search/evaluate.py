@@ -311,8 +311,9 @@ class Bench:
     def bounds(self, setups: Sequence[Setup], modes: tuple[Mode, ...] = (Mode.NONE,)) -> list[SetupBounds]:
         """Return the bounds of each setup, for plans with these policies of layers."""
         keys = [
-            (*_signature(setup), setup.layout.dp, setup.layout.pp, setup.layout.zero, setup.micro_batches, modes)
+            (*_signature(setup), lay.dp, lay.pp, lay.zero, lay.gradient_sync, setup.micro_batches, modes)
             for setup in setups
+            for lay in (setup.layout,)
         ]
         alike = {key: (setup, modes) for key, setup in zip(keys, setups, strict=True)}
         self._once(self._bounds, _bound, alike, key=lambda one: _signature(one[0]))

@@ -161,6 +161,7 @@ class SearchRequest(CommonRequest):
             lists=lists,
             offload=(False, True) if self.offload else (False,),
             whole=(False, True) if self.micro_batches_without_recompute else (False,),
+            syncs=able.syncs if able is not None and self.gradient_sync is self.zero_buckets is None else (),
             uneven=bool(self.uneven),
         )
         return Space(
@@ -251,6 +252,7 @@ class Runnable:
     Args:
         axes: that may be above 1. ``zero``: stages of ZeRO. ``schedules``: orders of a pipeline.
         plans: recompute modes that a search tries. ``also``: those that it takes where they are asked for.
+        syncs: gradient reductions, where a setting chooses one.
     """
 
     axes: tuple[str, ...]
@@ -258,6 +260,7 @@ class Runnable:
     schedules: tuple[str, ...]
     plans: tuple[str, ...]
     also: tuple[str, ...]
+    syncs: tuple[GradientSync, ...]
 
 
 def runnable(framework: str | None) -> Runnable | None:
@@ -280,6 +283,7 @@ def runnable(framework: str | None) -> Runnable | None:
         schedules=tuple(found.get("schedules", ("1f1b",))),
         plans=tuple(found["recompute"]),
         also=(*found.get("also", ()), *([str(Mode.AUTO)] if found["folder"] in plugged else [])),
+        syncs=tuple(map(GradientSync, found.get("gradient_sync", ()))),
     )
 
 

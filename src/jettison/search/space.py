@@ -53,6 +53,7 @@ class Axes:
         lists: additional plans, by lists of modules.
         offload: False: kept activations stay on the device; True: they are offloaded to CPU.
         whole: True: pipelines run as many micro-batches of each window without checkpointing as fit.
+        syncs: gradient reductions to try in each layout that has both: with ZeRO 3 and several micro-batches.
         uneven: include pipelines whose ends have a layer less, or more, than other stages.
 
     Raises:
@@ -73,6 +74,7 @@ class Axes:
     lists: tuple[Recompute, ...] = ()
     offload: tuple[bool, ...] = (False,)
     whole: tuple[bool, ...] = (False,)
+    syncs: tuple[GradientSync, ...] = ()
     uneven: bool = False
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class Setup:
 
     Args:
         loss, gradients, precision: of this layout; None: the template's.
+        sync: gradient reduction other than the preset's.
     """
 
     layout: Layout
@@ -96,6 +99,7 @@ class Setup:
     loss: Loss | None = None
     gradients: Gradients | None = None
     precision: Precision | None = None
+    sync: GradientSync | None = None
 
     @property
     def flags(self) -> str:
@@ -108,6 +112,7 @@ class Setup:
         words += [f"--{name} {size}" for name, size in (("cp", lay.cp), ("ep", lay.ep)) if size > 1]
         words += [f"--dp {lay.dp}"] + ([f"--zero {lay.zero}"] if lay.zero else [])
         words += [f"--micro-batch {self.micro_batch}", f"--micro-batches {self.micro_batches}"]
+        words += [f"--gradient-sync {self.sync}"] if self.sync else []
         return " ".join(word for word in words if word)
 
 
@@ -316,7 +321,7 @@ class Space:
                 over = self.over_tensor_ranks if layout.tp > 1 else {}
                 gradients = self.over_replicas.get((layout.dp > 1, layout.zero))
                 precision = self.sharded_precision if layout.zero == 3 else None
-                yield Setup(
+                setup = Setup(
                     layout=layout,
                     micro_batch=micro_batch,
                     micro_batches=count,
@@ -324,6 +329,11 @@ class Space:
                     gradients=gradients,
                     precision=precision,
                 )
+                yield setup
+                one_by_one = (gradients or self.template.gradients) is Gradients.ONE_BY_ONE
+                if count > 1 and one_by_one and layout.zero == 3 and layout.pp == 1 and layout.shards > 1:
+                    others = [sync for sync in self.axes.syncs if sync is not layout.gradient_sync]
+                    yield from (replace(setup, layout=replace(layout, gradient_sync=s), sync=s) for s in others)
             if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 
