@@ -118,7 +118,7 @@ def ours(name: str, size: Size, budget_bytes: int, beside: str) -> Case | None:
     """Blocks compiled under a plan; None where no plan fits."""
     model, batch = build(name, size)
     try:
-        handle = jettison.auto_checkpoint(model, batch, Bytes(budget_bytes), holds_output=False, compile="blocks")
+        handle = jettison.auto_checkpoint(model, batch, Bytes(budget_bytes), keep_output=False, compile="blocks")
     except Infeasible as error:
         _say(f"{name}: at {budget_bytes}: {error}")
         return None

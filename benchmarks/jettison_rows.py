@@ -23,7 +23,7 @@ def at_peak(name: str, budget_bytes: int, **options: Any) -> Rival:
     def apply(model: nn.Module, batch: Batch) -> Handle:
         import jettison
 
-        return jettison.auto_checkpoint(model, batch, memory_budget=Bytes(budget_bytes), holds_output=False, **options)
+        return jettison.auto_checkpoint(model, batch, memory_budget=Bytes(budget_bytes), keep_output=False, **options)
 
     words = "".join(f", {word}={value}" for word, value in options.items() if value is not None)
     return Rival(name=f"jettison at the peak of: {name}{words}", apply=apply)

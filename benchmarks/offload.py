@@ -117,7 +117,7 @@ def hidden() -> str:
     found = row("llama3-70b", PCIE5, **SEVENTY).joint
     assert found is not None
     reasons = [reason for reason in layer_reasons(found).values() if reason.moved_bytes]
-    share = sum(r.way_seconds for r in reasons) / sum(r.forward_seconds for r in reasons)
+    share = sum(r.transfer_seconds for r in reasons) / sum(r.forward_seconds for r in reasons)
     return f"{share:.0%}"
 
 

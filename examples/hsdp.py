@@ -26,7 +26,7 @@ def main(budget=None):
         ids = torch.randint(0, 512, (2, 128), generator=numbers)
         batch = {"input_ids": ids, "labels": ids, "use_cache": False}
         if number == 0 and budget:
-            jettison.auto_checkpoint(model, batch, budget, optimizer=optimizer, holds_output=False)
+            jettison.auto_checkpoint(model, batch, budget, optimizer=optimizer, keep_output=False)
         model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -22,7 +22,7 @@ def main(budget=None):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     if budget:
         *shorter, longest = ({"input_ids": ids, "labels": ids, "use_cache": False} for ids in map(empty, LENGTHS))
-        jettison.auto_checkpoint(model, longest, budget, optimizer=optimizer, holds_output=False, shapes=shorter)
+        jettison.auto_checkpoint(model, longest, budget, optimizer=optimizer, keep_output=False, shapes=shorter)
     for number in range(6):
         batch = batch_of(LENGTHS[-1] if number == 1 else LENGTHS[torch.randint(4, ())])
         model(**batch).loss.backward()

@@ -83,7 +83,7 @@ BYTES = (
         words="Recomputing the attention core adds to the FLOPs of a step of GPT-3",
         theirs=(0.027,),
         unit="%",
-        asks=(Ask(command=CORE, key="explain.recompute[change=--recompute selective].of_step"),),
+        asks=(Ask(command=CORE, key="explain.recompute[change=--recompute selective].step_fraction"),),
         verdict=Verdict.WRONG,
         why="2.7 % is the core's share of a *forward*. [How 0.45 % follows](contradictions.md"
         "#selective-recomputation-27--5--09--or-045-).",
@@ -101,7 +101,7 @@ BYTES = (
         words="Recomputing it adds to the FLOPs of a step of the 530B model",
         theirs=(0.016,),
         unit="%",
-        asks=(Ask(command=CORE_530B, key="explain.recompute[change=--recompute selective].of_step"),),
+        asks=(Ask(command=CORE_530B, key="explain.recompute[change=--recompute selective].step_fraction"),),
         verdict=Verdict.WRONG,
         why="As above.",
     ),

@@ -113,7 +113,7 @@ WORK = (
         theirs=(1 / 3,),
         unit="%",
         asks=(Ask(command=f"{EAGER} --to-the-end", key="rows[plan=full].overhead"),),
-        value=lambda of_step: 3 * of_step,
+        value=lambda step_fraction: 3 * step_fraction,
         verdict=Verdict.WRONG,
         why="The forward runs twice. It is a third of the step, which is three forwards.",
     ),

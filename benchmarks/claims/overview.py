@@ -7,6 +7,7 @@ from .claim import Ask, Claim, Verdict
 RUN = "jettison ledger llama3-70b --seq 8192 --micro-batch 4"
 LAYER = "layers[layer=layers.0].bytes"
 EXPLAIN = f"{RUN} --explain"
+STEP_FRACTION = "explain.recompute[current=True].step_fraction"
 HELD = "stages[0].activation_bytes"
 TIME = "jettison estimate llama3-70b --seq 8192 --micro-batch 1 --tp 8 --gpu h100-80gb --explain"
 NTH = "contradictions.md#every-nth-layer-19--29--33--or-33--whatever-n"
@@ -23,7 +24,7 @@ def _segment(n: int, share: float, verdict: Verdict) -> Claim:
         words=f"A checkpoint at every {n}th layer adds to a step",
         theirs=(share,),
         unit="%",
-        asks=(Ask(command=f"{RUN} --recompute every:{n} --explain", key="explain.recompute[current=True].of_step"),),
+        asks=(Ask(command=f"{RUN} --recompute every:{n} --explain", key=STEP_FRACTION),),
         verdict=verdict,
         why=f"[Each layer runs once more, whatever N]({NTH}).",
     )
@@ -34,8 +35,8 @@ def _of_forward(n: int, share: float, verdict: Verdict) -> Claim:
         words=f"A checkpoint at every {n}th layer adds to a forward",
         theirs=(share,),
         unit="%",
-        asks=(Ask(command=f"{RUN} --recompute every:{n} --explain", key="explain.recompute[current=True].of_step"),),
-        value=lambda of_step: 3 * of_step,
+        asks=(Ask(command=f"{RUN} --recompute every:{n} --explain", key=STEP_FRACTION),),
+        value=lambda step_fraction: 3 * step_fraction,
         verdict=verdict,
         why="Nearly a full forward: every layer, without the ops that backward does not need.",
     )

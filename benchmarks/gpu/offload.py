@@ -145,7 +145,7 @@ def prove(kind: Kind, word: str, setting: Setting) -> Found:
 def _predicted(moving: Run, word: str) -> int:
     """What the dry run of a step says, its optimizer included."""
     beside = elsewhere_bytes(moving.model, moving.batch, moving.optimizer)
-    loop = Loop(holds_output=True, elsewhere_bytes=beside)
+    loop = Loop(keep_output=True, elsewhere_bytes=beside)
     with moving.settings():
         found = traced(moving.model, moving.batch, loop=loop)
     policies, segments = policies_of(POLICIES[word], [call.name for call in found.calls])

@@ -38,7 +38,7 @@ class Setting:
 
 def planner_for(model: nn.Module, batch: dict[str, Tensor], optimizer: torch.optim.Optimizer | None = None) -> Planner:
     """What `auto_checkpoint` makes, once for several budgets. The output, a loss, is held until the step is over."""
-    loop = Loop(holds_output=True, elsewhere_bytes=elsewhere_bytes(model, batch, optimizer))
+    loop = Loop(keep_output=True, elsewhere_bytes=elsewhere_bytes(model, batch, optimizer))
     trace = traced(model, batch, loop=loop)
     mirrored = None if optimizer is None else fake_optimizer(optimizer, model, trace)
     return make_planner(trace, optimizer=mirrored)

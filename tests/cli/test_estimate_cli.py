@@ -62,7 +62,7 @@ def test_explaining_adds_the_alternatives(capsys: pytest.CaptureFixture[str]) ->
         link["bytes_per_second"] for link in found["links"]
     )
     assert found["trades"][0]["nbytes"] == max(trade["nbytes"] for trade in found["trades"])
-    assert found["offload"]["hides"] is False
+    assert found["offload"]["hidden"] is False
     assert sum(kind["seconds"] for kind in found["kinds"]) == pytest.approx(
         found["breakdown"]["compute_seconds"], rel=0.05
     )
@@ -166,7 +166,7 @@ def test_a_time_has_a_range_and_tokens_have_a_price(capsys: pytest.CaptureFixtur
     """The paper's runs are all of their kind; 64 x 2048 tokens a step, so that 131,072,000 are a thousand steps."""
     found = document(capsys, *PAPER, "--recompute", "full", "--tokens", "131072e3", "--price-per-gpu-hour", "2")
     sure, training, step = found["sureness"], found["training"], found["step_seconds"]
-    assert (sure["kind"], sure["of_this_kind"]) == ("megatron, dense, a100-80gb", True)
+    assert (sure["kind"], sure["own_class"]) == ("megatron, dense, a100-80gb", True)
     assert found["figures"]["step_seconds"]["expected"] == step * sure["expected"]
     assert found["step_range_seconds"] == [step * sure["low"], step * sure["high"]]
     assert training["steps"] == 1000

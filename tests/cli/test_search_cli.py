@@ -181,7 +181,7 @@ def test_a_document_with_the_keys_of_the_contract(capsys) -> None:
     assert (code, err) == (0, "")
     found = json.loads(out)
     sure = found["sureness"]
-    assert (sure["kind"], sure["of_this_kind"]) == ("torch, dense, a100-80gb", True)
+    assert (sure["kind"], sure["own_class"]) == ("torch, dense, a100-80gb", True)
     assert found["schema"] == "jettison.search/1"
     assert len(found["candidates"]) == 4
     for candidate in found["candidates"]:

@@ -47,7 +47,7 @@ def lines(finding: Finding) -> str:
 def test_fragmentation_in_a_log() -> None:
     facts, found = in_log(traceback(*FORWARD) + message(**PIECES))
     assert found.kind is FindingKind.FRAGMENTATION
-    assert (facts.asked_bytes, facts.free_bytes) == (2 * GIB, round(1.2 * GIB))
+    assert (facts.requested_bytes, facts.free_bytes) == (2 * GIB, round(1.2 * GIB))
     assert (facts.phase, facts.site) == (StepPhase.FORWARD, "me/model.py:12 forward")
     assert EXPANDABLE in lines(found)
 
@@ -81,7 +81,7 @@ def test_the_older_form_of_the_message() -> None:
         "already allocated; 3.44 MiB free; 14.28 GiB reserved in total by PyTorch)"
     )
     facts, found = in_log(text)
-    assert facts.asked_bytes == 20 * MIB
+    assert facts.requested_bytes == 20 * MIB
     assert facts.unused_bytes == round(14.28 * GIB) - round(14.26 * GIB)
     assert found.kind is FindingKind.FRAGMENTATION  # 20.48 MiB lie in pieces
     assert in_log(text.replace("14.28", "14.27"))[1].kind is FindingKind.PEAK
@@ -354,6 +354,6 @@ def test_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["doctor", "--oom", str(tmp_path / "run.log"), "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["schema"], document["cause"]) == ("jettison.oom/1", "fragmentation")
-    assert document["asked_bytes"] == 2 * GIB
+    assert document["requested_bytes"] == 2 * GIB
     assert document["findings"][0]["changes"]
     assert KEEPS

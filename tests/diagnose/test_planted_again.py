@@ -71,7 +71,7 @@ def test_memory_of_the_process_that_is_not_pytorchs() -> None:
 def test_a_mac() -> None:
     facts, found = in_log(MPS)
     assert found.kind is FindingKind.PEAK
-    assert (facts.asked_bytes, facts.free_bytes, facts.short_bytes) == (4 * GIB, 5 * GIB // 2, 3 * GIB // 2)
+    assert (facts.requested_bytes, facts.free_bytes, facts.short_bytes) == (4 * GIB, 5 * GIB // 2, 3 * GIB // 2)
 
 
 LEAKS = {

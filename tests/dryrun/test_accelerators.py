@@ -79,7 +79,7 @@ def test_an_optimizer_over_lists_is_rehearsed_to_the_byte(optimizer: Any) -> Non
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     batch = (torch.randn(1, 64),)
     tuned = optimizer(model.parameters(), lr=1e-3, foreach=True)
-    traced = trace_model(model, batch, loss_fn=Tensor.sum, loop=Loop(holds_output=False))
+    traced = trace_model(model, batch, loss_fn=Tensor.sum, loop=Loop(keep_output=False))
     mirrored = rehearse.fake_optimizer(tuned, model, traced)
     found = rehearse.dry_run_batch(traced, {}, KeepAll(), optimizer=mirrored)
 

@@ -45,10 +45,10 @@ def built(family: str = "llama", precision: str = "fp32") -> Built:
 
 
 @cache
-def traced_in(family: str, precision: str, holds_output: bool) -> ModelTrace:
+def traced_in(family: str, precision: str, keep_output: bool) -> ModelTrace:
     """Dry runs leave a trace as it was: many can share it."""
     case = built(family, precision)
-    return trace_model(case.model, case.batch, loop=Loop(holds_output=holds_output))
+    return trace_model(case.model, case.batch, loop=Loop(keep_output=keep_output))
 
 
 def rehearsed(
@@ -62,7 +62,7 @@ def rehearsed(
     return dry_run_batch(traced, policies, KeepAll(), segments, optimizer=twin, workspace=workspace)
 
 
-def measured(case: Built, policy: str, *, holds_output: bool, optimizer_of: Any) -> int:
+def measured(case: Built, policy: str, *, keep_output: bool, optimizer_of: Any) -> int:
     """The second step of the matching loop, on the allocator's own events."""
     model = independent_copy(case.model)
     optimizer = optimizer_of(model.parameters()) if optimizer_of is not None else None
@@ -72,7 +72,7 @@ def measured(case: Built, policy: str, *, holds_output: bool, optimizer_of: Any)
     del traced
 
     def step() -> None:
-        if holds_output:
+        if keep_output:
             output = model(**case.batch)
             output.loss.backward()
         else:
@@ -88,13 +88,11 @@ def measured(case: Built, policy: str, *, holds_output: bool, optimizer_of: Any)
     return report.peak_bytes
 
 
-def check(
-    which: tuple[str, str], policy: str, *, holds_output: bool, optimizer_of: Any, tolerance: float = 0.0
-) -> None:
-    case, traced = built(*which), traced_in(*which, holds_output)
+def check(which: tuple[str, str], policy: str, *, keep_output: bool, optimizer_of: Any, tolerance: float = 0.0) -> None:
+    case, traced = built(*which), traced_in(*which, keep_output)
     optimizer = optimizer_of(case.model.parameters()) if optimizer_of is not None else None
     expected = rehearsed(case, traced, policy, optimizer=optimizer, with_workspace=tolerance > 0.0)
-    got = measured(case, policy, holds_output=holds_output, optimizer_of=optimizer_of)
+    got = measured(case, policy, keep_output=keep_output, optimizer_of=optimizer_of)
     difference = abs(expected.peak_bytes - got)
     assert difference <= got * tolerance, f"{policy}: dry-run {expected}, measured {got}, {difference} apart"
 
@@ -115,16 +113,16 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize(("optimizer_of", "holds_output", "policy"), LOOPS)
-def test_the_rehearsed_peak_is_the_measured_one(policy: str, optimizer_of: Any, holds_output: bool) -> None:
-    check(("llama", "fp32"), policy, holds_output=holds_output, optimizer_of=optimizer_of)
+@pytest.mark.parametrize(("optimizer_of", "keep_output", "policy"), LOOPS)
+def test_the_rehearsed_peak_is_the_measured_one(policy: str, optimizer_of: Any, keep_output: bool) -> None:
+    check(("llama", "fp32"), policy, keep_output=keep_output, optimizer_of=optimizer_of)
 
 
 @pytest.mark.parametrize(
     "policy", ["selective", "full", "offload", *(pytest.param(p, marks=pytest.mark.slow) for p in ("none", "every:3"))]
 )
 def test_the_rehearsed_peak_in_bfloat16_with_eager_attention(policy: str) -> None:
-    check(("gpt2", "bf16"), policy, holds_output=True, optimizer_of=adamw, tolerance=RELATIVE)
+    check(("gpt2", "bf16"), policy, keep_output=True, optimizer_of=adamw, tolerance=RELATIVE)
 
 
 def test_a_rehearsal_leaves_the_model_and_the_twin_alone() -> None:

@@ -270,9 +270,9 @@ def test_fused_scans_keep_what_their_functions_name() -> None:
     assert delta == Counter(
         {
             ("convolution input", b * s * (2 * 2 * 8 + 4 * 16) * narrow): 1,
-            ("scan operand", b * s * 2 * 8 * narrow): 2,  # unit queries and keys, of two heads
+            ("scan input", b * s * 2 * 8 * narrow): 2,  # unit queries and keys, of two heads
             ("norm statistics", b * s * 2 * wide): 2,
-            ("scan operand", b * s * 4 * 16 * narrow): 1,  # values
+            ("scan input", b * s * 4 * 16 * narrow): 1,  # values
             ("decay", b * s * 4 * wide): 1,
             ("triangular system", b * s * 4 * 64 * narrow): 1,
             ("write strength", b * s * 4 * narrow): 1,

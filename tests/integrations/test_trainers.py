@@ -288,7 +288,7 @@ def test_what_accelerate_and_peft_make_keeps_a_budget(lora: bool, prepared: bool
             model, optimizer = accelerator.prepare(model, optimizer)
         handle = None
         if budget is not None:
-            handle = jettison.auto_checkpoint(model, batch, Bytes(budget), optimizer=optimizer, holds_output=False)
+            handle = jettison.auto_checkpoint(model, batch, Bytes(budget), optimizer=optimizer, keep_output=False)
         losses, peaks = [], []
         torch.manual_seed(9)
 

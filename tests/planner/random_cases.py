@@ -249,7 +249,7 @@ def _ask(case: Case, program: Program, loop: Loop, budget: int | str, *, first: 
     if loop.step is not None:
         more["step"] = loop.step
     else:
-        more |= {"loss_fn": program.loss_fn, "holds_output": case.holds_output}
+        more |= {"loss_fn": program.loss_fn, "keep_output": case.keep_output}
     if case.wrapper == "models":
         more["models"] = loop.models
     if case.wrapper == "shapes":
@@ -260,7 +260,7 @@ def _ask(case: Case, program: Program, loop: Loop, budget: int | str, *, first: 
         budget if isinstance(budget, str) else Bytes(budget),
         optimizer=loop.optimizer,
         check=case.check,
-        gradients_held=case.gradients_held,
+        gradients_preallocated=case.gradients_preallocated,
         progress=loop.planning.append,
         **more,
     )

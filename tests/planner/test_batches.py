@@ -60,7 +60,7 @@ def share_of(x: Tensor, share: float, rate: float = 0.1) -> int:
 def test_a_larger_batch_is_planned_for_when_it_comes() -> None:
     budget = share_of(rows(ROWS), 0.9)
     model, plain = net(), net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(budget), holds_output=False)
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(budget), keep_output=False)
     for count, length in ((ROWS, 4), (80, 4), (16, 4), (20, 12), (ROWS, 4), (80, 4)):
         x = rows(count, length)
         assert peak_of(model, x) <= budget, (count, length)

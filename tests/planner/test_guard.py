@@ -72,7 +72,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not_begun(error
     if held:
         for one in (model, plain):
             once(one, x)
-    handle = jettison.auto_checkpoint(model, x, Bytes(budget), gradients_held=held)
+    handle = jettison.auto_checkpoint(model, x, Bytes(budget), gradients_preallocated=held)
     assert handle.batches is not None and handle.batches.now is not None
     before = handle.batches.now.peak_bytes
     torch.manual_seed(5)

@@ -210,8 +210,8 @@ DIFFERENCES: dict[str, tuple[Callable[[Stack, Any, pytest.MonkeyPatch], dict[str
     "a hook": (lambda m, o, p: m.layers[0].up.weight.register_post_accumulate_grad_hook(lambda w: None) and {}, CODE),
     "a frozen layer": (lambda m, o, p: m.layers[0].requires_grad_(False) and {}, "parameters was"),
     "eval": (lambda m, o, p: m.eval() and {}, "model was Stack and is Stack in eval"),
-    "held gradients": (lambda m, o, p: {"gradients_held": True}, "loop was"),
-    "no held output": (lambda m, o, p: {"holds_output": False}, "loop was"),
+    "held gradients": (lambda m, o, p: {"gradients_preallocated": True}, "loop was"),
+    "no held output": (lambda m, o, p: {"keep_output": False}, "loop was"),
     "a loss": (lambda m, o, p: {"loss_fn": lambda out: 2 * out}, OPS),
     "momentum": (lambda m, o, p: o.param_groups[0].update(momentum=0.0) or {}, "optimizer was .*number.* and is .*0"),
     "an optimizer's code": (

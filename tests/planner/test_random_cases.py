@@ -21,12 +21,22 @@ TINY = ((1, 4),) * 3  # gradients are larger than activations
 CHANGING = ((4, 9), (4, 9), (8, 16), (8, 16), (2, 25), (2, 25))
 FSDP2 = Case(seed=7, source="toy:words", layers=1, wrapper="fsdp2", shapes=ROWS)
 QUICK = [
-    Case(seed=1, source="toy:words", dtype="bf16", tied=True, holds_output=False, check="full", budget=0.2),
-    Case(seed=2, source="toy:rows", layers=1, wrapper="step", how="two forwards", gradients_held=True, budget="below"),
+    Case(seed=1, source="toy:words", dtype="bf16", tied=True, keep_output=False, check="full", budget=0.2),
+    Case(
+        seed=2,
+        source="toy:rows",
+        layers=1,
+        wrapper="step",
+        how="two forwards",
+        gradients_preallocated=True,
+        budget="below",
+    ),
     Case(seed=3, source="toy:words", layers=1, wrapper="models", optimizer="Adagrad", dropout=0.1),
     Case(seed=4, source="toy:rows", wrapper="shapes", shapes=((3, 9), (8, 16), (6, 25)), frozen=0.3),
     Case(seed=5, source="toy:words", wrapper="ddp", how="accumulated", shapes=ROWS, optimizer="SGD momentum"),
-    Case(seed=6, source="toy:rows", wrapper="ddp", gradients_held=True, shapes=TINY, optimizer="none", budget=0.0),
+    Case(
+        seed=6, source="toy:rows", wrapper="ddp", gradients_preallocated=True, shapes=TINY, optimizer="none", budget=0.0
+    ),
     # whole parameters stay at the root after an evaluation, and kernels of autocast take memory themselves
     replace(FSDP2, how="autocast", dropout=0.1, budget=0.3, evaluates=True),
     Case(seed=8, source="toy:words", wrapper="pipeline", shapes=ROWS, optimizer="SGD", budget=0.3),

@@ -19,7 +19,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_micro_batches import most_whole
-from jettison.report.alternatives import LINKS, trades, trilemma
+from jettison.report.alternatives import LINKS, alternatives_of, trades
 from jettison.spec.hardware import Delays, Hardware, Reached, hardware
 from jettison.spec.run import Run
 from support.work import calls
@@ -206,17 +206,17 @@ def test_a_search_can_ask_thousands_of_times() -> None:
     assert calls(lambda: estimate(run, device)) < 12_000  # 5 800 take a millisecond
 
 
-# the trilemma ---------------------------------------------------------------------------------------------------------
+# memory, compute and communication -----------------------------------------------------------------------------------
 
 
 def explained(model: str = "llama2-7b", gpu: str = "a100-80gb", **request: object) -> tuple[Estimate, object]:
     found = estimate(run_of(model, **request), hardware(gpu))
-    return found, trilemma(found)
+    return found, alternatives_of(found)
 
 
 def test_options_are_the_run_with_another_mode() -> None:
     found = estimate(run_of("gpt-22b", micro_batch=4, tp=8, recompute="selective"), hardware("a100-80gb"))
-    told = trilemma(found)
+    told = alternatives_of(found)
     assert [option.recompute for option in told.options] == [
         "none",
         "selective",
@@ -240,8 +240,8 @@ def test_a_tensors_trade_is_counted_by_hand() -> None:
     nbytes = 4 * 2048 * 4 * 6144 * 2 // 8
     assert trade.nbytes == nbytes
     again = 2 * nbytes / (2039e9 * device.reached.memory) + device.delays.kernel
-    assert trade.again_seconds == pytest.approx(again)
-    assert trade.moved_seconds == pytest.approx(nbytes / (32e9 * device.reached.host))
+    assert trade.recompute_seconds == pytest.approx(again)
+    assert trade.transfer_seconds == pytest.approx(nbytes / (32e9 * device.reached.host))
     assert trade.break_even_bytes_per_second == pytest.approx(2 * nbytes / again)
     assert trade.links == ()
 
@@ -289,14 +289,14 @@ def test_the_lessons_layer() -> None:
     )
     device = hardware("h100-80gb")
     run = resolve(model, RunRequest(seq=8192, attention="flash", kernels="pytorch")).run
-    told = trilemma(estimate(run, device))
+    told = alternatives_of(estimate(run, device))
     assert told.offload is not None
     rate = device.reached.matmul * 989.4e12
     again = (16 * 8192 * 8192**2) / rate + 2 * 8192**2 * 8192 / (device.reached.attention * 989.4e12)
-    assert told.offload.again_seconds == pytest.approx(again, rel=0.1)
+    assert told.offload.recompute_seconds == pytest.approx(again, rel=0.1)
     none, full = (next(o for o in told.options if o.recompute == name) for name in ("none", "full"))
     assert 0.18 < full.step_seconds / none.step_seconds - 1 < 1 / 3
-    even = 2 * 800e6 / told.offload.again_seconds
+    even = 2 * 800e6 / told.offload.recompute_seconds
     quick = [link.name for link in LINKS if link.bytes_per_second > even]
     assert quick == ["NVLink-C2C shared by two (GB200)", "NVLink-C2C (GH200)"]
     assert even == pytest.approx(86e9, rel=0.02)
@@ -306,27 +306,27 @@ def test_the_lessons_layer() -> None:
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h100-80gb", "gb200-192gb"])
 def test_a_layer_over_each_link(gpu: str) -> None:
     """Out and back take as long as computing it again exactly at the break-even link."""
-    told = trilemma(estimate(run_of("llama3-8b", seq=4096), hardware(gpu)))
+    told = alternatives_of(estimate(run_of("llama3-8b", seq=4096), hardware(gpu)))
     offload = told.offload
     assert offload is not None
-    assert [way.link for way in offload.ways] == list(LINKS)
-    at_hand = next(w for w in offload.ways if w.link.bytes_per_second == hardware(gpu).host_bytes_per_second)
-    assert (at_hand.one_way_seconds, at_hand.hides) == (offload.one_way_seconds, offload.hides)
-    for way in offload.ways:
-        reached = way.link.bytes_per_second * hardware(gpu).reached.host
-        assert way.one_way_seconds == pytest.approx(offload.layer_bytes / reached)
-        assert way.quicker is (reached > offload.break_even_bytes_per_second)
-        assert way.hides is (way.one_way_seconds <= min(offload.forward_seconds, offload.backward_seconds))
-    slow = trilemma(estimate(run_of("llama3-8b"), replace(hardware(gpu), host_bytes_per_second=10**9))).offload
-    assert slow is not None and len(slow.ways) == len(LINKS) + 1 and not slow.ways[0].quicker
+    assert [trip.link for trip in offload.links] == list(LINKS)
+    at_hand = next(w for w in offload.links if w.link.bytes_per_second == hardware(gpu).host_bytes_per_second)
+    assert (at_hand.transfer_seconds, at_hand.hidden) == (offload.transfer_seconds, offload.hidden)
+    for trip in offload.links:
+        reached = trip.link.bytes_per_second * hardware(gpu).reached.host
+        assert trip.transfer_seconds == pytest.approx(offload.layer_bytes / reached)
+        assert trip.beats_recompute is (reached > offload.break_even_bytes_per_second)
+        assert trip.hidden is (trip.transfer_seconds <= min(offload.forward_seconds, offload.backward_seconds))
+    slow = alternatives_of(estimate(run_of("llama3-8b"), replace(hardware(gpu), host_bytes_per_second=10**9))).offload
+    assert slow is not None and len(slow.links) == len(LINKS) + 1 and not slow.links[0].beats_recompute
 
 
 def test_the_grace_examples_model_hides_all_it_saves() -> None:
     """Llama 3 70B, 4 x 8192 tokens over 8 devices: the link of a Grace is quick enough, PCIe 5 is not."""
     run = run_of("llama3-70b", seq=8192, micro_batch=4, tp=8)
     for gpu, hides in (("gb200-192gb", True), ("b200-192gb", False)):
-        told = trilemma(estimate(run, hardware(gpu)))
-        assert told.offload is not None and told.offload.hides is hides, told.offload
+        told = alternatives_of(estimate(run, hardware(gpu)))
+        assert told.offload is not None and told.offload.hidden is hides, told.offload
 
 
 def test_all_micro_batches_are_kept_whole_where_all_fit() -> None:

@@ -17,6 +17,7 @@ from jettison.predict.largest import Edge, fit
 from jettison.predict.ranges import FitRule, fit_budgets
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
+from jettison.report.schemas import part
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS, Gradients
@@ -44,7 +45,7 @@ def test_the_largest_batch_and_sequence_are_those_of_a_scan(budget: int) -> None
     most = max(b for b, nbytes in batches.items() if nbytes <= budget)
     assert 1 < most < 39
     assert found.micro_batch == Edge(
-        value=most, peak_bytes=batches[most], beyond=most + 1, beyond_peak_bytes=batches[most + 1]
+        value=most, peak_bytes=batches[most], next_value=most + 1, next_peak_bytes=batches[most + 1]
     )
     assert batches[most] <= budget < batches[most + 1]
     assert found.seq_step == 256  # 128 for each of two ranks that share a sequence
@@ -55,9 +56,9 @@ def test_the_longest_sequence_is_that_of_a_scan() -> None:
     step = 256
     budget = peak(replace(run, seq=7 * step)) + 1
     found = fit(run, budget_bytes=budget)
-    assert (found.seq_step, found.seq.value, found.seq.beyond) == (step, 7 * step, 8 * step)
+    assert (found.seq_step, found.seq.value, found.seq.next_value) == (step, 7 * step, 8 * step)
     assert found.seq.peak_bytes == budget - 1
-    assert found.seq.beyond_peak_bytes == peak(replace(run, seq=8 * step))
+    assert found.seq.next_peak_bytes == peak(replace(run, seq=8 * step))
 
 
 def test_learned_positions_end_a_sequence() -> None:
@@ -74,9 +75,9 @@ def test_smallest_tensor_parallel_size_is_a_divisor_that_the_model_allows() -> N
     for smaller, size in ((1, 2), (2, 4)):
         found = fit(qwen, budget_bytes=allowed[size])
         assert found.tp == Edge(
-            value=size, peak_bytes=allowed[size], beyond=smaller, beyond_peak_bytes=allowed[smaller]
+            value=size, peak_bytes=allowed[size], next_value=smaller, next_peak_bytes=allowed[smaller]
         )
-    assert fit(qwen, budget_bytes=allowed[4] - 1).tp == Edge(beyond=4, beyond_peak_bytes=allowed[4])
+    assert fit(qwen, budget_bytes=allowed[4] - 1).tp == Edge(next_value=4, next_peak_bytes=allowed[4])
     assert fit(qwen, budget_bytes=allowed[1]).tp == Edge(value=1, peak_bytes=allowed[1])
 
 
@@ -86,17 +87,17 @@ def test_smallest_zero_stage() -> None:
     assert stages[0] > stages[1]
     assert fit(run, budget_bytes=stages[0]).zero == Edge(value=0, peak_bytes=stages[0])
     assert fit(run, budget_bytes=stages[0] - 1).zero == Edge(
-        value=1, peak_bytes=stages[1], beyond=0, beyond_peak_bytes=stages[0]
+        value=1, peak_bytes=stages[1], next_value=0, next_peak_bytes=stages[0]
     )
 
 
 def test_nothing_fits_and_the_closest_is_named() -> None:
     found = fit(SMALL, budget_bytes=1)
     assert not found.fits
-    assert found.micro_batch == Edge(beyond=1, beyond_peak_bytes=peak(SMALL))
-    assert found.seq == Edge(beyond=256, beyond_peak_bytes=peak(SMALL))
+    assert found.micro_batch == Edge(next_value=1, next_peak_bytes=peak(SMALL))
+    assert found.seq == Edge(next_value=256, next_peak_bytes=peak(SMALL))
     least = min(range(4), key=lambda zero: peak(replace(SMALL, layout=replace(SMALL.layout, zero=zero))))
-    assert (found.zero.value, found.zero.beyond) == (None, least)
+    assert (found.zero.value, found.zero.next_value) == (None, least)
 
 
 def test_edges_are_of_bytes_that_surely_fit_where_any_are() -> None:
@@ -109,7 +110,7 @@ def test_edges_are_of_bytes_that_surely_fit_where_any_are() -> None:
     most = fit(SMALL, budget_bytes=last.nbytes)
     for name in ("micro_batch", "seq"):
         surely, may = getattr(alone, name), getattr(most, name)
-        ends = {"may": may.value, "may_peak_bytes": may.peak_bytes}
+        ends = {"possible_value": may.value, "possible_peak_bytes": may.peak_bytes}
         assert getattr(found, name) == replace(surely, rule=FitRule.SURELY, **ends)
     one = forecast(SMALL).peak_bytes  # fits the last alone
     tight = [replace(budget, nbytes=one - 1) for budget in surer]
@@ -118,17 +119,10 @@ def test_edges_are_of_bytes_that_surely_fit_where_any_are() -> None:
 
 
 def test_the_answer_is_plain_figures() -> None:
-    document = json.loads(json.dumps(fit(SMALL, budget_bytes=3 * GIB).document()))
+    document = json.loads(json.dumps(part("LedgerFit", fit(SMALL, budget_bytes=3 * GIB))))
     assert document["fits"] is True
-    assert set(document["micro_batch"]) == {
-        "value",
-        "peak_bytes",
-        "beyond",
-        "beyond_peak_bytes",
-        "rule",
-        "may",
-        "may_peak_bytes",
-    }
+    names = {"value", "peak_bytes", "next_value", "next_peak_bytes", "rule", "possible_value", "possible_peak_bytes"}
+    assert set(document["micro_batch"]) == names | {"beyond", "beyond_peak_bytes", "may", "may_peak_bytes"}
 
 
 def test_few_forecasts_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,8 +160,8 @@ def test_70b_on_pcie_5_moves_what_the_link_hides_and_no_more() -> None:
     reasons = [reason for reason in layer_reasons(answer).values() if reason.moved_bytes]
     assert len(reasons) == 79, "all but the last layer"
     for reason in reasons:
-        assert reason.way_seconds <= min(reason.forward_seconds, reason.backward_seconds)
-    assert sum(r.way_seconds for r in reasons) > 0.75 * sum(r.forward_seconds for r in reasons), (
+        assert reason.transfer_seconds <= min(reason.forward_seconds, reason.backward_seconds)
+    assert sum(r.transfer_seconds for r in reasons) > 0.75 * sum(r.forward_seconds for r in reasons), (
         "and nearly all of that"
     )
 

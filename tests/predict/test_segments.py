@@ -187,7 +187,7 @@ def test_a_segment_is_priced_as_it_is_told() -> None:
     plain = estimate(auto(run), H100, chosen=[None] * run.model.depth).step_seconds
     added = estimate(answer.forecast.run, H100, chosen=chosen).step_seconds - plain
     assert added == pytest.approx(answer.seconds, rel=0.02)
-    assert sum(r.again_seconds for r in layer_reasons(answer).values()) == pytest.approx(answer.seconds, rel=0.02)
+    assert sum(r.recompute_seconds for r in layer_reasons(answer).values()) == pytest.approx(answer.seconds, rel=0.02)
     document = plan("llama3-8b", RunRequest(dp=8, zero=3, seq=32768), PlanFlags(budget="64GiB")).document()
     assert document["segments"] == [list(each) for each in answer.segments]
     inputs = 32768 * 4096 * 2

@@ -66,7 +66,7 @@ def forecast_of(**asked: object) -> Forecast:
     ],
 )
 def test_what_the_host_has_and_what_moves(asked: dict[str, object], host: int, sent: int, fetched: int) -> None:
-    found = forecast_of(**asked).host_states
+    found = forecast_of(**asked).offloaded_optimizer
     assert found is not None
     assert (found.host_bytes, found.to_host_bytes, found.to_device_bytes) == (host, sent, fetched)
 
@@ -80,7 +80,7 @@ def test_the_device_has_that_much_less() -> None:
     )
     assert plain.peak_bytes - kept.peak_bytes == 4 * N
     assert gone.stages[0].load.state == gone.stages[0].load.gradient_bytes == 0
-    assert forecast_of().host_states is None
+    assert forecast_of().offloaded_optimizer is None
     offloaded = forecast_of(offload_optimizer="deepspeed", dp=8, zero=2).stages[0].load
     largest = 2 * 128_256 * 4096  # of the embedding: DeepSpeed's buffer for a gradient on its way
     assert (offloaded.state, offloaded.gradient_bytes, offloaded.fixed) == (0, 0, 2 * N + largest)
@@ -116,7 +116,7 @@ def test_a_slow_link_is_waited_for() -> None:
     slow = replace(hardware("h100-80gb"), host_bytes_per_second=10**9)
     for dp in (1, 8):
         found = forecast_of(**FP32, offload_optimizer="fsdp2", zero=3, seq=4096, dp=dp)
-        host = found.host_states
+        host = found.offloaded_optimizer
         assert host is not None and host.gathered_bytes == host.to_device_bytes == 8 * N // dp
         least = host.gathered_bytes / 10**9 / slow.reached.host
         assert least < estimate(found.run, slow).step_seconds < 1.5 * least
@@ -127,7 +127,7 @@ def test_copies_take_time() -> None:
     asked = {"precision": "bf16-pure", "seq": 4096, "micro_batch": 4}
     device = hardware("h100-80gb")
     run = forecast_of(**asked, offload_optimizer="torchao").run
-    host, found = forecast_of(**asked, offload_optimizer="torchao").host_states, estimate(run, device)
+    host, found = forecast_of(**asked, offload_optimizer="torchao").offloaded_optimizer, estimate(run, device)
     assert host is not None and device.host_bytes_per_second is not None
     way = 1 / (device.host_bytes_per_second * device.reached.host)
     beside = found.stages[0].total.backward.seconds

@@ -85,7 +85,7 @@ def test_classes_are_stacks_kinds_and_hardware() -> None:
     """Whoever names a vendor's stack runs its recipes; kernels alone are their framework's."""
     assert sure_of("llama3-8b", "h100-80gb", kernels="megatron").kind == "megatron, dense, h100-80gb"
     tuned = sure_of("llama3-8b", "h100-80gb", kernels="megatron", stack="nemo")
-    assert (tuned.kind, tuned.of_this_kind) == ("nemo, dense, h100-80gb", True)
+    assert (tuned.kind, tuned.own_class) == ("nemo, dense, h100-80gb", True)
     later = sure_of("qwen3-30b-a3b", "gb200-192gb", kernels="megatron", stack="nemo-26.06")
     assert later.kind == "nemo, experts, gb200-192gb"
     assert sure_of("llama3-8b", "h100-80gb", kernels="pytorch").kind == "torch, dense, h100-80gb"
@@ -95,9 +95,9 @@ def test_classes_are_stacks_kinds_and_hardware() -> None:
 def test_a_class_without_runs_has_the_one_above() -> None:
     """No L4 was compared, under any stack; of nanotron with adapters nothing was."""
     near = sure_of("llama3-8b", "l4-24gb")
-    assert (near.kind, near.of_this_kind) == ("torch, dense", True)
+    assert (near.kind, near.own_class) == ("torch, dense", True)
     far = sure_of("llama3-8b", "l4-24gb", kernels="torchtune", lora="r=8")
-    assert (far.kind, far.of_this_kind) == ("dense, adapters", False)
+    assert (far.kind, far.own_class) == ("dense, adapters", False)
     assert "no run of this class was compared" in far.words and "dense, adapters" in far.words
 
 
@@ -118,5 +118,5 @@ def test_what_is_no_decoder_has_no_run_of_its_kind(config: dict[str, object], ki
     run = resolve(model, RunRequest()).run
     found = time_residual(run, "h100-80gb")
     assert kind_of(run) == f"{kind}, dense"
-    assert (found.kind, found.of_this_kind) == ("torch", False)
+    assert (found.kind, found.own_class) == ("torch", False)
     assert "no run of this class was compared" in found.words

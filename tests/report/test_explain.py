@@ -134,8 +134,8 @@ def test_full_recomputation_is_another_forward_of_the_layers() -> None:
     full = named(found.recompute, "--recompute full")
     layers, head = LAYERS * (24 * S * H * H + 4 * S * S * H), 2 * S * H * 51200
     assert full.recompute_flops == layers
-    assert full.of_forward == pytest.approx(layers / (layers + head))
-    assert full.of_step == pytest.approx(full.of_forward / 3)
+    assert full.forward_fraction == pytest.approx(layers / (layers + head))
+    assert full.step_fraction == pytest.approx(full.forward_fraction / 3)
     assert named(found.recompute, "--recompute none").recompute_flops == 0
 
 

@@ -171,7 +171,7 @@ def test_sweeps_are_what_ledger_explains(kind: str, number: int, capsys: pytest.
     document = said(segments()["commands"][kind].format(number=number), capsys)
     (own,) = (row for row in document["explain"]["recompute"] if row["current"])
     assert (own["peak_bytes"], document["peak_bytes"]) == (peak, peak)
-    assert own["of_step"] == pytest.approx(share, abs=1e-6)
+    assert own["step_fraction"] == pytest.approx(share, abs=1e-6)
     assert held < own["activation_bytes"], "embedding and head hold something as well"
 
 

@@ -21,7 +21,7 @@ from jettison.core.errors import UsageError
 from jettison.ledger.levels import POINTS, StepLevels
 from jettison.report import headless, untrusted
 from jettison.report.page import json_for_html
-from jettison.report.subject import Fate, SubjectKind
+from jettison.report.subject import SubjectKind, TensorPolicy
 from jettison.solve.plan import Plan
 from support.report_cases import HOSTILE, plan, proof, run_log
 
@@ -50,23 +50,24 @@ def test_a_proof_says_what_it_says(tmp_path: Path) -> None:
         "measured peak": 8800,
         "peak of plain autograd": 20_000,
     }
-    assert [(p.phase, p.predicted_bytes, p.measured_bytes, p.plain_bytes) for p in subject.phases] == [
+    assert [(p.phase, p.predicted_bytes, p.measured_bytes, p.baseline_bytes) for p in subject.phases] == [
         ("forward", 8900, 8800, 20_000),
         ("backward", 8850, 8750, 19_000),
         ("optimizer", 4450, 4400, 10_000),
     ]
     layers, around = subject.grids
     assert layers.layers == ("layers.0", "layers.1", "layers.2", "layers.3")
-    first = {kind.name: fates[0] for kind, fates in zip(layers.tensors, layers.fates, strict=True)}
+    first = {kind.name: policies[0] for kind, policies in zip(layers.tensors, layers.policies, strict=True)}
     assert first == {
-        "linear input": Fate.KEEP,
-        "activation input": Fate.AGAIN,
-        "softmax output": Fate.HOST,
-        "dropout mask": Fate.PACK,
-        "shared input": Fate.SHARED,
+        "linear input": TensorPolicy.KEEP,
+        "activation input": TensorPolicy.RECOMPUTE,
+        "softmax output": TensorPolicy.OFFLOAD,
+        "dropout mask": TensorPolicy.PACK,
+        "shared input": TensorPolicy.SHARED,
     }
-    assert {fate for fates in layers.fates for fate in fates[1:]} == {Fate.KEEP, Fate.SHARED}
-    assert (around.layers, around.fates) == (("embedding, head and loss",), ((Fate.KEEP,),))
+    others = {policy for policies in layers.policies for policy in policies[1:]}
+    assert others == {TensorPolicy.KEEP, TensorPolicy.SHARED}
+    assert (around.layers, around.policies) == (("embedding, head and loss",), ((TensorPolicy.KEEP,),))
 
 
 def test_a_proof_that_fails_says_why_first(tmp_path: Path) -> None:
@@ -123,12 +124,13 @@ def test_a_described_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "budget": document["budget_bytes"],
         "smallest budget": document["minimum_budget_bytes"],
         "predicted peak": document["predicted"]["peak_bytes"],
-        "on the host": document["predicted"]["host_bytes"],
+        "offloaded": document["predicted"]["host_bytes"],
     }
     assert [row.predicted_bytes for row in subject.layers] == [row["kept_bytes"] for row in document["layers"]]
     (grid,) = subject.grids
-    again = {kind.name for kind, fates in zip(grid.tensors, grid.fates, strict=True) if fates[0] is Fate.AGAIN}
-    assert again == set(document["reasons"][0]["again"])
+    pairs = zip(grid.tensors, grid.policies, strict=True)
+    recomputed = {kind.name for kind, policies in pairs if policies[0] is TensorPolicy.RECOMPUTE}
+    assert recomputed == set(document["reasons"][0]["recomputed"])
     assert sum(role.nbytes for role in subject.peak_roles) == document["predicted"]["peak_bytes"]
     assert {"parameters", "gradients", "optimizer state", "saved for backward"} <= {r.what for r in subject.peak_roles}
     assert run(["export", str(target), "--to", "torch"]) == 0

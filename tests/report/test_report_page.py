@@ -68,7 +68,7 @@ def test_a_proof_is_drawn_with_its_numbers(tmp_path: Path, open_page: Open) -> N
     assert numbers(opened, "layers")[0][:5] == ["layers.0", "mixed", "7,680", "1,536", "1,536"]
     grid = {row[0]: row[5:] for row in numbers(opened, "tensors")}
     assert grid["activation input"] == ["recomputed", "kept", "kept", "kept"]
-    assert grid["softmax output"] == ["on the host", "kept", "kept", "kept"]
+    assert grid["softmax output"] == ["offloaded", "kept", "kept", "kept"]
     highs = [int(row[4].replace(",", "")) for row in numbers(opened, "timeline") if row[0] == "measured"]
     assert max(highs) == 8800
 
@@ -87,7 +87,7 @@ def test_the_grid_is_walked_with_arrow_keys(tmp_path: Path, open_page: Open) -> 
     opened.page.keyboard.press("ArrowRight")
     assert here() == "activation input of mlp in layers.1: kept"
     opened.page.keyboard.press("End")
-    assert here() == "shared input of mlp in layers.3: held by others"
+    assert here() == "shared input of mlp in layers.3: shared"
     assert opened.page.locator("#tensors .drawing [tabindex='0']").count() == 1
 
 

@@ -38,13 +38,13 @@ class Model(nn.Module):
         return (x if mask is None else x * mask).square().mean()
 
 
-def planned(model: nn.Module, x: Tensor, *, gradients_held: bool = False) -> Any:
+def planned(model: nn.Module, x: Tensor, *, gradients_preallocated: bool = False) -> Any:
     """Under its smallest budget."""
     try:
-        plan(trace_model(model, (x,)), Bytes(1), measure=False, gradients_held=gradients_held)
+        plan(trace_model(model, (x,)), Bytes(1), measure=False, gradients_preallocated=gradients_preallocated)
     except Infeasible as refused:
         least = refused.minimum_budget_bytes
-    found = plan(trace_model(model, (x,)), Bytes(least), measure=False, gradients_held=gradients_held)
+    found = plan(trace_model(model, (x,)), Bytes(least), measure=False, gradients_preallocated=gradients_preallocated)
     return apply(model, plan=found, batch=(x,))
 
 
@@ -152,12 +152,12 @@ def test_a_parameter_that_nobody_uses_makes_no_backward_partial():
 def test_gradients_that_are_held_are_counted():
     torch.manual_seed(0)
     model, x = Model(), torch.randn(16, HIDDEN)
-    handle = planned(model, x, gradients_held=True)
+    handle = planned(model, x, gradients_preallocated=True)
     for _ in range(3):
         peak = measured_peak(lambda: model(x).backward(), static_tensors=static_tensors(model, (x,)))
         assert peak.peak_bytes <= handle.plan.budget_bytes
     assert peak.peak_bytes == handle.plan.predicted.peak_bytes
-    assert handle.plan.from_json(handle.plan.to_json()).gradients_held
+    assert handle.plan.from_json(handle.plan.to_json()).gradients_preallocated
 
 
 def test_gradients_that_are_there_while_planning_are_counted():
@@ -165,10 +165,10 @@ def test_gradients_that_are_there_while_planning_are_counted():
     model, x = Model(), torch.randn(16, HIDDEN)
     model(x).backward()
     with jettison.auto_checkpoint(model, (x,), "1GiB") as handle:
-        assert handle.plan.gradients_held
+        assert handle.plan.gradients_preallocated
     model.zero_grad(set_to_none=True)
     with jettison.auto_checkpoint(model, (x,), "1GiB") as handle:
-        assert not handle.plan.gradients_held
+        assert not handle.plan.gradients_preallocated
 
 
 class Headed(Model):
@@ -186,12 +186,12 @@ class Headed(Model):
         return loss | {"logits": logits}
 
 
-def headed(holds_output: bool, over_bytes: int) -> tuple[Any, dict[str, Tensor]]:
+def headed(keep_output: bool, over_bytes: int) -> tuple[Any, dict[str, Tensor]]:
     """A budget that is so much above the smallest."""
     torch.manual_seed(0)
     model = Headed()
     batch = {"x": torch.randn(16, HIDDEN), "targets": torch.randint(0, HIDDEN, (16,))}
-    options: dict[str, Any] = {"loss_fn": None, "holds_output": holds_output, "check": "off"}
+    options: dict[str, Any] = {"loss_fn": None, "keep_output": keep_output, "check": "off"}
     with pytest.raises(Infeasible) as refused:
         jettison.auto_checkpoint(model, batch, Bytes(1), **options)
     budget = Bytes(refused.value.minimum_budget_bytes + over_bytes)
@@ -199,14 +199,14 @@ def headed(holds_output: bool, over_bytes: int) -> tuple[Any, dict[str, Tensor]]
     return model, batch
 
 
-@pytest.mark.parametrize(("holds_output", "over_bytes", "said"), [(True, 0, 0), (False, 0, 1), (False, 1 << 20, 0)])
+@pytest.mark.parametrize(("keep_output", "over_bytes", "said"), [(True, 0, 0), (False, 0, 1), (False, 1 << 20, 0)])
 def test_outputs_that_the_loop_holds_are_noticed_where_they_do_not_fit(
-    holds_output: bool, over_bytes: int, said: int
+    keep_output: bool, over_bytes: int, said: int
 ) -> None:
-    model, batch = headed(holds_output, over_bytes)
+    model, batch = headed(keep_output, over_bytes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        if not holds_output:
+        if not keep_output:
             model(**batch)["loss"].backward()  # as planned
     model.zero_grad(set_to_none=True)
     with warnings.catch_warnings(record=True) as found:

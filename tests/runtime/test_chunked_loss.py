@@ -362,9 +362,9 @@ def test_a_plan_counts_the_copies_that_a_step_has(holds: bool, squares: bool) ->
     budget = before - LOGITS  # logits are twice that
     if not squares:  # else there is more to drop
         with pytest.raises(jettison.Infeasible):
-            jettison.auto_checkpoint(model, batch, Bytes(budget), holds_output=holds, chunked_loss=False)
+            jettison.auto_checkpoint(model, batch, Bytes(budget), keep_output=holds, chunked_loss=False)
     assert not is_chunking()
-    handle = jettison.auto_checkpoint(model, batch, Bytes(budget), holds_output=holds)
+    handle = jettison.auto_checkpoint(model, batch, Bytes(budget), keep_output=holds)
     assert handle.plan is not None and handle.plan.chunked_loss
     assert peak(model, batch, holds=holds) == handle.plan.predicted.peak_bytes <= budget
     assert same_gradients(model, plain)
@@ -374,7 +374,7 @@ def test_a_plan_counts_the_copies_that_a_step_has(holds: bool, squares: bool) ->
 
 def test_a_plan_that_was_written_down_says_how_losses_go() -> None:
     model, batch = tiny()
-    handle = jettison.auto_checkpoint(model, batch, "1GiB", holds_output=False)
+    handle = jettison.auto_checkpoint(model, batch, "1GiB", keep_output=False)
     text = handle.plan_text()
     handle.remove()
     other, _ = tiny()
@@ -434,7 +434,7 @@ def test_the_plain_side_of_a_proof_has_torchs_loss() -> None:
     model, batch = tiny()
     with whole_losses():
         plain = peak(independent_copy(model), batch)
-    proof = jettison.verify(model, batch, budget="1GiB", holds_output=False, steps=1, rounds=1)
+    proof = jettison.verify(model, batch, budget="1GiB", keep_output=False, steps=1, rounds=1)
     assert proof.baseline_peak_bytes == plain >= proof.measured_peak_bytes + LOGITS
     assert proof.gradients_identical and proof.losses_identical
 

@@ -137,7 +137,7 @@ def test_a_budget_holds_and_narrow_copies_go() -> None:
     with jettison.apply(model, "full", batch=batch()) as handle:
         proof = jettison.verify(model, batch(), handle=handle, rounds=1)
     assert proof.passed and proof.saved_bytes_agree, proof.failures()
-    plain, kept = (sum(getattr(e, name) for e in proof.layers[1:]) for name in ("plain_bytes", "observed_bytes"))
+    plain, kept = (sum(getattr(e, name) for e in proof.layers[1:]) for name in ("baseline_bytes", "observed_bytes"))
     # the input of a block; four factors of each of two layers
     assert kept == 3 * (8 * ROWS * H * 4 + 4 * 4)
     assert plain == 3 * (8 * ROWS * (4 * H + 8 + H + 16 * H + 4 * H) + 8 * H * H + 16)

@@ -74,6 +74,14 @@ def test_unknown_keys_are_ignored() -> None:
     assert Plan.from_json(json.dumps(document)) == plan()
 
 
+def test_a_plan_of_an_older_file_has_former_keys_and_its_hash() -> None:
+    made = dataclasses.replace(plan(), gradients_preallocated=True)
+    document = json.loads(made.to_json())
+    assert document.pop("gradients_preallocated") is document["gradients_held"] is True
+    assert Plan.from_json(json.dumps(document)) == made
+    assert made.hash.startswith("f63e233c6e9df040")
+
+
 def test_the_hash_covers_decisions_and_not_timings() -> None:
     same = dataclasses.replace(
         plan(),

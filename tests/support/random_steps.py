@@ -214,7 +214,7 @@ def train(
         else:
             output = call_model(loop.models[0], batch)
             loss = loss_of(output, program.loss_fn)
-            if not case.holds_output:
+            if not case.keep_output:
                 output = None
             loss.backward()
         if loop.optimizer is not None:
@@ -276,7 +276,7 @@ def _zero(case: Case, loop: Loop) -> None:
     for parameter in (p for module in loop.modules for p in module.parameters()):
         if parameter.grad is None:
             continue
-        if case.gradients_held:
+        if case.gradients_preallocated:
             parameter.grad.zero_()
         else:
             parameter.grad = None

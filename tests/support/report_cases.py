@@ -53,7 +53,7 @@ def proof(*, layers: int = 4, budget: int = 9000, measured: int = 8800, name: st
         return LayerProof(
             layer=f"{name}.{i}",
             policy="mixed" if first else "none",
-            plain_bytes=7680,
+            baseline_bytes=7680,
             predicted_bytes=1536 if first else 7680,
             observed_bytes=1536 if first else 7680,
             digest="d",
@@ -63,7 +63,7 @@ def proof(*, layers: int = 4, budget: int = 9000, measured: int = 8800, name: st
         )
 
     around = LayerProof(
-        layer="embedding, head and loss", policy="none", plain_bytes=8192, predicted_bytes=8192, observed_bytes=8192,
+        layer="embedding, head and loss", policy="none", baseline_bytes=8192, predicted_bytes=8192, observed_bytes=8192,
         digest="r", kept=(0,),
     )  # fmt: skip
     return Proof(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 
@@ -57,7 +58,7 @@ def test_a_budget_is_planned_proven_and_taken_off_again():
     assert proof.measured_peak_bytes <= proof.budget_bytes == budget < proof.baseline_peak_bytes
     assert abs(proof.prediction_error) < 0.02
     assert proof.gradients_compared == len(list(model.parameters()))
-    assert all(entry.predicted_bytes == entry.plain_bytes for entry in plain.layers), "everything is kept"
+    assert all(entry.predicted_bytes == entry.baseline_bytes for entry in plain.layers), "everything is kept"
     assert sum(e.observed_bytes for e in proof.layers) < sum(e.observed_bytes for e in plain.layers)
     assert "forward" not in vars(model.model.layers[0])
     predicted, measured, plainly = proof.predicted_levels, proof.measured_levels, proof.baseline_levels
@@ -170,7 +171,7 @@ def proof_of(**changes):
         "plan_hash": "ab",
         "device": "cpu",
         "torch_version": "2",
-        "layers": (LayerProof(layer="a", policy="full", plain_bytes=9, predicted_bytes=3, observed_bytes=3),),
+        "layers": (LayerProof(layer="a", policy="full", baseline_bytes=9, predicted_bytes=3, observed_bytes=3),),
     }
     return Proof(**values | changes)
 
@@ -191,7 +192,9 @@ def test_the_document():
         "torch_version",
         "passed",
     } <= set(document)
-    assert document["saved"] == {"plain_bytes": 9, "predicted_bytes": 3, "observed_bytes": 3}
+    assert document["saved"] == {"baseline_bytes": 9, "plain_bytes": 9, "predicted_bytes": 3, "observed_bytes": 3}
+    del document["layers"][0]["baseline_bytes"]  # of an older file
+    assert Proof.from_json(json.dumps(document)) == proof
     assert proof_of(measured_peak_bytes=101).failures() == (
         "the measured peak, 101 B (101B), is above the budget of 100 B (100B)",
     )

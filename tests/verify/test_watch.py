@@ -86,7 +86,7 @@ def test_an_error_is_written_down_with_its_batch(tmp_path: Path, capsys: pytest.
     assert "jettison doctor --oom" in caught.value.__notes__[0]
     assert run(["doctor", "--oom", str(out), "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["cause"], document["asked_bytes"]) == ("peak", 2 << 30)
+    assert (document["cause"], document["requested_bytes"]) == ("peak", 2 << 30)
     (finding,) = document["findings"]
     assert "this batch is [10, 32]; the largest that went through is [9, 32]" in finding["evidence"]
     assert "batches of at most [9, 32]" in [change["line"] for change in finding["changes"]]

@@ -326,16 +326,16 @@ class Roles:
         if name in _READ_BY:
             return _READ_BY[name]
         if name in ("mm", "addmm", "linear", "convolution") or name.startswith("_grouped_mm"):
-            return "linear input" if self._has_weight(op) else "product operand"
+            return "linear input" if self._has_weight(op) else "matmul input"
         if name in ("bmm", "baddbmm"):
-            return self._product_operand(op, slot.buffer)
+            return self._matmul_operand(op, slot.buffer)
         if name == "nll_loss_forward" and slot.dtype.startswith("int"):
             return "labels"
         if base_name(self.producer(slot.buffer)) in _ACTIVATIONS:
             return "activation output"
         if slot.dtype == "bool":
             return "mask"
-        return "product operand" if name in ("mul", "mul_") else ""
+        return "multiply input" if name in ("mul", "mul_") else ""
 
     def _attention_operand(self, op: Op, ref: TensorRef) -> str:
         words = ("attention query", "attention key", "attention value")
@@ -354,14 +354,14 @@ class Roles:
 
         return any(is_weight(b) for b in op.inputs)
 
-    def _product_operand(self, op: Op, b: int) -> str:
+    def _matmul_operand(self, op: Op, b: int) -> str:
         """Operand of attention's batched matmuls: the first operand of the second one is the probabilities."""
         left = op.inputs[0] if base_name(op) == "bmm" else op.inputs[-2]
         if self._near_softmax(left, 5, up=True):
             return "attention probabilities" if b == left else "attention value"
         if any(self._near_softmax(out, 5, up=False) for out in op.outputs):
             return "attention query" if b == left else "attention key"
-        return "product operand"
+        return "matmul input"
 
     def _near_softmax(self, b: int, steps: int, *, up: bool) -> bool:
         """Whether a softmax is among the ops that lead to a buffer (``up``), or from it, before the next matmul."""

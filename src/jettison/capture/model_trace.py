@@ -71,8 +71,8 @@ class BlockClass:
 class Loop:
     """Properties of the training loop that memory depends on in addition to the model."""
 
-    holds_output: bool = True  # it references the model's output until the end of the step
-    gradients_held: bool = False  # parameters have gradients already when the forward starts
+    keep_output: bool = True  # it references the model's output until the end of the step
+    gradients_preallocated: bool = False  # parameters have gradients already when the forward starts
     check: str = "always"  # share of recomputed values that the runtime will compare with the forward's
     elsewhere_bytes: int = 0  # on the device, outside of the step: other models, workspaces of libraries
     compile: CompileSettings | None = None  # of the blocks

@@ -214,7 +214,7 @@ def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
     if facts.phase is not StepPhase.UNKNOWN:
         rows.append(("phase", str(facts.phase)))
     sizes = (
-        ("asked for", facts.asked_bytes),
+        ("asked for", facts.requested_bytes),
         ("allocated", facts.allocated_bytes),
         ("held unused", facts.unused_bytes),
         ("free", facts.free_bytes),
@@ -227,7 +227,7 @@ def _document(facts: MemoryFacts, found: Finding) -> dict[str, Any]:
     names = (
         "source",
         "failed",
-        "asked_bytes",
+        "requested_bytes",
         "allocated_bytes",
         "unused_bytes",
         "free_bytes",

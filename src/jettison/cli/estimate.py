@@ -121,9 +121,9 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
             eager = str(error)
     explained = None
     if flags.explain:
-        from jettison.report.alternatives import trilemma
+        from jettison.report.alternatives import alternatives_of
 
-        explained = trilemma(found)
+        explained = alternatives_of(found)
     return EstimateReport(
         model=model,
         asked=asked,
@@ -131,7 +131,7 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
         memory=memory,
         available_bytes=limit.nbytes,
         fit_rule=None if choice is None else choice.fit_rule,
-        trilemma=explained,
+        alternatives=explained,
         wanted=wanted,
         eager_memory=eager,
     )

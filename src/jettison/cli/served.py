@@ -84,9 +84,8 @@ def _written(model: str, request: RunRequest, flags: PlanFlags, found: RunFile, 
     assert isinstance(report, ForecastPlan), "a run with a layout or a GPU is planned from its spec"
     made = write_back(found, report.choice, limit=report.limit, others=tuple(others))
     name = f"{found.path.stem}.planned{found.path.suffix}"
-    return ServedAnswer(
-        text=json_text(document("jettison.written/1", name=name, text=made.text, says=list(made.lines()))), exit_code=0
-    )
+    written = document("jettison.written/1", name=name, text=made.text, changes=list(made.lines()))
+    return ServedAnswer(text=json_text(written), exit_code=0)
 
 
 _READS: Final = ("open", "os.listdir", "os.scandir")

@@ -49,6 +49,13 @@ def renamed(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def each_renamed(kind: type[Any], values: Any) -> Any:
+    """Return a list of JSON objects with their fields' names, see `renamed`; anything else as it is."""
+    if not isinstance(values, list):
+        return values
+    return [renamed(kind, one) if isinstance(one, dict) else one for one in values]
+
+
 T = TypeVar("T")
 
 

@@ -241,7 +241,7 @@ def against_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple
     if facts.logits or speaks_of_logits(facts.site, *(text for p in facts.parts[:2] for text in (p.module, p.site))):
         found += _fused_loss(facts)
     held = sum(part.nbytes for part in facts.parts if part.role in (StepPhase.FORWARD, StepPhase.RECOMPUTE))
-    wanted = held + (facts.asked_bytes or 0)
+    wanted = held + (facts.requested_bytes or 0)
     if short and wanted > short and held:
         share, bytes_held, missing = f"{1 - short / wanted:.2f}", format_gib(held), format_gib(short)
         found.append(change("peak.micro_batch", share=share, held=bytes_held, short=missing))

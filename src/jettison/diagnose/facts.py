@@ -105,7 +105,7 @@ class MemoryFacts:
     Args:
         source: what it was read from, as a message calls it.
         failed: a request failed. Without it, everything is about the highest moment.
-        asked_bytes: by that request.
+        requested_bytes: by that request.
         free_bytes: of the device then, or below the limit that was set for the process.
         total_bytes: of the device, or that limit.
         allocated_bytes: by tensors then.
@@ -132,7 +132,7 @@ class MemoryFacts:
 
     source: str
     failed: bool
-    asked_bytes: int | None = None
+    requested_bytes: int | None = None
     free_bytes: int | None = None
     total_bytes: int | None = None
     allocated_bytes: int | None = None
@@ -166,11 +166,11 @@ class MemoryFacts:
 
         Of a device that is full but for a remainder, all that was asked for: a driver does not hand out its last pages.
         """
-        if self.asked_bytes is None or self.free_bytes is None:
+        if self.requested_bytes is None or self.free_bytes is None:
             return None
-        if self.asked_bytes <= self.free_bytes < NEARLY_FULL * (self.total_bytes or 0):
-            return self.asked_bytes
-        return max(0, self.asked_bytes - self.free_bytes)
+        if self.requested_bytes <= self.free_bytes < NEARLY_FULL * (self.total_bytes or 0):
+            return self.requested_bytes
+        return max(0, self.requested_bytes - self.free_bytes)
 
     @property
     def holders(self) -> tuple[tuple[str, int], ...]:

@@ -299,7 +299,7 @@ def _allocator(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
         sizes["unused"] = max(0, sizes["reserved"] - sizes["allocated"])
     listed = (_known(size_of(*pair)) for pair in re.findall(rf"Process \d+ has {_SIZE} memory in use", text))
     figures = _held(sizes, [nbytes for nbytes in listed if nbytes is not None])
-    return {"device": device, "asked_bytes": sizes["asked"], **_limited(figures, _known(sizes["allowed"]))}
+    return {"device": device, "requested_bytes": sizes["asked"], **_limited(figures, _known(sizes["allowed"]))}
 
 
 def _limited(figures: Figures, allowed: int | None) -> Figures:
@@ -317,8 +317,8 @@ def _mps(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     sizes = form.sizes(text)
     total, allocated, outside = sizes["total"], sizes["allocated"], sizes["outside"] or 0
     free = None if total is None or allocated is None else max(0, total - allocated - outside)
-    figures = {"asked_bytes": sizes["asked"], "allocated_bytes": allocated, "total_bytes": total, "free_bytes": free}
-    return {"device": "mps", "outside_bytes": outside, **figures}
+    figures = {"allocated_bytes": allocated, "total_bytes": total, "free_bytes": free}
+    return {"device": "mps", "outside_bytes": outside, "requested_bytes": sizes["asked"], **figures}
 
 
 def _named(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
@@ -326,7 +326,7 @@ def _named(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     asked = form.sizes(text)["asked"]
     told: Figures = {"notes": form.notes} | ({"device": form.device} if form.device else {})
     if "asked" in form.figures:
-        told["asked_bytes"] = asked
+        told["requested_bytes"] = asked
     if not form.failure:
         return told
     notes = (*((_NO_FIGURES,) if asked is None else ()), *form.notes)
@@ -357,13 +357,13 @@ def _nccl(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     told = {"failure": Failure.LIBRARY, "what": "NCCL", "device": "hip" if found[0].startswith("HIP") else "cuda"}
     if "Failed to CUDA host alloc" in text:
         told = {"failure": Failure.HOST, "what": "pinned memory", "device": "cpu"}
-    return told | {"asked_bytes": form.sizes(text)["asked"]}
+    return told | {"requested_bytes": form.sizes(text)["asked"]}
 
 
 def _driver(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     asked = form.sizes(text)["pinned"]
     if asked is not None:
-        return {"device": "cpu", "failure": Failure.HOST, "what": "pinned memory", "asked_bytes": asked}
+        return {"device": "cpu", "failure": Failure.HOST, "what": "pinned memory", "requested_bytes": asked}
     device = "hip" if found[0].lower().startswith(("hip", "rocblas")) else "cuda"
     device = "mps" if found[0].startswith("kIOGPU") else device
     what = next((name for name in ("cuBLAS", "cuDNN", "cuSOLVER") if found[0].startswith(name.upper())), "the driver")
@@ -378,14 +378,14 @@ def _xla(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     if needs is None:
         return _named(replace(form, failure="library", what="XLA (JAX)"), text, found)
     held = None if total is None or free is None else max(0, total - free)
-    figures = {"asked_bytes": needs, "total_bytes": total, "free_bytes": free, "allocated_bytes": held}
+    figures = {"requested_bytes": needs, "total_bytes": total, "free_bytes": free, "allocated_bytes": held}
     return {"device": "tpu", "failure": Failure.LIBRARY, "what": "XLA", **figures}
 
 
 def _server(form: MessageForm, text: str, found: re.Match[str]) -> Figures:
     sizes = form.sizes(text)
     if sizes["asked"] is not None:
-        return {"failure": Failure.SERVER, "asked_bytes": sizes["asked"], "free_bytes": sizes["cache"]}
+        return {"failure": Failure.SERVER, "requested_bytes": sizes["asked"], "free_bytes": sizes["cache"]}
     if sizes["total"] is None:
         return {"failure": Failure.SERVER, "notes": (_NO_FIGURES,)}
     free, total = sizes["free"] or 0, sizes["total"]

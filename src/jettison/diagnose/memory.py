@@ -46,7 +46,7 @@ ABSURD_BYTES: Final = 16 << 40
 
 def diagnose_memory(facts: MemoryFacts) -> Finding:
     """Find the cause."""
-    asked = facts.asked_bytes
+    asked = facts.requested_bytes
     if asked is not None and asked >= (ABSURD * facts.total_bytes if facts.total_bytes else ABSURD_BYTES):
         return _size_error(facts, asked)
     if facts.failure is not Failure.REQUEST:
@@ -94,7 +94,7 @@ def _finding(
 
 
 def _asked(facts: MemoryFacts) -> str:
-    return "" if facts.asked_bytes is None else f" ({format_gib(facts.asked_bytes)} were asked for)"
+    return "" if facts.requested_bytes is None else f" ({format_gib(facts.requested_bytes)} were asked for)"
 
 
 def _leak(facts: MemoryFacts, growth: int) -> Finding:
@@ -117,7 +117,7 @@ def _leak(facts: MemoryFacts, growth: int) -> Finding:
 def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
     unused = facts.unused_bytes or 0
     evidence = [
-        f"{format_gib(facts.asked_bytes or 0)} were asked for; {format_gib(facts.free_bytes or 0)} are free on the "
+        f"{format_gib(facts.requested_bytes or 0)} were asked for; {format_gib(facts.free_bytes or 0)} are free on the "
         f"device and {format_gib(unused)} lie unused between tensors: enough together"
     ]
     if facts.largest_piece_bytes is not None:
@@ -177,8 +177,8 @@ def _shared(facts: MemoryFacts) -> tuple[FindingKind, str]:
 
 def _server(facts: MemoryFacts) -> tuple[FindingKind, str]:
     others, held = facts.unaccounted_bytes, ""
-    if facts.asked_bytes is not None and facts.free_bytes is not None:
-        held = f": it needs {format_gib(facts.asked_bytes)}, and {format_gib(facts.free_bytes)} are left for it"
+    if facts.requested_bytes is not None and facts.free_bytes is not None:
+        held = f": it needs {format_gib(facts.requested_bytes)}, and {format_gib(facts.free_bytes)} are left for it"
     elif others:
         held = f": {format_gib(others)} of {format_gib(facts.total_bytes or 0)} are taken when it starts"
     claim = f"the server found no room for its cache of keys and values{held}"
@@ -186,11 +186,11 @@ def _server(facts: MemoryFacts) -> tuple[FindingKind, str]:
 
 
 def _library(facts: MemoryFacts) -> tuple[FindingKind, str]:
-    if facts.asked_bytes is not None and facts.total_bytes is not None:
+    if facts.requested_bytes is not None and facts.total_bytes is not None:
         free = "" if facts.free_bytes is None else f", of which {format_gib(facts.free_bytes)} are free"
-        wants = f"{facts.what} wants {format_gib(facts.asked_bytes)} on a device of {format_gib(facts.total_bytes)}"
+        wants = f"{facts.what} wants {format_gib(facts.requested_bytes)} on a device of {format_gib(facts.total_bytes)}"
         return FindingKind.PEAK, f"a peak: {wants}{free}"
-    kind = FindingKind.OUTSIDE if facts.what == "NCCL" or facts.asked_bytes is not None else FindingKind.UNKNOWN
+    kind = FindingKind.OUTSIDE if facts.what == "NCCL" or facts.requested_bytes is not None else FindingKind.UNKNOWN
     return kind, f"{facts.what} found no room on the device, outside of PyTorch's allocator{_asked(facts)}"
 
 
@@ -215,7 +215,7 @@ def _unknown(facts: MemoryFacts) -> Finding:
 
 
 def _peak(facts: MemoryFacts, growth: int) -> Finding:
-    short, asked = facts.short_bytes, facts.asked_bytes or 0
+    short, asked = facts.short_bytes, facts.requested_bytes or 0
     evidence = list(_moment(facts))
     if facts.failed and short is not None:
         unused = f", and {format_gib(facts.unused_bytes)} lie unused between tensors" if facts.unused_bytes else ""

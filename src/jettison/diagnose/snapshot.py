@@ -104,7 +104,7 @@ class OutOfMemory:
     """A failed request, before event ``event``. ``free_bytes``: of the device, from the driver."""
 
     event: int
-    asked_bytes: int
+    requested_bytes: int
     free_bytes: int
     label: Label
 
@@ -455,7 +455,7 @@ def _device(
             asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
             writer.mark(f"out of memory: {format_bytes(asked)} asked for, {format_bytes(free)} free")
             label = reader.stack(event, known).label
-            failed.append(OutOfMemory(event=writer.events, asked_bytes=asked, free_bytes=free, label=label))
+            failed.append(OutOfMemory(event=writer.events, requested_bytes=asked, free_bytes=free, label=label))
         elif action == "user_defined":
             writer.mark(str(event.get("user_metadata", "") or "mark")[:200])
     has_stacks = any(stack is not _NO_STACK for stack in stacks[first:])
@@ -538,7 +538,7 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
     return MemoryFacts(
         source=snapshot.name,
         failed=failed is not None,
-        asked_bytes=None if failed is None else failed.asked_bytes,
+        requested_bytes=None if failed is None else failed.requested_bytes,
         free_bytes=None if failed is None else failed.free_bytes,
         allocated_bytes=at,
         unused_bytes=(_unused(device, at) if failed else sum(pieces)) if device.segments else None,
@@ -549,7 +549,7 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
         site=label.module,
         logits=speaks_of_logits(label.module, label.site),
         parts=parts,
-        steps=_steps(timeline, steps, at + failed.asked_bytes if failed else None),
+        steps=_steps(timeline, steps, at + failed.requested_bytes if failed else None),
         places_known=True,
         survivors=survivors(timeline, [low for low, _ in steps]),
         notes=device.notes,

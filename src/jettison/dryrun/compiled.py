@@ -96,7 +96,13 @@ def measure_choices(
     """
     assert cls.compiled is not None
     shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
-    here = trace.root_signature[1], torch.get_num_threads(), trace.loop.gradients_held, trace.device_type, shared
+    here = (
+        trace.root_signature[1],
+        torch.get_num_threads(),
+        trace.loop.gradients_preallocated,
+        trace.device_type,
+        shared,
+    )
     what = cls.compiled.program.digest(), cls.compiled.settings, may_move, here
     missing = {key: policy for key, policy in choices.items() if (what, policy) not in _MEASURED}
     if missing:
@@ -143,7 +149,7 @@ class _CompiledBlock:
         self.module = _copy_of(trace, like.example)
         self.call = opaque_copy(tree_unflatten([stand_in(leaf) for leaf in leaves], spec), stand_in)
         self.shared = {p for c in trace.calls if c.class_key == like.key for p in c.shared}
-        self.device, self.held = trace.device_type, trace.loop.gradients_held
+        self.device, self.held = trace.device_type, trace.loop.gradients_preallocated
 
     def run(self) -> None:
         for phase in self._phases():

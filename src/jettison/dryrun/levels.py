@@ -188,7 +188,7 @@ def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) ->
     with torch.enable_grad():
         output = call_model(model, trace.batch)
         loss = loss_of(output, trace.loss_fn)
-    if not trace.loop.holds_output:
+    if not trace.loop.keep_output:
         output = None
     torch.clear_autocast_cache()
     forward = counter.peak_bytes
@@ -213,7 +213,7 @@ def hold_gradients(
     """Allocate the gradients that the loop has when its forward starts, those ``left`` by a step if it was seen. Call
     it in the trace's context.
     """
-    if trace.loop.gradients_held:
+    if trace.loop.gradients_preallocated:
         for parameter in module.parameters():
             held = left[parameter] if parameter in left else torch.empty_like(parameter)
             parameter.grad = held if parameter.requires_grad else None
@@ -250,7 +250,7 @@ def dry_run_root(
     it.
     """
     count = len(trace.calls)
-    if trace.loop.gradients_held:
+    if trace.loop.gradients_preallocated:
         with trace.context():
             hold_gradients(trace, trace.fake_model)
     static = static_tensors(trace.fake_model, trace.batch)
@@ -262,7 +262,7 @@ def dry_run_root(
     if real is not None:
         held = [real[call.class_key].resident_bytes for call in trace.calls]
         for number, name in enumerate(call.name for call in trace.calls):
-            if not trace.loop.gradients_held and all(call.name != name for call in trace.calls[:number]):
+            if not trace.loop.gradients_preallocated and all(call.name != name for call in trace.calls[:number]):
                 trained = (p for p in trace.fake_model.get_submodule(name).parameters() if p.requires_grad)
                 gradients[number] = sum(p.nbytes for p in trained)
     setting = over_stubs(trace, levels, policy) if real is None else _over_blocks(trace, levels, policy, real)
@@ -437,7 +437,7 @@ def observe_block(
                 levels = []
                 for call in calls:
                     for parameter, _ in gradients:
-                        held = trace.loop.gradients_held and parameter.requires_grad
+                        held = trace.loop.gradients_preallocated and parameter.requires_grad
                         parameter.grad = torch.empty_like(parameter) if held else None
                     levels.append(block_levels(module, call, shared, workspace, trace.device_type))
             except WrongValue:  # what its trial did not show: a real step would stop

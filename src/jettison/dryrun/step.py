@@ -141,7 +141,7 @@ class OneBatch:
 
     def alive(self) -> Iterable[Tensor]:
         model = self.trace.fake_model
-        if self.trace.loop.gradients_held and not self._left:
+        if self.trace.loop.gradients_preallocated and not self._left:
             model.zero_grad()
             with AllocationCounter(device=self.trace.device_type) as unmeasured:
                 self.passes(unmeasured)
@@ -347,7 +347,7 @@ def dry_run_given(
                 before = counter.live_bytes
                 output = call_model(model, trace.batch)
                 loss = loss_of(output, trace.loss_fn)
-                output = output if trace.loop.holds_output else None
+                output = output if trace.loop.keep_output else None
                 held_bytes = counter.live_bytes - before
                 del output, loss
             with AllocationCounter(step.alive(), workspace=workspace, device=device) as counter:

@@ -370,7 +370,7 @@ class UserStep:
         planned: which of their modules run under plans, by number.
         batches: the largest last.
         gradients: what the step was seen to leave at parameters (`ModelUse`).
-        gradients_held: parameters have gradients when the step begins.
+        gradients_preallocated: parameters have gradients when the step begins.
         optimizer, copied: the loop's, and its copy over the fake parameters.
         seen: the step's optimizers. Where it runs some itself, it begins with the gradients that it left the last time.
         real: see `observe`.
@@ -385,13 +385,13 @@ class UserStep:
         mode: FakeTensorMode,
         *,
         gradients: Mapping[nn.Parameter, Tensor],
-        gradients_held: bool = False,
+        gradients_preallocated: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         copied: torch.optim.Optimizer | None = None,
         seen: SeenStep | None = None,
         real: Sequence[nn.Module] = (),
     ) -> None:
-        self.step, self.batches, self.mode, self.gradients_held = step, batches, mode, gradients_held
+        self.step, self.batches, self.mode, self.gradients_preallocated = step, batches, mode, gradients_preallocated
         self.gradients, self._own = gradients, with_memory_of_their_own(gradients)
         self.copies, self.all, self.real = copies, modules_of(copies), real
         self.modules: Sequence[nn.Module] = [inside_of_ddp(self.all[number]) for number in planned]
@@ -439,7 +439,7 @@ class UserStep:
             self.step(*self.copies, given)
             counter.forget(_tensors(given))
             for model in self.all:
-                model.zero_grad(set_to_none=not self.gradients_held)
+                model.zero_grad(set_to_none=not self.gradients_preallocated)
         counter.register(largest)
         counter.phase("forward and backward", first=True)
         result = self.step(*self.copies, opaque_copy(self.batches[-1]))
@@ -447,7 +447,7 @@ class UserStep:
         return counter.peak_bytes, counter.peak_bytes, result
 
     def _hold_gradients(self) -> None:
-        if self.left is None and not self.gradients_held:
+        if self.left is None and not self.gradients_preallocated:
             return
         for owner, parameter in ((one, p) for one in self.all for p in one.parameters() if p.requires_grad):
             if self.left is not None and parameter not in self.left:

@@ -164,8 +164,8 @@ def _project(
 
 def _indexed(w: Writer, x: Value, spec: Attention) -> Value:
     """Keys or values expanded to all query heads by an index tensor, which copies them."""
-    number = w.tape.op("aten.lift_fresh.default", [w.table("place in a group", (1,), "int64")], grad=False)
-    x = w.tape.op("aten.index.Tensor", [x, number], saves=[Saved(number, "place in a group")])
+    number = w.tape.op("aten.lift_fresh.default", [w.table("index in the group", (1,), "int64")], grad=False)
+    x = w.tape.op("aten.index.Tensor", [x, number], saves=[Saved(number, "index in the group")])
     return x if spec.kv_heads == 1 else _repeat(w, x, spec.heads)
 
 
@@ -468,7 +468,7 @@ def made_biases(w: Writer, spec: Attention, rows: int, keys: int) -> Value:
             (rows, keys, spec.heads),
             w.compute,
             (("tp", 2),) if w.tp > 1 else (),
-            saves=[Saved(buckets, "bucket of each distance", REFERENCE)],
+            saves=[Saved(buckets, "relative position bucket", REFERENCE)],
             weights=[w.parameter("table", spec.buckets, spec.heads, split=1)],
             anchor=anchor,
         )
@@ -543,7 +543,7 @@ def softmax_with_sinks(w: Writer, scores: Value, op: str) -> Value:
     joint = w.tape.op("aten.cat.default", [scores], wider, weights=weights)
     highest = w.tape.empty((*wider[:-1], 1), joint.dtype, joint.places, grad=joint.grad)
     where = w.tape.empty(highest.shape, "int64", joint.places)
-    w.tape.record("aten.max.dim", [joint], [highest, where], saves=[Saved(where, "position of the maximum")])
+    w.tape.record("aten.max.dim", [joint], [highest, where], saves=[Saved(where, "argmax")])
     shifted = w.tape.op("aten.sub.Tensor", [joint, highest], passes=True)
     return w.tape.view(w.tape.op(op, [shifted], keeps="softmax output", reference=SINKS), scores.shape)
 

@@ -447,7 +447,7 @@ def contrast(w: Writer, x: Value, pair: Pair) -> Value:
     ids = w.table("token ids", w.shape(), "int64")
     rows = w.tape.op("aten.arange.default", [ids], (batch,), grad=False)
     ends = discrete(w, ids, "aten.argmax.default", (batch,))
-    kept = [Saved(rows, "rows"), Saved(ends, "ends of texts")]
+    kept = [Saved(rows, "row indices"), Saved(ends, "sequence ends")]
     last = w.tape.op("aten.index.Tensor", [x, rows, ends], (batch, model.hidden), places=(), saves=kept)
     text = linear(w, last, pair.width, "projection", bias=False, head=True)
     image = w.tape.source(FEATURES, (batch, pair.width), w.matmul_dtype, grad=True, free=True)
@@ -463,7 +463,7 @@ def _direction(w: Writer, x: Value) -> Value:
     """x divided by its norm."""
     square = power(w, x, "features")
     length = power(w, w.tape.op("aten.sum.dim_IntList", [square], (x.shape[0], 1)), "squared length")
-    return w.tape.op("aten.div.Tensor", [x, length], saves=[Saved(length, "length"), Saved(x, "features")])
+    return w.tape.op("aten.div.Tensor", [x, length], saves=[Saved(length, "norms"), Saved(x, "features")])
 
 
 def _temperature(w: Writer) -> Value:
@@ -507,8 +507,8 @@ def align(w: Writer, x: Value, spec: Audio) -> Value:
     )
     if spec.zero_infinity:
         endless = w.tape.op("aten.eq.Scalar", [loss], dtype="bool", grad=False)
-        loss = w.tape.op("aten.where.self", [loss, endless], saves=[Saved(endless, "endless losses")])
+        loss = w.tape.op("aten.where.self", [loss, endless], saves=[Saved(endless, "infinite losses")])
     if spec.mean_loss:
         divisor = w.tape.op("aten.clamp_min.default", [numbers[1]], grad=False)
-        loss = w.tape.op("aten.div.Tensor", [loss, divisor], saves=[Saved(divisor, "divisor")])
+        loss = w.tape.op("aten.div.Tensor", [loss, divisor], saves=[Saved(divisor, "loss divisor")])
     return w.tape.op("aten.sum.default", [loss], ())

@@ -56,7 +56,7 @@ def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
     if w.kernels.fused_gate and (w.one_block or not w.kernels.fused_adapters):
         kept = [Saved(gate, "activation input"), Saved(up, "activation input")]
         return w.tape.op("gated_activation", [gate, up], saves=kept)
-    return multiply(w, activation(w, gate, kind), up, ("activation output", "product operand"))
+    return multiply(w, activation(w, gate, kind), up, ("activation output", "multiply input"))
 
 
 def activation(w: Writer, x: Value, kind: Activation) -> Value:
@@ -83,11 +83,11 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
 def _gelu_fast(w: Writer, x: Value) -> Value:
     """0.5 x (1 + tanh(c x (1 + 0.044715 x x))), op by op: transformers' FastGELUActivation."""
     half, scaled = scale(w, x), scale(w, x)
-    square = multiply(w, scale(w, x), x, ("product operand", "activation input"))
+    square = multiply(w, scale(w, x), x, ("multiply input", "activation input"))
     factor = w.tape.op("aten.add.Tensor", [square], passes=True)
-    tanh = _tanh(w, multiply(w, scaled, factor, ("product operand", "product operand")))
+    tanh = _tanh(w, multiply(w, scaled, factor, ("multiply input", "multiply input")))
     one = w.tape.op("aten.add.Tensor", [tanh], passes=True)
-    return multiply(w, half, one, ("product operand", "product operand"))
+    return multiply(w, half, one, ("multiply input", "multiply input"))
 
 
 def _tanh(w: Writer, x: Value) -> Value:
@@ -100,4 +100,4 @@ def _gelu_written(w: Writer, x: Value) -> Value:
     inner = scale(w, add(w, x, scale(w, power(w, x, "activation input"))))
     tanh = _tanh(w, inner)
     one = w.tape.op("aten.add.Tensor", [tanh], passes=True)
-    return multiply(w, half, one, ("product operand", "product operand"))
+    return multiply(w, half, one, ("multiply input", "multiply input"))

@@ -292,9 +292,9 @@ def _clamped(w: Writer, gate: Value, up: Value) -> Value:
     """g · sigmoid(α g) · (u + 1) with both halves clamped, op by op: gpt-oss."""
     gate, up = (w.tape.op("aten.clamp.default", [v], saves=[Saved(v, "activation input")]) for v in (gate, up))
     sigmoid = w.tape.op("aten.sigmoid.default", [scale(w, gate)], keeps="activation output")
-    gated = multiply(w, gate, sigmoid, ("product operand", "activation output"))
+    gated = multiply(w, gate, sigmoid, ("multiply input", "activation output"))
     shifted = w.tape.op("aten.add.Tensor", [up], passes=True)
-    return multiply(w, shifted, gated, ("product operand", "product operand"))
+    return multiply(w, shifted, gated, ("multiply input", "multiply input"))
 
 
 def _combined(w: Writer, out: Value, scores: Value | None, order: _TokenOrder, tokens: Value) -> Value:

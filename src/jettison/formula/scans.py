@@ -67,9 +67,9 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
     roots = [w.tape.empty(keys[:-1], WIDE) for _ in range(2)]
     sums = w.tape.empty(values[:-1], WIDE)
     system = w.tape.empty((*values[:-1], spec.chunk), dtype)
-    kept = [Saved(unit, "scan operand", DELTA) for unit in units]
+    kept = [Saved(unit, "scan input", DELTA) for unit in units]
     kept += [Saved(root, "norm statistics", DELTA) for root in roots]
-    kept += [Saved(v, "scan operand", DELTA), Saved(sums, "decay", DELTA), Saved(strength, "write strength", DELTA)]
+    kept += [Saved(v, "scan input", DELTA), Saved(sums, "decay", DELTA), Saved(strength, "write strength", DELTA)]
     kept += [Saved(system, "triangular system", DELTA)]
     within = spec.chunk * (3 * spec.key_dim + 2 * spec.value_dim)  # each token with its chunk
     again = prod(values[:-1]) * (spec.key_dim + 2 * spec.value_dim)
@@ -230,8 +230,8 @@ def without_padding(w: Writer, x: Value) -> Value:
 
 
 RULE = "arXiv 2412.06464 §3.3, chunkwise form"
-OPERAND, DECAY = "scan operand", "decay"
-DELTA_STATE, NEW, SLICE = (f"{EACH_ROUND}{what}" for what in ("state", "value", "operand"))
+OPERAND, DECAY = "scan input", "decay"
+DELTA_STATE, NEW, SLICE = (f"{EACH_ROUND}{what}" for what in ("state", "value", "input"))
 KERNELS_OF_A_CHUNK = 9
 """Three slices' matmuls with the state or with the written values, the update's, sums, and the write of the result."""
 
@@ -487,7 +487,7 @@ class _DeltaRule:
 
 
 SELECTIVE = "arXiv 2312.00752 §3.2, Algorithm 2"
-TOKEN_STATE, CAST = (f"{EACH_ROUND}{what}" for what in ("state", "state, narrow"))
+TOKEN_STATE, CAST = (f"{EACH_ROUND}{what}" for what in ("state", "state, cast"))
 KERNELS_OF_A_TOKEN = 4
 """A multiplication, a sum, a cast, and the matmul with the read vector."""
 

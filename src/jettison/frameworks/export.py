@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby, pairwise
 from typing import Any
@@ -70,14 +70,9 @@ class Exported(Written):
             "lost": list(self.lost),
             "notes": list(self.notes),
             "warnings": list(subject.left_out),
-            "cost": {"plan": asdict(self.plan_cost), "exported": asdict(self.cost)},
+            "cost": {"plan": self.plan_cost.document(), "exported": self.cost.document()},
             "alternatives": [
-                {
-                    **dict.fromkeys(("settings", "words"), one.words),
-                    **asdict(one.cost),
-                    "activation_bytes": one.cost.held_bytes,
-                }
-                for one in self.alternatives
+                {**dict.fromkeys(("settings", "words"), one.words), **one.cost.document()} for one in self.alternatives
             ],
             "hardware": subject.hardware.name,
             "layers": [

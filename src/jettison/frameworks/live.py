@@ -124,7 +124,7 @@ class LivePricer:
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
         return Cost(
             layer_bytes=sum(policy.kept_bytes for policy in policies),
-            held_bytes=step.held_bytes,
+            activation_bytes=step.held_bytes,
             peak_bytes=step.peak_bytes,
             recompute_flops=sum(op.flops for op in again),
             recompute_seconds=sum(op_seconds(op, self._subject.hardware) for op in again),

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
+from jettison.core.objects import with_former_names
 from jettison.core.units import listed
 from jettison.ledger.program import Op, Program, Source
 from jettison.predict.auto_recompute import AutoForecast
@@ -352,18 +353,22 @@ class Cost:
 
     Args:
         layer_bytes: kept on the device by all layers, of one micro-batch on one rank.
-        held_bytes: kept between forward and backward, the model's output included, parameters and the like excluded.
+        activation_bytes: kept between forward and backward, with the model's output, without parameters and buffers.
         recompute_seconds: at the prices of one accelerator without other work.
         step_seconds: of the entire step, known for described runs.
     """
 
     layer_bytes: int
     peak_bytes: int
-    held_bytes: int | None = None
+    activation_bytes: int | None = field(default=None, metadata={"former": "held_bytes"})
     recompute_flops: int = 0
     recompute_seconds: float = 0.0
     step_seconds: float | None = None
     host_bytes: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """JSON of the part ``Cost`` of ``jettison.export/1``."""
+        return with_former_names(Cost, asdict(self))
 
 
 class Pricer(Protocol):

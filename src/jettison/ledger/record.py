@@ -14,8 +14,8 @@ from typing import Final
 from jettison.core.dtypes import dtype_bytes, dtype_name
 from jettison.core.errors import UsageError
 
-EACH_ROUND: Final = "each round's "
-"""Prefix of the role of tensors that a formula has once for all rounds of a loop; their first dim counts the rounds."""
+EACH_ROUND: Final = "each iteration's "
+"""Prefix of the role of a tensor that a formula has once for all iterations of a loop; its first dim counts them."""
 
 
 class Origin(StrEnum):

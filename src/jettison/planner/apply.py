@@ -94,11 +94,11 @@ def expect_loop(
         [as_call(traced.batch)] if use is None else [(call.args, call.kwargs) for call in use.calls],
         traced.root_signature[0],
         budget_bytes=made.budget_bytes,
-        gradients_held=made.gradients_held,
+        gradients_preallocated=made.gradients_preallocated,
         in_flight=1 if use is None else use.in_flight + probed,
         backwards=(set() if use is None else use.backwards) | ({PARTIAL} if probed else set()),
         returns_loss=use is None and traced.loss_fn is None,
-        room_bytes=None if traced.loop.holds_output else made.budget_bytes - made.predicted.peak_bytes,
+        room_bytes=None if traced.loop.keep_output else made.budget_bytes - made.predicted.peak_bytes,
         replicated=replicated,
     )
 
@@ -194,7 +194,7 @@ def apply_plan(
     plan.require(model=fingerprint(traced), digests=digests)
     part = module_policy(traced, plan)
     if confirms and plan.predicted.composed:
-        trace = replace(traced, loop=replace(traced.loop, gradients_held=plan.gradients_held))
+        trace = replace(traced, loop=replace(traced.loop, gradients_preallocated=plan.gradients_preallocated))
         found = dry_run([replace(part, trace=trace)], OneBatch(trace=trace)).peak_bytes
         if found > plan.predicted.peak_bytes:
             raise PlanMismatch(

@@ -126,7 +126,7 @@ class OwnStep(Described):
             self.batches,
             self.mode,
             gradients=self.gradients,
-            gradients_held=self.loop.gradients_held,
+            gradients_preallocated=self.loop.gradients_preallocated,
             optimizer=self.optimizer,
             copied=_copied(self.optimizer, self.modules, self.copies, self.mode),
             seen=self.seen,
@@ -181,9 +181,12 @@ def describe_step(
     seen = observe(step, copies, batches, mode, optimizer, _copied(optimizer, modules, copies, mode), counted, modules)
     for copied, use in zip(modules_of(copies), seen.uses, strict=True):
         if isinstance(copied, ImaginedReplica):
-            copied.gradients_wait, copied.freed = loop.gradients_held or use.adds_up, not loop.gradients_held
+            copied.gradients_wait, copied.freed = (
+                loop.gradients_preallocated or use.adds_up,
+                not loop.gradients_preallocated,
+            )
     stay = any(map(gradients_stay, modules)) or bool(seen.inside and seen.left)
-    loop = replace(loop, gradients_held=loop.gradients_held or stay)
+    loop = replace(loop, gradients_preallocated=loop.gradients_preallocated or stay)
     progress("tracing")
     return OwnStep(
         step=step,
@@ -251,7 +254,7 @@ def _with_values(batch: Any, device: torch.device | None, mode: FakeTensorMode) 
 def _part(
     number: int, model: nn.Module, use: ModelUse, mode: FakeTensorMode, regions: Iterable[str] | None, loop: Loop
 ) -> Part:
-    loop = replace(loop, gradients_held=loop.gradients_held or use.adds_up)
+    loop = replace(loop, gradients_preallocated=loop.gradients_preallocated or use.adds_up)
 
     def traced(call: ModelCall, regions: Iterable[str] | None) -> ModelTrace:
         with as_signed(call.switches):

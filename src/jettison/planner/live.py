@@ -81,7 +81,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
     hardware: Hardware | str | None = None,
-    gradients_held: bool = False,
+    gradients_preallocated: bool = False,
     offload: bool = False,
     host_budget: str | SupportsIndex | None = None,
     progress: Progress = shown,
@@ -94,7 +94,7 @@ def plan(
         measure: measure the time of ops by running them here; otherwise estimate it from FLOPs and bytes, and ignore
             memory that kernels allocate inside.
         hardware: rates for ops that are not run, and the link to the host; by default `usual_hardware`'s.
-        gradients_held, offload, host_budget, progress: as in `auto_checkpoint`.
+        gradients_preallocated, offload, host_budget, progress: as in `auto_checkpoint`.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` is the smallest budget that does.
@@ -106,7 +106,7 @@ def plan(
         optimizer=optimizer,
         measure=measure,
         hardware=hardware,
-        gradients_held=gradients_held,
+        gradients_preallocated=gradients_preallocated,
         offload=offload,
         host_budget=host_budget,
         progress=progress,
@@ -124,7 +124,7 @@ def sweep(
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
     hardware: Hardware | str | None = None,
-    gradients_held: bool = False,
+    gradients_preallocated: bool = False,
     offload: bool = False,
     host_budget: str | SupportsIndex | None = None,
     progress: Progress = shown,
@@ -146,7 +146,7 @@ def sweep(
     if not budgets:
         raise UsageError("got no memory budgets; expected at least one, as in sweep(traced, ['8GiB', '6GiB'])")
     elsewhere = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
-    loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=elsewhere)
+    loop = replace(traced.loop, gradients_preallocated=gradients_preallocated, elsewhere_bytes=elsewhere)
     device = hardware_of(hardware)
     planner = make_planner(
         replace(traced, loop=loop),
@@ -178,9 +178,9 @@ def auto_checkpoint(
     optimizer: Optimizers = None,
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
-    holds_output: bool = True,
+    keep_output: bool = True,
     check: str | Check = Check.ALWAYS,
-    gradients_held: bool | None = None,
+    gradients_preallocated: bool | None = None,
     step: Step | None = None,
     models: Sequence[nn.Module] = (),
     shapes: Sequence[Any] = (),
@@ -209,11 +209,11 @@ def auto_checkpoint(
             budget applies.
         optimizer: its state and its step count as well; several as ``(first, second)``, which step in this order
             after all forwards and backwards.
-        holds_output: the loop still references the model's output (with logits) during backward and the optimizer's
+        keep_output: the loop still references the model's output (with logits) during backward and the optimizer's
             step, as ``out = model(**batch); out.loss.backward()`` does. False for
             ``model(**batch).loss.backward()``, which frees it.
         check: as in `apply`.
-        gradients_held: gradients exist when a forward begins: gradient accumulation, or
+        gradients_preallocated: gradients exist when a forward begins: gradient accumulation, or
             ``zero_grad(set_to_none=False)``. By default the current state of the parameters. With ``step``: when the
             step begins.
         step: forwards and backwards of one training step of your loop, ``step(model, batch)``: several forwards before
@@ -261,9 +261,9 @@ def auto_checkpoint(
         optimizer=optimizer,
         loss_fn=loss_fn,
         regions=regions,
-        holds_output=holds_output,
+        keep_output=keep_output,
         check=check,
-        gradients_held=gradients_held,
+        gradients_preallocated=gradients_preallocated,
         step=step,
         reserved=reserved,
         compile=compile,
@@ -300,9 +300,9 @@ class _Request:
     optimizer: Optimizers
     loss_fn: LossFn | None
     regions: Iterable[str] | None
-    holds_output: bool
+    keep_output: bool
     check: str | Check
-    gradients_held: bool | None
+    gradients_preallocated: bool | None
     step: Step | None
     reserved: bool
     compile: str | None
@@ -366,8 +366,8 @@ class _Request:
         now = any(p.grad is not None for one in modules for p in one.parameters())
         elsewhere = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), steps)
         return Loop(
-            holds_output=self.holds_output,
-            gradients_held=now if self.gradients_held is None else self.gradients_held,
+            keep_output=self.keep_output,
+            gradients_preallocated=now if self.gradients_preallocated is None else self.gradients_preallocated,
             check=how,
             elsewhere_bytes=elsewhere + sum(map(held_by_ddp, modules)),
             compile=compile_settings(self.compile, modules_of([self.model])),
@@ -399,7 +399,7 @@ class _Request:
         def whole(model: nn.Module, batch: Any) -> Any:
             output = call_model(model, batch)
             loss = loss_of(output, self.loss_fn)
-            if not self.holds_output:
+            if not self.keep_output:
                 output = None
             loss.backward()
             return output
@@ -478,7 +478,7 @@ class _Planning:
                 parts=[Part(model=ask.model, trace=trace)], optimizer=self.optimizer, progress=ask.progress
             )
         else:
-            regions, loop = None if blocks else ask.regions, replace(self.loop, holds_output=True)
+            regions, loop = None if blocks else ask.regions, replace(self.loop, keep_output=True)
             own = describe_step(
                 self.step, ask.given, batches, self.optimizer, blocks, regions, loop, ask.progress, stages
             )

@@ -193,7 +193,7 @@ class OptionsBuilder:
         sends = {key: movable(self.trace, key) for key in options}
         for call in self.trace.calls:
             module = self.judge.dry_step.modules[0].get_submodule(call.name)
-            trained = [p for p in module.parameters() if p.requires_grad and not self.trace.loop.gradients_held]
+            trained = [p for p in module.parameters() if p.requires_grad and not self.trace.loop.gradients_preallocated]
             offered, key = options[call.class_key], call.class_key
             if any(o.offloaded_bytes for o in offered) and call.name not in sends[key]:
                 offered, key = tuple(o for o in offered if not o.offloaded_bytes), f"{key}, stays"

@@ -268,7 +268,7 @@ class Planner:
             root=layer_plan("", trace.root.program, self.options.root_points[choice.root]),
             model=fingerprint(trace),
             torch_version=torch.__version__,
-            gradients_held=trace.loop.gradients_held,
+            gradients_preallocated=trace.loop.gradients_preallocated,
             chunked_loss=trace.loop.chunked_loss,
             tensors=self.tensors,
             levels=found.step.levels,

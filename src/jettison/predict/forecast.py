@@ -21,10 +21,10 @@ from jettison.memory.unit import Unit
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.fsdp2 import freed, reducing, whole_in_flight
 from jettison.predict.optimizer_state import (
-    HostStates,
+    OffloadedOptimizer,
     bucket_bytes,
     host_buffer_bytes,
-    host_states,
+    offloaded_optimizer,
     stage_state,
     step_bytes,
 )
@@ -124,11 +124,11 @@ class Forecast:
         return parameter_count(self.run.model)
 
     @property
-    def host_states(self) -> HostStates | None:
+    def offloaded_optimizer(self) -> OffloadedOptimizer | None:
         """Offloaded optimizer states of the rank with most; None without optimizer offload."""
         if not self.run.states_on_host.moves:
             return None
-        return max((host_states(self.run, s.static) for s in self.stages), key=lambda found: found.host_bytes)
+        return max((offloaded_optimizer(self.run, s.static) for s in self.stages), key=lambda found: found.host_bytes)
 
     @property
     def parts(self) -> Iterator[StageRegion]:

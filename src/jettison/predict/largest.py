@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import gcd
 from typing import Any, Final
@@ -36,19 +36,19 @@ class Edge:
     """Last value that fits and first that does not, each with its peak.
 
     Args:
-        value: None: none fits, and ``beyond`` is the closest.
-        beyond: None: all values fit.
+        value: None: none fits, and ``next_value`` is the closest.
+        next_value: None: all values fit.
         rule: rule of the budget of both.
-        may: last value that may fit, for a stricter rule.
+        possible_value: last value that may fit, for a stricter rule.
     """
 
     value: int | None = None
     peak_bytes: int | None = None
-    beyond: int | None = None
-    beyond_peak_bytes: int | None = None
+    next_value: int | None = field(default=None, metadata={"former": "beyond"})
+    next_peak_bytes: int | None = field(default=None, metadata={"former": "beyond_peak_bytes"})
     rule: FitRule = FitRule.BUDGET
-    may: int | None = None
-    may_peak_bytes: int | None = None
+    possible_value: int | None = field(default=None, metadata={"former": "may"})
+    possible_peak_bytes: int | None = field(default=None, metadata={"former": "may_peak_bytes"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +78,6 @@ class FitAnswer:
     def fits(self) -> bool:
         """Whether the run fits."""
         return self.peak_bytes <= self.budget_bytes
-
-    def document(self) -> dict[str, Any]:
-        """JSON document."""
-        return {"fits": self.fits, **asdict(self)}
 
 
 def fit(
@@ -134,7 +130,7 @@ def _surest(budgets: Sequence[FitBudget], edge: Callable[[int], Edge]) -> Edge:
     for budget in surer if most.value is not None else ():
         found = edge(budget.nbytes)
         if found.value is not None:
-            return replace(found, rule=budget.rule, may=most.value, may_peak_bytes=most.peak_bytes)
+            return replace(found, rule=budget.rule, possible_value=most.value, possible_peak_bytes=most.peak_bytes)
     return most
 
 
@@ -157,13 +153,13 @@ def _largest(peak: Callable[[int], int], budget: int, *, most: int) -> Edge:
             return Edge(value=high, peak_bytes=peak(high))
         low, high = high, min(2 * high, most)
     beyond = low + 1 + bisect_right(range(low + 1, high), budget, key=peak)
-    found = Edge(beyond=beyond, beyond_peak_bytes=peak(beyond))
+    found = Edge(next_value=beyond, next_peak_bytes=peak(beyond))
     return replace(found, value=beyond - 1, peak_bytes=peak(beyond - 1)) if beyond > 1 else found
 
 
 def _in_steps(edge: Edge, step: int) -> Edge:
     """Convert an edge in steps to tokens."""
-    steps = {"value": edge.value, "beyond": edge.beyond, "may": edge.may}
+    steps = {"value": edge.value, "next_value": edge.next_value, "possible_value": edge.possible_value}
     tokens: dict[str, Any] = {name: count and count * step for name, count in steps.items()}
     return replace(edge, **tokens)
 
@@ -176,7 +172,7 @@ def _smallest(peak: Callable[[Run], int], runs: Iterable[tuple[int, Run]], budge
         if nbytes <= budget:
             if not failed:
                 return Edge(value=choice, peak_bytes=nbytes)
-            return Edge(value=choice, peak_bytes=nbytes, beyond=failed[-1][1], beyond_peak_bytes=failed[-1][0])
+            return Edge(value=choice, peak_bytes=nbytes, next_value=failed[-1][1], next_peak_bytes=failed[-1][0])
         failed.append((nbytes, choice))
     closest = min(failed)
-    return Edge(beyond=closest[1], beyond_peak_bytes=closest[0])
+    return Edge(next_value=closest[1], next_peak_bytes=closest[0])

@@ -324,7 +324,7 @@ def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostStates:
+class OffloadedOptimizer:
     """Offloaded bytes of one rank on the host, and transfers of a step.
 
     Args:
@@ -337,7 +337,7 @@ class HostStates:
     gathered_bytes: int = 0
 
 
-def host_states(run: Run, total: Static) -> HostStates:
+def offloaded_optimizer(run: Run, total: Static) -> OffloadedOptimizer:
     """Return the offloaded states of a stage with these totals."""
     rule, precision = run.states_on_host, run.precision
     each = element_bytes(
@@ -350,7 +350,7 @@ def host_states(run: Run, total: Static) -> HostStates:
     paged = 0 if rule.steps_there else total.host_state
     times, elements = run.micro_batches, total.host_elements
     gathered = times * (1 + run.layout.resharded) * total.host_parameters
-    return HostStates(
+    return OffloadedOptimizer(
         host_bytes=total.host_state + elements * each.host + total.host_parameters,
         to_host_bytes=paged + elements * (times * each.sent_each + each.sent),
         to_device_bytes=paged + elements * (times * each.fetched_each + each.fetched) + gathered,

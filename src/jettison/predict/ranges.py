@@ -28,7 +28,7 @@ from __future__ import annotations
 import tomllib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from math import sqrt
@@ -121,7 +121,7 @@ class Residual:
     Args:
         kind: the class.
         runs, sources: of the class itself, without those it borrows.
-        of_this_kind: the class is the run's own, with its stack; otherwise a parent.
+        own_class: the class is the run's own, with its stack; otherwise a parent.
     """
 
     kind: str
@@ -130,7 +130,7 @@ class Residual:
     low: float
     expected: float
     high: float
-    of_this_kind: bool = True
+    own_class: bool = field(default=True, metadata={"former": "of_this_kind"})
 
     def seconds(self, modelled: float) -> tuple[float, float]:
         """Range of a modelled time."""
@@ -139,7 +139,7 @@ class Residual:
     @property
     def words(self) -> str:
         """Share, runs and class of the range, for tables."""
-        among = "" if self.of_this_kind else "no run of this class was compared; "
+        among = "" if self.own_class else "no run of this class was compared; "
         runs = f"{self.runs} published run{'s' * (self.runs != 1)} of {self.sources} source{'s' * (self.sources != 1)}"
         return f"{among}80 % range by {runs} ({self.kind})"
 
@@ -340,7 +340,7 @@ def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
     kind = next(kind for kind in classes if kind in table)
     row = table[kind]
     above = 2 if measure is Measure.FRAGMENTS else 3
-    return Residual(kind=kind, of_this_kind=kind in classes[:-above], **row)
+    return Residual(kind=kind, own_class=kind in classes[:-above], **row)
 
 
 def lineage(measure: Measure, run: Run, hardware: str = "") -> tuple[str, ...]:

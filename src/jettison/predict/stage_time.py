@@ -20,7 +20,7 @@ from jettison.formula.region import Region, embedding_region
 from jettison.formula.split_backward import computing_groups
 from jettison.formula.static import Static, state_bytes, static, together
 from jettison.predict.frozen_models import frozen_groups, frozen_run
-from jettison.predict.optimizer_state import host_states
+from jettison.predict.optimizer_state import offloaded_optimizer
 from jettison.predict.stages import COMPILERS, FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_length
 from jettison.predict.units import by_torch, moved_bytes, splits
 from jettison.spec.fp8 import WIDE, Library
@@ -481,7 +481,7 @@ class Timing:
         run = self.run
         if not run.states_on_host.moves:
             return 0.0
-        moved = host_states(run, together((self._static(item), item.count) for item in items))
+        moved = offloaded_optimizer(run, together((self._static(item), item.count) for item in items))
         updated = moved.to_device_bytes - moved.gathered_bytes  # the others are part of `Item.gathered`
         sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, updated))
         if not run.states_on_host.steps_there:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from jettison.core.units import GIB, format_bytes, format_percent, format_seconds, listed
@@ -40,7 +40,7 @@ SMALLEST: Final = 0.005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLink:
-    """A way to the host, in bytes a second in one direction, for one device."""
+    """Link of one device to CPU memory, in bytes a second in one direction."""
 
     name: str
     bytes_per_second: int
@@ -57,8 +57,8 @@ LINKS: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeOption:
-    """The run under one way of keeping or not keeping activations. ``fits``: the device, with its allowance, by
-    ``rule``; None where it does not.
+    """The run under one recompute setting. ``fits``: the device, with its allowance, by ``rule``; None where it does
+    not.
     """
 
     recompute: str
@@ -75,34 +75,35 @@ class Trade:
     """One saved tensor of a layer.
 
     Args:
-        again_seconds: to compute it from what else is saved; None: it may not be.
-        moved_seconds: one way to the host over the link at hand; None: there is none.
+        recompute_seconds: from other saved tensors; None: it may not be recomputed.
+        transfer_seconds: to CPU, or back, over the device's link; None: it has none.
         break_even_bytes_per_second: a link in one direction that costs as much as recomputation, if nothing is hidden.
-        links: those of `LINKS` over which moving it, unhidden, is quicker than computing it again.
+        links: those of `LINKS` over which offloading it, exposed, is faster than recomputing it.
     """
 
     role: str
     path: str
     nbytes: int
-    again_seconds: float | None
-    moved_seconds: float | None
+    recompute_seconds: float | None = field(metadata={"former": "again_seconds"})
+    transfer_seconds: float | None = field(metadata={"former": "moved_seconds"})
     break_even_bytes_per_second: float | None
     links: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinkTrip:
+class LinkTransfer:
     """All that a layer saves, over one link.
 
     Args:
-        hides: each way is no longer than the pass that it lies in.
-        quicker: both ways, unhidden, take less than computing the layer again.
+        transfer_seconds: in one direction.
+        hidden: each transfer is no longer than the pass that it overlaps with.
+        beats_recompute: both transfers, exposed, take less time than recomputing the layer.
     """
 
     link: HostLink
-    one_way_seconds: float
-    hides: bool
-    quicker: bool
+    transfer_seconds: float = field(metadata={"former": "one_way_seconds"})
+    hidden: bool = field(metadata={"former": "hides"})
+    beats_recompute: bool = field(metadata={"former": "quicker"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,24 +111,25 @@ class LayerOffload:
     """All saved tensors of a layer, offloaded and prefetched, or recomputed from its input.
 
     Args:
-        ways: over each of `LINKS`, and first over the device's own where that is none of them.
-        hides: each way is shorter than the pass that it lies in.
-        break_even_bytes_per_second: a link in one direction over which both ways, unhidden, take as long as computing
-            the layer again.
+        transfer_seconds: in one direction, over the device's own link.
+        links: each of `LINKS`, and first the device's own where that is none of them.
+        hidden: each transfer is shorter than the pass that it overlaps with.
+        break_even_bytes_per_second: a link in one direction over which both transfers, exposed, take as long as
+            recomputing the layer.
     """
 
     layer_bytes: int
-    one_way_seconds: float
+    transfer_seconds: float = field(metadata={"former": "one_way_seconds"})
     forward_seconds: float
     backward_seconds: float
-    again_seconds: float
-    ways: tuple[LinkTrip, ...]
-    hides: bool
+    recompute_seconds: float = field(metadata={"former": "again_seconds"})
+    links: tuple[LinkTransfer, ...] = field(metadata={"former": "ways"})
+    hidden: bool = field(metadata={"former": "hides"})
     break_even_bytes_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trilemma:
+class Alternatives:
     """Parts of a step's time, and the alternatives."""
 
     kinds: tuple[tuple[Class, float], ...]  # of the busiest stage's compute
@@ -137,7 +139,7 @@ class Trilemma:
     sentences: tuple[str, ...]
 
 
-def trilemma(found: Estimate) -> Trilemma:
+def alternatives_of(found: Estimate) -> Alternatives:
     """Everything that `--explain` adds to an estimate."""
     timing = Timing(run=found.run, hardware=found.hardware, execution=found.execution)
     options, offload = tuple(_options(found)), _offload(timing)
@@ -145,7 +147,7 @@ def trilemma(found: Estimate) -> Trilemma:
     for item in (item for chunk in walk(found.run)[found.busiest] for item in timing.items(chunk)):
         for kind, seconds in item.prices.by_class(item.region).items():
             totals[kind] += item.count * found.run.micro_batches * seconds
-    return Trilemma(
+    return Alternatives(
         kinds=tuple(totals.items()),
         options=options,
         trades=tuple(trades(found.run, found.hardware, found.execution)),
@@ -198,8 +200,8 @@ def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> 
             role=role,
             path=path,
             nbytes=nbytes,
-            again_seconds=again,
-            moved_seconds=None if hardware.host_bytes_per_second is None else host_seconds(nbytes, hardware),
+            recompute_seconds=again,
+            transfer_seconds=None if hardware.host_bytes_per_second is None else host_seconds(nbytes, hardware),
             break_even_bytes_per_second=limit,
             links=tuple(x.name for x in LINKS if limit is not None and x.bytes_per_second * reached > limit),
         )
@@ -238,19 +240,20 @@ def _offload(timing: Timing) -> LayerOffload | None:
     at_hand = HostLink(name=f"{hardware.name}'s own", bytes_per_second=hardware.host_bytes_per_second)
     known = hardware.host_bytes_per_second in {link.bytes_per_second for link in LINKS}
 
-    def trip(link: HostLink) -> LinkTrip:
+    def trip(link: HostLink) -> LinkTransfer:
         took = host_seconds(nbytes, replace(hardware, host_bytes_per_second=link.bytes_per_second))
-        return LinkTrip(link=link, one_way_seconds=took, hides=took <= min(forward, backward), quicker=2 * took < again)
+        hidden = took <= min(forward, backward)
+        return LinkTransfer(link=link, transfer_seconds=took, hidden=hidden, beats_recompute=2 * took < again)
 
     own = trip(at_hand)
     return LayerOffload(
         layer_bytes=nbytes,
-        one_way_seconds=own.one_way_seconds,
+        transfer_seconds=own.transfer_seconds,
         forward_seconds=forward,
         backward_seconds=backward,
-        again_seconds=again,
-        ways=tuple(map(trip, LINKS if known else (at_hand, *LINKS))),
-        hides=own.hides,
+        recompute_seconds=again,
+        links=tuple(map(trip, LINKS if known else (at_hand, *LINKS))),
+        hidden=own.hidden,
         break_even_bytes_per_second=2 * nbytes / again,
     )
 
@@ -277,10 +280,10 @@ def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: L
         took, peak = format_seconds(best.step_seconds), format_bytes(best.peak_bytes)
         yield f"The quickest that {best.rule.words} is {best.recompute}, {took} a step at a peak of {peak}."
     if offload is not None:
-        hides = "overlaps with both passes" if offload.hides else "is partly exposed"
+        hides = "overlaps with both passes" if offload.hidden else "is partly exposed"
         yield (
             f"A layer saves {format_bytes(offload.layer_bytes)}: one way to the host takes "
-            f"{format_seconds(offload.one_way_seconds)}, with a forward of {format_seconds(offload.forward_seconds)} "
+            f"{format_seconds(offload.transfer_seconds)}, with a forward of {format_seconds(offload.forward_seconds)} "
             f"and a backward of {format_seconds(offload.backward_seconds)}: offloading all of it {hides}."
         )
 
@@ -290,7 +293,7 @@ def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: L
 MOST_NAMED = 3
 """Tensors that are named, the largest first."""
 
-HERE, AGAIN, THERE = "kept", "recomputed", "on the host"
+KEPT, RECOMPUTED, OFFLOADED = "kept", "recomputed", "offloaded"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,37 +301,39 @@ class Reason:
     """Reasons for a layer's policy: recomputed and offloaded tensors, and the time that both take.
 
     Args:
-        again, moved: names of tensors that are recomputed in backward, and that are offloaded, largest first.
-        freed_bytes: not saved because they are recomputed, in ``again_seconds``.
-        way_seconds: of one transfer, which overlaps with the ``forward_seconds`` or ``backward_seconds`` of the next
-            region.
+        recomputed, offloaded: names of tensors that backward recomputes, and that are offloaded, largest first.
+        freed_bytes: not saved because they are recomputed, in ``recompute_seconds``.
+        transfer_seconds: of one transfer, which overlaps with the next region's ``forward_seconds`` or
+            ``backward_seconds``.
     """
 
     layer: str
-    again: tuple[str, ...]
+    recomputed: tuple[str, ...] = field(metadata={"former": "again"})
     freed_bytes: int
-    again_seconds: float
-    moved: tuple[str, ...]
-    moved_bytes: int
-    way_seconds: float
+    recompute_seconds: float = field(metadata={"former": "again_seconds"})
+    offloaded: tuple[str, ...] = field(metadata={"former": "moved"})
+    offloaded_bytes: int = field(metadata={"former": "moved_bytes"})
+    transfer_seconds: float = field(metadata={"former": "way_seconds"})
     forward_seconds: float
     backward_seconds: float
 
     @property
     def stalled_seconds(self) -> float:
-        """Seconds of copies, out and back, that nothing overlaps with."""
-        return sum(max(0.0, self.way_seconds - beside) for beside in (self.forward_seconds, self.backward_seconds))
+        """Seconds of both transfers that nothing overlaps with."""
+        passes = self.forward_seconds, self.backward_seconds
+        return sum(max(0.0, self.transfer_seconds - seconds) for seconds in passes)
 
     def __str__(self) -> str:
         words = []
-        if self.again:
-            spent, freed = format_seconds(self.again_seconds), format_bytes(self.freed_bytes)
-            words.append(f"recomputes {listed(self.again, MOST_NAMED)}: {spent} for {freed}")
-        if self.moved:
+        if self.recomputed:
+            spent, freed = format_seconds(self.recompute_seconds), format_bytes(self.freed_bytes)
+            words.append(f"recomputes {listed(self.recomputed, MOST_NAMED)}: {spent} for {freed}")
+        if self.offloaded:
             shortest = min(self.forward_seconds, self.backward_seconds)
             exposed = f", {format_seconds(self.stalled_seconds)} exposed" if self.stalled_seconds else ""
-            took = f"{format_seconds(self.way_seconds)} each way, with {format_seconds(shortest)} to overlap{exposed}"
-            words.append(f"offloads {listed(self.moved, MOST_NAMED)}: {took}")
+            took = f"{format_seconds(self.transfer_seconds)} each way"
+            overlap = f"with {format_seconds(shortest)} to overlap{exposed}"
+            words.append(f"offloads {listed(self.offloaded, MOST_NAMED)}: {took}, {overlap}")
         return "; ".join(words) or "everything fits"
 
 
@@ -355,29 +360,29 @@ def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion])
     moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
     return Reason(
         layer=part.name,
-        again=_names(part, AGAIN),
+        recomputed=_names(part, RECOMPUTED),
         freed_bytes=program.kept_bytes(program.saved_buffers()) - (program.kept_bytes(part.kept) if part.first else 0),
-        again_seconds=took.again.seconds,
-        moved=_names(part, THERE),
-        moved_bytes=moved,
-        way_seconds=host_seconds(moved, timing.hardware) if moved else 0.0,
+        recompute_seconds=took.again.seconds,
+        offloaded=_names(part, OFFLOADED),
+        offloaded_bytes=moved,
+        transfer_seconds=host_seconds(moved, timing.hardware) if moved else 0.0,
         forward_seconds=beside[0].forward.seconds if beside else 0.0,
         backward_seconds=sum(seconds.backward_seconds for seconds in beside),
     )
 
 
-def whereabouts(part: StageRegion) -> Mapping[int, str]:
-    """For each buffer that backward asks for, where it is in between."""
+def buffer_policies(part: StageRegion) -> Mapping[int, str]:
+    """Policy of each buffer that backward reads: `KEPT`, `RECOMPUTED` or `OFFLOADED`."""
     moved = frozenset[int]() if part.chosen is None else part.chosen.moved
     program = part.program
     wanted = [b for b in sorted(program.needed_buffers()) if not program.buffers[b].free and program.buffers[b].nbytes]
     stays = part.kept if part.first else frozenset[int]()  # of a segment the first layer's input alone
-    return {b: THERE if b in moved else HERE if b in stays else AGAIN for b in wanted}
+    return {b: OFFLOADED if b in moved else KEPT if b in stays else RECOMPUTED for b in wanted}
 
 
 def _names(part: StageRegion, wanted: str) -> tuple[str, ...]:
-    """Names of a region's tensors in one place, largest first."""
-    found = [b for b, place in whereabouts(part).items() if place == wanted]
+    """Names of a region's tensors with one policy, largest first."""
+    found = [b for b, place in buffer_policies(part).items() if place == wanted]
     found.sort(key=lambda b: -part.region.program.buffers[b].nbytes)
     return tuple(dict.fromkeys(tensor_name(part.region, b) for b in found))
 
@@ -393,7 +398,7 @@ MOST_STEPS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flip:
-    """Tensors of one name that change their place in so many layers; bytes are of one micro-batch on one rank."""
+    """Tensors of one name whose policy changes in these layers; bytes are of one micro-batch on one rank."""
 
     tensor: str
     before: str
@@ -438,8 +443,8 @@ def flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
     """Tensors that another plan of the same run has in another place; largest first."""
     found: defaultdict[tuple[str, str, str], list[tuple[str, int]]] = defaultdict(list)
     for old, new in zip(before.forecast.parts, after.forecast.parts, strict=True):
-        places = whereabouts(new)
-        for buffer, place in whereabouts(old).items():
+        places = buffer_policies(new)
+        for buffer, place in buffer_policies(old).items():
             if places[buffer] != place:
                 key = (tensor_name(old.region, buffer), place, places[buffer])
                 found[key].append((old.name, old.region.program.buffers[buffer].nbytes))

@@ -19,12 +19,12 @@ from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
-from jettison.report.schemas import document, part
+from jettison.report.schemas import data, document, part
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
 from jettison.spec.kernels import Scans
 
 if TYPE_CHECKING:  # asked for rarely
-    from jettison.report.alternatives import LayerOffload, RecomputeOption, Trade, Trilemma
+    from jettison.report.alternatives import Alternatives, LayerOffload, RecomputeOption, Trade
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class EstimateReport:
     found: Estimate
     memory: Forecast
     available_bytes: int
-    trilemma: Trilemma | None = None
+    alternatives: Alternatives | None = None
     wanted: Wanted = NOTHING_WANTED
     eager_memory: str = ""
     fit_rule: FitRule | None = None
@@ -99,7 +99,7 @@ class EstimateReport:
         """For programs. Seconds are of one step on the busiest stage, bytes of the worst rank."""
         found, run, training = self.found, self.found.run, self.training
         device, replay = found.hardware.under(found.execution.stack), found.replay
-        more = {} if self.trilemma is None else _explanation(self.trilemma)
+        more = {} if self.alternatives is None else _explanation(self.alternatives)
         return document(
             "jettison.estimate/1",
             found,
@@ -112,7 +112,7 @@ class EstimateReport:
             fusion=str(found.execution.fusion),
             stack=found.execution.stack,
             step_range_seconds=list(self.sure.seconds(found.step_seconds)),
-            prediction_error=asdict(self.sure),
+            prediction_error=data(self.sure),
             training=training and training.document(),
             mfu_by={str(counting): found.mfu_by(counting) for counting in Counting},
             model_flops=found.model_flops(),
@@ -133,7 +133,7 @@ class EstimateReport:
                 for index, stage in enumerate(found.stages)
             ],
             peak_bytes=self.memory.peak_bytes,
-            offloaded_optimizer=self.memory.host_states and asdict(self.memory.host_states),
+            offloaded_optimizer=self.memory.offloaded_optimizer and asdict(self.memory.offloaded_optimizer),
             available_bytes=self.available_bytes,
             fits=self.memory.peak_bytes <= self.available_bytes,
             fit_rule=self.fit_rule,
@@ -150,28 +150,28 @@ class EstimateReport:
         tables: list[RenderableType] = [facts(_facts(self)), _parts_table(self.found)]
         if len(self.found.stages) > 1:
             tables.append(_stages_table(self.found))
-        if self.trilemma is not None:
-            tables += _explanation_tables(self.trilemma)
+        if self.alternatives is not None:
+            tables += _explanation_tables(self.alternatives)
         return Group(*(part for table in tables for part in ("", table)))
 
 
-def _explanation(trilemma: Trilemma) -> dict[str, Any]:
+def _explanation(alternatives: Alternatives) -> dict[str, Any]:
     from jettison.report.alternatives import LINKS
 
     return {
-        "kinds": [{"kind": str(kind), "seconds": seconds} for kind, seconds in trilemma.kinds],
-        "options": [asdict(option) for option in trilemma.options],
-        "links": [asdict(link) for link in LINKS],
-        "trades": [asdict(trade) for trade in trilemma.trades],
-        "offload": trilemma.offload and asdict(trilemma.offload),
-        "sentences": list(trilemma.sentences),
+        "kinds": [{"kind": str(kind), "seconds": seconds} for kind, seconds in alternatives.kinds],
+        "options": data(alternatives.options),
+        "links": data(LINKS),
+        "trades": data(alternatives.trades),
+        "offload": data(alternatives.offload),
+        "sentences": list(alternatives.sentences),
     }
 
 
 def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     found, run = report.found, report.found.run
     yield "model", f"{report.model} on {run.layout.world} x {found.hardware.name}"
-    yield from run_facts(report.asked, report.memory.host_states)
+    yield from run_facts(report.asked, report.memory.offloaded_optimizer)
     held_to = "" if report.fit_rule is None else f", {report.fit_rule.words}"
     yield "recompute", f"{run.recompute.words}{held_to}; fusion {found.execution.fusion}"
     took = report.figures.step_seconds
@@ -228,20 +228,21 @@ def _stages_table(found: Estimate) -> FittedTable:
     )
 
 
-def _explanation_tables(trilemma: Trilemma) -> Iterator[RenderableType]:
-    whole = sum(seconds for _, seconds in trilemma.kinds) or 1.0
-    rows = [(str(kind), format_seconds(seconds), format_percent(seconds / whole)) for kind, seconds in trilemma.kinds]
-    yield grid("What the compute is", ("kernels",), ("seconds", "share"), rows)
-    yield _options_table(trilemma.options)
-    yield _trades_table(trilemma.trades, moved=trilemma.offload is not None)
-    if trilemma.offload is not None:
-        yield _trips_table(trilemma.offload)
-    yield Group(*(Text(line) for line in trilemma.sentences))
+def _explanation_tables(alternatives: Alternatives) -> Iterator[RenderableType]:
+    whole = sum(seconds for _, seconds in alternatives.kinds) or 1.0
+    kinds = alternatives.kinds
+    rows = [(str(kind), format_seconds(seconds), format_percent(seconds / whole)) for kind, seconds in kinds]
+    yield grid("Compute by kind of kernel", ("kernels",), ("seconds", "share"), rows)
+    yield _options_table(alternatives.options)
+    yield _trades_table(alternatives.trades, linked=alternatives.offload is not None)
+    if alternatives.offload is not None:
+        yield _transfers_table(alternatives.offload)
+    yield Group(*(Text(line) for line in alternatives.sentences))
 
 
 def _options_table(options: tuple[RecomputeOption, ...]) -> FittedTable:
     plain = next(option.step_seconds for option in options if option.recompute == "none")
-    table = grid("Ways to keep activations", ("recompute",), ("step", "against none", "MFU", "peak", "fits"))
+    table = grid("Recompute settings", ("recompute",), ("step", "vs none", "MFU", "peak", "fits"))
     for option in options:
         table.add_row(
             f"{option.recompute} (as it is)" if option.current else option.recompute,
@@ -255,33 +256,33 @@ def _options_table(options: tuple[RecomputeOption, ...]) -> FittedTable:
     return table
 
 
-def _trips_table(offload: LayerOffload) -> FittedTable:
+def _transfers_table(offload: LayerOffload) -> FittedTable:
     """A whole layer over each link."""
     title = (
-        f"A layer's {format_bytes(offload.layer_bytes)}: recomputed in {format_seconds(offload.again_seconds)}, "
-        f"as quick as moved at {offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
+        f"A layer's {format_bytes(offload.layer_bytes)}: recomputed in {format_seconds(offload.recompute_seconds)}, "
+        f"as fast as offloaded at {offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
     )
-    table = grid(title, ("link",), ("GB/s one way", "out", "out and back", "hides", "quicker unhidden"))
-    for trip in offload.ways:
-        width, out = f"{trip.link.bytes_per_second / 1e9:,.0f}", trip.one_way_seconds
-        said = ("yes" if holds else "no" for holds in (trip.hides, trip.quicker))
+    table = grid(title, ("link",), ("GB/s, one direction", "one transfer", "both", "hidden", "beats recompute"))
+    for trip in offload.links:
+        width, out = f"{trip.link.bytes_per_second / 1e9:,.0f}", trip.transfer_seconds
+        said = ("yes" if holds else "no" for holds in (trip.hidden, trip.beats_recompute))
         table.add_row(trip.link.name, width, format_seconds(out), format_seconds(2 * out), *said)
     return table
 
 
-def _trades_table(trades: tuple[Trade, ...], *, moved: bool) -> FittedTable:
-    """Args: moved: there is a host to move it to."""
+def _trades_table(trades: tuple[Trade, ...], *, linked: bool) -> FittedTable:
+    """Args: linked: the device has a link to CPU."""
     rows = []
     for trade in trades:
-        again = "never" if trade.again_seconds is None else format_seconds(trade.again_seconds)
-        way = "" if trade.moved_seconds is None else format_seconds(trade.moved_seconds)
+        again = "never" if trade.recompute_seconds is None else format_seconds(trade.recompute_seconds)
+        way = "" if trade.transfer_seconds is None else format_seconds(trade.transfer_seconds)
         limit = trade.break_even_bytes_per_second
         even = "" if limit is None else f"{limit / 1e9:,.0f} GB/s"
-        links = f"{trade.links[0]} and quicker" if trade.links else "none"
-        links = "any" if trade.again_seconds is None else links
+        links = f"{trade.links[0]} and faster" if trade.links else "none"
+        links = "any" if trade.recompute_seconds is None else links
         rows.append((trade.role, trade.path, format_bytes(trade.nbytes), again, way, even, links))
     left = ("tensor", "read by")
-    if not moved:
-        return grid("What a layer saves", left, ("bytes", "recomputed"), [row[:4] for row in rows])
-    right = ("bytes", "again", "one way to the host", "break-even link")
-    return grid("What a layer saves: recomputed or moved", left, right, rows, last=("moving is quicker over",))
+    if not linked:
+        return grid("Saved tensors of a layer", left, ("bytes", "recomputed"), [row[:4] for row in rows])
+    right = ("bytes", "recompute", "transfer to CPU", "break-even link")
+    return grid("Saved tensors of a layer: recompute or offload", left, right, rows, last=("offload wins over",))

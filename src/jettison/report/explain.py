@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -80,7 +80,7 @@ class Variant:
         activation_bytes: held between forwards and backwards on the worst stage, at most.
         recompute_flops: of GEMMs, for one micro-batch through the whole model on one rank of each stage.
             Only what backward needs is recomputed, which may be less than the forward of a layer.
-        of_forward: the same as a share of a forward's FLOPs; ``of_step`` of a forward's and a backward's.
+        forward_fraction: the same as a share of a forward's FLOPs; ``step_fraction`` of a forward's and a backward's.
     """
 
     change: str
@@ -89,8 +89,8 @@ class Variant:
     layer_bytes: int
     activation_bytes: int
     recompute_flops: int
-    of_forward: float
-    of_step: float
+    forward_fraction: float = field(metadata={"former": "of_forward"})
+    step_fraction: float = field(metadata={"former": "of_step"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,8 +342,8 @@ def _compare(found: Forecast, changes: Changes) -> Iterator[Variant]:
             layer_bytes=max(nbytes for part, (_, nbytes) in saved if part.is_layer),
             activation_bytes=other.worst.activation_bytes,
             recompute_flops=again,
-            of_forward=again / forward,
-            of_step=again / (FORWARDS_OF_A_STEP * forward),
+            forward_fraction=again / forward,
+            step_fraction=again / (FORWARDS_OF_A_STEP * forward),
         )
 
 
@@ -440,7 +440,7 @@ def remedy(
         return f"None of the {len(variants)} changes tried lowers it.{neither}"
     cost = ""
     if best.recompute_flops > recompute_flops:
-        cost = f", for {format_percent(best.of_forward)} of a forward recomputed"
+        cost = f", for {format_percent(best.forward_fraction)} of a forward recomputed"
     return (
         f"Of the changes tried, {best.change} lowers it most: to {format_bytes(best.peak_bytes)}, by "
         f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}.{neither}"

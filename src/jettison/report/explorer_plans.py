@@ -17,7 +17,7 @@ from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitVerdict, figures
 from jettison.predict.stages import FULL, NONE, StageRegion, kept_by
 from jettison.predict.time import estimate
-from jettison.report.alternatives import AGAIN, HERE, LINKS, THERE, flips, tensor_name, trades, whereabouts
+from jettison.report.alternatives import KEPT, LINKS, OFFLOADED, RECOMPUTED, buffer_policies, flips, tensor_name, trades
 from jettison.report.explain import FORWARDS_OF_A_STEP, recomputed_flops
 from jettison.report.explorer_models import GPU, MODEL, flags_text, line, planned, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
@@ -27,7 +27,7 @@ from jettison.spec.run import Run
 # The front: the fastest plan at each budget, what each does with every tensor, and what a GiB is worth ----------------
 
 FRONT_FLAGS: Final[dict[str, Any]] = {"dp": 8, "zero": 3, "seq": 8192, "micro_batch": 1}
-LETTERS: Final = {HERE: "k", AGAIN: "a", THERE: "h"}
+LETTERS: Final = {KEPT: "k", RECOMPUTED: "a", OFFLOADED: "h"}
 MOST, MOST_ASKED = 48, 8
 """Budgets of a sweep, a GiB or more apart, of `MODEL` and of models that were asked for: a plan may take seconds."""
 MOST_FLIPS: Final = 5
@@ -114,7 +114,7 @@ def _grids(plans: Sequence[AutoForecast]) -> tuple[list[dict[str, Any]], list[st
         """By name, since layers of several kinds have other buffers; a dot where a layer has no such tensor."""
         if part.region not in named:
             named[part.region] = _named(part)
-        letters = {named[part.region][buffer]: LETTERS[place] for buffer, place in whereabouts(part).items()}
+        letters = {named[part.region][buffer]: LETTERS[place] for buffer, place in buffer_policies(part).items()}
         text = "".join(letters.get(name, ".") for name in named[shown.region].values())
         return patterns.setdefault(text, len(patterns))
 
@@ -132,7 +132,7 @@ def _named(part: StageRegion) -> Mapping[int, str]:
     """Saved tensors by buffer, in the order in which a forward makes them; several of one name are numbered."""
     found: dict[int, str] = {}
     times: Counter[str] = Counter()
-    for buffer in whereabouts(part):
+    for buffer in buffer_policies(part):
         name = tensor_name(part.region, buffer)
         found[buffer] = f"{name} {times[name] + 1}" if times[name] else name
         times[name] += 1
@@ -227,7 +227,7 @@ def _offload(model: str, asked: dict[str, Any]) -> dict[str, Any]:
     tensors = []
     for trade in trades(plain, device):
         limit = trade.break_even_bytes_per_second
-        again = None if trade.again_seconds is None else rounded(trade.again_seconds)
+        again = None if trade.recompute_seconds is None else rounded(trade.recompute_seconds)
         tensors.append([trade.role, trade.nbytes, again, None if limit is None else round(limit / 1e9, 3)])
     return {
         "name": model,

@@ -17,11 +17,11 @@ from jettison.ledger.record import ENTRY_FIELDS, SavedTensor
 from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.optimizer_state import HostStates
+from jettison.predict.optimizer_state import OffloadedOptimizer
 from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import Resolved, flag_of
-from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
+from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, data, document, part
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import DropoutSites
 from jettison.spec.precision import Adding, Gradients
@@ -56,7 +56,7 @@ class LedgerReport:
         mesh_sizes: of the axes that shard the entries.
         asked: the run that a forecast is of.
         phases: of the worst stage.
-        host_states: what the worst rank's host has for the optimizer.
+        offloaded_optimizer: what the worst rank's host has for the optimizer.
         limit: what the peak is held against.
         choice: a planner's, where recompute was left to it.
         comparison: with another ledger's document.
@@ -75,7 +75,7 @@ class LedgerReport:
     rows: tuple[LayerRow, ...] = ()
     mesh_sizes: Mapping[str, int] = field(default_factory=dict)
     asked: Resolved | None = None
-    host_states: HostStates | None = None
+    offloaded_optimizer: OffloadedOptimizer | None = None
     limit: Limit | None = None
     choice: AutoForecast | None = None
     fit: FitAnswer | None = None
@@ -160,14 +160,14 @@ class LedgerReport:
                 "AllowanceBytes",
                 **{f"{name}_bytes": end - self.peak_bytes for name, end in found.device.whole().items()},
             ),
-            offloaded_optimizer=self.host_states and asdict(self.host_states),
+            offloaded_optimizer=self.offloaded_optimizer and asdict(self.offloaded_optimizer),
             budget_bytes=limit and limit.nbytes,
             fits=None if limit is None else self.fits,
             gpu=(limit and limit.gpu) or None,
             usable_bytes=limit.usable_bytes if limit and limit.gpu else None,
             auto=self.choice and _auto(self.choice),
-            fit=self.fit and self.fit.document(),
-            explain=self.explanation and asdict(self.explanation),
+            fit=self.fit and part("LedgerFit", self.fit),
+            explain=data(self.explanation),
             compare=differs and differs.document(),
             warnings=list(self.warnings),
             entries=[self._entry(entry) for entry in self.ledger] if self.with_entries else None,
@@ -293,7 +293,7 @@ def forecast_report(
         ),
         mesh_sizes=found.run.layout.mesh_sizes,
         asked=asked,
-        host_states=found.host_states,
+        offloaded_optimizer=found.offloaded_optimizer,
         limit=limit,
         choice=choice,
         fit=fit,

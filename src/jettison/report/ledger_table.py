@@ -15,7 +15,7 @@ from jettison.formula.region import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
 from jettison.ledger.ledger import storage_roles
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.optimizer_state import HostStates
+from jettison.predict.optimizer_state import OffloadedOptimizer
 from jettison.predict.ranges import FitRule
 from jettison.predict.run_request import Resolved
 from jettison.report.ledger import ComparedLedger, LedgerReport
@@ -93,7 +93,7 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
     else:
         model = asked.run.model
         yield "model", f"{counted}, {model.depth} layers, h {model.hidden}, V {model.vocab}"
-        yield from run_facts(asked, report.host_states, training=True)
+        yield from run_facts(asked, report.offloaded_optimizer, training=True)
         if asked.like:
             yield "like", asked.like
         yield "recompute", _recompute(report, asked)
@@ -112,7 +112,7 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "verdict", f"{verdict}: the peak is {share} of {of}"
 
 
-def run_facts(asked: Resolved, host: HostStates | None, *, training: bool = False) -> Iterator[tuple[str, str]]:
+def run_facts(asked: Resolved, host: OffloadedOptimizer | None, *, training: bool = False) -> Iterator[tuple[str, str]]:
     """Layout and batch of a described run, what is trained of it, and other models that it runs.
 
     Args:
@@ -133,14 +133,14 @@ def run_facts(asked: Resolved, host: HostStates | None, *, training: bool = Fals
         sent, fetched = format_bytes(host.to_host_bytes), format_bytes(host.to_device_bytes)
         there = f"{format_bytes(host.host_bytes)} a rank, as {run.states_on_host} has it"
         unknown = "; the host's own time is not counted" if run.states_on_host.steps_there else ", if all pages move"
-        yield "on the host", f"{there}; a step sends {sent} and fetches {fetched}{unknown}"
+        yield "CPU memory", f"{there}; a step copies {sent} to CPU and {fetched} back{unknown}"
 
 
 def _recompute(report: LedgerReport, asked: Resolved) -> str:
     recompute = asked.run.recompute
     text = report.recompute + (", layers compiled" if asked.run.compiled else "")
     text += ", what stays is offloaded" if recompute.offload else ""
-    text += f", {', '.join(recompute.sent)} on the host" if recompute.sent else ""
+    text += f", offloading {', '.join(recompute.sent)}" if recompute.sent else ""
     text += f", {recompute.whole} micro-batches of each window kept whole" if recompute.whole else ""
     if report.choice is None:
         return text
@@ -311,9 +311,10 @@ def changes_table(changes: Sequence[FittingChange]) -> FittedTable:
 
 
 def _edge(edge: Edge, *, on_device: bool) -> Iterator[str]:
-    ends = [(edge.value, edge.peak_bytes), (edge.beyond, edge.beyond_peak_bytes)]
-    may = (edge.value, edge.peak_bytes) if edge.may is None else (edge.may, edge.may_peak_bytes)
-    for value, nbytes in (*ends, may) if on_device else ends:
+    ends = [(edge.value, edge.peak_bytes), (edge.next_value, edge.next_peak_bytes)]
+    possible = (edge.possible_value, edge.possible_peak_bytes)
+    ends += [ends[0] if edge.possible_value is None else possible] if on_device else []
+    for value, nbytes in ends:
         yield "none" if value is None else str(value)
         yield "" if nbytes is None else format_bytes(nbytes)
     if on_device:
@@ -333,7 +334,7 @@ def explanation_table(found: Explanation) -> RenderableType:
     for one in (*found.recompute, *found.sequence_parallelism, *found.sharding):
         change, style = (f"{one.change} (as it is)", "bold") if one.current else (one.change, "")
         held = map(format_bytes, (one.peak_bytes, one.activation_bytes, one.layer_bytes))
-        variants.add_row(change, *held, f"{format_percent(one.of_forward)} of a forward", style=style)
+        variants.add_row(change, *held, f"{format_percent(one.forward_fraction)} of a forward", style=style)
     lines, core = list(found.sentences), found.core
     if core.saved_bytes:
         share = f"{format_percent(core.saved_bytes / core.layer_bytes)} of a layer's bytes"

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
-from jettison.report.schemas import document, part
+from jettison.report.schemas import data, document, part
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
 if TYPE_CHECKING:  # reading plans takes libraries that most commands can do without
@@ -47,9 +47,9 @@ def plan_table(plan: Plan) -> RenderableType:
     if plan.segments:
         rows.append(_segments(plan.segments))
     if moves:
-        rows.append(("on the host", exact(predicted.host_bytes)))
+        rows.append(("offloaded", exact(predicted.host_bytes)))
 
-    columns = ("kept", "on the host", "recomputed") if moves else ("kept", "recomputed")
+    columns = ("kept", "offloaded", "recomputed") if moves else ("kept", "recomputed")
     table = grid("What each layer does", ("layer", "policy"), columns)
     same = alike(plan.layers, lambda e: (e.policy, e.kept_bytes, e.offloaded_bytes, e.recompute_flops))
     for name, entry in (*same, (ROOT_NAME, plan.root)):
@@ -77,8 +77,8 @@ def export_table(found: Exported) -> RenderableType:
     kinds: dict[str, Callable[[Cost], str]] = {
         "peak": lambda cost: format_bytes(cost.peak_bytes),
         "kept by layers": lambda cost: format_bytes(cost.layer_bytes),
-        "held for backward": lambda cost: "" if cost.held_bytes is None else format_bytes(cost.held_bytes),
-        "on the host": lambda cost: format_bytes(cost.host_bytes) if cost.host_bytes else "",
+        "activations": lambda cost: "" if cost.activation_bytes is None else format_bytes(cost.activation_bytes),
+        "offloaded": lambda cost: format_bytes(cost.host_bytes) if cost.host_bytes else "",
         "recomputed": lambda cost: format_flops(cost.recompute_flops),
         f"at prices of {subject.hardware.name}": lambda cost: format_seconds(cost.recompute_seconds),
         "a step": lambda c: "" if c.step_seconds is None else format_seconds(subject.expected_ratio * c.step_seconds),
@@ -200,7 +200,7 @@ class ForecastPlan:
             stages=[
                 part("PlanStage", stage, stage=stage.index, peak_bytes=stage.peak.nbytes) for stage in found.stages
             ],
-            reasons=[asdict(reason) for reason in self.reasons.values()],
+            reasons=data(tuple(self.reasons.values())),
             warnings=list(self.warnings),
             what_if=None
             if self.what_if is None
@@ -210,7 +210,7 @@ class ForecastPlan:
                     row.answer,
                     peak_bytes=row.answer.forecast.peak_bytes,
                     saved_seconds=row.saved_seconds,
-                    flips=[asdict(flip) for flip in row.flips],
+                    flips=data(row.flips),
                 )
                 for row in self.what_if
             ],
@@ -235,7 +235,7 @@ class ForecastPlan:
         if recompute.offload:
             limit = "" if choice.host_budget_bytes is None else f" of {format_bytes(choice.host_budget_bytes)}"
             waited = f"{format_seconds(choice.stalled_seconds)} of copies exposed in a micro-batch"
-            rows.append(("offload", f"{format_bytes(choice.host_bytes)}{limit} on the host; {waited}"))
+            rows.append(("offload", f"{format_bytes(choice.host_bytes)}{limit} of CPU memory; {waited}"))
         if choice.segments:
             rows.append(_segments(choice.segments))
         if recompute.whole:
@@ -259,7 +259,7 @@ class ForecastPlan:
             why = str(self.reasons[one.layer])
             key = (one.policy, why, one.kept_bytes, one.offloaded_bytes, one.recompute_flops)
             groups.setdefault(key, []).append(one)
-        right = ("stage", "kept", "on the host", "recomputed")
+        right = ("stage", "kept", "offloaded", "recomputed")
         table = grid("What each layer does with one micro-batch", ("layer", "policy", "why"), right)
         for (policy, why, kept, moved, flops), same in groups.items():
             stages = span([f".{stage}" for stage in dict.fromkeys(one.stage for one in same)], brief=True).lstrip(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -13,10 +13,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jettison.core.errors import UsageError, first_problem
-from jettison.core.objects import summary
+from jettison.core.objects import each_renamed, summary
 from jettison.core.units import format_bytes, format_percent, format_ratio, format_seconds
 from jettison.ledger.levels import StepLevels
-from jettison.report.schemas import document
+from jettison.report.schemas import document, part
 from jettison.report.tables import alike, exact, facts, grid
 from jettison.solve.plan import PlanTensor
 
@@ -33,7 +33,7 @@ class LayerProof:
 
     layer: str
     policy: str
-    plain_bytes: int
+    baseline_bytes: int = field(metadata={"former": "plain_bytes"})
     predicted_bytes: int
     observed_bytes: int
     counted: bool = True
@@ -142,10 +142,9 @@ class Proof:
 
     def document(self) -> dict[str, Any]:
         """The proof as what JSON is made of."""
-        names = ("plain_bytes", "predicted_bytes", "observed_bytes")
+        names = ("baseline_bytes", "predicted_bytes", "observed_bytes")
         totals = {name: sum(getattr(entry, name) for entry in self.layers) for name in names}
-        known = asdict(self) | {"layers": [asdict(entry) for entry in self.layers]}
-        return document(SCHEMA, passed=self.passed, **known, saved=totals)
+        return document(SCHEMA, self, saved=part("SavedSums", **totals))
 
     def to_json(self) -> str:
         """The document as JSON text; `from_json` reads it back."""
@@ -160,7 +159,10 @@ class Proof:
         """
         try:
             TypeAdapter(_ProofHeader).validate_json(text, strict=True)
-            return _adapter().validate_json(text, strict=True)
+            stated = json.loads(text)
+            if "layers" in stated:
+                stated["layers"] = each_renamed(LayerProof, stated["layers"])
+            return _adapter().validate_json(json.dumps(stated), strict=True)
         except ValidationError as error:
             raise UsageError(f"not a {SCHEMA} document: {first_problem(error)}") from error
 
@@ -223,4 +225,4 @@ def _facts(proof: Proof) -> Iterator[tuple[str, str]]:
 
 
 def _sides(entry: LayerProof) -> tuple[int, int, int]:
-    return entry.plain_bytes, entry.predicted_bytes, entry.observed_bytes
+    return entry.baseline_bytes, entry.predicted_bytes, entry.observed_bytes

@@ -15,7 +15,7 @@ from jettison.core.units import format_bytes, format_flops, format_ratio, format
 from jettison.report.page import page
 from jettison.report.plan import ROOT_NAME
 from jettison.report.schemas import document
-from jettison.report.subject import Fate, Grid, ReportSubject, SubjectLayer
+from jettison.report.subject import Grid, ReportSubject, SubjectLayer, TensorPolicy
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
 SCHEMA: Final = "jettison.report/1"
@@ -90,10 +90,13 @@ def _bytes(value: int | None) -> str:
     return "" if value is None else format_bytes(value)
 
 
+_SIDES: Final = ("predicted", "measured", "baseline")
+
+
 def _phases(subjects: Sequence[ReportSubject]) -> FittedTable:
     two = len(subjects) > 1
     rows = [
-        (row.phase, *([mark] if two else []), *map(_bytes, (row.predicted_bytes, row.measured_bytes, row.plain_bytes)))
+        (row.phase, *([mark] if two else []), *map(_bytes, (getattr(row, f"{side}_bytes") for side in _SIDES)))
         for mark, subject in zip(_NAMES, subjects, strict=False)
         for row in subject.phases
     ]
@@ -112,10 +115,10 @@ def _of_one(subject: ReportSubject, mark: str) -> Iterable[RenderableType]:
         columns = ("budget", "tensors that change their place")
         yield grid(f"{mark}What each next GiB would change", columns, ("a step saves",), found)
     for each in subject.grids:
-        yield _fates(each, mark)
+        yield _policies(each, mark)
     if (ratio := subject.ratio) is not None:
         quartiles = f"quartiles {ratio.low:.2f} to {ratio.high:.2f}, {ratio.rounds} rounds"
-        plain = format_seconds(ratio.plain_seconds)
+        plain = format_seconds(ratio.baseline_seconds)
         yield Text(f"{mark}step time {format_ratio(ratio.median)} plain autograd's {plain} ({quartiles})")
 
 
@@ -124,11 +127,11 @@ def _layers(layers: Sequence[SubjectLayer], mark: str) -> FittedTable:
 
     def figures(row: SubjectLayer) -> dict[str, str]:
         return {
-            "plain": _bytes(row.plain_bytes),
+            "plain autograd": _bytes(row.baseline_bytes),
             "predicted": _bytes(row.predicted_bytes),
             "measured": _bytes(row.measured_bytes),
-            "on the host": _bytes(row.host_bytes or None),
-            "again": format_flops(row.recompute_flops) if row.recompute_flops else "",
+            "offloaded": _bytes(row.host_bytes or None),
+            "recomputed": format_flops(row.recompute_flops) if row.recompute_flops else "",
         }
 
     used = [name for name in figures(layers[0]) if any(figures(row)[name] for row in layers)]
@@ -138,17 +141,17 @@ def _layers(layers: Sequence[SubjectLayer], mark: str) -> FittedTable:
     return table
 
 
-def _fates(found: Grid, mark: str) -> FittedTable:
+def _policies(found: Grid, mark: str) -> FittedTable:
     """Tensors by what happens to them: layers in short."""
     alone = found.title == ROOT_NAME
     whose, happens = (found.title, "happens") if alone else ("each layer", "happens in layers")
     table = grid(f"{mark}Saved tensors of {whose}", ("tensor", happens), ("bytes",))
-    for tensor, fates in zip(found.tensors, found.fates, strict=True):
-        groups: dict[Fate, list[str]] = {}
-        for layer, fate in zip(found.layers, fates, strict=True):
-            if fate is not None:
-                groups.setdefault(fate, []).append(layer)
-        words = [str(fate) if alone else f"{fate} {span(names, brief=True)}" for fate, names in groups.items()]
+    for tensor, policies in zip(found.tensors, found.policies, strict=True):
+        groups: dict[TensorPolicy, list[str]] = {}
+        for layer, policy in zip(found.layers, policies, strict=True):
+            if policy is not None:
+                groups.setdefault(policy, []).append(layer)
+        words = [str(policy) if alone else f"{policy} {span(names, brief=True)}" for policy, names in groups.items()]
         name = f"{tensor.name}{f' of {tensor.path}' if tensor.path else ''}"
         table.add_row(name, "; ".join(words), format_bytes(tensor.nbytes) if tensor.dtype else "")
     return table

@@ -12,13 +12,15 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from typing_extensions import TypedDict
+
+from jettison.core.objects import former_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +81,8 @@ def _types(name: str) -> dict[str, str]:
     """Types of a document or part by key, as text."""
     found = {"schema": f'Literal["{name}"]'} if "/" in name else {}
     for key, kind in _file()[name].items():
-        if key == "_fields":  # of a dataclass
-            module, _, owner = kind.rpartition(".")
-            found |= {one.name: str(one.type) for one in fields(getattr(import_module(module), owner))}
+        if key == "_fields":
+            found |= {one.name: str(one.type) for one in fields(_named(kind))}
         elif key not in ("_says", "_former"):
             found[key] = kind
     former = _former(name)
@@ -93,10 +94,17 @@ def _types(name: str) -> dict[str, str]:
     }
 
 
+def _named(path: str) -> Any:
+    """The dataclass of a path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
 def _former(name: str) -> dict[str, str]:
     """Former names of a document's or part's renamed keys, by key."""
-    found: dict[str, str] = _file()[name].get("_former", {})
-    return found
+    table = _file()[name]
+    found: dict[str, str] = former_names(_named(table["_fields"])) if "_fields" in table else {}
+    return {**found, **table.get("_former", {})}
 
 
 def keys_of(name: str) -> tuple[str, ...]:
@@ -110,14 +118,25 @@ def keys_of(name: str) -> tuple[str, ...]:
 
 def part(name: str, source: object = None, /, **stated: Any) -> dict[str, Any]:
     """A document, or a part of one, with all its keys: as stated, else the source's attribute of that name, else null.
+    Dataclasses among these are parts as well.
 
     Args:
         name: as of `keys_of`.
     """
     keys = keys_of(name)
     assert stated.keys() <= set(keys), (name, stated.keys() - set(keys))
-    found = {key: stated[key] if key in stated else getattr(source, key, None) for key in keys}
+    found = {key: stated[key] if key in stated else data(getattr(source, key, None)) for key in keys}
     return found | {former: found[key] for key, former in _former(name).items()}
+
+
+def data(value: Any) -> Any:
+    """A value of a document as what JSON is made of: dataclasses become parts."""
+    if isinstance(value, (tuple, list)):
+        return [data(one) for one in value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    name = type(value).__name__
+    return part(name, value) if name in _file() else {key.name: data(getattr(value, key.name)) for key in fields(value)}
 
 
 def document(schema: str, source: object = None, /, **stated: Any) -> dict[str, Any]:
@@ -149,7 +168,8 @@ def _shapes() -> dict[str, Any]:
     for name, table in tables.items():
         hints = get_type_hints(type(name, (), {"__annotations__": _types(name)}), space, include_extras=True)
         made: Any = TypedDict(name, hints)  # type: ignore[misc]
-        made.__doc__, made.__module__ = table.get("_says"), "jettison.report.schemas"  # also when run as a script
+        made.__doc__ = table.get("_says") or (_named(table["_fields"]).__doc__ if "_fields" in table else None)
+        made.__module__ = "jettison.report.schemas"  # also when run as a script
         space[name] = made
     return space
 

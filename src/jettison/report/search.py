@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -14,7 +14,7 @@ from jettison.core.units import format_bytes, format_count, format_percent, form
 from jettison.predict.allowance import available_to
 from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, scaled, time_residual, unlike_anchor
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
-from jettison.report.schemas import document, part
+from jettison.report.schemas import data, document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
 from jettison.search.branch_and_bound import REACH
 from jettison.search.evaluate import Evaluated
@@ -115,7 +115,7 @@ class SearchReport:
             feasible=True,
             closest=None if answer.closest is None else self._candidate(answer.closest),
             over_budget_bytes=answer.closest and answer.closest.lacks,
-            prediction_error=asdict(sure),
+            prediction_error=data(sure),
             trainings=[one.document() for one in self.trainings] or None,
             candidates=[self._candidate(found) for found in answer.ranked],
             pareto_front=[self._candidate(found) for found in answer.front],

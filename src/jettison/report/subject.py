@@ -17,6 +17,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter, ValidationError
 
 from jettison.core.errors import PlanMismatch, UsageError, first_problem
+from jettison.core.objects import each_renamed
 from jettison.core.units import format_count, format_percent, format_seconds
 from jettison.ledger.levels import StepLevels
 from jettison.predict.ranges import Range
@@ -43,14 +44,14 @@ class SubjectKind(StrEnum):
     RUN = "training run"
 
 
-class Fate(StrEnum):
-    """Place of a saved tensor between forward and backward."""
+class TensorPolicy(StrEnum):
+    """Policy of a saved tensor between forward and backward."""
 
     KEEP = "kept"
-    AGAIN = "recomputed"
-    HOST = "on the host"
-    PACK = "kept in fewer bytes"
-    SHARED = "held by others"
+    RECOMPUTE = "recomputed"
+    OFFLOAD = "offloaded"
+    PACK = "packed"
+    SHARED = "shared"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,7 @@ class PhaseBytes:
     phase: str
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
-    plain_bytes: int | None = None
+    baseline_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ class SubjectLayer:
     policy: str
     predicted_bytes: int | None = None
     measured_bytes: int | None = None
-    plain_bytes: int | None = None
+    baseline_bytes: int | None = None
     host_bytes: int | None = None
     recompute_flops: int | None = None
     why: str = ""
@@ -99,12 +100,12 @@ class TensorKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Tensors by layers: ``fates[i][j]`` is that of tensor i in layer j, None where the layer has none such."""
+    """Tensors by layers: ``policies[i][j]`` is that of tensor i in layer j, None where the layer has none such."""
 
     title: str
     layers: tuple[str, ...]
     tensors: tuple[TensorKind, ...]
-    fates: tuple[tuple[Fate | None, ...], ...]
+    policies: tuple[tuple[TensorPolicy | None, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +115,7 @@ class Ratio:
     median: float
     low: float
     high: float
-    plain_seconds: float
+    baseline_seconds: float
     rounds: int
 
 
@@ -148,7 +149,7 @@ class ReportSubject:
         holds: whether it shows what it is to show; None where nothing was run.
         sentences: what was shown or not, first ones first.
         facts: what else there is to say, as names and values.
-        levels: bytes over the step: predicted, measured, plain.
+        levels: bytes over the step: predicted, measured, baseline.
         command: what makes such a document.
         peak_roles: bytes of the peak by role; together they are the peak.
         next_gib: what each next GiB would change; None where nobody asked.
@@ -206,7 +207,7 @@ def _grids(layers: Sequence[LayerPlan | LayerProof], tensors: Sequence[PlanTenso
             title=title,
             layers=tuple(layer.layer or ROOT_NAME for layer in part),
             tensors=tuple(kind for kind, _ in kinds),
-            fates=tuple(tuple(column.get(kind) for column in columns) for kind in kinds),
+            policies=tuple(tuple(column.get(kind) for column in columns) for kind in kinds),
         )
         found += [grid] if kinds else []
     return tuple(found)
@@ -214,18 +215,18 @@ def _grids(layers: Sequence[LayerPlan | LayerProof], tensors: Sequence[PlanTenso
 
 def _named(
     layer: LayerPlan | LayerProof, tensors: Sequence[PlanTensor]
-) -> Iterator[tuple[tuple[TensorKind, int], Fate]]:
+) -> Iterator[tuple[tuple[TensorKind, int], TensorPolicy]]:
     """A layer's tensors, those that look alike told apart by their order, and what happens to each."""
-    fates = {
-        **dict.fromkeys(layer.kept, Fate.KEEP),
-        **dict.fromkeys(layer.offloaded, Fate.HOST),
-        **dict.fromkeys(layer.packed, Fate.PACK),
+    policies = {
+        **dict.fromkeys(layer.kept, TensorPolicy.KEEP),
+        **dict.fromkeys(layer.offloaded, TensorPolicy.OFFLOAD),
+        **dict.fromkeys(layer.packed, TensorPolicy.PACK),
     }
     seen: dict[TensorKind, int] = {}
     for one in (one for one in tensors if one.digest == layer.digest):
         kind = TensorKind(name=one.role or one.op, path=one.path, shape=one.shape, dtype=one.dtype, nbytes=one.nbytes)
         seen[kind] = seen.get(kind, 0) + 1
-        yield (kind, seen[kind]), fates.get(one.buffer, Fate.SHARED if one.free else Fate.AGAIN)
+        yield (kind, seen[kind]), policies.get(one.buffer, TensorPolicy.SHARED if one.free else TensorPolicy.RECOMPUTE)
 
 
 # Proofs and plans of live models --------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def _named(
 
 def proof_subject(proof: Proof, name: str) -> ReportSubject:
     """A proof, as `verify` made it."""
-    levels = _known(predicted=proof.predicted_levels, measured=proof.measured_levels, plain=proof.baseline_levels)
+    levels = _known(predicted=proof.predicted_levels, measured=proof.measured_levels, baseline=proof.baseline_levels)
     return ReportSubject(
         kind=SubjectKind.PROOF,
         name=name,
@@ -253,7 +254,7 @@ def proof_subject(proof: Proof, name: str) -> ReportSubject:
                 policy=one.policy,
                 predicted_bytes=one.predicted_bytes,
                 measured_bytes=one.observed_bytes,
-                plain_bytes=one.plain_bytes,
+                baseline_bytes=one.baseline_bytes,
             )
             if one.counted
             else SubjectLayer(layer=one.layer, policy="not recorded")
@@ -265,7 +266,7 @@ def proof_subject(proof: Proof, name: str) -> ReportSubject:
             median=proof.step_time_ratio,
             low=proof.step_time_ratio_low,
             high=proof.step_time_ratio_high,
-            plain_seconds=proof.baseline_step_seconds,
+            baseline_seconds=proof.baseline_step_seconds,
             rounds=proof.rounds,
         ),
         environment=tuple((proof.environment or {"torch": proof.torch_version}).items()),
@@ -522,16 +523,18 @@ def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
     """Bytes are of one micro-batch on one rank. Such a plan names the tensors alone that some layer does not keep."""
     reasons = {reason.layer: reason for reason in plan.reasons}
     named = [layer.layer for layer in plan.layers if layer.layer in reasons]
-    tensors = dict.fromkeys(name for layer in named for name in (*reasons[layer].again, *reasons[layer].moved))
+    tensors = dict.fromkeys(name for layer in named for name in (*reasons[layer].recomputed, *reasons[layer].offloaded))
 
-    def fate(reason: Reason, name: str) -> Fate:
-        return Fate.AGAIN if name in reason.again else Fate.HOST if name in reason.moved else Fate.KEEP
+    def policy(reason: Reason, name: str) -> TensorPolicy:
+        if name in reason.recomputed:
+            return TensorPolicy.RECOMPUTE
+        return TensorPolicy.OFFLOAD if name in reason.offloaded else TensorPolicy.KEEP
 
     grid = Grid(
         title="layers",
         layers=tuple(named),
         tensors=tuple(TensorKind(name=each, path="", shape=(), dtype="", nbytes=0) for each in tensors),
-        fates=tuple(tuple(fate(reasons[layer], each) for layer in named) for each in tensors),
+        policies=tuple(tuple(policy(reasons[layer], each) for layer in named) for each in tensors),
     )
     expected = plan.figures.step_seconds  # older documents have only the modelled time
     modelled = format_seconds(plan.predicted.step_seconds)
@@ -552,7 +555,7 @@ def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
             budget=plan.budget_bytes,
             smallest_budget=plan.minimum_budget_bytes,
             predicted_peak=plan.predicted.peak_bytes,
-            on_the_host=plan.predicted.host_bytes or None,
+            offloaded=plan.predicted.host_bytes or None,
         ),
         phases=tuple(PhaseBytes(phase=f"stage {s.stage}", predicted_bytes=s.peak_bytes) for s in plan.stages),
         layers=tuple(_planned(one, stage=one.stage, why=str(reasons.get(one.layer, ""))) for one in plan.layers),
@@ -611,7 +614,9 @@ def _subject(path: Path) -> ReportSubject:
         if schema == PROOF_SCHEMA:
             return proof_subject(Proof.from_json(text), name)
         if document.get("made_from") == DESCRIBED:
-            return _described_subject(TypeAdapter(_DescribedPlan).validate_json(text), name)
+            if "reasons" in document:
+                document["reasons"] = each_renamed(Reason, document["reasons"])
+            return _described_subject(TypeAdapter(_DescribedPlan).validate_python(document), name)
         plan, about = Plan.from_json(text), TypeAdapter(_About).validate_json(text)
         return plan_subject(plan, name, about.environment or {})
     except ValidationError as error:

@@ -52,7 +52,7 @@ class Assumptions:
     Args:
         batches: the planned arguments of every call in a step, as (args, kwargs).
         signature: the root's signature of the first of them.
-        gradients_held: the plan counts gradients from the start of the forward on.
+        gradients_preallocated: the plan counts gradients from the start of the forward on.
         in_flight: most calls between forward and backward at a time.
         backwards: the kinds of backward that the plan knows of, see `backward_kinds`.
         room_bytes: budget left for outputs that the loop references during backward; None: the plan counts them.
@@ -67,7 +67,7 @@ class Assumptions:
         signature: Any,
         *,
         budget_bytes: int,
-        gradients_held: bool,
+        gradients_preallocated: bool,
         in_flight: int = 1,
         backwards: Iterable[str] = (),
         room_bytes: int | None = None,
@@ -81,7 +81,7 @@ class Assumptions:
         self.in_flight = in_flight
         self.known = {signature}
         self.budget_bytes = budget_bytes
-        self.gradients_held = gradients_held
+        self.gradients_preallocated = gradients_preallocated
         self.said = set(backwards)
         self.expects = False  # the handle plans for batches that are announced to it
         self.thaws = False  # and for parameters that are unfrozen by then
@@ -108,13 +108,13 @@ class Assumptions:
         if signature not in self.known:
             self.known.add(signature)
             self._compare(args, kwargs)
-        if not self.gradients_held and any(p.grad is not None for p in self.ends):
+        if not self.gradients_preallocated and any(p.grad is not None for p in self.ends):
             self._say(
                 "gradients",
                 f"gradients ({format_bytes(self.gradient_bytes)}) are there already when the forward begins, as they "
                 "are when several backwards add up or after zero_grad(set_to_none=False)",
                 "that the first backward makes them, one by one",
-                "plan with gradients_held=True, or free them with zero_grad(set_to_none=True) before each forward",
+                "plan with gradients_preallocated=True, or zero_grad(set_to_none=True) before each forward",
             )
         replica = None if self.replicated else DistributedDataParallel._get_active_ddp_module()
         if replica is not None and replica.module is self.model:
@@ -195,8 +195,8 @@ class Assumptions:
             self._say(
                 "outputs",
                 f"the loop still holds what the model returned ({format_bytes(nbytes)}) when backward begins",
-                "that it does not (holds_output=False)",
-                "plan with holds_output=True, or write model(**batch).loss.backward()",
+                "that it does not (keep_output=False)",
+                "plan with keep_output=True, or write model(**batch).loss.backward()",
             )
 
     def _is_partial(self) -> bool:

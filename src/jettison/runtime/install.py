@@ -185,7 +185,7 @@ def _region_plans(
 def returned(traced: ModelTrace) -> dict[str, set[Place]]:
     """By block, those of its arguments and results that the model returns, so that the loop references them."""
     found: dict[str, set[Place]] = {}
-    if not traced.loop.holds_output:
+    if not traced.loop.keep_output:
         return found
     root = traced.root
     held = {

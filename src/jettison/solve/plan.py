@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jettison.core.errors import PlanMismatch, UsageError, first_problem
-from jettison.core.objects import summary
+from jettison.core.objects import renamed, summary, with_former_names
 from jettison.core.units import format_bytes, format_percent
 from jettison.ledger.levels import StepLevels
 from jettison.ledger.program import Program, Source
@@ -165,7 +165,8 @@ class Plan:
     segments: tuple[tuple[str, str], ...] = ()
     model: str  # the model's fingerprint
     torch_version: str = ""  # version that recorded the programs
-    gradients_held: bool = False  # gradients exist from the start of the forward
+    gradients_preallocated: bool = field(default=False, metadata={"former": "gradients_held"})
+    """Gradients exist from the start of the forward."""
     chunked_loss: bool = False  # cross entropy runs over chunks of rows
     tensors: tuple[PlanTensor, ...] = field(default=(), compare=False, repr=False)
     levels: StepLevels | None = field(default=None, compare=False, repr=False)
@@ -203,10 +204,11 @@ class Plan:
         fields = asdict(self)
         for shown in ("solver", "tensors", "levels"):
             del fields[shown]
-        # plans of older versions lack the key
-        for name in ("gradients_held", "chunked_loss"):
-            if not fields[name]:
-                del fields[name]
+        # hashes of older plans cover neither key, or the former one
+        if fields.pop("gradients_preallocated"):
+            fields["gradients_held"] = True
+        if not self.chunked_loss:
+            del fields["chunked_loss"]
         fields["predicted"] = {"peak_bytes": self.predicted.peak_bytes}
         for entry in (*fields["layers"], fields["root"]):
             del entry["price"]
@@ -220,8 +222,8 @@ class Plan:
         for entry in (*fields["layers"], fields["root"]):
             entry["stage"] = None
         fields["predicted"]["stalled_seconds"] = None
-        fields["gradients_preallocated"] = self.gradients_held
-        known = {"schema": SCHEMA, "made_from": "trace", "feasible": True, **fields, "hash": self.hash}
+        known = {"schema": SCHEMA, "made_from": "trace", "feasible": True, "hash": self.hash}
+        known |= with_former_names(Plan, fields)
         return {key: known.get(key) for key in KEYS}
 
     def to_json(self) -> str:
@@ -241,7 +243,7 @@ class Plan:
         try:
             header, whole = _adapters()
             stated: _PlanHeader = header.validate_json(text, strict=True)
-            plan: Plan = whole.validate_json(text, strict=True)
+            plan: Plan = whole.validate_json(json.dumps(renamed(Plan, json.loads(text))), strict=True)
         except ValidationError as error:
             raise UsageError(f"not a {SCHEMA} document: {first_problem(error)}") from error
         if plan.hash != stated.hash:

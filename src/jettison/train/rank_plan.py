@@ -177,7 +177,7 @@ def _apply(part: RankModule, plan: Plan, like: str, room: int | None) -> Applied
 
 
 def _trace(part: RankModule) -> ModelTrace:
-    loop = Loop(holds_output=False, compile=compile_settings(part.compile, [part.model]))
+    loop = Loop(keep_output=False, compile=compile_settings(part.compile, [part.model]))
     return traced(part.model, part.batch, loss_fn=part.loss_fn, regions=part.regions, loop=loop, mode=part.mode)
 
 

@@ -69,7 +69,7 @@ def verify_given(
             )
     progress("copying the model")
     plain = independent_copy(model) if against is None else _like(against, model)
-    theirs = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, holds_output=True, own=step)
+    theirs = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, keep_output=True, own=step)
     plain_side = replace(theirs, model=plain, optimizer=mirrored(optimizer, model, plain), under=plainly)
     start = Streams.now()
     with torch.enable_grad():

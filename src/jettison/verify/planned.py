@@ -56,7 +56,7 @@ def verify(
     hardware: Hardware | str | None = None,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    holds_output: bool = True,
+    keep_output: bool = True,
     values: bool = False,
     steps: int = STEPS,
     rounds: int = ROUNDS,
@@ -81,7 +81,7 @@ def verify(
         offload, hardware: with a budget, as for `auto_checkpoint`.
         host_budget: with a budget or a plan that offloads, the limit of pinned CPU memory.
         optimizer: over the model's parameters.
-        holds_output: as for `auto_checkpoint`: whether the loop references the model's output until the step ends.
+        keep_output: as for `auto_checkpoint`: whether the loop references the model's output until the step ends.
         look: called with the plain side and the planned one at the end, while the plan is on.
         values: in one more step compare every tensor that backward gets with the forward's, in all bits, and name the
             first that departs. That step takes the memory of plain autograd in addition to the plan's.
@@ -95,7 +95,7 @@ def verify(
     if sum(given is not None for given in (budget, plan, handle)) != 1:
         raise UsageError("verify() needs exactly one of budget=, plan= and handle=")
     expect_module(model)
-    given = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, holds_output=holds_output)
+    given = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, keep_output=keep_output)
     stay = handle.regions if handle is not None else ()
     with leaving_untrained(given, stay):
         progress("copying the model")
@@ -109,8 +109,8 @@ def verify(
                 budget,
                 optimizer=optimizer,
                 loss_fn=loss_fn,
-                holds_output=holds_output,
-                gradients_held=False,
+                keep_output=keep_output,
+                gradients_preallocated=False,
                 compile=compile,
                 offload=offload,
                 host_budget=host_budget,
@@ -213,7 +213,7 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerPr
         found.append(
             LayerProof(
                 layer=layer,
-                plain_bytes=before[layer],
+                baseline_bytes=before[layer],
                 predicted_bytes=after.get(layer, 0) - packed.get(layer, 0),
                 observed_bytes=observed.get(OUTSIDE if layer == OUTSIDE_LAYER else name, 0),
                 counted=layer not in opaque,

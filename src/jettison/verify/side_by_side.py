@@ -49,7 +49,7 @@ class Side:
     optimizer: torch.optim.Optimizer | None
     batch: Any
     loss_fn: LossFn | None
-    holds_output: bool
+    keep_output: bool
     own: Callable[[nn.Module, Any], object] | None = None
     under: Callable[[], AbstractContextManager[object]] = nullcontext
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -70,7 +70,7 @@ class Side:
         with self.phase("forward"):
             output = call_model(self.model, self.batch)
             loss = loss_of(output, self.loss_fn)
-            if not self.holds_output:
+            if not self.keep_output:
                 output = None
         with self.phase("backward"), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             loss.backward()

@@ -81,8 +81,8 @@ class _First:
                 callback.memory_budget,
                 optimizer=optimizers[0] if len(optimizers) == 1 else None,
                 loss_fn=_loss_of,
-                holds_output=False,
-                gradients_held=True,  # Lightning frees them between a forward and its backward
+                keep_output=False,
+                gradients_preallocated=True,  # Lightning frees them between a forward and its backward
                 **callback.options,
             )
         plans = callback.applied.batches

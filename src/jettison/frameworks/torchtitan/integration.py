@@ -81,7 +81,7 @@ class TorchtitanPlan(TrainerPlan):
             self.memory_budget,
             optimizer=as_one(list(trainer.optimizers)),
             step=step,
-            gradients_held=waiting > 0,
+            gradients_preallocated=waiting > 0,
             **self.options,
         )
 

@@ -68,7 +68,7 @@ class TransformersPlan(TrainerPlan):
             optimizer=getattr(optimizer, "optimizer", optimizer),  # inside accelerate's wrapper
             step=step,
             models=(model, *others.values()) if others else (),
-            gradients_held=trainer.args.gradient_accumulation_steps > 1,
+            gradients_preallocated=trainer.args.gradient_accumulation_steps > 1,
             **self.options,
         )
 

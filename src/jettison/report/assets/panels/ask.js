@@ -193,7 +193,7 @@
     trouble.textContent = "";
     try {
       const found = JSON.parse(await posted("write", await body()));
-      status.replaceChildren(...markdown(found.says.join("; ")));
+      status.replaceChildren(...markdown(found.changes.join("; ")));
       J.save.download(found.name, new Blob([found.text], { type: "text/plain" }));
     } catch (error) {
       trouble.textContent = error.message;
@@ -270,7 +270,7 @@
   }
 
   const range = ([low, high], sure) => `${seconds(low)} to ${seconds(high)}: ` +
-    `${sure.of_this_kind ? "" : "no run of this class was compared; "}80 % range by ${sure.runs} published runs of ${sure.sources} sources (${sure.kind})`;
+    `${sure.own_class ? "" : "no run of this class was compared; "}80 % range by ${sure.runs} published runs of ${sure.sources} sources (${sure.kind})`;
 
   // what is expected, and its range: figures of a run by name
   const expected = (figures) => ["allocated", "reserved", "device"].map((name) => {

@@ -7,10 +7,10 @@
   const sentence = (text) => text[0].toUpperCase() + text.slice(1);
   const letter = (i) => (several ? ` (${"AB"[i]})` : "");
   const SERIES = {
-    plain: { label: "plain autograd", color: "var(--c8)", dash: "2 2.5", symbol: "triangle", hatch: "dots", width: 1.5 },
+    baseline: { label: "plain autograd", color: "var(--c8)", dash: "2 2.5", symbol: "triangle", hatch: "dots", width: 1.5 },
     predicted: { label: "predicted", color: "var(--c1)", dash: "none", symbol: "circle", hatch: "solid", width: 2.5 },
     measured: { label: "measured", color: "var(--c2)", dash: "6 3", symbol: "square", hatch: "diagonal", width: 1.8 },
-    host: { label: "on the host", color: "var(--c3)", dash: "9 3 2 3", symbol: "diamond", hatch: "horizontal", width: 2 },
+    host: { label: "offloaded", color: "var(--c3)", dash: "9 3 2 3", symbol: "diamond", hatch: "horizontal", width: 2 },
   };
   const AMOUNTS = {
     budget: { color: "var(--limit)", hatch: "back" },
@@ -18,14 +18,14 @@
     "predicted peak": { color: "var(--c1)", hatch: "solid" },
     "measured peak": { color: "var(--c2)", hatch: "diagonal" },
     "peak of plain autograd": { color: "var(--c8)", hatch: "dots" },
-    "on the host": { color: "var(--c3)", hatch: "horizontal" },
+    offloaded: { color: "var(--c3)", hatch: "horizontal" },
   };
-  const FATES = {
+  const POLICIES = {
     kept: { letter: "K", color: "var(--keep)", hatch: "solid" },
-    "recomputed": { letter: "R", color: "var(--again)", hatch: "diagonal" },
-    "on the host": { letter: "H", color: "var(--host)", hatch: "horizontal" },
-    "kept in fewer bytes": { letter: "P", color: "var(--pack)", hatch: "cross" },
-    "held by others": { letter: "S", color: "var(--c8)", hatch: "dots" },
+    recomputed: { letter: "R", color: "var(--again)", hatch: "diagonal" },
+    offloaded: { letter: "H", color: "var(--host)", hatch: "horizontal" },
+    packed: { letter: "P", color: "var(--pack)", hatch: "cross" },
+    shared: { letter: "S", color: "var(--c8)", hatch: "dots" },
   };
   const document_ = (key) => (several
     ? [J.select({ key, label: "document", options: subjects.map((s, i) => ({ value: i, label: `${"AB"[i]}: ${s.name}` })), value: 0 })]
@@ -99,7 +99,7 @@
   }
 
   // phases ----------------------------------------------------------------------------------------------------------
-  const inPhases = subjects.flatMap((s, i) => s.phases.flatMap((row) => ["plain", "predicted", "measured"]
+  const inPhases = subjects.flatMap((s, i) => s.phases.flatMap((row) => ["baseline", "predicted", "measured"]
     .filter((which) => row[`${which}_bytes`] !== null)
     .map((which) => ({ phase: row.phase, which, name: SERIES[which].label + letter(i), nbytes: row[`${which}_bytes`], subject: i }))));
   if (inPhases.length && (!roles.length || inPhases.some((row) => row.phase !== inPhases[0].phase))) { // one stage is the bar above
@@ -133,7 +133,7 @@
   if (subjects.some((s) => Object.keys(s.levels).length)) {
     // phases side by side, as wide as the first of predicted, measured and plain that there is has levels in them
     const placed = (subject) => {
-      const known = ["predicted", "measured", "plain"].filter((which) => subject.levels[which]);
+      const known = ["predicted", "measured", "baseline"].filter((which) => subject.levels[which]);
       if (!known.length) return { rows: [], bands: [] };
       let x = 0;
       const bands = subject.levels[known[0]].phases.map((p) => ({ phase: p.phase, from: x, to: (x += p.levels) }));
@@ -189,7 +189,7 @@
   }
 
   // layers ----------------------------------------------------------------------------------------------------------
-  const ofLayers = subjects.flatMap((s, i) => s.layers.flatMap((row, at) => ["plain", "predicted", "measured", "host"]
+  const ofLayers = subjects.flatMap((s, i) => s.layers.flatMap((row, at) => ["baseline", "predicted", "measured", "host"]
     .filter((which) => row[`${which}_bytes`] !== null && !(which === "host" && !s.layers.some((one) => one.host_bytes)))
     .map((which) => ({ ...row, which, nbytes: row[`${which}_bytes`], subject: i, at, name: SERIES[which].label + letter(i) }))));
   if (ofLayers.length) {
@@ -233,8 +233,8 @@
         return stacked(J.legend(kinds.map((which) => ({ ...SERIES[which], hatch: undefined }))), svg);
       },
       table: (values) => ({
-        columns: ["layer", "policy", "plain", "predicted", "measured", "on the host", { label: "FLOPs again", format: F.flops }, "why"],
-        rows: chosen(values, "layers").layers.map((row) => [row.layer, row.policy, row.plain_bytes, row.predicted_bytes, row.measured_bytes, row.host_bytes, row.recompute_flops, row.why]),
+        columns: ["layer", "policy", "plain autograd", "predicted", "measured", "offloaded", { label: "recomputed FLOPs", format: F.flops }, "why"],
+        rows: chosen(values, "layers").layers.map((row) => [row.layer, row.policy, row.baseline_bytes, row.predicted_bytes, row.measured_bytes, row.host_bytes, row.recompute_flops, row.why]),
       }),
     });
   }
@@ -252,7 +252,7 @@
       else runs.push([row]);
     }
     const named = (run) => (run.length === 1 ? run[0].layer : `${run[0].layer} to ${number(run.at(-1).layer) ?? run.at(-1).layer} (${run.length})`);
-    inWords(`does-${i}`, `What each layer does with one micro-batch${letter(i)}`, "", ["layer", "policy", { label: "kept", format: F.bytes }, { label: "on the host", format: (n) => (n ? F.bytes(n) : "") }, { label: "recomputed", format: (n) => (n ? F.flops(n) : "") }, "why"],
+    inWords(`does-${i}`, `What each layer does with one micro-batch${letter(i)}`, "", ["layer", "policy", { label: "kept", format: F.bytes }, { label: "offloaded", format: (n) => (n ? F.bytes(n) : "") }, { label: "recomputed", format: (n) => (n ? F.flops(n) : "") }, "why"],
       runs.map((run) => [named(run), run[0].policy, run[0].predicted_bytes, run[0].host_bytes, run[0].recompute_flops, run[0].why]));
     inWords(`next-${i}`, `What each next GiB would change${letter(i)}`, s.next_gib === null ? "The plan was made without --what-if, which answers this." : s.next_gib.length ? "" : "Nothing is recomputed, and nothing moves: more bytes change nothing.",
       ["budget", { label: "a step saves", format: F.seconds }, "tensors that change their place"], (s.next_gib ?? []).map((row) => [F.bytes(row.budget_bytes), row.saved_seconds, row.changes]));
@@ -274,20 +274,20 @@
         return rows.get(id(t))?.[n]?.[1];
       });
       const column = pair.grid.layers.map((layer) => grid.layers.indexOf(layer));
-      return (i, j) => (row[i] === undefined || column[j] < 0 ? null : grid.fates[row[i]][column[j]]);
+      return (i, j) => (row[i] === undefined || column[j] < 0 ? null : grid.policies[row[i]][column[j]]);
     };
     const words = (t) => `${t.name}${t.path ? ` of ${t.path}` : ""}`;
     const size = (t) => (t.dtype ? `${t.dtype}[${t.shape.join(", ")}], ${F.exact(t.nbytes)}` : "");
-    const total = (grid, fate) => d3.sum(grid.tensors, (t, i) => t.nbytes * grid.fates[i].filter((f) => f === fate).length);
+    const total = (grid, policy) => d3.sum(grid.tensors, (t, i) => t.nbytes * grid.policies[i].filter((f) => f === policy).length);
     figure({
       id: "tensors",
       title: "What happens to every saved tensor",
       controls: pairs.length > 1 ? [J.select({ key: "grid", label: "of", options: pairs.map((pair) => ({ value: pair.key, label: pair.label })), value: "0-0" })] : [],
       caption: (values) => {
         const pair = find(values.grid), { grid } = pair, compare = other(pair);
-        const parts = Object.keys(FATES).map((fate) => [fate, d3.sum(grid.fates, (row) => row.filter((f) => f === fate).length)]).filter(([, n]) => n);
-        const flipped = compare ? d3.sum(grid.fates, (row, i) => row.filter((f, j) => f && compare(i, j) && compare(i, j) !== f).length) : 0;
-        const listed = parts.map(([fate, n]) => `${n} ${fate}${total(grid, fate) ? ` (${F.bytes(total(grid, fate))} as views)` : ""}`).join(", ");
+        const parts = Object.keys(POLICIES).map((policy) => [policy, d3.sum(grid.policies, (row) => row.filter((f) => f === policy).length)]).filter(([, n]) => n);
+        const flipped = compare ? d3.sum(grid.policies, (row, i) => row.filter((f, j) => f && compare(i, j) && compare(i, j) !== f).length) : 0;
+        const listed = parts.map(([policy, n]) => `${n} ${policy}${total(grid, policy) ? ` (${F.bytes(total(grid, policy))} as views)` : ""}`).join(", ");
         return `${sentence(listed)}. ${compare ? `${flipped} differ between the two documents: they are outlined. ` : ""}Arrow keys walk through the grid.`;
       },
       draw: (values, { width }) => {
@@ -305,28 +305,28 @@
           const label = (text, x) => J.el("svg:text", { x, y, dy: "0.35em", "text-anchor": "end", fill: "currentColor" }, text);
           svg.append(label(short(words(t), width < 560 ? 19 : 46), labels - (wide ? 82 : 8)));
           if (wide) svg.append(label(F.bytes(t.nbytes), labels - 8));
-          grid.fates[i].forEach((fate, j) => {
-            if (!fate) return;
-            const style = FATES[fate], x = labels + cell * j, y = top + high * i, before = compare?.(i, j);
-            const flips = Boolean(before && before !== fate);
+          grid.policies[i].forEach((policy, j) => {
+            if (!policy) return;
+            const style = POLICIES[policy], x = labels + cell * j, y = top + high * i, before = compare?.(i, j);
+            const flips = Boolean(before && before !== policy);
             const rect = J.el("svg:rect", {
               x: x + 0.5, y: y + 0.5, width: Math.max(1, cell - 1), height: high - 1, fill: J.marks.hatch(style.hatch, style.color),
               stroke: flips ? "var(--ink)" : style.color, "stroke-width": flips ? 2.5 : 0.6,
             });
-            by.set(rect, `${words(t)} in ${grid.layers[j]}: ${fate}${flips ? ` (${before} in ${"AB"[1 - pair.subject]})` : ""}\n${size(t)}`);
+            by.set(rect, `${words(t)} in ${grid.layers[j]}: ${policy}${flips ? ` (${before} in ${"AB"[1 - pair.subject]})` : ""}\n${size(t)}`);
             svg.append(rect);
             if (cell >= 15) svg.append(J.el("svg:text", { x: x + cell / 2, y: y + high / 2, dy: "0.36em", "text-anchor": "middle", "font-size": 11, "font-weight": 650, "pointer-events": "none", fill: style.hatch === "solid" ? "var(--paper)" : "var(--ink)", stroke: style.hatch === "solid" ? "none" : "var(--paper)", "stroke-width": 3, "paint-order": "stroke" }, style.letter));
           });
         });
         J.rove(svg, [...by.keys()], (node) => by.get(node));
-        const used = Object.entries(FATES).filter(([fate]) => grid.fates.some((row) => row.includes(fate)));
-        return stacked(J.legend(used.map(([fate, style]) => ({ label: `${style.letter} ${fate}`, color: style.color, hatch: style.hatch }))), svg);
+        const used = Object.entries(POLICIES).filter(([policy]) => grid.policies.some((row) => row.includes(policy)));
+        return stacked(J.legend(used.map(([policy, style]) => ({ label: `${style.letter} ${policy}`, color: style.color, hatch: style.hatch }))), svg);
       },
       table: (values) => {
         const { grid } = find(values.grid);
         return {
           columns: ["tensor", "module", "dtype", "shape", "bytes", ...grid.layers],
-          rows: grid.tensors.map((t, i) => [t.name, t.path, t.dtype, t.shape.join(" × "), t.dtype ? t.nbytes : null, ...grid.fates[i].map((fate) => fate ?? "")]),
+          rows: grid.tensors.map((t, i) => [t.name, t.path, t.dtype, t.shape.join(" × "), t.dtype ? t.nbytes : null, ...grid.policies[i].map((policy) => policy ?? "")]),
         };
       },
     });
@@ -338,7 +338,7 @@
     figure({
       id: "time",
       title: "Step time, as a multiple of plain autograd's",
-      caption: () => ratios.map((r) => `${several ? `${r.name}: ` : ""}${F.ratio(r.median)} of plain autograd's ${F.seconds(r.plain_seconds)}, the median of ${r.rounds} rounds in which both ran in turn; quartiles ${r.low.toFixed(2)} and ${r.high.toFixed(2)} are the bar's ends.`).join(" "),
+      caption: () => ratios.map((r) => `${several ? `${r.name}: ` : ""}${F.ratio(r.median)} of plain autograd's ${F.seconds(r.baseline_seconds)}, the median of ${r.rounds} rounds in which both ran in turn; quartiles ${r.low.toFixed(2)} and ${r.high.toFixed(2)} are the bar's ends.`).join(" "),
       draw: (_, { width }) => J.plot({
         height: 64 + 34 * ratios.length, marginLeft: 84, marginTop: 10,
         x: { label: "step time ÷ plain", domain: [Math.min(0.9, d3.min(ratios, (r) => r.low) - 0.05), Math.max(1.1, d3.max(ratios, (r) => r.high) + 0.05)], grid: true, ticks: width < 560 ? 4 : 8 },
@@ -350,7 +350,7 @@
           Plot.text(ratios, { x: "median", y: "name", text: (r) => F.ratio(r.median), dy: -14, fill: "currentColor" }),
         ],
       }),
-      table: () => ({ columns: ["", "median", "lower quartile", "upper quartile", "seconds of plain autograd", "rounds"], rows: ratios.map((r) => [r.name, r.median, r.low, r.high, r.plain_seconds, r.rounds]) }),
+      table: () => ({ columns: ["", "median", "lower quartile", "upper quartile", "seconds of plain autograd", "rounds"], rows: ratios.map((r) => [r.name, r.median, r.low, r.high, r.baseline_seconds, r.rounds]) }),
     });
   }
 

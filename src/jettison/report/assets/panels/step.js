@@ -147,7 +147,7 @@
       stops.push(rect);
     }
     node.append(svg("path", { d: `${path}H${x.range()[1]}V${y(0)}H${LEFT}Z`, fill: J.marks.hatch("dots", "var(--host)"), stroke: "var(--host)", "data-text": "" }));
-    node.append(svg("text", { x: x.range()[1], y: y(0) - 3, "text-anchor": "end", fill: "var(--ink)", stroke: "var(--paper)", "stroke-width": 3, "paint-order": "stroke", "font-size": 10 }, `up to ${J.format.bytes(most)} on the host`));
+    node.append(svg("text", { x: x.range()[1], y: y(0) - 3, "text-anchor": "end", fill: "var(--ink)", stroke: "var(--paper)", "stroke-width": 3, "paint-order": "stroke", "font-size": 10 }, `up to ${J.format.bytes(most)} offloaded`));
   }
 
   function drawClock(node, x, layout, height, width) {
