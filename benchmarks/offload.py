@@ -70,8 +70,8 @@ def row(model: str, device: Hardware, **asked: Any) -> Row:
 def seconds(answer: AutoForecast) -> float:
     """Of a step."""
     run = answer.forecast.run
-    staying = {part.name: part.chosen for part in answer.forecast.parts}
-    chosen = [staying[name] for name in run.model.layer_names]
+    kept_buffers = {part.name: part.chosen for part in answer.forecast.parts}
+    chosen = [kept_buffers[name] for name in run.model.layer_names]
     return estimate(run, answer.hardware, chosen=chosen).step_seconds
 
 

@@ -39,7 +39,7 @@ from jettison.diagnose.calibrate import calibrate, hardware_toml
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
 from jettison.formula.region import layer_region
-from jettison.predict.stages import Staying
+from jettison.predict.stages import KeptBuffers
 from jettison.predict.time import estimate
 from jettison.solve.policy import policy_named
 from jettison.spec.hardware import Hardware, hardware
@@ -153,7 +153,7 @@ def predicted_seconds(small: Small, policy: str, machine: Hardware) -> float:
         words = [PLAN[i % len(PLAN)] for i in range(run.model.depth)]
         programs = [layer_region(run.scene, layer).program for layer in run.model.layers]
         pairs = zip(words, programs, strict=True)
-        chosen = [None if word == "none" else Staying(policy_named(word).kept(program)) for word, program in pairs]
+        chosen = [None if word == "none" else KeptBuffers(policy_named(word).kept(program)) for word, program in pairs]
     return estimate(run, machine, chosen=chosen).step_seconds
 
 

@@ -1,4 +1,4 @@
-"""Steps that are put together from stretches of others: equal to a dry run of the whole step, level by level; where
+"""Steps that are put together from intervals of others: equal to a dry run of the whole step, level by level; where
 that cannot be had, a reason, and the whole dry run's answer.
 """
 
@@ -21,7 +21,7 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import PlanMismatch
 from jettison.dryrun.composed import why_whole
 from jettison.dryrun.step import ModulePolicy, step_of
-from jettison.dryrun.tape import StretchTape
+from jettison.dryrun.tape import IntervalTape
 from jettison.planner.planner import Planner, make_planner
 from jettison.solve.problem import Choice
 from support.families import Case, build
@@ -152,7 +152,7 @@ def test_a_tied_block_is_dry_run_whole_or_seen_by_itself():
 
 
 def test_what_nobody_sees_let_go_ends_the_putting_together(monkeypatch):
-    monkeypatch.setattr(StretchTape, "_look", lambda tape: None)
+    monkeypatch.setattr(IntervalTape, "_look", lambda tape: None)
     torch.manual_seed(0)
     planner = planner_of(Masked(), (torch.randn(ROWS, WIDTH),))
     for part in levels_of(planner):

@@ -145,9 +145,9 @@ def test_a_planners_choice_is_priced() -> None:
     everything = estimate(run, device, chosen=[None] * 32)
     assert everything.step_seconds == pytest.approx(estimate(run, device).step_seconds)
     from jettison.formula.region import layer_region
-    from jettison.predict.stages import Staying, kept_by
+    from jettison.predict.stages import KeptBuffers, kept_by
 
-    full = Staying(kept_by(layer_region(run.scene, run.model.layers[0]), "full"))
+    full = KeptBuffers(kept_by(layer_region(run.scene, run.model.layers[0]), "full"))
     mixed = estimate(run, device, chosen=[full] * 8 + [None] * 24)
     whole = estimate(replace(run, recompute=run_of("llama2-7b", recompute="full").recompute), device)
     assert mixed.breakdown.recompute == pytest.approx(whole.breakdown.recompute / 4)

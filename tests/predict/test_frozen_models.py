@@ -1,4 +1,4 @@
-"""A reference beside the policy: the forecast beside steps of two real models, on real tensors."""
+"""A reference frozen the policy: the forecast frozen steps of two real models, on real tensors."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def measured(policy: nn.Module, frozen: nn.Module, step: Callable[[], None]) -> 
 
     whole()
     state = [t for s in optimizer.state.values() for t in s.values()]
-    beside = [t for model in (policy, frozen) for t in static_tensors(model, torch.empty(0))]
-    with AllocationCounter([*beside, *state]) as counter:
+    frozen = [t for model in (policy, frozen) for t in static_tensors(model, torch.empty(0))]
+    with AllocationCounter([*frozen, *state]) as counter:
         whole()
     return counter.peak_bytes
 
@@ -190,14 +190,14 @@ def test_what_a_step_holds_beside_it_is_in_its_peak() -> None:
     plain, after, before = (
         forecast_of(**asked) for asked in ({}, {"reference": "same"}, {"reference": "same,when=before"})
     )
-    beside = frozen_bytes(after.run)[0]
+    frozen = frozen_bytes(after.run)[0]
     held = after.worst.load.held(0)
-    assert after.peak_bytes == after.worst.load.fixed + after.worst.load.state + held + beside.forward
-    assert before.peak_bytes == plain.peak_bytes + beside.parameters
+    assert after.peak_bytes == after.worst.load.fixed + after.worst.load.state + held + frozen.forward
+    assert before.peak_bytes == plain.peak_bytes + frozen.parameters
 
 
 def test_a_step_takes_its_forward_as_well() -> None:
-    """A forward of 2N FLOPs a token beside 6N, on the same hardware."""
+    """A forward of 2N FLOPs a token frozen 6N, on the same hardware."""
     asked = {"dp": 8, "zero": 3}
     plain, with_it = (
         estimate(forecast_of(**asked, **more).run, hardware("h100-80gb")) for more in ({}, {"reference": "same"})
@@ -252,14 +252,14 @@ def test_tiles_of_one_sequence_are_those_of_pairs() -> None:
 
 def test_a_plan_counts_what_stands_beside_it() -> None:
     """A budget between what a plan needs without a reference and with it has no plan with one."""
-    alone, beside = (
+    alone, frozen = (
         smallest_budget(forecast_of(dp=8, zero=3, **more).run, hardware("h100-80gb"))
         for more in ({}, {"reference": "same"})
     )
     asked = forecast_of(dp=8, zero=3, reference="same").run
-    assert choose(asked, beside, hardware("h100-80gb")).forecast.peak_bytes <= beside
+    assert choose(asked, frozen, hardware("h100-80gb")).forecast.peak_bytes <= frozen
     with pytest.raises(Infeasible):
-        choose(asked, (alone + beside) // 2, hardware("h100-80gb"))
+        choose(asked, (alone + frozen) // 2, hardware("h100-80gb"))
 
 
 @pytest.mark.parametrize("like", ["huggingface", "huggingface-4.48"])

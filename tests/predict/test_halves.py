@@ -21,7 +21,7 @@ from jettison.formula.tape import TapeOp
 from jettison.memory.step import Event, StageLoad
 from jettison.predict.forecast import forecast
 from jettison.predict.stage_buffers import buffers_of
-from jettison.predict.stages import Staying, kept_by
+from jettison.predict.stages import KeptBuffers, kept_by
 from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
@@ -158,7 +158,7 @@ def test_segments_and_plans() -> None:
     assert [unit.names for unit in units] == [("layers.1 to layers.2",), ("layers.3 to layers.4",)]
     assert all(unit.halves is not None and len(unit.halves.steps) == 12 for unit in units)
     none, full = forecast(told(case)), forecast(told(case, "full"))
-    kept = [Staying(part.kept) for part in full.parts if part.is_layer]
+    kept = [KeptBuffers(part.kept) for part in full.parts if part.is_layer]
     planned = forecast(told(case, "full"), kept)
     halves = [unit.halves for found in (none, planned) for unit in found.stages[1].load.chunks[0][1:2]]
     assert None not in halves

@@ -16,7 +16,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.stage_choice import LEAST_MOVED, StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import Chosen, Staying
+from jettison.predict.stages import Chosen, KeptBuffers
 from jettison.predict.time import estimate
 from jettison.report.alternatives import layer_reasons, trades, what_if
 from jettison.spec.hardware import Hardware, hardware
@@ -33,8 +33,8 @@ def run_of(model: str, *, offload: bool = True, **asked: object) -> Run:
 
 
 def chosen_of(answer: AutoForecast) -> Chosen:
-    staying = {part.name: part.chosen for part in answer.forecast.parts}
-    return [staying[name] for name in answer.forecast.run.model.layer_names]
+    kept_buffers = {part.name: part.chosen for part in answer.forecast.parts}
+    return [kept_buffers[name] for name in answer.forecast.run.model.layer_names]
 
 
 def seconds_of(answer: AutoForecast) -> float:
@@ -54,7 +54,7 @@ def test_a_timeline_has_what_is_on_its_way() -> None:
     sent = [0, *(p.region.program.kept_bytes(p.chosen.moved) if p.chosen else 0 for p in answer.forecast.parts)]
     assert sum(map(bool, sent)) > 10
     assert sent[-2:] == [0, 0], "the head, which is no layer, and what ends before it may"
-    stays = [None if s is None else Staying(s.buffers) for s in chosen]
+    stays = [None if s is None else KeptBuffers(s.buffers) for s in chosen]
     names = [part.name for part in answer.forecast.parts]
     moved, whole = (
         {(m.phase, m.where): m.nbytes for m in forecast(run, c).stages[0].timeline() if m.where}

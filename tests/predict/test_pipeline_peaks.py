@@ -22,7 +22,7 @@ from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.predict.stages import Staying
+from jettison.predict.stages import KeptBuffers
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import Recompute
 from support import megatron_pipeline
@@ -55,7 +55,7 @@ def forecast_of(case: Case, ranks: int, **code: bool) -> Forecast:
     recompute = Recompute.parse("full" if case.full or case.planned else "none", layers=run.model.depth)
     run = replace(run, layout=layout, micro_batches=case.micro_batches, recompute=recompute)
     found = forecast(run)
-    return forecast(run, [Staying(p.kept) for p in found.parts if p.is_layer]) if case.planned else found
+    return forecast(run, [KeptBuffers(p.kept) for p in found.parts if p.is_layer]) if case.planned else found
 
 
 def assert_measured(cases: Sequence[Case], found: Sequence[Sequence[dict[str, Any]]], **code: bool) -> None:

@@ -19,7 +19,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.stage_choice import StageChoice, layer_points
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, Staying, kept_by
+from jettison.predict.stages import FULL, KeptBuffers, kept_by
 from jettison.predict.time import estimate
 from jettison.report.alternatives import layer_reasons
 from jettison.spec.hardware import hardware
@@ -111,15 +111,15 @@ def test_a_stage_of_many_alike_layers_is_cut_evenly() -> None:
     assert smallest(auto(run)) == peaks[3]
 
 
-def chosen_of(answer: AutoForecast) -> list[Staying | None]:
-    staying = {part.name: part.chosen for part in answer.forecast.parts}
-    return [staying[name] for name in answer.forecast.run.model.layer_names]
+def chosen_of(answer: AutoForecast) -> list[KeptBuffers | None]:
+    kept_buffers = {part.name: part.chosen for part in answer.forecast.parts}
+    return [kept_buffers[name] for name in answer.forecast.run.model.layer_names]
 
 
 # brute force ----------------------------------------------------------------------------------------------------------
 
 
-Way = tuple[tuple[Staying, ...], float]
+Way = tuple[tuple[KeptBuffers, ...], float]
 
 
 def cuts(count: int) -> Iterator[list[int]]:
@@ -138,17 +138,17 @@ def every_plan(run: Run, *, single_points: int) -> Iterator[tuple[int, float]]:
     choice = StageChoice(run=run, stage=found.stages[0], timing=timing)
     points = layer_points(timing.prices(layers[0].layer), layers[0].region, layers[0].policy)
     few = points if len(points) <= single_points else (points[0], *points[1 :: max(1, len(points) // single_points)])
-    alone = [((Staying(p.kept),), p.seconds) for p in few]
+    alone = [((KeptBuffers(p.kept),), p.seconds) for p in few]
     kept = kept_by(layers[0].region, FULL)
     for lengths in cuts(len(layers)):
         ways: list[list[Way]] = []
         at = 1  # behind the embedding
         for length in lengths:
-            together = tuple(Staying(kept, frozenset(), place, length) for place in range(length))
+            together = tuple(KeptBuffers(kept, frozenset(), place, length) for place in range(length))
             ways.append(alone if length == 1 else [(together, choice.segment_seconds(at, at + length))])
             at += length
         for picked in product(*ways):
-            chosen = [one for staying, _ in picked for one in staying]
+            chosen = [one for kept_buffers, _ in picked for one in kept_buffers]
             yield forecast_sizes(run, chosen).peak_bytes, sum(seconds for _, seconds in picked)
 
 
@@ -210,7 +210,7 @@ def test_every_k_is_one_plan_of_the_planner() -> None:
     """The same cut, said by a mode and by a choice: the same bytes at each moment, and the same seconds."""
     run = run_of("llama3-8b", 6, seq=8192)
     kept = kept_by(next(part for part in forecast(run).parts if part.is_layer).region, FULL)
-    chosen = [Staying(kept, frozenset(), i % 3, 3) for i in range(6)]
+    chosen = [KeptBuffers(kept, frozenset(), i % 3, 3) for i in range(6)]
     by_choice = forecast(auto(run), chosen)
     by_mode = forecast(replace(run, recompute=Recompute.parse("every:3", layers=6)))
     assert by_choice.stages[0].timeline() == by_mode.stages[0].timeline()

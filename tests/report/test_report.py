@@ -179,7 +179,7 @@ def test_long_runs_keep_their_first_and_last_step(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2**40), min_size=1, max_size=900), min_size=1, max_size=5))
 def test_no_peak_gets_lost_in_few_points(phases: list[list[int]]) -> None:
-    found = StepLevels.of([(str(i), part) for i, part in enumerate(phases)], beside_bytes=7)
+    found = StepLevels.of([(str(i), part) for i, part in enumerate(phases)], extra_bytes=7)
     assert found is not None
     assert [p.peak_bytes - 7 for p in found.phases] == [max(part) for part in phases]
     assert [min(p.low_bytes) - 7 for p in found.phases] == [min(part) for part in phases]

@@ -262,7 +262,7 @@ def test_a_row_is_held_beside_its_peer_at_the_peers_peak(tmp_path: Path, monkeyp
     monkeypatch.setattr("benchmarks.gpu.compare.at_peak", lambda name, _bytes, **_: replace(same, name=f"ours, {name}"))
     same = Rival(name="peer", apply=lambda _model, _batch: Undo())
     theirs = made.row(same)
-    (ours,) = made.at_peaks_of([theirs], beside_bytes=256)
+    (ours,) = made.at_peaks_of([theirs], extra_bytes=256)
     line = ours.figures["line"]
     assert (line["peer"], line["peak_bytes"]) == ("peer", theirs.figures["peak_bytes"])
     assert (line["peer_ratio"], line["ratio"]) == (theirs.figures["ratio"], ours.figures["ratio"])

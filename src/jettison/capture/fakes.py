@@ -529,11 +529,11 @@ def with_fake_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     return faked
 
 
-def _fake_indices(real: Tensor, beside: Tensor) -> Tensor:
+def _fake_indices(real: Tensor, like: Tensor) -> Tensor:
     """Indices of a real batch, or made of them, kept alive by a tensor that does not count again."""
     if isinstance(real, FakeTensor):
         return real
-    made = beside.new_empty((1,) * real.dim(), dtype=real.dtype)
+    made = like.new_empty((1,) * real.dim(), dtype=real.dtype)
     weakref.finalize(made.untyped_storage(), lambda _: None, real)
     return made.expand(real.shape)
 

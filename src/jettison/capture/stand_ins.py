@@ -87,7 +87,7 @@ class _Stub(torch.autograd.Function):
             for t in tensors
         ]
         ctx.extra = extra
-        out = tensors_made(made, device, beside=next((t for t in tensors if isinstance(t, FakeTensor)), None))
+        out = tensors_made(made, device, like=next((t for t in tensors if isinstance(t, FakeTensor)), None))
         ctx.mark_non_differentiable(
             *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not has_gradients(t.dtype))
         )
@@ -103,14 +103,12 @@ class _Stub(torch.autograd.Function):
         return None, None, None, None, *made
 
 
-def tensors_made(
-    refs: Sequence[TensorRef], device: torch.device, *, beside: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def tensors_made(refs: Sequence[TensorRef], device: torch.device, *, like: Tensor | None = None) -> tuple[Tensor, ...]:
     """New tensors, uninitialized. Those that are parts of one buffer are parts of one storage: a call's signature
-    includes how its arguments share memory. With a fake tensor ``beside`` they are fake: plain integers would be real
+    includes how its arguments share memory. With a fake tensor ``like`` they are fake: plain integers would be real
     in a call with a real batch (see `RealUntilFake`), and index with uninitialized memory.
     """
-    empty = torch.empty if beside is None else plain(beside).detach().new_empty
+    empty = torch.empty if like is None else plain(like).detach().new_empty
     parts: dict[int, list[TensorRef]] = {}
     for ref in filter(_is_of_a_storage, refs):
         parts.setdefault(ref.buffer, []).append(ref)
@@ -119,7 +117,7 @@ def tensors_made(
         if len(of_one) > 1 and len({r.dtype for r in of_one}) == 1:
             end = max(r.offset + 1 + sum((n - 1) * s for n, s in zip(r.size, r.stride, strict=True)) for r in of_one)
             storages[buffer] = empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()
-    strided = torch.empty_strided if beside is None else plain(beside).detach().new_empty_strided
+    strided = torch.empty_strided if like is None else plain(like).detach().new_empty_strided
     made = []
     for r in refs:
         if r.buffer in storages and _is_of_a_storage(r):

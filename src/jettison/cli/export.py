@@ -170,8 +170,8 @@ def _of_the_loop(run: Run) -> Iterator[str]:
         yield f"optimizer states on the host, as {run.states_on_host} has them: set them up with the optimizer"
     if run.precision.recipe is not None:
         yield f"low-precision GEMMs ({run.precision.recipe}): set them up with the model"
-    for beside in run.frozen:
-        yield f"a frozen model ({beside}): give it to the trainer"
+    for frozen in run.frozen:
+        yield f"a frozen model ({frozen}): give it to the trainer"
     if run.gradients is Gradients.IN_BACKWARD:
         yield "an optimizer that steps within backward: hook it to the parameters yourself"
 

@@ -123,7 +123,7 @@ def tokens(run: Run) -> int:
 
 def model_flops(run: Run, counting: Counting = Counting.LEDGER) -> float:
     """Model FLOPs of a step on all ranks, by one definition. Frozen models add their forward."""
-    models = [run.model if beside.model is None else beside.model for beside in run.frozen]
+    models = [run.model if frozen.model is None else frozen.model for frozen in run.frozen]
     if counting in (Counting.PALM, Counting.PARAMETERS):
         attention = counting is Counting.PALM
         reach = run.packed or run.seq

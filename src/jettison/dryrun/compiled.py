@@ -30,7 +30,7 @@ from jettison.core.errors import TraceError
 from jettison.core.progress import Progress
 from jettison.dryrun.counter import allocation_deltas, quiet_gc
 from jettison.dryrun.levels import BlockLevels, forward_alone, given_to_block
-from jettison.runtime.compiled import compiled, first_lines, looking, one_graph, staying
+from jettison.runtime.compiled import compiled, first_lines, kept_buffers, looking, one_graph
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import RegionOption, SentTensor
 
@@ -127,7 +127,7 @@ def _measured(
         for _ in range(WARM_UPS):
             block.run()
         saved[key] = block.saved() if may_move else {}
-        with staying() if may_move else contextlib.nullcontext():
+        with kept_buffers() if may_move else contextlib.nullcontext():
             bytes_of[key] = block.levels()
     progress(f"timing blocks like {cls.example}")
     seconds = dict.fromkeys(forwards, float("inf"))  # the minimum of each, in turn

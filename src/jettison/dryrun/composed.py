@@ -1,4 +1,4 @@
-"""Peaks of planned steps, each dry-run completely or composed of stretches of earlier dry runs.
+"""Peaks of planned steps, each dry-run completely or composed of intervals of earlier dry runs.
 
 A single choice is dry-run completely. If many are needed, as in a sweep of budgets, most parts of a step were seen
 before: the same block under the same policy, in another place. A dry run of a mixture, in which every block has another
@@ -6,17 +6,17 @@ policy, shows many of them at once. The first composed step is also dry-run comp
 level.
 
 NOTE [ What may be composed ]
-A stretch inside a call (`dryrun.tape`) is assumed to depend on that call's own label alone: its block's policy, and its
-place in a run of blocks. Other possible dependencies are checked in every step that is recorded:
+An interval inside a call (`dryrun.tape`) is assumed to depend on that call's own label alone: its block's policy, and
+its place in a run of blocks. Other possible dependencies are checked in every step that is recorded:
 
-- the place where a shared storage is freed follows from who drops references to it (NOTE [ Who lets go of a block's
-  tensors ]), and is compared with the real one;
+- the place where a shared storage is freed follows from who drops references to it (NOTE [ Last references to a
+  block's tensors ]), and is compared with the real one;
 - tensors that a call leaves and that are freed around the blocks (weights that autocast had cast) are the call's;
 - every other storage that is freed in another call than the one it was made in, or was made around the blocks and is
   freed in a call, must do so in every step: same places, same bytes;
-- blocks are equivalent if their stretches are equal in the first step, in which all keep everything; a stretch that
+- blocks are equivalent if their intervals are equal in the first step, in which all keep everything; an interval that
   occurs twice under one label must be equal to the byte, whichever of them ran it and whatever ran around it;
-- the order of stretches, and the arguments and results of calls, must be the same in all steps.
+- the order of intervals, and the arguments and results of calls, must be the same in all steps.
 
 The part around the blocks depends on its own label, and the optimizer on none. A step whose blocks are stubs shows it
 in a small part of the time, once such a step was equal to a complete one.
@@ -37,7 +37,7 @@ from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc
 from jettison.dryrun.levels import RootLevels, StubsFallShort, is_entangled, over_stubs
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
-from jettison.dryrun.tape import NOBODY, Place, SharedKey, Stretch, StretchTape
+from jettison.dryrun.tape import NOBODY, IntervalTape, Place, SharedKey, StepInterval
 from jettison.ledger.levels import StepLevels
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 
@@ -46,18 +46,18 @@ Label = Any
 OPTIMIZER: Final = "optimizer"
 ALIKE: Final = 2
 """Average number of equivalent blocks above which a mixture shows more than the choice itself."""
-Fates = Mapping[tuple[Place | None, Place], "Counter[int]"]
+FreedBytes = Mapping[tuple[Place | None, Place], "Counter[int]"]
 """Bytes of storages by where they were made and where they were freed."""
 
 
-class StretchPiece(NamedTuple):
-    """A stretch as if no shared storage were freed in it: levels above its start, bytes that it leaves, and the level
+class IntervalLevels(NamedTuple):
+    """An interval as if no shared storage were freed in it: levels above its start, bytes that it leaves, and the level
     before which it drops its last reference to each shared storage (in a call by role, else by storage).
     """
 
     levels: tuple[int, ...]
     left_bytes: int
-    lets_go: tuple[tuple[Hashable, int], ...]
+    last_references: tuple[tuple[Hashable, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class _Outline:
     touched: list[dict[SharedKey, tuple[int, int]]]
     start_bytes: int
     alike: tuple[int, ...]
-    fates: Fates
+    freed_bytes: FreedBytes
 
 
 class _CannotBeComposed(Exception):
@@ -112,13 +112,13 @@ def why_whole(trace: ModelTrace, dry_step: DryStep, *, offloads: bool) -> str:
 
 def _around_stubs(
     trace: ModelTrace, policy: CheckpointPolicy, dry_step: DryStep, workspace: Workspace | None = None
-) -> StretchTape | None:
+) -> IntervalTape | None:
     """Tape of a step whose blocks are stubs, without its optimizer; None if stubs do not suffice. Its levels around the
     blocks are those of the step, in a small part of its time.
     """
     if is_entangled(trace):
         return None
-    tape = StretchTape()
+    tape = IntervalTape()
     levels = RootLevels(AllocationCounter(), [(0, 0)] * len(trace.calls))
     try:
         with over_stubs(trace, levels, policy), dry_step.around(trace), quiet_gc():
@@ -147,7 +147,7 @@ class Judge:
     problem: str = "nobody asked for it"  # why every step is dry-run completely; empty if steps are composed
     offers: dict[str, list[CheckpointPolicy]] = field(default_factory=dict)  # by class of blocks, most likely first
     _first: _Outline | None = None
-    _pieces: dict[Hashable, StretchPiece] = field(default_factory=dict)
+    _pieces: dict[Hashable, IntervalLevels] = field(default_factory=dict)
     _dying: dict[Label, dict[SharedKey, int]] = field(default_factory=dict)  # bytes of shared storages, by root
     _behind: dict[Hashable, list[tuple[Place, int, int]]] = field(default_factory=dict)  # where, level, bytes
     _proven: bool = False
@@ -157,7 +157,7 @@ class Judge:
     def whole(self, part: ModulePolicy) -> StepPeaks:
         if self.problem:
             return step_of([part], self.dry_step, self.pricing)
-        tape = StretchTape()
+        tape = IntervalTape()
         found = step_of([part], self.dry_step, self.pricing, tape)
         self._last_root = part.root if not isinstance(part.root, KeepAll) else self._last_root
         try:
@@ -219,21 +219,21 @@ class Judge:
                 live -= nbytes
             found[-1][1].extend(levels)
         peak = {name: max(levels, default=0) for name, levels in found}
-        forward, beside = peak["forward"], self.trace.loop.elsewhere_bytes
+        forward, extra = peak["forward"], self.trace.loop.elsewhere_bytes
         return StepPeaks.of(
             forward,
             max(forward, peak.get("backward", 0)),
             peak.get(OPTIMIZER, 0) if self.dry_step.last else None,
             static_bytes=first.start_bytes,
-            beside_bytes=beside,
-            levels=StepLevels.of(found, beside_bytes=beside),
+            extra_bytes=extra,
+            levels=StepLevels.of(found, extra_bytes=extra),
             composed=True,
         )
 
-    # seen stretches ---------------------------------------------------------------------------------------------------
+    # seen intervals ---------------------------------------------------------------------------------------------------
 
     def _key(self, place: Place, labels: StepPolicies) -> Hashable:
-        """Key that is equal for stretches that are assumed to be equal."""
+        """Key that is equal for intervals that are assumed to be equal."""
         if not place.inside:
             return (None if place.phase == OPTIMIZER else labels.root), place
         assert self._first is not None
@@ -245,15 +245,15 @@ class Judge:
         inside = (place for place in self._first.places if place.inside)
         return sorted({place.call for place in inside if self._key(place, labels) not in self._pieces})
 
-    def _record(self, tape: StretchTape, labels: StepPolicies) -> None:
+    def _record(self, tape: IntervalTape, labels: StepPolicies) -> None:
         """Cut a step that was dry-run into pieces. Raises `_CannotBeComposed` if it contradicts an earlier step."""
         if tape.problem:
             raise _CannotBeComposed(tape.problem)
         if tape.names != [call.name for call in self.trace.calls]:
             raise _CannotBeComposed("blocks were called in another order than the one that was traced")
         places, pieces = tape.places, list(_pieces_of(tape))
-        fates, behind = _fates(tape)
-        first, start_bytes = self._first, tape.stretches[0].live_bytes
+        freed_bytes, behind = _freed_storages(tape)
+        first, start_bytes = self._first, tape.intervals[0].live_bytes
         if first is None:
             classes = [call.class_key for call in self.trace.calls]
             first = self._first = _Outline(
@@ -261,20 +261,20 @@ class Judge:
                 touched=[dict(one) for one in tape.touched],
                 start_bytes=start_bytes,
                 alike=_alike(classes, places, pieces),
-                fates=fates,
+                freed_bytes=freed_bytes,
             )
         elif places != first.places or tape.touched != first.touched:
             raise _CannotBeComposed("steps differ in the order of what they do")
         elif start_bytes != first.start_bytes:
             raise _CannotBeComposed("steps begin with different bytes")
-        for pair in fates.keys() | first.fates.keys():
+        for pair in freed_bytes.keys() | first.freed_bytes.keys():
             born, died = pair
             own = born is not None and born.inside and died.inside and labels.together(born.call, died.call)
-            if not own and fates.get(pair) != first.fates.get(pair):
+            if not own and freed_bytes.get(pair) != first.freed_bytes.get(pair):
                 raise _CannotBeComposed("how long a tensor lives hangs on several blocks")
         last = _last(first, pieces)
-        for number, stretch in enumerate(tape.stretches):
-            if any(last.get(key) != (number, level) for key, (_, level) in stretch.dead.items()):
+        for number, interval in enumerate(tape.intervals):
+            if any(last.get(key) != (number, level) for key, (_, level) in interval.dead.items()):
                 raise _CannotBeComposed("a tensor of several blocks died where none of them let go of it")
         if self._dying.setdefault(labels.root, tape.died_bytes) != tape.died_bytes:
             raise _CannotBeComposed("a tensor of several blocks outlives some steps, and others not")
@@ -296,7 +296,7 @@ class Judge:
             self._stubs = False
             return
         pairs = zip(tape.places, _pieces_of(tape), strict=True)
-        pieces: dict[Hashable, StretchPiece] = {(root, place): piece for place, piece in pairs if not place.inside}
+        pieces: dict[Hashable, IntervalLevels] = {(root, place): piece for place, piece in pairs if not place.inside}
         if root in self._dying:
             same = all(self._pieces[key] == piece for key, piece in pieces.items())
             self._stubs = same and self._dying[root] == tape.died_bytes
@@ -326,38 +326,38 @@ class Judge:
         return replace(part, policies=policies, segments=())
 
 
-def _last(outline: _Outline, pieces: Sequence[StretchPiece]) -> dict[SharedKey, tuple[int, int]]:
-    """By shared storage, the stretch and the level of its last reference."""
+def _last(outline: _Outline, pieces: Sequence[IntervalLevels]) -> dict[SharedKey, tuple[int, int]]:
+    """By shared storage, the interval and the level of its last reference."""
     found: dict[Hashable, tuple[int, int]] = {}
     roles: list[dict[Hashable, SharedKey]] = [{role: key for key, role in of.items()} for of in outline.touched]
     for number, (place, piece) in enumerate(zip(outline.places, pieces, strict=True)):
-        for name, level in piece.lets_go:
+        for name, level in piece.last_references:
             key = roles[place.call].get(name) if place.inside else name
             if key is not None:
                 found[key] = number, level
     return found  # type: ignore[return-value]
 
 
-def _pieces_of(tape: StretchTape) -> Iterator[StretchPiece]:
-    ends = [*(s.live_bytes for s in tape.stretches[1:]), tape.end_bytes]
-    stops = [*(s.start for s in tape.stretches[1:]), len(tape.levels)]
-    for stretch, end, stop in zip(tape.stretches, ends, stops, strict=True):
-        levels = [level - stretch.live_bytes for level in tape.levels[stretch.start : stop]]
-        left = end - stretch.live_bytes
-        due = [(nbytes, at) for born, nbytes, at in stretch.freed if _is_due(tape, born, stretch)]
-        for nbytes, at in (*stretch.dead.values(), *due):
+def _pieces_of(tape: IntervalTape) -> Iterator[IntervalLevels]:
+    ends = [*(s.live_bytes for s in tape.intervals[1:]), tape.end_bytes]
+    stops = [*(s.start for s in tape.intervals[1:]), len(tape.levels)]
+    for interval, end, stop in zip(tape.intervals, ends, stops, strict=True):
+        levels = [level - interval.live_bytes for level in tape.levels[interval.start : stop]]
+        left = end - interval.live_bytes
+        due = [(nbytes, at) for born, nbytes, at in interval.freed if _freed_around(tape, born, interval)]
+        for nbytes, at in (*interval.dead.values(), *due):
             levels[at:] = [level + nbytes for level in levels[at:]]
             left += nbytes
-        goes: list[tuple[Hashable, int]] = list(stretch.lets_go.items())
-        if stretch.place.inside:
-            roles = tape.touched[stretch.place.call]
-            if any(key not in roles for key in stretch.lets_go):
+        goes: list[tuple[Hashable, int]] = list(interval.last_references.items())
+        if interval.place.inside:
+            roles = tape.touched[interval.place.call]
+            if any(key not in roles for key in interval.last_references):
                 raise _CannotBeComposed("a block let go of a tensor that it was neither given nor returned")
-            goes = [(roles[key], at) for key, at in stretch.lets_go.items()]
-        yield StretchPiece(tuple(levels), left, tuple(sorted(goes)))
+            goes = [(roles[key], at) for key, at in interval.last_references.items()]
+        yield IntervalLevels(tuple(levels), left, tuple(sorted(goes)))
 
 
-def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[StretchPiece]) -> tuple[int, ...]:
+def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[IntervalLevels]) -> tuple[int, ...]:
     """By call, equal numbers for blocks of one class with equal pieces."""
     seen: list[list[Hashable]] = [[name] for name in classes]
     for place, piece in zip(places, pieces, strict=True):
@@ -367,28 +367,28 @@ def _alike(classes: Sequence[str], places: Iterable[Place], pieces: Iterable[Str
     return tuple(numbers.setdefault(tuple(one), call) for call, one in enumerate(seen))
 
 
-def _fates(tape: StretchTape) -> tuple[Fates, list[list[tuple[Place, int, int]]]]:
+def _freed_storages(tape: IntervalTape) -> tuple[FreedBytes, list[list[tuple[Place, int, int]]]]:
     """Storages that depend on more than one call, or on a call and the part around it; and by call, storages that it
     leaves: where they are freed around the blocks, before which level there, and their bytes.
     """
     found: defaultdict[tuple[Place | None, Place], Counter[int]] = defaultdict(Counter)
     behind: list[list[tuple[Place, int, int]]] = [[] for _ in tape.names]
-    for stretch in tape.stretches:
-        died = stretch.place
-        for born, nbytes, level in stretch.freed:
-            made = None if born == NOBODY else tape.stretches[born].place
-            if made is not None and _is_due(tape, born, stretch):
+    for interval in tape.intervals:
+        died = interval.place
+        for born, nbytes, level in interval.freed:
+            made = None if born == NOBODY else tape.intervals[born].place
+            if made is not None and _freed_around(tape, born, interval):
                 behind[made.call].append((died, level, nbytes))
             elif made is None or made.inside is not died.inside or (made.inside and made.call != died.call):
                 found[made, died][nbytes] += 1
     return found, [sorted(dues) for dues in behind]
 
 
-def _is_due(tape: StretchTape, born: int, died: Stretch) -> bool:
+def _freed_around(tape: IntervalTape, born: int, died: StepInterval) -> bool:
     """Whether a call's forward has left this for the part around the blocks to free, later."""
     if born == NOBODY or died.place.inside:
         return False
-    made = tape.stretches[born].place
+    made = tape.intervals[born].place
     if not made.inside or made.phase != "forward":
         return False
     return died.place != Place("forward", made.call, False) or made.call == len(tape.names) - 1

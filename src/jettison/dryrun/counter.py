@@ -44,7 +44,7 @@ from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
 from jettison.core.objects import swapped
 from jettison.core.process import by_default, uncollected
-from jettison.dryrun.tape import NOBODY, StretchTape, leaves_of
+from jettison.dryrun.tape import NOBODY, IntervalTape, leaves_of
 from jettison.ledger.levels import StepLevels
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
@@ -119,7 +119,7 @@ class AllocationCounter(TorchDispatchMode):
         device: str | None = None,
         record_events: bool = False,
         record_levels: bool = False,
-        tape: StretchTape | None = None,
+        tape: IntervalTape | None = None,
     ) -> None:
         super().__init__()
         self._storages: dict[int, _CountedStorage] = {}
@@ -137,7 +137,7 @@ class AllocationCounter(TorchDispatchMode):
         self._events: list[AllocationEvent] | None = [] if record_events else None
         self._phase = ""
         self._fakes: QuickFakeMode | None = None  # if only its modes are below
-        self._stretches: list[tuple[str, list[int]]] | None = [] if record_levels else None
+        self._phase_levels: list[tuple[str, list[int]]] | None = [] if record_levels else None
         self.register(static_tensors)
 
     @property
@@ -157,10 +157,10 @@ class AllocationCounter(TorchDispatchMode):
         return tuple(self._events or ())
 
     @property
-    def stretches(self) -> list[tuple[str, list[int]]]:
+    def phase_levels(self) -> list[tuple[str, list[int]]]:
         """Levels after every operator, its workspace included, by phase; empty unless `record_levels`."""
         self._settle()
-        return self._stretches or []
+        return self._phase_levels or []
 
     def phase(self, name: str, *, first: bool = False) -> None:
         """Begin a phase: later levels belong to it; the ``first`` forgets earlier ones."""
@@ -168,10 +168,10 @@ class AllocationCounter(TorchDispatchMode):
         self._phase = name
         if self._tape is not None:
             self._tape.phase(name, self._live_bytes, first=first)
-        if self._stretches is not None:
+        if self._phase_levels is not None:
             if first:
-                self._stretches.clear()
-            self._stretches.append((name, []))
+                self._phase_levels.clear()
+            self._phase_levels.append((name, []))
             self._note(self._live_bytes)
 
     def enters(self, block: str, given: Any) -> None:
@@ -410,8 +410,8 @@ class AllocationCounter(TorchDispatchMode):
     def _note(self, live_bytes: int) -> None:
         if self._tape is not None:
             self._tape.level(live_bytes)
-        if self._stretches:
-            self._stretches[-1][1].append(live_bytes)
+        if self._phase_levels:
+            self._phase_levels[-1][1].append(live_bytes)
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granularity_bytes) * self._granularity_bytes
@@ -667,19 +667,19 @@ def _cpu_peak(step: Callable[[], object], static_bytes: int, watched: list[weakr
     changes, begins = _profiled(step)
     watched.clear()
     live_bytes = peak_bytes = static_bytes
-    stretches: list[tuple[str, list[int]]] = [("before", [])]
+    phase_levels: list[tuple[str, list[int]]] = [("before", [])]
     for time, delta_bytes in changes:
         while begins and begins[0][0] <= time:
-            stretches.append((begins.pop(0)[1], [live_bytes]))
+            phase_levels.append((begins.pop(0)[1], [live_bytes]))
         live_bytes += delta_bytes
         peak_bytes = max(peak_bytes, live_bytes)
-        stretches[-1][1].append(live_bytes)
+        phase_levels[-1][1].append(live_bytes)
     return PeakReport(
         peak_bytes=peak_bytes,
         static_bytes=static_bytes,
         after_bytes=live_bytes,
         source="profiler",
-        levels=StepLevels.of(stretches[1:]),
+        levels=StepLevels.of(phase_levels[1:]),
     )
 
 

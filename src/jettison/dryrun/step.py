@@ -27,7 +27,7 @@ from jettison.core.objects import swapped
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
 from jettison.dryrun.levels import hold_gradients, run_step, stand_in_for_opaque, with_memory_of_their_own
 from jettison.dryrun.op_costs import Pricing
-from jettison.dryrun.tape import StretchTape
+from jettison.dryrun.tape import IntervalTape
 from jettison.ledger.levels import StepLevels
 from jettison.runtime.install import install
 from jettison.runtime.offload import Transfer
@@ -50,19 +50,19 @@ class StepPeaks:
     pinned_bytes: int = 0  # what is taken from the host for them
     transfers: tuple[Transfer, ...] = ()  # to the host and back, in order
     levels: StepLevels | None = None  # over the step
-    composed: bool = False  # of stretches of other steps (dryrun/composed.py), and not run itself
+    composed: bool = False  # of phase_levels of other steps (dryrun/composed.py), and not run itself
 
     @classmethod
     def of(
-        cls, forward: int, backward: int, optimizer: int | None, *, static_bytes: int, beside_bytes: int, **more: Any
+        cls, forward: int, backward: int, optimizer: int | None, *, static_bytes: int, extra_bytes: int, **more: Any
     ) -> StepPeaks:
-        """From the peak of each phase, without ``beside_bytes``, which are allocated by nothing of the step."""
+        """From the peak of each phase, without ``extra_bytes``, which are allocated by nothing of the step."""
         return cls(
-            peak_bytes=max(forward, backward, optimizer or 0) + beside_bytes,
-            static_bytes=static_bytes + beside_bytes,
-            forward_peak_bytes=forward + beside_bytes,
-            backward_peak_bytes=backward + beside_bytes,
-            optimizer_peak_bytes=0 if optimizer is None else optimizer + beside_bytes,
+            peak_bytes=max(forward, backward, optimizer or 0) + extra_bytes,
+            static_bytes=static_bytes + extra_bytes,
+            forward_peak_bytes=forward + extra_bytes,
+            backward_peak_bytes=backward + extra_bytes,
+            optimizer_peak_bytes=0 if optimizer is None else optimizer + extra_bytes,
             **more,
         )
 
@@ -158,7 +158,7 @@ class OneBatch:
 
 
 def step_of(
-    parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing, tape: StretchTape | None = None
+    parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing, tape: IntervalTape | None = None
 ) -> StepPeaks:
     """A whole step, with what every kernel in it takes inside, recorded on the ``tape``. Kernels that only it runs have
     a price before it.
@@ -187,7 +187,7 @@ def dry_run(
     dry_step: DryStep,
     *,
     workspace: Workspace | None = None,
-    tape: StretchTape | None = None,
+    tape: IntervalTape | None = None,
 ) -> StepPeaks:
     """The whole step under a plan: ``parts`` by module, traced in its fake mode."""
     make_state(parts, dry_step)
@@ -212,11 +212,11 @@ def dry_run(
     return StepPeaks.of(
         *peaks,
         static_bytes=static,
-        beside_bytes=trace.loop.elsewhere_bytes,
+        extra_bytes=trace.loop.elsewhere_bytes,
         host_bytes=sum(engine.pool.peak_bytes for engine in engines),
         pinned_bytes=sum(engine.pool.real_bytes for engine in engines),
         transfers=tuple(transfer for engine in engines for transfer in engine.transfers),
-        levels=StepLevels.of(counter.stretches, beside_bytes=trace.loop.elsewhere_bytes),
+        levels=StepLevels.of(counter.phase_levels, extra_bytes=trace.loop.elsewhere_bytes),
     )
 
 

@@ -1,14 +1,14 @@
 """Levels of a step, cut into what each call of a block does and what happens between them.
 
-A counter's levels are one long row. A tape says where in it a call of a block begins and ends: in forward where the
-block is entered and left, in backward by the node of autograd that an operator runs in, whose number tells which call
-made it. What an operator finds freed was freed by the stretch before it.
+A counter records levels one after the other. A tape records at which of them a call of a block begins and ends: in
+forward where the block is entered and left, in backward by the autograd node that an operator runs in, whose sequence
+number tells which call made it. What an operator finds freed was freed by the interval before it.
 
-NOTE [ Who lets go of a block's tensors ]
-Most storages die in the stretch that made them, or in the backward of the same call. Arguments and results of calls are
-held by several: a hidden state by the block that made it and by the one that gets it, a mask by all that get it. The
-stretch of their death depends on what others keep. So the tape notes how many hold them: the level before which a count
-goes down for the last time in a stretch is where that stretch lets go; where the last one does, the storage dies.
+NOTE [ Last references to a block's tensors ]
+Most storages are freed in the interval that allocated them, or in the backward of the same call. Arguments and results
+of calls are referenced by several: a hidden state by the block that made it and by the next one, a mask by all blocks.
+The interval that frees them depends on which tensors others keep. So the tape counts references: an interval drops its
+last one before the level at which the count decreases for the last time in it; the last of these frees the storage.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _use_count: Final = torch._C._storage_Use_Count
 _next_node: Final = torch._C._autograd._get_sequence_nr
 """The number that the next node gets which this thread makes."""
 NOBODY: Final = -1
-"""Made it before the step, or by no cut stretch."""
+"""Allocated before the step, or outside of all intervals."""
 
 
 class Place(NamedTuple):
-    """A stretch of a step: inside of a call of a block, by number (-1 before the first), or after it up to the next
-    one; ``again``: how often the step was there before.
+    """Interval of a step: inside a call of a block, by number (-1 before the first), or after it until the next one;
+    ``again``: how often the step was there before.
     """
 
     phase: str
@@ -75,18 +75,20 @@ class _Shared:
 
 
 @dataclass(slots=True)
-class Stretch:
-    """One stretch of a step. It counts levels from its own first, and says before which one something happens."""
+class StepInterval:
+    """Events of one interval of a step; levels are counted from its first, and an event comes before its level."""
 
     place: Place
     start: int  # its first level
     live_bytes: int  # when it begins
-    lets_go: dict[SharedKey, int] = field(default_factory=dict)  # level of the last letting go of a shared storage
+    last_references: dict[SharedKey, int] = field(
+        default_factory=dict
+    )  # level of the last letting go of a shared storage
     dead: dict[SharedKey, tuple[int, int]] = field(default_factory=dict)  # bytes and level of shared ones that die here
-    freed: list[tuple[int, int, int]] = field(default_factory=list)  # of others made elsewhere: stretch, bytes, level
+    freed: list[tuple[int, int, int]] = field(default_factory=list)  # of others made elsewhere: interval, bytes, level
 
 
-class StretchTape:
+class IntervalTape:
     """See the text above. One may record several steps; it has the last."""
 
     def __init__(self) -> None:
@@ -96,7 +98,7 @@ class StretchTape:
     def begin(self) -> None:
         """Forget what was recorded."""
         self.levels: list[int] = []
-        self.stretches: list[Stretch] = []
+        self.intervals: list[StepInterval] = []
         self.names: list[str] = []  # of blocks, by call
         self.touched: list[dict[SharedKey, tuple[int, int]]] = []  # by call, what it is given and returns, and as what
         self.end_bytes = 0  # alive when the step was over
@@ -114,18 +116,18 @@ class StretchTape:
 
     @property
     def places(self) -> list[Place]:
-        """Places of its stretches, in order."""
-        return [stretch.place for stretch in self.stretches]
+        """Places of its intervals, in order."""
+        return [interval.place for interval in self.intervals]
 
     @property
     def died_bytes(self) -> dict[SharedKey, int]:
         """Bytes of shared storages that died in the step."""
-        return {key: nbytes for stretch in self.stretches for key, (nbytes, _) in stretch.dead.items()}
+        return {key: nbytes for interval in self.intervals for key, (nbytes, _) in interval.dead.items()}
 
     @property
     def here(self) -> int:
-        """The number of this stretch."""
-        return len(self.stretches) - 1
+        """The number of this interval."""
+        return len(self.intervals) - 1
 
     # what the counter says -------------------------------------------------------------------------------------------
 
@@ -151,10 +153,10 @@ class StretchTape:
     def comes_late(self, is_there: bool) -> None:
         """The level that was withheld comes next, as it was a while ago; or not at all."""
         self._withheld, self._quiet = False, is_there
-        if not is_there and self.stretches:  # what was noted since then counted with it
-            now, first = self.stretches[-1], len(self.levels) - self.stretches[-1].start
+        if not is_there and self.intervals:  # what was noted since then counted with it
+            now, first = self.intervals[-1], len(self.levels) - self.intervals[-1].start
             now.dead = {key: (nbytes, min(level, first)) for key, (nbytes, level) in now.dead.items()}
-            now.lets_go = {key: min(level, first) for key, level in now.lets_go.items()}
+            now.last_references = {key: min(level, first) for key, level in now.last_references.items()}
             now.freed = [(born, nbytes, min(level, first)) for born, nbytes, level in now.freed]
 
     def at(self, node: int, live_bytes: int) -> None:
@@ -166,7 +168,7 @@ class StretchTape:
             return
         call = bisect_right(self._firsts, node) - 1
         inside = call >= 0 and node < self._pasts[call]
-        now = self.stretches[-1].place
+        now = self.intervals[-1].place
         if (call, inside) != (now.call, now.inside):
             self._cut(call, inside, live_bytes)
 
@@ -196,26 +198,26 @@ class StretchTape:
         self._cut(call, False, live_bytes)
 
     def died(self, storage: int, nbytes: int, born: int) -> None:
-        """A storage is gone that was made in the stretch of that number."""
-        if not self.stretches:
+        """A storage is gone that was made in the interval of that number."""
+        if not self.intervals:
             return
-        now = self.stretches[-1]
+        now = self.intervals[-1]
         shared = self._shared.pop(storage, None)
         if shared is not None:
             now.dead[shared.key] = nbytes, self._next()
-            now.lets_go[shared.key] = self._next()
+            now.last_references[shared.key] = self._next()
         elif born != self.here:
             now.freed.append((born, nbytes, self._next()))
 
     # -----------------------------------------------------------------------------------------------------------------
 
     def _next(self) -> int:
-        return len(self.levels) + self._withheld - self.stretches[-1].start
+        return len(self.levels) + self._withheld - self.intervals[-1].start
 
     def _cut(self, call: int, inside: bool, live_bytes: int) -> None:
         self._look()
         where = self._phase, call, inside
-        self.stretches.append(Stretch(Place(*where, self._times[where]), len(self.levels), live_bytes))
+        self.intervals.append(StepInterval(Place(*where, self._times[where]), len(self.levels), live_bytes))
         self._times[where] += 1
         self._watched = self._of_call[call] if inside else list(self._shared.values())
         for one in self._watched:
@@ -236,13 +238,13 @@ class StretchTape:
 
     def _look(self) -> None:
         """Who has let go of what since the last time."""
-        if not self.stretches:
+        if not self.intervals:
             return
         for one in self._watched:
             if self._shared.get(one.storage) is one:
                 before, one.held = one.held, one.holders()
                 if one.held[0] < before[0] or one.held[1] < before[1]:
-                    self.stretches[-1].lets_go[one.key] = self._next()
+                    self.intervals[-1].last_references[one.key] = self._next()
 
 
 def leaves_of(tree: Any, storage_of: Callable[[Tensor], int | None]) -> list[Leaf]:

@@ -241,7 +241,7 @@ def _counting(counted: Counted | None) -> Iterator[None]:
     with quiet_gc(), AllocationCounter(record_levels=True, workspace=notes) as counter:
         counter.phase("step", first=True)
         yield
-        counted.levels += counter.stretches
+        counted.levels += counter.phase_levels
         counted.ops |= ops.unknown
 
 

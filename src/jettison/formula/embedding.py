@@ -57,8 +57,8 @@ def embedding(w: Writer) -> Value:
         x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
     if model.learned_positions:
         x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, POSITIONS))
-    with w.tape.scope("beside"):
-        for name, shape in model.beside:
+    with w.tape.scope("unused"):
+        for name, shape in model.unused_weights:
             w.parameter(name, *shape)
     return _closed(w, x)
 

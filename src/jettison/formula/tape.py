@@ -552,7 +552,7 @@ class Writer:
             count = local[0] if expert else 1  # matrices
             packed = count * self.base.packed_bytes(prod(local) // count, local[-2])
             if self.kernels.model_code:  # bitsandbytes' ``quant_state``, say
-                scales = count * self.base.beside_bytes(prod(local) // count, local[-2])
+                scales = count * self.base.scale_bytes(prod(local) // count, local[-2])
         wide = wide or (adapter and self.run.tuning is not None and self.run.tuning.wide)
         dtype = "float32" if wide else self.held(frozen=frozen)
         dtype = self.table_dtype if frozen and (table or head) and self.base.packed else dtype

@@ -14,7 +14,7 @@ from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.ranges import figures
 from jettison.predict.run_fields import RunRequest
-from jettison.predict.stages import Chosen, Staying
+from jettison.predict.stages import Chosen, KeptBuffers
 from jettison.predict.time import estimate
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import COMPILED_MODES, Run
@@ -57,7 +57,7 @@ class DescribedPricer:
 
     def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
         """Cost of one policy per layer; ``code`` is for modules."""
-        chosen = [Staying(policy.kept, policy.moved) for policy in policies]
+        chosen = [KeptBuffers(policy.kept, policy.moved) for policy in policies]
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
         moves = any(policy.moved for policy in policies)
         run = replace(self.run, recompute=replace(self.run.recompute, offload=True)) if moves else self.run
@@ -104,9 +104,9 @@ class DescribedPricer:
         moved = {} if chosen is None else dict(zip(run.model.layer_names, chosen, strict=True))
         parts = {part.name: part for part in found.parts if part.is_layer}
         on_host = sum(
-            parts[name].region.program.kept_bytes(staying.moved)
-            for name, staying in moved.items()
-            if staying is not None
+            parts[name].region.program.kept_bytes(kept_buffers.moved)
+            for name, kept_buffers in moved.items()
+            if kept_buffers is not None
         )
         return Cost(
             layer_bytes=sum(rows[name] for name in run.model.layer_names) - on_host,

@@ -21,7 +21,7 @@ function ``read(keys)`` for keys without a table form. Sections of ``read.toml``
   empty).
 - ``prefixes``: prefixes that are removed from keys, ``underscores``: dashes become underscores, and ``renames``: our
   names by the file's.
-- ``beside``: by framework, the prefix of its keys if its file is given with this one.
+- ``given_with``: by framework, the prefix of its keys if its file is given with this one.
 - ``[[forms]]``: kinds of files of one framework, each with any of these sections; the sections above apply to all.
   ``name``: identifies the form (`Keys.form`).
 """
@@ -530,7 +530,7 @@ def read_run(
     name = table["framework"]
     keys = Keys(first, asked=asked, gpus=gpus, asked_model=model, table=table)
     keys.by_table(table)
-    prefixes = table.get("beside", {})
+    prefixes = table.get("given_with", {})
     for other in others:
         kind = _table(other) or {"framework": "", "says": "no framework's file"}
         if kind["framework"] not in prefixes:

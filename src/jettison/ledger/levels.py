@@ -1,7 +1,7 @@
 """Allocated bytes over a step, in few enough points for a JSON document.
 
-A dry run and a real step have different clocks but allocate in the same order. So a phase is cut into stretches of
-equally many levels, and the lowest and the highest level of each stretch are kept: no peak gets lost.
+A dry run and a real step have different clocks but allocate in the same order. So a phase is cut into phase_levels of
+equally many levels, and the lowest and the highest level of each interval are kept: no peak gets lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POINTS = 240
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseLevels:
-    """One phase: its number of levels, and the extremes of each of its stretches, in order."""
+    """One phase: its number of levels, and the extremes of each of its phase_levels, in order."""
 
     phase: str
     levels: int
@@ -49,27 +49,27 @@ class StepLevels:
         return max((found.peak_bytes for found in self.phases if found.phase == phase), default=None)
 
     @classmethod
-    def of(cls, stretches: Iterable[tuple[str, Sequence[int]]], *, beside_bytes: int = 0) -> StepLevels | None:
+    def of(cls, phase_levels: Iterable[tuple[str, Sequence[int]]], *, extra_bytes: int = 0) -> StepLevels | None:
         """Build from all levels of each phase; None without any.
 
         Args:
-            beside_bytes: added to every level.
+            extra_bytes: added to every level.
         """
-        known = [(name, levels) for name, levels in stretches if levels]
+        known = [(name, levels) for name, levels in phase_levels if levels]
         total = sum(len(levels) for _, levels in known)
         phases = tuple(
-            _phase(name, levels, max(1, POINTS * len(levels) // total), beside_bytes) for name, levels in known
+            _phase(name, levels, max(1, POINTS * len(levels) // total), extra_bytes) for name, levels in known
         )
         return cls(phases=phases) if phases else None
 
 
-def _phase(name: str, levels: Sequence[int], points: int, beside_bytes: int) -> PhaseLevels:
+def _phase(name: str, levels: Sequence[int], points: int, extra_bytes: int) -> PhaseLevels:
     points = min(points, len(levels))
     cuts = [len(levels) * i // points for i in range(points + 1)]
     parts = [levels[a:b] for a, b in pairwise(cuts)]
     return PhaseLevels(
         phase=name,
         levels=len(levels),
-        low_bytes=tuple(min(part) + beside_bytes for part in parts),
-        high_bytes=tuple(max(part) + beside_bytes for part in parts),
+        low_bytes=tuple(min(part) + extra_bytes for part in parts),
+        high_bytes=tuple(max(part) + extra_bytes for part in parts),
     )

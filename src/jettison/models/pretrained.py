@@ -262,7 +262,7 @@ class HubForm:
     config: Mapping[str, Any]
     source: Path | None
 
-    def files_beside(self) -> list[Path]:
+    def other_files(self) -> list[Path]:
         if self.source is None:
             return []
         found = {file for pattern in BESIDE for file in self.source.glob(pattern) if file.is_file()}

@@ -668,17 +668,17 @@ def with_towers(model: ModelSpec, values: Mapping[str, Any]) -> ModelSpec | None
     """
     whole = build(config_of(values, model.name), ConfigRequest(), fake_mode(allow_non_fake_inputs=True))
     text = {id(p) for part in _text_of(whole) for p in part.parameters()}
-    beside = tuple((name, tuple(p.shape)) for name, p in whole.named_parameters() if id(p) not in text)
+    unused = tuple((name, tuple(p.shape)) for name, p in whole.named_parameters() if id(p) not in text)
     count = sum(p.numel() for p in whole.parameters() if id(p) not in text)
-    if not beside or parameter_count(model) + count != sum(p.numel() for p in whole.parameters()):
+    if not unused or parameter_count(model) + count != sum(p.numel() for p in whole.parameters()):
         return None
-    parts = sorted({name.rsplit(".", name.count(".") - 1)[0] if name.count(".") > 1 else name for name, _ in beside})
+    parts = sorted({name.rsplit(".", name.count(".") - 1)[0] if name.count(".") > 1 else name for name, _ in unused})
     said = (
         f"{_listed(parts)} ({count:,} parameters) are counted with the embedding: weights, gradients and optimizer "
         "state. A batch of text does not run them: what they save and compute for images or sound is not in the figures"
     )
     left = tuple(words for words in model.left_out if not any(f"the {tower} tower" in words for tower in TOWERS))
-    return replace(model, beside=beside, left_out=(said, *left))
+    return replace(model, unused_weights=unused, left_out=(said, *left))
 
 
 def _text_of(whole: nn.Module) -> list[nn.Module]:

@@ -140,11 +140,11 @@ class Gpt(nn.Module):
         part: Part | None = None,
     ) -> Tensor:
         """Logits, s × b × V; or the mean loss, given for every position the token that follows it."""
-        beside = gpt_beside(ids_bs.shape[1], self.norm.weight, documents_bs, part)
+        inputs = gpt_layer_inputs(ids_bs.shape[1], self.norm.weight, documents_bs, part)
         places = gpt_places(ids_bs, documents_bs, part)
         x_sbh = self.dropout(self.tokens(ids_bs.t().contiguous()) + self.positions(places))
         for layer in self.layers:
-            x_sbh = layer(x_sbh, *beside)
+            x_sbh = layer(x_sbh, *inputs)
         logits_sbv = self.head(self.norm(x_sbh))
         return logits_sbv if labels_bs is None else mean_loss(logits_sbv, labels_bs.t())
 
@@ -249,9 +249,9 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Logits, b × s × V; or the mean loss, given for every position the token that follows it."""
         x_bsh = self.tokens(ids_bs)
-        beside = llama_beside(ids_bs.shape[1], self.config, x_bsh, documents_bs, part)
+        inputs = llama_layer_inputs(ids_bs.shape[1], self.config, x_bsh, documents_bs, part)
         for layer in self.layers:
-            x_bsh = layer(x_bsh, *beside)
+            x_bsh = layer(x_bsh, *inputs)
         logits_bsv = self.head(self.norm(x_bsh))
         return logits_bsv if labels_bs is None else mean_loss(logits_bsv, labels_bs)
 
@@ -268,7 +268,7 @@ then told of all of it, b × s.
 """
 
 
-def gpt_beside(s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> tuple[Tensor]:
+def gpt_layer_inputs(s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> tuple[Tensor]:
     """Arguments of every layer of a `Gpt`, besides its stream."""
     if documents_bs is not None:
         return (document_mask(documents_bs, product_dtype(like), None if part is None else part[0]),)
@@ -284,7 +284,7 @@ def gpt_places(ids_bs: Tensor, documents_bs: Tensor | None, part: Part | None = 
     return (places if part is None else places[:, part[0]]).t().contiguous()
 
 
-def llama_beside(
+def llama_layer_inputs(
     s: int, config: LlamaConfig, like: Tensor, documents_bs: Tensor | None, part: Part | None = None
 ) -> tuple[Any, ...]:
     """Arguments of every layer of a `Llama`, besides its stream. Its positions are relative."""

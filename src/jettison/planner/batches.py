@@ -30,7 +30,7 @@ from jettison.planner.described import Described
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
 from jettison.runtime.accelerator import is_capturing, refuse_capture
 from jettison.runtime.batch_shape import BatchShape, map_tensors
-from jettison.runtime.install import follow, install_beside
+from jettison.runtime.install import follow, install_more
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.plan import Plan
 
@@ -236,7 +236,7 @@ class BatchPlans:
             )
         parts = [module_policy(trace, plan) for trace, plan in zip(described.traces, plans, strict=True)]
         numbers = {
-            install_beside(
+            install_more(
                 regions, part.trace, part.policies, part.root, part.segments, host_budget_bytes=self.host_budget_bytes
             )
             for regions, part in zip(self.regions, parts, strict=True)
@@ -319,10 +319,10 @@ def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
     wanted.sort(key=lambda shape: (shape.nbytes, str(shape)))  # the largest last
     if len(wanted) > MOST_RANK_SHAPES:
         wanted = [functools.reduce(BatchShape.around, wanted)]
-    return [own[shape] if shape in own else stretched(own, shape) for shape in wanted]
+    return [own[shape] if shape in own else padded_batch(own, shape) for shape in wanted]
 
 
-def stretched(own: Mapping[BatchShape, Any], shape: BatchShape) -> Any:
+def padded_batch(own: Mapping[BatchShape, Any], shape: BatchShape) -> Any:
     """Pad a batch of this rank (one of ``own``, by shape) to another shape by repeating its last rows and columns, so
     that values stay valid. Raise `PlanMismatch` if the batches have other tensors.
     """

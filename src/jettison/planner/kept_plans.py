@@ -172,7 +172,7 @@ class Keeping:
         facts = {**machine_facts(), **step_facts(traces, models, batches, optimizer, functions, **self.options)}
         facts |= {name: digest(value) for name, value in (more or {}).items()}
         if levels is not None:
-            facts["levels"] = digest([(name, list(stretch)) for name, stretch in levels])
+            facts["levels"] = digest([(name, list(values)) for name, values in levels])
         path = Path(self.where)
         if path.is_dir() or str(self.where).endswith(("/", os.sep)):
             name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

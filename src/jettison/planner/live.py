@@ -27,7 +27,7 @@ from jettison.dryrun.user_step import Scheduled, Step, is_schedule, modules_of
 from jettison.parallel.agree import Agreement, Group
 from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop
-from jettison.planner.batches import BatchPlans, alike, stretched
+from jettison.planner.batches import BatchPlans, alike, padded_batch
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
 from jettison.planner.described import Described, OwnStep, Part, call_shape, describe_step, nbytes_of, step_shape
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
@@ -598,7 +598,7 @@ class _Planning:
                 if stages.least(int(not thawed)):
                     return
             own = {step_shape(batch): batch} if shapes else {}
-            batches = [batch, *(stretched(own, shape) for shape in shapes)]
+            batches = [batch, *(padded_batch(own, shape) for shape in shapes)]
             handle.remove()
             least_bytes: int | None = None
             with reported(ask.progress, f"planning again, {thawed} more parameters are trained") as done:

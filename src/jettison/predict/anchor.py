@@ -69,7 +69,7 @@ def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, st
         **_explained(found, measured),
     )
     if measured.reserved is not None or measured.device is not None:
-        anchor = replace(anchor, **_beside(found, measured, anchor))
+        anchor = replace(anchor, **_reserved_and_device(found, measured, anchor))
     if measured.step is not None:
         if hardware is None:
             raise UsageError("got a step time without its device; give --gpu")
@@ -106,7 +106,7 @@ def _explained(found: Forecast, measured: MeasuredRun) -> dict[str, Any]:
 # reserved and device --------------------------------------------------------------------------------------------------
 
 
-def _beside(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[str, Any]:
+def _reserved_and_device(found: Forecast, measured: MeasuredRun, anchor: RunAnchor) -> dict[str, Any]:
     """Fit fragments and context to reserved and device bytes."""
     allocated = measured.allocated
     if allocated is None:

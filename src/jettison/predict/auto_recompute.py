@@ -20,7 +20,7 @@ from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, fit_budgets, most_bytes
 from jettison.predict.stage_choice import StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import Staying, kept_by, pipeline_shape
+from jettison.predict.stages import KeptBuffers, kept_by, pipeline_shape
 from jettison.predict.time import Estimate, estimate, recomputing
 from jettison.predict.whole_micro_batches import with_whole
 from jettison.solve.plan import PolicyWord, policy_word
@@ -108,7 +108,7 @@ def choose(
     plain, offload = _undecided(run), run.recompute.offload
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
     problems = _problems(run, hardware, host)
-    chosen: dict[str, Staying | None] = {}
+    chosen: dict[str, KeptBuffers | None] = {}
     known = {id(problems[index]): answer for index, answer in solved.items()}
     answers = []
     smallest = 0
@@ -120,7 +120,7 @@ def choose(
         if answer is not None:
             answers.append(replace(answer, added_seconds=recomputing(run, stage.index) * answer.added_seconds))
             names = [part.name for chunk in stage.parts for part in chunk]
-            chosen.update(zip(names, answer.staying, strict=True))
+            chosen.update(zip(names, answer.kept_buffers, strict=True))
     if len(answers) < len(plain.stages):
         how = "Every layer recomputes all that it can, alone or in a segment with others."
         if offload:

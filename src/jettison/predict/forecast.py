@@ -81,9 +81,9 @@ class Stage:
     def activation_bytes(self) -> int:
         """Most bytes saved for backward at once."""
         load = self.load
-        beside = [load.sent - total_bytes(units, "whole") for units in load.chunks]
-        held = [load.held(chunk) + more for chunk, more in enumerate(beside)]
-        half = [load.held_half(chunk) + more for chunk, more in enumerate(beside)]
+        others = [load.sent - total_bytes(units, "whole") for units in load.chunks]
+        held = [load.held(chunk) + more for chunk, more in enumerate(others)]
+        half = [load.held_half(chunk) + more for chunk, more in enumerate(others)]
         return max(sum(map(mul, o.forward, held)) + sum(map(mul, o.weight, half)) for o in load.occupancies)
 
     def timeline(self, *, first_step: bool = False) -> tuple[Moment, ...]:

@@ -35,24 +35,24 @@ class FrozenBytes:
         forward: peak of its forward above the bytes allocated before it.
     """
 
-    beside: FrozenModel
+    frozen: FrozenModel
     parameters: int
     forward: int
 
 
 def frozen_bytes(run: Run) -> tuple[FrozenBytes, ...]:
     """Bytes of all frozen models of a run, in the given order."""
-    return tuple(_bytes(_told_apart(run), beside) for beside in run.frozen)
+    return tuple(_bytes(_told_apart(run), frozen) for frozen in run.frozen)
 
 
 def highest_forward(run: Run, when: When) -> int:
     """Highest peak of the forwards that run then."""
-    return max((found.forward for found in frozen_bytes(run) if found.beside.when is when), default=0)
+    return max((found.forward for found in frozen_bytes(run) if found.frozen.when is when), default=0)
 
 
-def frozen_run(run: Run, beside: FrozenModel) -> Run:
+def frozen_run(run: Run, frozen: FrozenModel) -> Run:
     """Return a frozen model as a run."""
-    return _frozen_run(_told_apart(run), beside)
+    return _frozen_run(_told_apart(run), frozen)
 
 
 def _told_apart(run: Run) -> Run:
@@ -61,19 +61,19 @@ def _told_apart(run: Run) -> Run:
 
 
 @lru_cache(maxsize=256)
-def _frozen_run(run: Run, beside: FrozenModel) -> Run:
-    model = run.model if beside.model is None else beside.model
+def _frozen_run(run: Run, frozen: FrozenModel) -> Run:
+    model = run.model if frozen.model is None else frozen.model
     layout = run.layout
-    if not (beside.sharded and layout.zero == 3):
+    if not (frozen.sharded and layout.zero == 3):
         layout = replace(layout, zero_replicas=1, zero_redundancy_optimizer=False).at_zero(0)
-    compute, base = _held(run, beside)
+    compute, base = _held(run, frozen)
     return replace(
         run,
         model=model,
         layout=layout,
         precision=Precision(name="frozen", compute=compute, parameter=compute, gradient=compute),
         optimizer=Optimizer.NONE,
-        kernels=_kernels(run, beside),
+        kernels=_kernels(run, frozen),
         dropout=0.0,
         workspaces=WORKSPACES["none"],
         tuning=Tuning(rank=1, targets=frozenset(), base=base),  # frozen, without adapters
@@ -81,31 +81,31 @@ def _frozen_run(run: Run, beside: FrozenModel) -> Run:
     )
 
 
-def _held(run: Run, beside: FrozenModel) -> tuple[str, Base]:
+def _held(run: Run, frozen: FrozenModel) -> tuple[str, Base]:
     precision = run.precision
-    if not beside.dtype and run.tuning is not None:
+    if not frozen.dtype and run.tuning is not None:
         return precision.compute, run.tuning.base
-    dtype = beside.dtype or precision.parameter
+    dtype = frozen.dtype or precision.parameter
     autocast = precision.parameter == "float32" and precision.compute != "float32"
     compute = precision.compute if autocast else dtype
     return compute, Base.FP32 if dtype == "float32" != compute else Base.PLAIN
 
 
-def _kernels(run: Run, beside: FrozenModel) -> Kernels:
+def _kernels(run: Run, frozen: FrozenModel) -> Kernels:
     """The policy's kernels, with chunked loss for a fused one, since there are no gradients."""
     own = run.kernels
     loss = Loss.CHUNKED if own.loss is Loss.FUSED else own.loss
-    if beside.model is None or beside.model.family == run.model.family:
+    if frozen.model is None or frozen.model.family == run.model.family:
         return replace(own, loss=loss)
-    found = replace(kernels_for(beside.model, own.name), attention=own.attention, loss=loss)
+    found = replace(kernels_for(frozen.model, own.name), attention=own.attention, loss=loss)
     return replace(found, device=own.device, byte_masks=own.byte_masks, loss_chunks=own.loss_chunks)
 
 
-def frozen_groups(run: Run, beside: FrozenModel) -> tuple[RegionGroup, ...]:
+def frozen_groups(run: Run, frozen: FrozenModel) -> tuple[RegionGroup, ...]:
     """Regions in order; a reward model has one column of scores instead of logits."""
-    own = frozen_run(run, beside)
+    own = frozen_run(run, frozen)
     ((groups,),) = outline(own)
-    if beside.role is not Role.REWARD:
+    if frozen.role is not Role.REWARD:
         return groups
     region, last = score_region(own.scene), groups[-1]
     held = static(
@@ -115,16 +115,16 @@ def frozen_groups(run: Run, beside: FrozenModel) -> tuple[RegionGroup, ...]:
 
 
 @lru_cache(maxsize=256)
-def _bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
-    groups = frozen_groups(run, beside)
-    own = frozen_run(run, beside)
+def _bytes(run: Run, frozen: FrozenModel) -> FrozenBytes:
+    groups = frozen_groups(run, frozen)
+    own = frozen_run(run, frozen)
     total = together((group.part.static, len(group.names)) for group in groups)
     tables, names = held_over(groups[0].part.region), own.kernels.forward_names
     embedded = groups[0].part.region.output.nbytes if names else 0  # its ``inputs_embeds``
     heights = {group.part.region: _height(group.part.region, own.kernels.named_attention) for group in groups}
     whole, forward = _gathered(own, groups, heights, tables + embedded, embedded)
-    own_bytes = 0 if beside.model is None else total.parameters + whole
-    return FrozenBytes(beside=beside, parameters=own_bytes, forward=forward)
+    own_bytes = 0 if frozen.model is None else total.parameters + whole
+    return FrozenBytes(frozen=frozen, parameters=own_bytes, forward=forward)
 
 
 def _gathered(

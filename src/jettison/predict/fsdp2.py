@@ -256,7 +256,7 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *
             around = parts[first], parts[first + 1], parts[first + size], parts[first + size + 1]
             key = size, *around, chunk.live[first : first + size]
             if key not in known:
-                known[key] = beside(run, unit, GroupPlace.of(chunk, first, first + size), reducing=reducing)
+                known[key] = with_fsdp_buffers(run, unit, GroupPlace.of(chunk, first, first + size), reducing=reducing)
             names, own = unit.names[begin:end], known[key]
             if key == before:
                 found[-1] = own.named((*found[-1].names, *names))
@@ -267,7 +267,7 @@ def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *
     return found
 
 
-def beside(
+def with_fsdp_buffers(
     run: Run, unit: Unit, place: GroupPlace, treated: StageRegion | None = None, *, reducing: bool = False
 ) -> Unit:
     """Add all-gathered weights and reduced gradients to a unit. See NOTE [ What FSDP2 holds ].
@@ -284,7 +284,7 @@ def beside(
     return _Sharded(run=run, unit=unit, place=place, treated=treated, reducing=reducing, reduces=reduces).whole()
 
 
-def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
+def fsdp_bytes_of_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     """Return the least bytes of weights and gradients during the backward of a group's last region."""
     chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
     stop = sum(len(group.names) for group in groups[: at + 1])
@@ -455,9 +455,9 @@ class _Sharded:
             phases = _phases(layer.region, layer.kept, run.gradient_rule, frames, layer.held)
             highest = _rise_of_experts(run, experts, phases, there=there, ahead=ahead, waiting=waiting)
             twice = gathered + max(gathered - experts.gathered, experts.gathered if layout.expert_shards > 1 else 0)
-        staying = after + shard if layout.pp == 1 else 0
-        level = ahead - unit.resident - staying
-        closing = self._closing(part, before, there + staying) + level
+        kept_buffers = after + shard if layout.pp == 1 else 0
+        level = ahead - unit.resident - kept_buffers
+        closing = self._closing(part, before, there + kept_buffers) + level
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
         first = max(highest + late + moved[1], closing if at_end else closing + late)
         adding = first + unit.adding_peak - unit.backward_peak
@@ -466,7 +466,7 @@ class _Sharded:
             if not run.gradients_come_whole:
                 own = passes_of(self.treated, run.gradient_rule, accumulates=True)
             highest = rise(own) + unit.adding_peak - own.backward_peak
-            closing = self._closing(part, before, there + staying, again=True) + level
+            closing = self._closing(part, before, there + kept_buffers, again=True) + level
             adding = max(highest + late, closing if at_end else closing + late)
         return max(forward + twice + lingering, loss + after - freed, entering) + moved[0], first, adding
 

@@ -45,7 +45,7 @@ from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
 from jettison.predict.stage_buffers import document_mask, reads_mask
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, RegionGroup, StageRegion, Staying, kept_by, planned_program
+from jettison.predict.stages import FULL, KeptBuffers, RegionGroup, StageRegion, kept_by, planned_program
 from jettison.predict.units import unit_within
 from jettison.solve.actions import action_points
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
@@ -71,7 +71,7 @@ class StageOutcome:
     ``added_seconds``: recompute and ``stalled_seconds`` of a micro-batch; ``host_bytes``: of all in flight.
     """
 
-    staying: tuple[Staying | None, ...]
+    kept_buffers: tuple[KeptBuffers | None, ...]
     needs: int
     level: int
     added_seconds: float
@@ -169,16 +169,16 @@ class StageChoice:
 
     def _unasked(self, choice: Choice, seconds: float) -> StageOutcome:
         """Outcome of a choice that does not depend on a budget and offloads nothing."""
-        staying = self._staying(choice)
-        needs = self._peak(staying)
-        return StageOutcome(staying=staying, needs=needs, level=needs, added_seconds=seconds)
+        kept_buffers = self._kept_buffers(choice)
+        needs = self._peak(kept_buffers)
+        return StageOutcome(kept_buffers=kept_buffers, needs=needs, level=needs, added_seconds=seconds)
 
     def _ask(self, asked: int) -> StageOutcome:
         found = next(offer for offer in self._offers if offer.least_bytes <= asked).choose(asked)
-        staying = self._staying(found.choice)
+        kept_buffers = self._kept_buffers(found.choice)
         return StageOutcome(
-            staying=staying,
-            needs=self._peak(staying),
+            kept_buffers=kept_buffers,
+            needs=self._peak(kept_buffers),
             level=found.levels.peak_bytes,
             added_seconds=found.levels.seconds,
             stalled_seconds=found.levels.stalled_seconds,
@@ -207,7 +207,7 @@ class StageChoice:
         begin, chunk = self.chunks[start]
         return GroupPlace.of(chunk, start - begin, stop - begin)
 
-    def unit(self, start: int, stays: Sequence[Staying | None]) -> Unit:
+    def unit(self, start: int, stays: Sequence[KeptBuffers | None]) -> Unit:
         """Spans of consecutive regions with these kept tensors; None: those of the run's mode."""
         parts = self.parts[start : start + len(stays)]
         groups = [
@@ -347,10 +347,10 @@ class StageChoice:
         return unit.forward_peak, unit.backward_peak if self._fresh else unit.adding_peak
 
     def _unit(self, at: int, stays: frozenset[int]) -> Unit:
-        return self.unit(at, [Staying(stays) if self.parts[at].is_layer else None])
+        return self.unit(at, [KeptBuffers(stays) if self.parts[at].is_layer else None])
 
-    def _staying(self, choice: Choice) -> tuple[Staying | None, ...]:
-        found: list[Staying | None] = []
+    def _kept_buffers(self, choice: Choice) -> tuple[KeptBuffers | None, ...]:
+        found: list[KeptBuffers | None] = []
         stops = dict(choice.segments)
         while len(found) < len(self.parts):
             at = len(found)
@@ -359,12 +359,12 @@ class StageChoice:
                 found += self._in_segment(at, stops[at], key)
                 continue
             point = next(p for p in self.points[at] if p.key == key)
-            found.append(Staying(point.kept, point.moved) if self.parts[at].is_layer else None)
+            found.append(KeptBuffers(point.kept, point.moved) if self.parts[at].is_layer else None)
         return tuple(found)
 
-    def _peak(self, staying: Sequence[Staying | None]) -> int:
+    def _peak(self, kept_buffers: Sequence[KeptBuffers | None]) -> int:
         """Peak of the stage's timeline."""
-        by_name = {part.name: buffers for part, buffers in zip(self.parts, staying, strict=True)}
+        by_name = {part.name: buffers for part, buffers in zip(self.parts, kept_buffers, strict=True)}
         chosen = [by_name.get(name) for name in self.run.model.layer_names]
         return stage_sizes(self.run, self.stage.index, chosen).peak_bytes
 
@@ -404,12 +404,12 @@ class StageChoice:
         pairs = [(self._sent(r), regions[r + 1]) for r, end in self._ends.items() if r + 1 < end]
         return not any(link.stall(sent, min(o.forward_seconds, o.backward_seconds)) for sent, o in pairs)
 
-    def _in_segment(self, start: int, stop: int, key: str) -> Iterator[Staying]:
+    def _in_segment(self, start: int, stop: int, key: str) -> Iterator[KeptBuffers]:
         """Yield the kept tensors of each layer of a segment."""
         for place, part in enumerate(self.parts[start:stop]):
             kept = kept_by(part.region, FULL)
             moved = kept if key == SENT and place == 0 else frozenset[int]()
-            yield Staying(kept, moved, place, stop - start)
+            yield KeptBuffers(kept, moved, place, stop - start)
 
     def _equal_segments(self) -> Iterator[tuple[int, int]]:
         """Yield lengths of equal segments with their peaks, as long as longer ones may have a lower peak."""

@@ -289,7 +289,7 @@ class Timing:
             alike = id(items), share
             if alike not in known:
                 each = sum((item.seconds * item.count for item in items), NOTHING)
-                known[alike] = each._replace(again=each.again * share) + self._beside(items) + self._frozen
+                known[alike] = each._replace(again=each.again * share) + self._exposed_transfers(items) + self._frozen
             seconds.append(known[alike])
         sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
@@ -352,7 +352,7 @@ class Timing:
         gathering = transfer_seconds("all_gather_into_tensor", nbytes, ranks, self.hardware)
         return point_seconds(nbytes / layout.tp, layout, self.hardware) + gathering
 
-    def _beside(self, items: Sequence[Item]) -> RegionSeconds:
+    def _exposed_transfers(self, items: Sequence[Item]) -> RegionSeconds:
         """Exposed transfers of ZeRO 2 and 3 and offloading in a chunk's passes."""
         layout = self.run.layout
         if not items:
@@ -489,7 +489,7 @@ class Timing:
         if least:
             return fetched
         work = sum(item.count * item.seconds.backward_seconds for item in items)
-        backwards = run.micro_batches * (work + self._beside(items).inputs.transfers)
+        backwards = run.micro_batches * (work + self._exposed_transfers(items).inputs.transfers)
         return max(0.0, sent - backwards) + fetched
 
     def _static(self, item: Item) -> Static:

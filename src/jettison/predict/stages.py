@@ -34,7 +34,7 @@ _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
 
 
 @dataclass(frozen=True, slots=True)
-class Staying:
+class KeptBuffers:
     """Buffers of a layer that a planner keeps between its passes; those in ``moved`` are offloaded.
 
     In a segment of several ``layers`` only those of the first one, at ``place`` 0, are kept: NOTE [ Segments ] in
@@ -47,7 +47,7 @@ class Staying:
     layers: int = 1
 
 
-Chosen = Sequence[Staying | None]
+Chosen = Sequence[KeptBuffers | None]
 """A planner's kept buffers of each layer; None: the run's recompute mode decides."""
 
 
@@ -67,7 +67,7 @@ class StageRegion:
     policy: str
     static: Static
     layer: AnyLayer | None = None
-    chosen: Staying | None = None
+    chosen: KeptBuffers | None = None
     held: frozenset[int] = frozenset()
 
     @property
@@ -238,7 +238,7 @@ def _same_places(
         start = stop - sizes[place]
         own = [
             (number, range(max(first, start), min(last, stop)))
-            for number, first, last in model.stretches
+            for number, first, last in model.layer_runs
             if first < stop and start < last and start < stop  # none in a stage without layers
         ]
         alike = place == 0, place == len(sizes) - 1, tuple((number, len(members)) for number, members in own)
@@ -246,7 +246,7 @@ def _same_places(
     return [(place, own) for _, place, own in found.values()], [[which[place] for place in own] for own in stages]
 
 
-Kind = tuple[int, str, Staying | None]
+Kind = tuple[int, str, KeptBuffers | None]
 """Key of a layer: index in `ModelSpec.kinds`, policy, and a planner's kept buffers."""
 
 

@@ -37,7 +37,7 @@ from jettison.formula.split_backward import InputHalf, checkpointed_weight_half,
 from jettison.formula.tape import GATHER
 from jettison.memory.unit import Halves, Unit, WeightStep
 from jettison.predict.frozen_models import highest_forward
-from jettison.predict.fsdp2 import GroupPlace, beside, has_outer_ends, with_shards
+from jettison.predict.fsdp2 import GroupPlace, has_outer_ends, with_fsdp_buffers, with_shards
 from jettison.predict.passes import (
     cached_bytes,
     caches_copies,
@@ -96,9 +96,9 @@ def units(
 def unit_within(run: Run, groups: Sequence[RegionGroup], place: GroupPlace) -> Unit:
     """Return the unit of consecutive regions, with transients by their position in the chunk, without offloading."""
     (unit,) = _made(run, groups)
-    found = beside(run, unit, place, groups[0].part)
+    found = with_fsdp_buffers(run, unit, place, groups[0].part)
     if run.syncs_last:  # whichever backward rises higher
-        reducing = beside(run, unit, place, groups[0].part, reducing=True)
+        reducing = with_fsdp_buffers(run, unit, place, groups[0].part, reducing=True)
         found = found._replace(adding_peak=max(found.adding_peak, reducing.adding_peak))
     return _with_frozen(found)
 

@@ -346,16 +346,16 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
     for chunk in (chunk for stage in answer.forecast.stages for chunk in stage.parts):
         for at, part in ((at, part) for at, part in enumerate(chunk) if part.is_layer):
             after = at + (part.segment if part.first else 1)  # the region or segment that its copies overlap with
-            beside = chunk[after : after + chunk[after].segment] if after < len(chunk) else ()
-            key = (part.region, part.chosen, *((other.region, other.chosen) for other in beside))
+            following = chunk[after : after + chunk[after].segment] if after < len(chunk) else ()
+            key = (part.region, part.chosen, *((other.region, other.chosen) for other in following))
             if key not in known:
-                known[key] = _reason(timing, part, beside)
+                known[key] = _reason(timing, part, following)
             found[part.name] = replace(known[key], layer=part.name)
     return {name: found[name] for name in run.model.layer_names}
 
 
 def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion]) -> Reason:
-    took, beside = _timed(timing, part).seconds, [_timed(timing, other).seconds for other in following]
+    took, overlapped = _timed(timing, part).seconds, [_timed(timing, other).seconds for other in following]
     program = part.program
     moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
     return Reason(
@@ -366,8 +366,8 @@ def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion])
         offloaded=_names(part, OFFLOADED),
         offloaded_bytes=moved,
         transfer_seconds=host_seconds(moved, timing.hardware) if moved else 0.0,
-        forward_seconds=beside[0].forward.seconds if beside else 0.0,
-        backward_seconds=sum(seconds.backward_seconds for seconds in beside),
+        forward_seconds=overlapped[0].forward.seconds if overlapped else 0.0,
+        backward_seconds=sum(seconds.backward_seconds for seconds in overlapped),
     )
 
 

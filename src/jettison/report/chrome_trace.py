@@ -275,7 +275,7 @@ class _Player:
         self.saved: dict[tuple[int, int], dict[str, list[int]]] = {}  # by micro-batch and chunk, by unit
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.gradients: dict[int, list[int]] = {}  # by chunk
-        self.beside: list[int] = []  # what a schedule or a framework holds
+        self.schedules_own: list[int] = []  # what a schedule or a framework holds
         self.tensors: dict[tuple[int, str], tuple[tuple[Label, int], ...]] = {}
         parts = [part for chunk in stage.parts for part in chunk]
         self._spread(PARAMETERS, self.load.fixed, [(part.name, part.static.parameters) for part in parts])
@@ -310,8 +310,10 @@ class _Player:
 
     def _settle(self, level: int, time_ns: int) -> None:
         """Let everything together be so many bytes."""
-        there = sum(map(self.sizes.__getitem__, self.beside))
-        self._resize(self.beside, there + level - self.live, Label(module="", role=SENT, site="schedule"), time_ns)
+        there = sum(map(self.sizes.__getitem__, self.schedules_own))
+        self._resize(
+            self.schedules_own, there + level - self.live, Label(module="", role=SENT, site="schedule"), time_ns
+        )
 
     def _transient(self, level: int, label: Label, begin_ns: int, end_ns: int) -> None:
         """Rise to a level for a while."""

@@ -124,7 +124,7 @@ def _described(subject: PageModel) -> bool:
     model = subject.model
     named = all(isinstance(kind, Layer) and has_names(kind) for kind in model.kinds)
     plain = model.patches is None and model.audio is None and model.pair is None and model.source is None
-    if not (named and plain) or model.further or model.beside or not _longest(model):
+    if not (named and plain) or model.further or model.unused_weights or not _longest(model):
         return False
     scene = run_of_page(subject).scene
     alone = replace(scene, model=replace(model, layers=model.kinds[:1]))

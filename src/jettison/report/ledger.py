@@ -241,9 +241,9 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "trained": None if run.tuning is None else str(run.tuning),
         "frozen_models": [
             {
-                "role": str(found.beside.role),
-                "model": None if found.beside.model is None else found.beside.model.name,
-                "when": str(found.beside.when),
+                "role": str(found.frozen.role),
+                "model": None if found.frozen.model is None else found.frozen.model.name,
+                "when": str(found.frozen.when),
                 "parameter_bytes": found.parameters,
                 "forward_bytes": found.forward,
             }

@@ -126,9 +126,9 @@ def run_facts(asked: Resolved, host: OffloadedOptimizer | None, *, training: boo
     if run.tuning is not None:
         yield "trained", _tuning_text(run)
     for found in frozen_bytes(run):
-        words = str(found.beside).partition(": ")[2]
+        words = str(found.frozen).partition(": ")[2]
         taken = f"{format_bytes(found.parameters)} of weights, a forward of {format_bytes(found.forward)}"
-        yield str(found.beside.role), f"{words}: {taken}"
+        yield str(found.frozen.role), f"{words}: {taken}"
     if host is not None:
         sent, fetched = format_bytes(host.to_host_bytes), format_bytes(host.to_device_bytes)
         there = f"{format_bytes(host.host_bytes)} a rank, as {run.states_on_host} has it"

@@ -108,9 +108,9 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
     device = snapshot.busiest
     timeline = device.with_gradients
     shares = timeline.shares(timeline.peak_event)
-    beside = f", the fullest of {len(snapshot.devices)}" if len(snapshot.devices) > 1 else ""
+    among = f", the fullest of {len(snapshot.devices)}" if len(snapshot.devices) > 1 else ""
     rows = [
-        ("snapshot", f"{snapshot.name}, device {device.index}{beside}"),
+        ("snapshot", f"{snapshot.name}, device {device.index}{among}"),
         ("events", f"{len(timeline.allocation):,} of {len(timeline.nbytes):,} allocations"),
         ("peak", exact(timeline.peak_bytes)),
         ("at the end", f"{exact(timeline.end_bytes)} of {format_bytes(device.reserved_bytes)} in segments"),

@@ -600,9 +600,9 @@ def _subject(path: Path) -> ReportSubject:
     text, name = read_text(path), str(path)
     if path.suffix == ".jsonl":
         plans = []  # those in the log's folder that can be read
-        for beside in sorted(path.parent.glob("plan*.json"))[:64]:
+        for file in sorted(path.parent.glob("plan*.json"))[:64]:
             with suppress(UsageError, PlanMismatch):
-                plans.append(Plan.from_json(read_text(beside)))
+                plans.append(Plan.from_json(read_text(file)))
         return run_subject(text, name, plans=plans)
     document = parse_json(text, name)
     schema = document.get("schema") if isinstance(document, dict) else None

@@ -477,7 +477,7 @@ class PlaceHooks(OffloadHooks):
 
 
 @contextlib.contextmanager
-def staying() -> Iterator[None]:
+def kept_buffers() -> Iterator[None]:
     """Pass saved tensors through hooks, as if some might be offloaded, and keep all."""
     with torch.autograd.graph.saved_tensors_hooks(Held, _opened):
         yield

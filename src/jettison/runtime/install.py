@@ -119,7 +119,7 @@ def _moved_bytes(region: PlannedForward, signature: Any) -> list[int]:
     return [] if recipe is None else [move.host_bytes for move in recipe.moved.values()]
 
 
-def install_beside(
+def install_more(
     regions: Sequence[PlannedForward],
     traced: ModelTrace,
     policies: Mapping[str, CheckpointPolicy],

@@ -37,7 +37,7 @@ from jettison.memory.actions import Occupancy
 from jettison.memory.schedule import PipelineShape, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.fsdp2 import beside_last
+from jettison.predict.fsdp2 import fsdp_bytes_of_last
 from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import Timing
@@ -193,9 +193,9 @@ def _chunk_rise(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], ther
     for at in reversed(range(len(groups))):
         part = groups[at].part
         if part.is_layer:
-            beside = level + beside_last(run, groups, at)
+            floor = level + fsdp_bytes_of_last(run, groups, at)
             ways = _layer_options(timing.prices(part.layer), part.region, part.policy, run.gradient_rule, there)
-            return lowest, tuple((beside + rise, released, seconds) for rise, released, seconds in ways)
+            return lowest, tuple((floor + rise, released, seconds) for rise, released, seconds in ways)
         unit = units.pop()  # ends of a model are units of their own
         lowest = max(lowest, level + (unit.adding_peak if there else unit.backward_peak))
         level += (unit.pending if there else unit.gradient) - unit.resident

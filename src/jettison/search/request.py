@@ -180,7 +180,7 @@ class SearchRequest(CommonRequest):
             yield from ((name, f", which {self.runs_on} cannot run") for name in _LISTS if name not in free)
         if self.kbit_upcast not in (None, Upcast.NONE):  # of an unsharded base
             yield "tp", f" with --kbit-upcast {self.kbit_upcast}, which takes --tp 1"
-        alone = [f"--{beside.role}" for beside in template.frozen]
+        alone = [f"--{frozen.role}" for frozen in template.frozen]
         if template.states_on_host.frees_gradients:
             alone.append(f"--offload-optimizer {self.offload_optimizer}")
         if alone:  # not modelled in a pipeline

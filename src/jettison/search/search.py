@@ -128,11 +128,11 @@ def search(
         raise UsageError(f"got --margin {margin:g}; expected a number from 0, none, to 1, all that may be needed")
     room = MemoryLimit(hardware=hardware, budget_bytes=budget_bytes, margin=margin)
     question = SearchQuestion(template=space.template, hardware=hardware)
-    with ThreadPoolExecutor(1) as beside, Bench(question, jobs=jobs, journal=journal) as bench:
+    with ThreadPoolExecutor(1) as background, Bench(question, jobs=jobs, journal=journal) as bench:
         hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress)
         hunt.find_named()
         # planners' candidates often wait for one another: meanwhile workers evaluate more devices
-        begun = beside.submit(_more_gpus, space, room, bench, silent) if hunt.ranked and jobs > 1 else None
+        begun = background.submit(_more_gpus, space, room, bench, silent) if hunt.ranked and jobs > 1 else None
         hunt.ask_planner()
         closest, strict = None, room
         if not hunt.ranked:

@@ -269,8 +269,8 @@ class Layout:
                 "drop them, or give --fsdp-version 2"
             )
         ranks = self.reshard_ranks
-        beside = self.pp > 1 or self.fsdp_wrap_layers_only
-        if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or beside):
+        conflict = self.pp > 1 or self.fsdp_wrap_layers_only
+        if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or conflict):
             raise UsageError(
                 f"got --reshard-after-forward {ranks}; expected a divisor of {self.shards}, the ranks that parameters "
                 "are sharded over, above 1 and below that, without --pp and --fsdp-wrap-layers-only"

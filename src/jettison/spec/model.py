@@ -638,7 +638,7 @@ class ModelSpec:
     dropout: float = 0.0  # of its configuration
     dtype: str = "bfloat16"  # of its configuration
     base: str = field(default="", compare=False)  # ``--base`` of its configuration, for adapters
-    beside: tuple[tuple[str, tuple[int, ...]], ...] = ()  # weights of towers that text does not use, by name
+    unused_weights: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of towers that text does not use: name, shape
     left_out: tuple[str, ...] = field(default=(), compare=False)  # parts that are not modelled, for messages
 
     def __repr__(self) -> str:
@@ -666,7 +666,7 @@ class ModelSpec:
         return tuple(numbers[layer] for layer in self.layers)
 
     @cached_property
-    def stretches(self) -> tuple[tuple[int, int, int], ...]:
+    def layer_runs(self) -> tuple[tuple[int, int, int], ...]:
         """Runs of equal consecutive layers: (index in `kinds`, first, one past the last)."""
         runs = [(number, len(list(same))) for number, same in groupby(self.kind_numbers)]
         stops = list(accumulate(length for _, length in runs))

@@ -93,11 +93,11 @@ class Base(StrEnum):
         if self is Base.FP8:
             return elements + 4 * -(-rows // FP8_BLOCK) * -(-elements // rows // FP8_BLOCK)
         if self is Base.INT8:
-            return elements + self.beside_bytes(elements, rows)
+            return elements + self.scale_bytes(elements, rows)
         zeros = _groups(elements, rows) * rows // 2 if self is Base.GPTQ else 0
-        return -(-elements // 2) + zeros + self.beside_bytes(elements, rows)
+        return -(-elements // 2) + zeros + self.scale_bytes(elements, rows)
 
-    def beside_bytes(self, elements: int, rows: int) -> int:
+    def scale_bytes(self, elements: int, rows: int) -> int:
         """Bytes of scales and other tensors that are not parameters."""
         if self is Base.FP8:
             return 0

@@ -96,7 +96,7 @@ def _in_files(whole: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most_byt
 def _complete(partial: Path, folder: Path, form: HubForm, whole: Mapping[str, Any]) -> None:
     """Write configuration and tokenizer, and rename the folder into place. Only the leading rank calls it."""
     shutil.rmtree(partial / "sharded")
-    for file in form.files_beside():
+    for file in form.other_files():
         shutil.copyfile(file, partial / file.name)
     dtypes = {dtype for _, dtype in whole.values() if dtype.is_floating_point}
     config = {key: value for key, value in form.config.items() if key != "torch_dtype"}

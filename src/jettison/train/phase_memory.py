@@ -57,12 +57,12 @@ class MemoryMeter:
     workspace: Workspace | None = None
     _phases: dict[str, int] | None = field(default=None, init=False)
     _counter: _Counter | None = field(default=None, init=False)
-    _stretches: list[tuple[str, list[int]]] = field(default_factory=list, init=False)
+    _phase_levels: list[tuple[str, list[int]]] = field(default_factory=list, init=False)
 
     @property
     def levels(self) -> StepLevels | None:
         """Bytes over the last measured step; on a GPU only the peaks of its phases."""
-        return StepLevels.of(self._stretches)
+        return StepLevels.of(self._phase_levels)
 
     @property
     def measuring(self) -> bool:
@@ -74,7 +74,7 @@ class MemoryMeter:
         found: dict[str, int] | None = {} if self.measuring else None
         self._phases = found
         if found is not None:
-            self._stretches = []
+            self._phase_levels = []
         with self._watching():
             yield lambda: PhasePeaks(phases=found) if found else None
 
@@ -92,7 +92,7 @@ class MemoryMeter:
             self._counter.phase(name, first=True)
             yield
             peak = self._counter.peak_bytes
-            self._note(name, [*self._counter.stretches[-1][1], peak])
+            self._note(name, [*self._counter.phase_levels[-1][1], peak])
         else:
             with record_function(_MARK + name):
                 yield
@@ -124,10 +124,10 @@ class MemoryMeter:
     def _note(self, name: str, levels: list[int]) -> None:
         assert self._phases is not None
         self._phases[name] = max(*levels, self._phases.get(name, 0))
-        if self._stretches and self._stretches[-1][0] == name:
-            self._stretches[-1][1].extend(levels)
+        if self._phase_levels and self._phase_levels[-1][0] == name:
+            self._phase_levels[-1][1].extend(levels)
         else:
-            self._stretches.append((name, levels))
+            self._phase_levels.append((name, levels))
 
 
 class _Counter(AllocationCounter):

@@ -26,7 +26,15 @@ from jettison.core.errors import UsageError
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.memory.actions import DeviceOrder
 from jettison.memory.schedule import PipelineShape
-from jettison.models.reference import Gpt, Llama, document_numbers, gpt_beside, gpt_places, llama_beside, mean_loss
+from jettison.models.reference import (
+    Gpt,
+    Llama,
+    document_numbers,
+    gpt_layer_inputs,
+    gpt_places,
+    llama_layer_inputs,
+    mean_loss,
+)
 from jettison.parallel.parameters import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Layout, Schedule
@@ -65,11 +73,13 @@ class StageModule(nn.Module):
         if self.is_first:
             x = self._embedded(x, documents_bs)
         config: Any = self.config
-        beside: tuple[Any, ...] = (
-            gpt_beside(self.seq, x, documents_bs) if self.is_gpt else llama_beside(self.seq, config, x, documents_bs)
+        inputs: tuple[Any, ...] = (
+            gpt_layer_inputs(self.seq, x, documents_bs)
+            if self.is_gpt
+            else llama_layer_inputs(self.seq, config, x, documents_bs)
         )
         for layer in self.layers.values():
-            x = layer(x, *beside)
+            x = layer(x, *inputs)
         return self.head(self.norm(x)) if self.is_last else x
 
     def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ class Side:
         marks = PhaseMarks()
         report = measured_peak(replace(self, phase=marks.phase).step, static_tensors=static, marks=marks)
         self.model.zero_grad(set_to_none=True)
-        beside = unique_bytes(static) - report.static_bytes
-        return replace(report, peak_bytes=report.peak_bytes + beside, levels=_moved(report.levels, beside))
+        others = unique_bytes(static) - report.static_bytes
+        return replace(report, peak_bytes=report.peak_bytes + others, levels=_moved(report.levels, others))
 
 
 def step_timeline(side: Side, title: str) -> MemoryTimeline:
