@@ -74,10 +74,10 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         "gpt-175b on 64 x a100-80gb",
         "Where the time of stage 7 goes",
-        "Ways to keep activations",
+        "Recompute settings",
         "1 to 6",
         "break-even",
-        "PCIe 4.0 x16 and quicker",
+        "PCIe 4.0 x16 and faster",
         "selective (as it is)",
     ):
         assert words in out
