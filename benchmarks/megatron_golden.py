@@ -25,7 +25,7 @@ from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout, stage_layers
 from jettison.spec.model import ModelSpec
 from jettison.spec.model_variants import with_mtp
-from jettison.spec.precision import PRECISIONS, Adding, Gradients, Optimizer, Precision
+from jettison.spec.precision import PRECISIONS, Accumulation, Gradients, Optimizer, Precision
 from jettison.spec.recompute import Mode, Recompute, listed
 from jettison.spec.run import Run
 
@@ -265,7 +265,7 @@ def run_of(row: Facts) -> Run:
         kernels=kernels,
         gradients=Gradients.UPFRONT,
         dropout=0.0 if _without_dropout(row) else 0.1,
-        adding=_adding(more, local=local),
+        accumulation=_accumulation(more, local=local),
         workspaces=_workspaces(row["gpu"], more, local=local, on=recorded(row), stated="blind_first_gib" in row),
         tp_comm_overlap="tp-comm-overlap" in more,
         keep_batches=row["tp"] == "1" and KEPT[0] < recorded(row) <= KEPT[1],
@@ -329,10 +329,10 @@ def _uses_flash_attn(gpu: str, *, deterministic: bool) -> bool:
     return gpu.startswith("A100") or (deterministic and "B200" in gpu)
 
 
-def _adding(more: Facts, *, local: bool) -> Adding:
+def _accumulation(more: Facts, *, local: bool) -> Accumulation:
     if "no-gradient-accumulation-fusion" in more:
-        return Adding.CAST
-    return Adding.FUSED if local else Adding.DUMMY
+        return Accumulation.CAST
+    return Accumulation.FUSED if local else Accumulation.DUMMY
 
 
 def _workspaces(gpu: str, more: Facts, *, local: bool, on: str, stated: bool) -> Workspaces:

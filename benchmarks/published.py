@@ -371,7 +371,7 @@ def torchtune_run(*, compiled: bool = True, **request: Any) -> Run:
 
 
 def _torchtune() -> Iterator[Row]:
-    chunked, full = {"loss": "listed"}, {"loss": "listed", "recompute": "full"}
+    chunked, full = {"loss": "chunked-output"}, {"loss": "chunked-output", "recompute": "full"}
     within, sent = {**full, "gradients": "in-backward"}, {**full, "gradients": "in-backward", "offload": True}
     steps: tuple[tuple[str, dict[str, Any], float, str], ...] = (
         ("packed", {"compiled": False}, CLAIMED, ""),

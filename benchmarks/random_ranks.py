@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from jettison.core.errors import UsageError
 from jettison.predict.forecast import Forecast, forecast
-from jettison.spec.kernels import Combine, ContextExchange, Loss
+from jettison.spec.kernels import Combine, CpCommType, Loss
 from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
@@ -166,7 +166,7 @@ def said(case: LayoutCase) -> Forecast:
         stage_buffers=case.pp > 1,
         schedule=Schedule(case.schedule),
     )
-    kernels, gradients = replace(run.kernels, loss=Loss.OUTSIDE), Gradients.ONE_BY_ONE
+    kernels, gradients = replace(run.kernels, loss=Loss.IN_LOOP), Gradients.ONE_BY_ONE
     if case.averaging in ("ddp", "views"):
         views = case.averaging == "views" and case.micro_batches == 1
         gradients = Gradients.UPFRONT if views else Gradients.BUCKETS
@@ -175,7 +175,7 @@ def said(case: LayoutCase) -> Forecast:
     if case.added:
         kernels = replace(kernels, combine=Combine.ADDED)
     if case.cp > 1:
-        kernels = replace(kernels, context_exchange=ContextExchange.GATHER)
+        kernels = replace(kernels, cp_comm_type=CpCommType.GATHER)
     return forecast(
         replace(
             run,

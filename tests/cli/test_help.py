@@ -11,10 +11,11 @@ import pytest
 from jettison.cli.app import GROUPS
 from jettison.cli.main import VERB_GROUPS, VERBS, app, run
 from jettison.cli.suggestions import _flags
-from jettison.core.objects import former_names, renamed
+from jettison.core.objects import current_value, former_names, renamed
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import flag_of
 from jettison.search.request import SearchRequest
+from jettison.spec.layout import AS_BUILT
 
 MOST_LINES = 60
 MANY = ("ledger", "plan", "estimate", "search", "calibrate")
@@ -81,6 +82,23 @@ def test_a_former_name_of_a_flag_is_still_taken() -> None:
 def test_settings_of_older_files_are_read_by_their_former_names() -> None:
     assert renamed(RunRequest, {"holds_output": True, "seq": 1}) == {"keep_logits": True, "seq": 1}
     assert renamed(RunRequest, {"holds_output": True, "keep_logits": False}) == {"keep_logits": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "former", "now"),
+    [
+        ("loss", "rows", "chunked-cross-entropy"),
+        ("gradients", "added", "fp32-accumulator"),
+        ("accumulation", "whole", "autograd"),
+        ("ssm_kernels", "written", "eager"),
+    ],
+)
+def test_a_former_value_is_still_taken(name: str, former: str, now: str) -> None:
+    assert current_value(RunRequest, name, former) == current_value(RunRequest, name, now) == now
+
+
+def test_options_that_recorded_models_refuse_are_options() -> None:
+    assert {field.name for field in fields(RunRequest)} >= AS_BUILT
 
 
 @pytest.mark.parametrize("verb", MANY)

@@ -193,10 +193,10 @@ def test_an_unknown_type_is_told_the_nearest_one(
     file.write_text(json.dumps(LLAMA | {"model_type": kind}))
     code, err = said(capsys, *verb.format(file).split())
     assert code == 2
-    found = re.search(r"--family (\S+) describes it", err)
+    found = re.search(r"--model-type (\S+) describes it", err)
     assert found is not None, err
     assert found[1] == nearest(kind)
-    again = said(capsys, *verb.format(file).split(), "--family", found[1])
+    again = said(capsys, *verb.format(file).split(), "--model-type", found[1])
     if found[1] in ("llama", "qwen3", "mistral", "olmo2", "olmo3"):
         assert again[0] in (0, 3), again
     else:

@@ -112,7 +112,7 @@ def test_products_are_those_of_the_layer(tp: int) -> None:
     assert weights == 24 * tokens * h * h // tp
 
 
-@pytest.mark.parametrize("loss", ["upcast", "fused", "chunked", "listed"])
+@pytest.mark.parametrize("loss", ["upcast", "fused", "chunked", "chunked-output"])
 def test_every_loss_runs_the_heads_three_products(loss: str) -> None:
     run = run_of("llama3-8b", loss=loss, seq=1024)
     listed = work(head_region(run.scene), Execution(fusion=Fusion.NONE), "float32", None)

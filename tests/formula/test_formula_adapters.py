@@ -207,7 +207,7 @@ def test_bytes_of_a_gptq_matrix() -> None:
     assert run.tuning is not None and str(run.tuning.upcast) == "none", "nothing is cast for training"
 
 
-@pytest.mark.parametrize(("loss", "forwards"), [("fused", 2), ("chunked", 1), ("listed", 1)])
+@pytest.mark.parametrize(("loss", "forwards"), [("fused", 2), ("chunked", 1), ("chunked-output", 1)])
 def test_a_frozen_head_has_no_gradient_of_its_weight(loss: str, forwards: int) -> None:
     """Of a loss that makes gradients at once there are two products instead of three (Liger: ``grad_weight``)."""
     runs = [replace(run_of(FormulaCase(family="llama")), tuning=tuning) for tuning in (None, Tuning(rank=4))]
@@ -222,7 +222,7 @@ def test_a_list_of_logits_is_all_that_chunks_do_without() -> None:
     """Two bytes a logit, between the passes and at the head's peak: torchtune's loss in chunks."""
     run = resolve(preset("llama3-8b"), RunRequest(seq=2048, precision="bf16-pure", recompute="full")).run
     chunked, listed = (
-        forecast(replace(run, kernels=replace(run.kernels, loss=Loss(w)))) for w in ("chunked", "listed")
+        forecast(replace(run, kernels=replace(run.kernels, loss=Loss(w)))) for w in ("chunked", "chunked-output")
     )
     extra = 2 * 2048 * 128256
     assert sum(n for _, n in listed.layer_bytes()) - sum(n for _, n in chunked.layer_bytes()) == extra

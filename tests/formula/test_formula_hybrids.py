@@ -16,7 +16,7 @@ from jettison.formula.region import layer_region, parameter_count
 from jettison.ledger.record import EACH_ROUND
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.kernels import Scans
+from jettison.spec.kernels import SsmKernels
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run
@@ -260,7 +260,7 @@ def test_fused_scans_keep_what_their_functions_name() -> None:
 
     def held(family: str, role: str = "") -> Counter[tuple[str, int]]:
         model = spec_of(tiny_config(_case(family, "bf16-pure", b, s)))
-        kernels = replace(kernels_for(model, "huggingface"), scans=Scans.FUSED)
+        kernels = replace(kernels_for(model, "huggingface"), ssm_kernels=SsmKernels.FUSED)
         run = Run(model=model, seq=s, micro_batch=b, kernels=kernels, precision=PRECISIONS["bf16-pure"])
         entries = layer_region(run.scene, model.layers[0]).entries("layer")
         found = {e.storage: (e.role, e.storage_bytes) for e in entries if e.op == "fused_scan" or e.role == role}
@@ -293,8 +293,8 @@ def test_fused_scans_keep_what_their_functions_name() -> None:
 def test_fused_scans_have_the_same_parameters(family: str) -> None:
     model = spec_of(tiny_config(FormulaCase(family=family)))
     sizes = []
-    for scans in Scans:
-        kernels = replace(kernels_for(model, "huggingface"), scans=scans)
+    for scans in SsmKernels:
+        kernels = replace(kernels_for(model, "huggingface"), ssm_kernels=scans)
         regions = (layer_region(Run(model=model, seq=80, kernels=kernels).scene, layer) for layer in model.layers)
         sizes.append([sorted((weight.name, weight.shape) for weight in region.weights) for region in regions])
     assert sizes[0] == sizes[1]
@@ -303,11 +303,11 @@ def test_fused_scans_have_the_same_parameters(family: str) -> None:
 def test_scans_are_asked_for_where_there_are_some() -> None:
     def asked(family: str, scans: str) -> str:
         model = spec_of(tiny_config(FormulaCase(family=family)))
-        return str(resolve(model, RunRequest(seq=80, ssm_kernels=scans)).run.kernels.scans)
+        return str(resolve(model, RunRequest(seq=80, ssm_kernels=scans)).run.kernels.ssm_kernels)
 
     assert asked("qwen3_5_text", "fused") == "fused"
-    assert asked("jamba", "written") == "written"
-    with pytest.raises(UsageError, match="got --ssm-kernels fused; the fused kernel of tiny's scans"):
+    assert asked("jamba", "eager") == "eager"
+    with pytest.raises(UsageError, match="got --ssm-kernels fused; the fused kernel of tiny's SSM layers"):
         asked("jamba", "fused")
     with pytest.raises(UsageError, match="got --ssm-kernels fused; tiny has no state-space or linear-attention layer"):
         asked("llama", "fused")

@@ -65,7 +65,14 @@ OUTER = {"zero": 3, "reshard_after_forward": "always", "fsdp_wrap_layers_only": 
 )
 def test_pretraining(tmp_path: Path, changes: tuple[tuple[str, str], ...], fields: dict[str, Any]) -> None:
     found = read_run(written(tmp_path, PRETRAIN, *changes), gpus=16)
-    plain = {"micro_batch": 4, "micro_batches": 8, "seq": 2048, "dp": 16, "precision": "bf16-pure", "loss": "listed"}
+    plain = {
+        "micro_batch": 4,
+        "micro_batches": 8,
+        "seq": 2048,
+        "dp": 16,
+        "precision": "bf16-pure",
+        "loss": "chunked-output",
+    }
     plain["gradient_sync"] = "last"
     assert given(found) == {**plain, "optimizer": "adamw", **SHARED, **fields}
     assert (found.compile, found.global_batch, found.spec().depth) == (True, 512, 22)
@@ -96,7 +103,14 @@ def test_pretraining(tmp_path: Path, changes: tuple[tuple[str, str], ...], field
 )
 def test_fine_tuning(tmp_path: Path, changes: tuple[tuple[str, str], ...], fields: dict[str, Any]) -> None:
     found = read_run(written(tmp_path, TUNE, *changes))
-    plain = {"micro_batch": 2, "micro_batches": 4, "seq": 512, "dp": 1, "precision": "bf16-pure", "loss": "listed"}
+    plain = {
+        "micro_batch": 2,
+        "micro_batches": 4,
+        "seq": 512,
+        "dp": 1,
+        "precision": "bf16-pure",
+        "loss": "chunked-output",
+    }
     assert given(found) == {**plain, "recompute": "none", **fields}
     assert (found.compile, found.model) == (False, "llama3-8b")
     assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0

@@ -39,7 +39,7 @@ PLAIN = {
     "precision": "bf16-pure",
     "optimizer": "adamw",
     "recompute": "full",
-    "loss": "listed",
+    "loss": "chunked-output",
 }
 
 

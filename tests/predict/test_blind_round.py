@@ -39,7 +39,7 @@ def test_gradients_that_are_added_outlive_no_backward() -> None:
     parameters = answer.parameters
     assert after(answer, Phase.AFTER) == after(before, Phase.AFTER) - 2 * parameters
     assert after(answer, Phase.BEFORE) == after(answer, Phase.AFTER)
-    assert answer.worst.load.gradients is Gradients.ADDED
+    assert answer.worst.load.gradients is Gradients.ACCUMULATOR
     assert answer.worst.load.gradient_bytes == 0
 
 
@@ -67,7 +67,7 @@ def test_the_played_step_is_the_ledgers(words: dict[str, int]) -> None:
 
 
 def test_there_has_to_be_a_buffer() -> None:
-    with pytest.raises(UsageError, match="got --gradients added with --precision bf16, which has no second buffer"):
+    with pytest.raises(UsageError, match="--gradients fp32-accumulator with --precision bf16, which has no second"):
         found(gradients="added", precision="bf16")
 
 

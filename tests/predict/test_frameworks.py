@@ -60,7 +60,7 @@ def head_peak(loss: str, seq: int, vocab: int) -> int:
         ("te", 2),
         ("compiled", 4),
         ("upcast", 12),
-        ("rows", 6.125),
+        ("chunked-cross-entropy", 6.125),
         ("dtensor", 16),
     ],
 )
@@ -92,7 +92,7 @@ def test_one_empty_gradient_for_each_shape_stays() -> None:
     )
 
 
-@pytest.mark.parametrize(("accumulation", "beside"), [("whole", 4), ("cast", 2), ("fused", 0), ("fused-dummy", 0)])
+@pytest.mark.parametrize(("accumulation", "beside"), [("autograd", 4), ("cast", 2), ("fused", 0), ("fused-dummy", 0)])
 def test_what_lives_beside_a_gradient_while_it_is_added(accumulation: str, beside: int) -> None:
     """One token: a layer's backward is its largest weight's gradient, which the norms' do not reach."""
     run = made(seq=1, kernels="megatron", precision="bf16-main32", gradients="upfront", accumulation=accumulation)

@@ -66,7 +66,7 @@ class Step:
         run = run_of(self.case)
         word = self.recompute
         recompute = Recompute(mode=Mode.PARTS) if word == "parts" else Recompute.parse(word, layers=run.model.depth)
-        loss = run.kernels.loss if self.loop == "own" else Loss.OUTSIDE
+        loss = run.kernels.loss if self.loop == "own" else Loss.IN_LOOP
         return forecast(
             replace(
                 run,

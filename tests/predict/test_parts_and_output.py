@@ -145,8 +145,8 @@ def test_automodel_sets_what_its_recipe_does() -> None:
     [
         ({"pp": 2}, "whose schedule calls the model"),
         ({"loss": "fused"}, "returns no logits"),
-        ({"loss": "listed"}, "saves the logits anyway"),
-        ({"loss": "rows"}, "overwrites logits"),
+        ({"loss": "chunked-output"}, "saves the logits anyway"),
+        ({"loss": "chunked-cross-entropy"}, "overwrites logits"),
     ],
 )
 def test_logits_that_no_loop_can_hold_are_refused(given: dict[str, object], words: str) -> None:

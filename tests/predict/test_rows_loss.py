@@ -46,13 +46,13 @@ def test_a_loss_over_rows_takes_what_the_forecast_says(precision: str, vocabular
         assert hold is not None and hold.used == (vocabulary == 16384)
         hold.let_go()
     run = replace(run_of(case), precision=PRECISIONS[precision], micro_batches=1)
-    run = replace(run, kernels=replace(run.kernels, loss=Loss.ROWS))
+    run = replace(run, kernels=replace(run.kernels, loss=Loss.CHUNKED_CE))
     assert forecast(run).peak_bytes == pytest.approx(measured, rel=0.001)
 
 
 def test_its_kernels_pass_over_logits_eight_times() -> None:
     """Twice in forward and six times in backward, whatever is held meanwhile."""
-    run = resolve(preset("llama3-8b"), RunRequest(seq=4096, loss="rows")).run
+    run = resolve(preset("llama3-8b"), RunRequest(seq=4096, loss="chunked-cross-entropy")).run
     listed = work(head_region(run.scene), Execution(), "bfloat16", None)
     logits = 4096 * 128256 * 4
     assert [k.nbytes for k in listed.forward].count(2 * logits) == 1

@@ -104,7 +104,7 @@ def described(case: Case, ranks: int) -> Forecast:
     """What the ledger says of a case."""
     run = run_of(case.formula)
     if case.outer or case.flat:  # whose group is sharded before the loss, which the loop makes
-        run = replace(run, kernels=replace(run.kernels, loss=Loss.OUTSIDE))
+        run = replace(run, kernels=replace(run.kernels, loss=Loss.IN_LOOP))
     if case.adapters:
         first = replace(run.model.layers[0], detached=not case.full)
         model = replace(run.model, layers=(first, *run.model.layers[1:]))

@@ -18,7 +18,7 @@ from jettison.predict.stage_buffers import buffers_of
 from jettison.predict.stages import outline
 from jettison.predict.units import logits_returned
 from jettison.spec.frameworks import FOLDER
-from jettison.spec.kernels import ContextExchange, Loss
+from jettison.spec.kernels import CpCommType, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS, Gradients, Optimizer
 from jettison.spec.run import Run
@@ -109,8 +109,8 @@ def test_a_gradient_of_dtensors_table_is_whole() -> None:
 def test_keys_and_values_that_are_gathered_stay_in_no_pass() -> None:
     """Kept is what a ring keeps; backward has both, their gradients, and a piece of these once more."""
     ring, gathered = (
-        run(layout=Layout(cp=2), kernels=replace(HUGGINGFACE.on_cpu(), context_exchange=word))
-        for word in (ContextExchange.RING, ContextExchange.GATHER)
+        run(layout=Layout(cp=2), kernels=replace(HUGGINGFACE.on_cpu(), cp_comm_type=word))
+        for word in (CpCommType.RING, CpCommType.GATHER)
     )
     one, other = (layer_region(each.scene, LLAMA.layers[0]) for each in (ring, gathered))
     assert one.saved_bytes == other.saved_bytes

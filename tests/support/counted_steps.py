@@ -32,7 +32,7 @@ def language_step(
 
 def with_own_loss(run: Run) -> Run:
     """The same with the loss that `language_step` works out of what the model returned."""
-    return replace(run, kernels=replace(run.kernels, loss=Loss.OUTSIDE))
+    return replace(run, kernels=replace(run.kernels, loss=Loss.IN_LOOP))
 
 
 def second_step_bytes(

@@ -39,7 +39,7 @@ def command(
     """Write one HTML page of interactive figures: saved tensors of a layer, layouts, recompute. It works offline."""
     if serve:
         if figures is not None:
-            raise UsageError(f"got --figures {figures} and --serve; figures are of a page in a file: leave one away")
+            raise UsageError(f"got --figures {figures} and --serve; figures are of a page in a file: drop one")
         _serve(models, out=out, port=port, show=open_page)
         return
     if port is not None:
@@ -65,7 +65,7 @@ def _serve(models: tuple[str, ...], *, out: Path | None, port: int | None, show:
         UsageError: a file was named as well, the port cannot be used, or the extra is not installed.
     """
     if out is not None:
-        raise UsageError(f"got --out {out} and --serve; a page that is served is no file: leave one away")
+        raise UsageError(f"got --out {out} and --serve; a page that is served is no file: drop one")
     from jettison.cli.served import SERVICE
     from jettison.report.server import serve_page
 

@@ -182,7 +182,7 @@ def search(
     device = hardware(gpu)
     if request.anchor is not None:
         device = read_anchor(Path(request.anchor)).hardware(device)
-    given = {name: getattr(request, name) for name in ("seq", "attention", "precision", "family")}
+    given = {name: getattr(request, name) for name in ("seq", "attention", "precision", "model_type")}
     spec = spec_of(model, RunRequest(**given))
     request = on_own_framework(request, spec, device, gpus=gpus, global_batch=global_batch)
     space = request.space(spec, device, gpus=gpus, global_batch=global_batch)

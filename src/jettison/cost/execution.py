@@ -12,7 +12,7 @@ from typing import Final
 
 from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.frameworks import named
-from jettison.spec.kernels import ContextExchange, Dispatcher
+from jettison.spec.kernels import CpCommType, Dispatcher
 from jettison.spec.run import Run
 
 
@@ -78,7 +78,7 @@ class Execution:
     attention: float = 1.0  # speed of fused attention, as a multiple of the hardware file's
     narrow_attention: bool = False
     narrow_head: bool = False  # the recipe covers the head's GEMM, too (``fp8_output_proj`` of Megatron)
-    exchange: ContextExchange = ContextExchange.RING
+    exchange: CpCommType = CpCommType.RING
 
     def exposed(self, ranks: int) -> float:
         """Share of a tp collective over this many ranks that its own GEMM does not hide."""
@@ -121,7 +121,7 @@ def execution_of(run: Run) -> Execution:
     fused = _fuses_experts(run)
     fixed = run.capacity_factor is not None or (fused and to_node)
     named_by = run.kernels.name, run.stack, run.tp_comm_overlap, run.ep_comm_overlap, run.cuda_graphs
-    how = _execution(*named_by, to_node, run.kernels.context_exchange, fused, fixed)
+    how = _execution(*named_by, to_node, run.kernels.cp_comm_type, fused, fixed)
     if run.syncs_last:
         how = replace(how, reduces_each=False)
     return how.compiled() if run.compiled else how
@@ -143,7 +143,7 @@ def _execution(
     overlaps_experts: bool,
     graphed: bool,
     to_node: bool,
-    exchange: ContextExchange,
+    exchange: CpCommType,
     fuses_experts: bool,
     graphs_experts: bool,
 ) -> Execution:

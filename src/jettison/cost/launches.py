@@ -42,7 +42,7 @@ from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
-from jettison.spec.kernels import ContextExchange
+from jettison.spec.kernels import CpCommType
 
 FLASH_BACKWARD = 2.5
 """FLOPs of fused attention's backward over its forward's, for values as wide as queries."""
@@ -55,8 +55,8 @@ LOSS_PASSES = 3
 """Passes over fp32 logits, in one direction: written, read, written as gradients."""
 
 
-PIECES: Mapping[ContextExchange, tuple[float, float, int]] = MappingProxyType(
-    {ContextExchange.P2P: (3 * 0.75, 3 * 0.75, 2), ContextExchange.RING: (38 / 2 * 0.75 + 2, 18 / 2, 5)}
+PIECES: Mapping[CpCommType, tuple[float, float, int]] = MappingProxyType(
+    {CpCommType.P2P: (3 * 0.75, 3 * 0.75, 2), CpCommType.RING: (38 / 2 * 0.75 + 2, 18 / 2, 5)}
 )
 """Passes over 16-bit outputs, over gradients of queries, keys and values, and kernels, for each piece but the first: by
 exchange. See NOTE [ Pieces of a ring ]."""

@@ -26,7 +26,7 @@ from jettison.formula.basic import (
 from jettison.formula.norm import norm
 from jettison.formula.tape import GATHER, SCATTER, Collective, Places, Saved, Value, Writer
 from jettison.ledger.program import Anchor
-from jettison.spec.kernels import AttentionKernel, ContextExchange, Device, Documents
+from jettison.spec.kernels import AttentionKernel, CpCommType, Device, Documents
 from jettison.spec.model import Attention, Biases, Norm, NormKind, QkNorm
 
 HEADS, ROWS = 1, 2
@@ -229,13 +229,13 @@ def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Valu
     apart = k.storage != v.storage or q.local_shape[HEADS] != k.local_shape[HEADS]
     if w.kernels.fused_projections and apart:
         q, k, v = (x if x.storage == x.index else copy(w, x) for x in (q, k, v))
-    exchange = w.kernels.context_exchange if w.run.layout.cp > 1 else ContextExchange.RING
-    if exchange is ContextExchange.A2A:
+    exchange = w.kernels.cp_comm_type if w.run.layout.cp > 1 else CpCommType.RING
+    if exchange is CpCommType.A2A:
         return copy(w, q), copy(w, k), copy(w, v), True
     back = w.kernels.copied_attention and w.run.micro_batch > 1  # with one sequence, b × s and s × b are the same
     if w.kernels.copied_attention:
         q, k, v = (copy(w, x) if back or x.storage != x.index else x for x in (q, k, v))
-    if exchange is ContextExchange.P2P:
+    if exchange is CpCommType.P2P:
         k, v = (copy(w, x) for x in (k, v))  # two halves of one buffer
     return q, k, v, back
 
@@ -287,7 +287,7 @@ def flash(
     kept = [Saved(x, name, reference) for x, name in zip((q, k, v), names, strict=True)]
     kept += [Saved(out, "attention output", reference), Saved(rows, "attention statistics", reference)]
     inputs, passing = [q, k, v], 0
-    if w.run.layout.cp > 1 and w.kernels.context_exchange is ContextExchange.GATHER and not masked:
+    if w.run.layout.cp > 1 and w.kernels.cp_comm_type is CpCommType.GATHER and not masked:
         gathered, passing = _gathered(w, q, k, v)
         inputs += gathered
     if masked:

@@ -41,7 +41,7 @@ def head(w: Writer, x: Value) -> Value:
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
     if w.kernels.loss in (Loss.TILED, Loss.DPO):
         return _tiled(w, x)
-    if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
+    if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.CHUNKED_OUTPUT):
         return _without_logits(w, x)
     unkept = w.run.precision.casts is not None or w.run.tuning is not None
     return _from_logits(w, x, named=(last, x) if w.kernels.model_code and unkept else ())
@@ -78,7 +78,7 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None, named: tuple
     if w.kernels.biased_logits and w.run.precision.casts:  # modeling_bart.py: lm_logits + self.final_logits_bias
         logits = cast(w, logits, "float32")
     w.tape.returned.append(logits)
-    outside = w.kernels.loss is Loss.OUTSIDE
+    outside = w.kernels.loss is Loss.IN_LOOP
     if outside:
         w.tape.name(*named)
     loss = _LOSSES[w.kernels.loss](w, logits, _labels(w))
@@ -164,7 +164,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     16-bit logits.
     """
     logits = _gathered(w, logits)
-    outside = w.kernels.loss is Loss.OUTSIDE
+    outside = w.kernels.loss is Loss.IN_LOOP
     wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 else logits
     named = [wide if w.kernels.widened_logits else logits]
     if _copies_logits(w) and not outside:
@@ -335,8 +335,8 @@ def _unread(x: Value) -> Value:
 _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = MappingProxyType(
     {
         Loss.UPCAST: _upcast,
-        Loss.OUTSIDE: _upcast,
-        Loss.ROWS: _rows,
+        Loss.IN_LOOP: _upcast,
+        Loss.CHUNKED_CE: _rows,
         Loss.VOCAB_PARALLEL: _over_shards,
         Loss.SHARDED: _over_shards,
         Loss.NATIVE: _over_shards,
@@ -401,9 +401,9 @@ def _without_logits(w: Writer, x: Value) -> Value:
     logits_bytes = -(-tokens // chunks) * (weight.numel // model.hidden) * 4
     flops = 2 * tokens * weight.numel
     loss = w.tape.empty((), "float32", grad=True)
-    if w.kernels.loss in (Loss.CHUNKED, Loss.LISTED):
+    if w.kernels.loss in (Loss.CHUNKED, Loss.CHUNKED_OUTPUT):
         kept_now, made = [Saved(kept, "linear input"), Saved(labels, "labels")], [loss]
-        if w.kernels.loss is Loss.LISTED:
+        if w.kernels.loss is Loss.CHUNKED_OUTPUT:
             places = w.on_tp(2)
             made.append(w.tape.empty((*whole.shape[:-1], model.vocab), w.matmul_dtype, places))
             kept_now.append(Saved(made[-1], "logits", "16-bit logits: 2sbV"))

@@ -33,7 +33,7 @@ from jettison.formula.mlp import activation
 from jettison.formula.norm import norm, root_mean_square
 from jettison.formula.tape import Saved, Value, Weight, Writer
 from jettison.ledger.record import EACH_ROUND
-from jettison.spec.kernels import Scans
+from jettison.spec.kernels import SsmKernels
 from jettison.spec.model import Activation, GatedDelta, Norm, NormKind, SelectiveScan, StateSpaceDual
 
 WIDE = "float32"
@@ -242,7 +242,7 @@ def gated_delta(w: Writer, x: Value, spec: GatedDelta) -> Value:
     with w.tape.scope("mixer"):
         qkv, z, beta, rate = _delta_project(w, without_padding(w, x), spec)
         strength = w.tape.op("aten.sigmoid.default", [beta], keeps="write strength", reference=RULE)
-        if w.kernels.scans is Scans.FUSED:
+        if w.kernels.ssm_kernels is SsmKernels.FUSED:
             mixed = fused_convolution(w, qkv, channels, spec.taps)
             out = fused_delta(w, mixed, strength, _decay(w, rate, spec.value_heads), spec)
         else:
@@ -612,8 +612,8 @@ def state_space(w: Writer, x: Value, spec: StateSpaceDual) -> Value:
         whole, kept = enter(w, without_padding(w, x))
         joint = linear(w, whole, width, "in_proj", bias=spec.bias, split="column", keeps=kept)
         rate = negative_rate(w, spec.heads)
-        if w.kernels.scans is Scans.FUSED:
-            return (shared_split if w.kernels.shares_scans else fused_split)(w, joint, rate, spec)
+        if w.kernels.ssm_kernels is SsmKernels.FUSED:
+            return (shared_split if w.kernels.shards_ssm_heads else fused_split)(w, joint, rate, spec)
         channels = w.tape.view(joint, (b, s, spec.convolved))
         mixed = short_convolution(w, channels, spec.convolved, spec.taps, bias=spec.convolution_bias)
         mixed = without_padding(w, mixed)

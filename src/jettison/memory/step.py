@@ -110,11 +110,13 @@ class StageLoad:
     @property
     def gradient_bytes(self) -> int:
         """Gradients of all units that are kept between passes."""
-        return 0 if self.gradients is Gradients.ADDED else sum(total_bytes(units, "gradient") for units in self.own)
+        if self.gradients is Gradients.ACCUMULATOR:
+            return 0
+        return sum(total_bytes(units, "gradient") for units in self.own)
 
     def adds(self, state: Occupancy) -> bool:
         """Does the coming backward add to gradients that its chunk already has?"""
-        if self.gradients is Gradients.ADDED:
+        if self.gradients is Gradients.ACCUMULATOR:
             return False
         if self.gradients is Gradients.UPFRONT or not state.learned:
             return True
@@ -123,7 +125,7 @@ class StageLoad:
     def learned_bytes(self, learned: tuple[int, ...], reduced: tuple[int, ...] = ()) -> int:
         """Return the bytes of existing gradients, less those freed by the reduction of a chunk."""
         gone = sum(map(mul, reduced, self.freed)) if self.freed else 0
-        if self.gradients in (Gradients.UPFRONT, Gradients.ADDED) or all(learned):
+        if self.gradients in (Gradients.UPFRONT, Gradients.ACCUMULATOR) or all(learned):
             return self.gradient_bytes - gone
         learning = (units for units, has in zip(self.own, learned, strict=True) if has)
         return sum(total_bytes(units, "gradient") for units in learning) - gone
@@ -239,7 +241,7 @@ class _StepSpans:
         order = load.order
         self._chunks = [self._spans(units) for units in load.chunks]
         self._upfront = load.gradients is Gradients.UPFRONT
-        self._added = load.gradients is Gradients.ADDED  # no gradient outlives its backward
+        self._added = load.gradients is Gradients.ACCUMULATOR  # no gradient outlives its backward
         self._gathers = order.walk.weights is not Weights.RESIDENT
         self._gradients = 0 if self._added else sum(chunk.gradients for chunk in self._chunks[: order.own])
         always = load.fixed + (load.master if first_step else load.state)

@@ -23,10 +23,10 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
     ``trace``: record it even if it has a closed form. Raise `UsageError` if it is none of them, cannot be read, or has
     no closed form and cannot be recorded.
     """
-    if request.family is not None:
+    if request.model_type is not None:
         if trace:
-            raise UsageError(f"got --trace with --family {request.family}, which describes a model; leave one away")
-        return _as_family(model, request.family)
+            raise UsageError(f"got --trace with --model-type {request.model_type}, which describes a model; drop one")
+        return _as_family(model, request.model_type)
     if not trace:
         try:
             found = model_spec(model, live=live)
@@ -56,10 +56,10 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
 def _as_family(model: str, family: str) -> ModelSpec:
     """A configuration as if its type were another."""
     if model in PRESETS:
-        raise UsageError(f"got --family {family} for the preset {model}, whose architecture is known; drop it")
+        raise UsageError(f"got --model-type {family} for the preset {model}, whose architecture is known; drop it")
     if family not in FAMILIES:
         raise UsageError(
-            f"got --family {family}; expected a model_type that has a closed form, such as {nearest(family)}; "
+            f"got --model-type {family}; expected a model_type that has a closed form, such as {nearest(family)}; "
             "docs/architectures.md lists them"
         )
     values, name = _values(model)

@@ -46,8 +46,8 @@ def require_known(kind: object, name: str) -> None:
 def treat_as(kind: object) -> str:
     """Return the advice for an unknown type: the nearest one with a closed form, as a flag that is accepted."""
     return (
-        f"Where it is built like one that is known, --family {nearest(str(kind))} describes it (ledger, plan, estimate "
-        "and search take that; docs/architectures.md lists the types). A trace needs the model itself: module:factory"
+        f"If it is built like a known one, --model-type {nearest(str(kind))} describes it (ledger, plan, estimate and "
+        "search take it; docs/architectures.md lists the types). A trace needs the model itself: module:factory"
     )
 
 

@@ -418,7 +418,7 @@ class _Sharded:
         outer = chunk.outer if head else 0  # weights of the ends in the root group
         flat = layout.flat_parameters
         lingering = before.static.gathered if outer and before is not None and not flat else 0
-        within = run.kernels.model_code and run.kernels.loss is not Loss.OUTSIDE  # the model's own loss
+        within = run.kernels.model_code and run.kernels.loss is not Loss.IN_LOOP  # the model's own loss
         freed = outer if layout.reshard is Reshard.ALWAYS and not within and not flat else 0
         waiting = 0 if behind is None or not self.reduces else behind.static.reduced
         ahead, experts, twice = chunk.again(before), NOTHING, gathered if flat else 2 * gathered

@@ -10,7 +10,7 @@ from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import Region
 from jettison.predict.stages import CONTEXTS, FULL, PARTS, StageRegion, kept_by
 from jettison.solve.policy import ops_of_parts
-from jettison.spec.kernels import Loss
+from jettison.spec.kernels import LOSSES_WITH_HEAD
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
 
@@ -71,9 +71,7 @@ def sums_apart(run: Run) -> bool:
     gradient, whose base shares it; under autocast the cast makes a new tensor; for several heads, or chunks of one, the
     sum is the engine's own; and a fused loss returns a new tensor.
     """
-    once = (
-        run.kernels.loss not in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.TILED, Loss.DPO) and not run.model.further
-    )
+    once = run.kernels.loss not in LOSSES_WITH_HEAD and not run.model.further
     return once and run.model.tied_embeddings and not run.gradient_rule.fused and not run.autocast
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Final
 
 from jettison.core.objects import non_defaults
 from jettison.core.parse_units import Tokens
+
+_FORMER_LOSSES: Final = {"outside": "in-loop", "rows": "chunked-cross-entropy", "listed": "chunked-output"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -30,7 +33,7 @@ class CommonRequest:
         base: Frozen base: plain, fp32, nf4, nf4-double, int8, fp8 or gptq [default: as config.json, or plain].
 
     Model details:
-        family: model_type whose architecture a config.json of an unknown type has, such as qwen2.
+        model_type: The known model_type, such as qwen2, whose architecture a config.json of another type has.
         anchor: File of `jettison calibrate --out`: correct the answer by a measured run.
 
     Sequence details:
@@ -42,12 +45,13 @@ class CommonRequest:
             huggingface-4.57, -4.48, -4.45, -4.30 (up to that version), torchtune, liger, foak, unsloth, axolotl,
             axolotl-liger, llamafactory-v1 or nanotron [default: pytorch; gpt-22b to gpt-1t megatron].
         attention: eager, sdpa, flash, flex or flash-attn (the library, with its copies) [default: as --kernels].
-        loss: upcast, outside (in the loop, of returned logits), rows, in-place, compiled, dtensor, vocab-parallel,
-            sharded, native, te, fused, chunked, listed, tiled or dpo [default: as --kernels].
+        loss: upcast, in-loop (of the logits that the model returns), chunked-cross-entropy, in-place, compiled,
+            dtensor, vocab-parallel, sharded, native, te, fused, chunked, chunked-output, tiled or dpo [default: as
+            --kernels].
         dropout: Dropout probability, wherever the architecture has dropout [default: the model's].
         workspaces: cuBLAS workspaces: none, torch-ampere, torch-hopper, torch-blackwell, te-ampere, te-hopper or
             te-blackwell (before pytorch#175344) [default: none].
-        ssm_kernels: Kernels of state-space and linear-attention layers: written (op by op) or fused [default: written].
+        ssm_kernels: Kernels of state-space and linear-attention layers: eager or fused [default: eager].
         cuda_graphs: Replay layers as CUDA graphs, without launch overhead [default: as --kernels].
         stack: Software whose measured efficiency counts: base, megatron, megatron-deepspeed, nemo, nemo-24.12,
             nemo-26.06 or scaling [default: as --kernels].
@@ -61,8 +65,9 @@ class CommonRequest:
 
     Gradients:
         gradients: Allocation of gradients: one-by-one (in backward), upfront (Megatron's buffers), buckets (DDP),
-            added (to an fp32 buffer, nanotron) or in-backward (optimizer step in backward) [default: as --kernels].
-        accumulation: Gradient accumulation over micro-batches: whole, cast, fused or fused-dummy [default: whole].
+            fp32-accumulator (nanotron) or in-backward (optimizer step in backward) [default: as --kernels].
+        accumulation: Gradient accumulation over micro-batches: autograd (in their dtype), cast (to a wider buffer),
+            fused (in the GEMM) or fused-dummy [default: autograd].
 
     Mixture of experts:
         dispatcher: Token dispatch to experts: alltoall, flex (DeepEP, HybridEP) or allgather [default: as --kernels].
@@ -130,7 +135,7 @@ class CommonRequest:
     quant_recipe: str | None = field(default=None, metadata={"former": "products"})
     optimizer: str | None = None
     kernels: str | None = None
-    loss: str | None = None
+    loss: str | None = field(default=None, metadata={"former_values": _FORMER_LOSSES})
     capacity_factor: float | None = None
     expert_imbalance: float | None = None
     dispatcher: str | None = None
@@ -142,8 +147,8 @@ class CommonRequest:
     stack: str | None = None
     gathered_inputs: bool | None = None
     keep_stage_outputs: bool | None = None
-    gradients: str | None = None
-    accumulation: str | None = None
+    gradients: str | None = field(default=None, metadata={"former_values": {"added": "fp32-accumulator"}})
+    accumulation: str | None = field(default=None, metadata={"former_values": {"whole": "autograd"}})
     workspaces: str | None = None
     keep_received: bool | None = None
     stage_buffers: bool | None = None
@@ -158,7 +163,7 @@ class CommonRequest:
     dataloader_attention_mask: bool | None = field(default=None, metadata={"former": "loader_masks"})
     keep_batches: bool | None = None
     keep_logits: bool | None = field(default=None, metadata={"former": "holds_output"})
-    ssm_kernels: str | None = field(default=None, metadata={"former": "scans"})
+    ssm_kernels: str | None = field(default=None, metadata={"former": "scans", "former_values": {"written": "eager"}})
     cp_comm_type: str | None = field(default=None, metadata={"former": "context_exchange"})
     packed: Tokens | None = None
     lora: str | None = None
@@ -172,7 +177,7 @@ class CommonRequest:
     mtp_use_repeated_layer: bool | None = None
     recompute_modules: str | None = None
     offload_modules: str | None = None
-    family: str | None = None
+    model_type: str | None = field(default=None, metadata={"former": "family"})
     like: str | None = None
     anchor: str | None = field(default=None, metadata={"local": True})
 

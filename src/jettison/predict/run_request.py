@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
+from jettison.core.objects import current_value
 from jettison.families.config import read_config
 from jettison.families.family import kernels_for
 from jettison.families.presets import PRESETS, hub_config, is_hub_id, preset, unknown_preset
@@ -26,12 +27,12 @@ from jettison.predict.run_fields import RunRequest
 from jettison.spec.anchor import read_anchor
 from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software
-from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss, Scans, workspaces
+from jettison.spec.kernels import LOSSES_WITH_HEAD, CpCommType, Dispatcher, Kernels, Loss, SsmKernels, workspaces
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.model_variants import with_mtp, with_products, with_starts
-from jettison.spec.precision import Adding, Gradients, Precision, optimizer, precision
+from jettison.spec.precision import Accumulation, Gradients, Precision, optimizer, precision
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
 from jettison.spec.states_on_host import StatesOnHost, states_on_host
@@ -72,6 +73,7 @@ def given_or(value: _T | None, default: _T) -> _T:
 def _word(kind: type[_Word], text: str | None, name: str, default: _Word) -> _Word:
     if text is None:
         return default
+    text = current_value(RunRequest, name.replace("-", "_"), text)
     if text not in set(kind):
         raise UsageError(f"got --{name} {text!r}; expected one of {', '.join(kind)}")
     return kind(text)
@@ -154,7 +156,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     model = with_mtp(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
     model = _with_products(model, request, kernels)
     layout = _layout(request, model)
-    if layout.wgrad_deferral_limit and kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED, Loss.TILED, Loss.DPO):
+    if layout.wgrad_deferral_limit and kernels.loss in LOSSES_WITH_HEAD:
         raise UsageError(
             f"got --wgrad-deferral-limit with --loss {kernels.loss}, which has no gradients of logits that could wait"
         )
@@ -187,7 +189,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         **_given(request, _OF_A_RUN),
         source_seq=_source_length(model, request, given_or(request.seq, seq)),
         stack=None if request.stack is None else software(request.stack),
-        adding=_word(Adding, request.accumulation, "accumulation", Adding.WHOLE),
+        accumulation=_word(Accumulation, request.accumulation, "accumulation", Accumulation.AUTOGRAD),
         workspaces=workspaces(given_or(request.workspaces, "none")),
         tuning=tuning,
         frozen=frozen,
@@ -317,8 +319,8 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     kernels = replace(
         kernels,
         dispatcher=_word(Dispatcher, request.dispatcher, "dispatcher", kernels.dispatcher),
-        context_exchange=_word(ContextExchange, request.cp_comm_type, "cp-comm-type", kernels.context_exchange),
-        scans=_word(Scans, request.ssm_kernels, "ssm-kernels", kernels.scans),
+        cp_comm_type=_word(CpCommType, request.cp_comm_type, "cp-comm-type", kernels.cp_comm_type),
+        ssm_kernels=_word(SsmKernels, request.ssm_kernels, "ssm-kernels", kernels.ssm_kernels),
         sequential_experts=given_or(request.sequential_experts, kernels.sequential_experts),
         deterministic=given_or(request.deterministic, kernels.deterministic),
     )
@@ -365,6 +367,7 @@ GRADIENTS: Final = MappingProxyType({str(each).replace(" ", "-"): each for each 
 def _gradients(text: str | None, kernels: Kernels) -> Gradients:
     if text is None:
         return Gradients.UPFRONT if kernels.upfront_gradients else Gradients.ONE_BY_ONE
+    text = current_value(RunRequest, "gradients", text)
     if text not in GRADIENTS:
         raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(GRADIENTS)}")
     return GRADIENTS[text]
@@ -455,12 +458,12 @@ def _precision(request: RunRequest, kernels: Kernels, gradients: Gradients, *, t
         raise UsageError("got --fp8-param-gather without a recipe; give --fp8-recipe as well, such as mxfp8")
     if request.reduce_dtype is not None:
         found = found.reducing_in(request.reduce_dtype)
-    if gradients is not Gradients.ADDED:
+    if gradients is not Gradients.ACCUMULATOR:
         return found
     if found.accumulator is None:
         raise UsageError(
-            f"got --gradients added with --precision {found.name}, which has no second buffer to accumulate gradients "
-            "in: give --precision bf16-grad32"
+            f"got --gradients fp32-accumulator with --precision {found.name}, which has no second buffer to accumulate "
+            "gradients in: give --precision bf16-grad32"
         )
     return replace(found, apart=True)
 

@@ -38,7 +38,7 @@ from jettison.spec.frameworks import FOLDER
 from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
 from jettison.spec.layout import Schedule
 from jettison.spec.model import Layer, Scan
-from jettison.spec.precision import Adding
+from jettison.spec.precision import Accumulation
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
@@ -140,7 +140,7 @@ def workspace_bytes(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
 
     See NOTE [ Workspaces ] in `spec.kernels`.
     """
-    spaces, dummies = run.workspaces, run.adding is Adding.DUMMY
+    spaces, dummies = run.workspaces, run.accumulation is Accumulation.DUMMY
     if not spaces.torch_bytes and not dummies:
         return 0, 0
     parts = [group.part for chunk in chunks for group in chunk]

@@ -263,7 +263,7 @@ class StageChoice:
     def _fresh(self) -> bool:
         """Whether each backward allocates gradients one by one."""
         load = self.stage.load
-        if load.gradients is Gradients.ADDED:
+        if load.gradients is Gradients.ACCUMULATOR:
             return True
         return load.gradients is not Gradients.UPFRONT and load.micro_batches == 1
 

@@ -473,7 +473,7 @@ def _given_bytes(run: Run, layer: Layer) -> int:
 
 def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], read: int) -> Sequence[Unit]:
     """Free the head's input after the final norm, or after the model returned."""
-    outside = run.kernels.loss is Loss.OUTSIDE
+    outside = run.kernels.loss is Loss.IN_LOOP
     if not outside and run.model.final_norm is None:
         return made
     part = groups[-1].part

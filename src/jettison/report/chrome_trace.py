@@ -280,7 +280,7 @@ class _Player:
         parts = [part for chunk in stage.parts for part in chunk]
         self._spread(PARAMETERS, self.load.fixed, [(part.name, part.static.parameters) for part in parts])
         self._spread(STATE, self.load.master, [(part.name, part.static.master) for part in parts])
-        self.upfront, self.added = (self.load.gradients is g for g in (Gradients.UPFRONT, Gradients.ADDED))
+        self.upfront, self.added = (self.load.gradients is g for g in (Gradients.UPFRONT, Gradients.ACCUMULATOR))
         for unit, name in ((u, n) for chunk in self.load.own for u in chunk for n in u.names if self.upfront):
             self._allocate(unit.gradient, Label(module=name, role=GRADIENTS), None)
 

@@ -21,7 +21,7 @@ from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
 from jettison.report.schemas import data, document, part
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
-from jettison.spec.kernels import Scans
+from jettison.spec.kernels import SsmKernels
 
 if TYPE_CHECKING:  # asked for rarely
     from jettison.report.alternatives import Alternatives, LayerOffload, RecomputeOption, Trade
@@ -85,7 +85,7 @@ class EstimateReport:
             yield f"this run {doubt} {device.name}, where {usable} are usable: it needs {needs}"
         if self.eager_memory:
             yield f"the peak is of layers that are not compiled: {self.eager_memory}"
-        if run.kernels.scans is Scans.WRITTEN and any(layer.scan is not None for layer in run.model.described):
+        if run.kernels.ssm_kernels is SsmKernels.EAGER and any(layer.scan is not None for layer in run.model.described):
             yield (
                 "no measured run has state-space or linear-attention layers without fused kernels: their time "
                 "is counted from kernels and bytes; --ssm-kernels fused has measured rates (Mamba 2, gated "

@@ -230,14 +230,14 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "offload_optimizer": str(run.states_on_host),
         "capacity_factor": run.capacity_factor,
         "tp_comm_overlap": run.tp_comm_overlap,
-        "accumulation": str(run.adding),
+        "accumulation": str(run.accumulation),
         "workspaces": run.workspaces.name,
         "dataloader_attention_mask": run.dataloader_attention_mask,
         "keep_batches": run.keep_batches,
         "keep_logits": run.keep_logits,
         "packed": run.packed or None,
-        "cp_comm_type": str(run.kernels.context_exchange),
-        "ssm_kernels": str(run.kernels.scans),
+        "cp_comm_type": str(run.kernels.cp_comm_type),
+        "ssm_kernels": str(run.kernels.ssm_kernels),
         "trained": None if run.tuning is None else str(run.tuning),
         "frozen_models": [
             {

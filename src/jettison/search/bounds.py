@@ -410,7 +410,7 @@ def whole_seconds(run: Run, hardware: Hardware) -> float:
 
 def whole_static_bytes(run: Run) -> int:
     """Bytes of parameters, optimizer state and gradients on one rank of a run without a pipeline."""
-    return _all_static(outline(run)[0][0], stays=run.gradients is not Gradients.ADDED)
+    return _all_static(outline(run)[0][0], stays=run.gradients is not Gradients.ACCUMULATOR)
 
 
 def _inner(run: Run) -> Run:
@@ -474,7 +474,7 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     layers = [item for item in items if item.in_layer]
     added = [timing.adding(item.region) for item in items]
     shards = layout.zero >= 2 and layout.shards > 1
-    stays = run.gradients is not Gradients.ADDED
+    stays = run.gradients is not Gradients.ACCUMULATOR
     statics, is_layer = [group.part.static for group in chunk], [group.part.is_layer for group in chunk]
     # experts in a group of their own are not unsharded throughout: NOTE [ Experts within a layer ] in `predict.fsdp2`
     gathered = [g.part.static.gathered - own_experts(run, g.part).gathered for g in chunk]

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.predict.ranges import FitBudget
-from jettison.spec.kernels import ContextExchange, Kernels, Loss
+from jettison.spec.kernels import CpCommType, Kernels, Loss
 from jettison.spec.layout import GradientSync, Layout, Schedule, exchange_misfit, uneven_cuts
 from jettison.spec.precision import Gradients, Precision
 from jettison.spec.recompute import MOST, Mode, Recompute
@@ -342,9 +342,7 @@ class Space:
         recipe, template = self.template.precision.recipe, self.template
         if template.kernels.loss is Loss.DPO and micro_batch % 2:
             return f"--loss dpo takes pairs of sequences, not --micro-batch {micro_batch}"
-        if template.kernels.context_exchange is ContextExchange.A2A and (
-            why := exchange_misfit(layout, template.model)
-        ):
+        if template.kernels.cp_comm_type is CpCommType.A2A and (why := exchange_misfit(layout, template.model)):
             return why
         if recipe is None:
             return ""

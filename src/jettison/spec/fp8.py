@@ -208,7 +208,7 @@ def fp8_recipe(text: str, kernels: str, *, parameters: bool = False) -> Fp8Recip
     Raises:
         UsageError: the library has no such recipe.
     """
-    library = Library.TE if kernel_set(kernels).te_products else Library.TORCHAO
+    library = Library.TE if kernel_set(kernels).te_gemms else Library.TORCHAO
     name, colon, number = text.partition(":")
     found = RECIPES.get((library, name))
     if found is None or (colon and not (found.history and number.isdecimal() and int(number))):

@@ -28,8 +28,8 @@ class Loss(StrEnum):
     """Cross-entropy implementation."""
 
     UPCAST = "upcast"  # fp32 copy of the logits, log-softmax, nll: torch.nn.functional.cross_entropy
-    OUTSIDE = "outside"  # the same in the training loop, on the logits that the model returned, in fp32
-    ROWS = "rows"  # the same over chunks of rows, gradients overwrite the fp32 logits: `auto_checkpoint`
+    IN_LOOP = "in-loop"  # the same in the training loop, on the logits that the model returned, in fp32
+    CHUNKED_CE = "chunked-cross-entropy"  # over chunks of rows, gradients overwrite the fp32 logits: `auto_checkpoint`
     VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: one fp32 copy of a shard, in place from exponential to gradient
     SHARDED = "sharded"  # nanotron's: the same in a second copy, while the caller keeps its fp32 logits
     NATIVE = "native"  # Megatron's --cross-entropy-fusion-impl native: the same compiled, with a second copy
@@ -39,9 +39,13 @@ class Loss(StrEnum):
     DTENSOR = "dtensor"  # torch's loss_parallel over a sharded vocabulary: up to four fp32 copies at once
     FUSED = "fused"  # fused linear cross-entropy: gradients are computed in the forward, logits are not saved
     CHUNKED = "chunked"  # head and loss in chunks of the sequence, each recomputed in backward
-    LISTED = "listed"  # the same, but 16-bit logits of all chunks are saved: torchtune's CEWithChunkedOutputLoss
+    CHUNKED_OUTPUT = "chunked-output"  # the same, but all 16-bit logits are saved: torchtune's CEWithChunkedOutputLoss
     TILED = "tiled"  # log-probabilities of tiles of logits, recomputed in backward: TRL's trainers
     DPO = "dpo"  # the same for chosen and rejected sequences
+
+
+LOSSES_WITH_HEAD: Final = frozenset({Loss.FUSED, Loss.CHUNKED, Loss.CHUNKED_OUTPUT, Loss.TILED, Loss.DPO})
+"""Losses that compute the head by parts themselves."""
 
 
 class Documents(StrEnum):
@@ -52,7 +56,7 @@ class Documents(StrEnum):
     BLOCKS = "blocks"  # FlexAttention: skips fully masked blocks of 128 × 128
 
 
-class ContextExchange(StrEnum):
+class CpCommType(StrEnum):
     """Communication of attention under context parallelism."""
 
     RING = "ring"  # keys and values are passed on; each rank saves its own shards as they are
@@ -69,10 +73,10 @@ class Dispatcher(StrEnum):
     ALLGATHER = "allgather"  # each rank all-gathers all tokens into a saved buffer and selects its experts' rows
 
 
-class Scans(StrEnum):
-    """Kernel of state-space and linear-attention layers."""
+class SsmKernels(StrEnum):
+    """Kernels of state-space (SSM) and linear-attention layers."""
 
-    WRITTEN = "written"  # transformers' own code, op by op
+    EAGER = "eager"  # transformers' own code, op by op
     FUSED = "fused"  # one kernel: flash-linear-attention's, or mamba-ssm's with causal-conv1d
 
 
@@ -105,7 +109,7 @@ class AttentionChoices:
     """The fused kernel reads b x s, so that query, key and value are copied, and its output is copied back.
     TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), its choice before Hopper and, for
     deterministic runs, after Hopper (``utils.py``, ``get_attention_backend``); cuDNN's kernel reads s x b."""
-    context_exchange: ContextExchange = ContextExchange.RING  # communication under context parallelism
+    cp_comm_type: CpCommType = CpCommType.RING  # communication under context parallelism
     documents: Documents = Documents.VARLEN  # masking between packed documents
     varlen_random_state: bool = True  # `torch.nn.attention.varlen` saves its kernel's random state
     tensor_masks: bool = False  # a fused kernel gets windows and padding as a mask, which each layer saves
@@ -194,10 +198,10 @@ class FrameworkChoices:
     weights without a match come last. Empty: the order of the forward."""
     builds_mtp: bool = False  # layers for multi-token prediction
     module_lists: bool = False  # recomputes and offloads lists of modules
-    shares_scans: bool = False  # tensor parallelism shards the heads of fused scans, with separate norm and GEMM
+    shards_ssm_heads: bool = False  # tensor parallelism shards the heads of fused scans, with separate norm and GEMM
     global_buffer: bool = False  # all-gathered inputs share a permanent buffer
     upfront_gradients: bool = False  # gradients are one buffer, allocated before the first step
-    te_products: bool = False  # FP8 and FP4 GEMMs are TransformerEngine's; otherwise torchao's
+    te_gemms: bool = False  # FP8 and FP4 GEMMs are TransformerEngine's; otherwise torchao's
     stacks: bool = False  # hardware files have figures for its software stacks
     not_compiled: str = ""  # why its layers are not compiled, and the alternative
     undescribed: str = ""  # of a set for some families: the alternative for another; ``{kinds}``: those families
@@ -208,7 +212,7 @@ class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossC
     """A kernel set; by default PyTorch's fused operators where it has them, and eager ops for the rest."""
 
     name: str = "pytorch"
-    scans: Scans = Scans.WRITTEN
+    ssm_kernels: SsmKernels = SsmKernels.EAGER
     device: Device = Device.CUDA
     batch_first: bool = True  # activations are b x s x h; otherwise s x b x h
     byte_masks: bool = True  # a dropout mask has one byte an element; otherwise the dtype of its input
@@ -257,9 +261,9 @@ _TYPES: Final = MappingProxyType(
         "attention": AttentionKernel,
         "loss": Loss,
         "documents": Documents,
-        "context_exchange": ContextExchange,
+        "cp_comm_type": CpCommType,
         "combine": Combine,
-        "scans": Scans,
+        "ssm_kernels": SsmKernels,
         "declared": tuple,
     }
 )

@@ -720,9 +720,9 @@ def _pattern(text: str, further: int) -> tuple[int, ...]:
 AS_BUILT: Final = frozenset(
     (
         *("dropout", "kernels", "loss", "capacity_factor", "expert_imbalance", "dispatcher"),
-        *("sequential_experts", "deterministic", "gathered_inputs", "tp_comm_overlap", "context_exchange"),
-        *("scans", "expert_tp", "positions", "source_seq", "like", "lora", "base", "input_gradients"),
-        *("packed", "reference", "reward", "mtp_num_layers", "recompute_modules", "offload_modules"),
+        *("sequential_experts", "deterministic", "gathered_inputs", "tp_comm_overlap", "cp_comm_type"),
+        *("ssm_kernels", "expert_tp", "max_position_embeddings", "source_seq", "like", "lora", "base"),
+        *("input_gradients", "packed", "reference", "reward", "mtp_num_layers", "recompute_modules", "offload_modules"),
     )
 )
 """Options of described models that a recorded model was built with."""

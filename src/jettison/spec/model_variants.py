@@ -24,7 +24,7 @@ ALL: Final = "*"
 _ENDS: Final = ("first", "last")
 _MTP: Final = "mtp"
 MTP_LEFT_OUT: Final = "for multi-token prediction (MTP) left out"
-_WITHOUT_LOGITS: Final = (Loss.FUSED, Loss.CHUNKED, Loss.LISTED)
+_WITHOUT_LOGITS: Final = (Loss.FUSED, Loss.CHUNKED, Loss.CHUNKED_OUTPUT)
 
 
 def with_starts(model: ModelSpec, **changes: Any) -> ModelSpec:
@@ -94,7 +94,7 @@ def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
         UsageError: another format, an unknown recipe, or layers that the model does not have.
     """
     if recipe.library is not Library.TE:
-        instead = f"give --kernels {sets_with('te_products')}"
+        instead = f"give --kernels {sets_with('te_gemms')}"
         raise UsageError(f"got --quant-recipe with {recipe.library}'s recipe {recipe.name}; {instead}")
     own = model.depth - model.further
     wide: set[int] = set()

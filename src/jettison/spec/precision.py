@@ -34,7 +34,7 @@ class Gradients(StrEnum):
     ONE_BY_ONE = "one by one"  # as backward reaches each weight; freed after the optimizer step
     UPFRONT = "upfront"  # one permanent buffer: Megatron's, and DDP's with gradients as bucket views
     BUCKETS = "buckets"  # one by one, and permanent buckets: DistributedDataParallel by default
-    ADDED = "added"  # in each backward; after it added to a wider buffer and freed: nanotron
+    ACCUMULATOR = "fp32 accumulator"  # in each backward; after it added to a wider buffer and freed: nanotron
     IN_BACKWARD = "in backward"  # the optimizer steps during backward and frees each gradient at once
 
 
@@ -44,7 +44,7 @@ class Precision:
 
     Args:
         accumulator: dtype of a second buffer that accumulates gradients of micro-batches; None: no such buffer.
-        apart: the accumulator is permanent, and gradients are freed once added to it: `Gradients.ADDED`.
+        apart: the accumulator is permanent, and gradients are freed once added to it: `Gradients.ACCUMULATOR`.
         optimizer_gradient: dtype of the optimizer's copy of gradients for its masters, which is kept until gradients
             are freed for the next step; None: no copy.
         reduced: FSDP's ``reduce_dtype``; None: that of gradients.
@@ -105,10 +105,10 @@ def under_autocast(precision: Precision) -> Precision:
     return replace(precision, compute=precision.parameter, casts=precision.compute)
 
 
-class Adding(StrEnum):
+class Accumulation(StrEnum):
     """Accumulation of weight gradients."""
 
-    WHOLE = "whole"  # a new gradient in the same dtype is added: autograd
+    AUTOGRAD = "autograd"  # a new gradient in the same dtype is added: autograd
     CAST = "cast"  # a new gradient in the parameter's dtype is added to a wider buffer: Megatron's DDP hook
     FUSED = "fused"  # the weight gradient GEMM accumulates into the buffer: Megatron's gradient_accumulation_fusion
     DUMMY = "fused-dummy"  # the same, and TransformerEngine keeps a permanent dummy gradient for each shape
@@ -128,7 +128,12 @@ class GradientRule:
 
 @lru_cache(maxsize=256)
 def gradient_rule(
-    precision: Precision, adding: Adding, update_bytes: int = 0, *, whole: bool = False, reentrant: bool = False
+    precision: Precision,
+    accumulation: Accumulation,
+    update_bytes: int = 0,
+    *,
+    whole: bool = False,
+    reentrant: bool = False,
 ) -> GradientRule:
     """Gradient rule of a precision and an accumulation.
 
@@ -139,8 +144,9 @@ def gradient_rule(
     if whole:
         wide = precision.compute
         return GradientRule(kept=wide, added=wide, update_bytes=update_bytes, reentrant=reentrant)
-    added = precision.gradient if adding is Adding.WHOLE else precision.compute
-    fused, dummies = adding in (Adding.FUSED, Adding.DUMMY), adding is Adding.DUMMY
+    added = precision.gradient if accumulation is Accumulation.AUTOGRAD else precision.compute
+    dummies = accumulation is Accumulation.DUMMY
+    fused = dummies or accumulation is Accumulation.FUSED
     return GradientRule(
         kept=precision.gradient,
         added=added,

@@ -14,12 +14,12 @@ from jettison.spec.anchor import RunAnchor
 from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.kernels import (
     WORKSPACES,
-    ContextExchange,
+    CpCommType,
     Device,
     Documents,
     Kernels,
     Loss,
-    Scans,
+    SsmKernels,
     Workspaces,
     sets_with,
 )
@@ -29,7 +29,7 @@ from jettison.spec.model_variants import with_starts
 from jettison.spec.precision import (
     MUONS,
     PRECISIONS,
-    Adding,
+    Accumulation,
     GradientRule,
     Gradients,
     Optimizer,
@@ -90,7 +90,7 @@ class Run:
         ep_comm_overlap: all-to-all overlaps with compute of another micro-batch. Bytes do not change.
         cuda_graphs: layers are CUDA graphs, without launches from the host. Bytes do not change.
         stack: software stack, where hardware files have figures for several; None: that of the kernels.
-        adding: accumulation of weight gradients. ``workspaces``: of GEMM libraries.
+        accumulation: of weight gradients. ``workspaces``: of GEMM libraries.
         dataloader_attention_mask: the batch has an s × s mask for each sequence. ``keep_batches``: batches live
             to the step's end.
         keep_logits: the training loop references the model's logits until their backward ends.
@@ -124,7 +124,7 @@ class Run:
     ep_comm_overlap: bool = False
     cuda_graphs: bool = False
     stack: str | None = None
-    adding: Adding = Adding.WHOLE
+    accumulation: Accumulation = Accumulation.AUTOGRAD
     workspaces: Workspaces = WORKSPACES["none"]
     dataloader_attention_mask: bool = False
     keep_batches: bool = False
@@ -166,7 +166,9 @@ class Run:
         """Dtypes of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
         whole = self.precision.gradient != self.precision.compute and self.gathers_parameters
-        return gradient_rule(self.precision, self.adding, updates, whole=whole, reentrant=self.recompute.reentrant)
+        return gradient_rule(
+            self.precision, self.accumulation, updates, whole=whole, reentrant=self.recompute.reentrant
+        )
 
     @property
     def gradients_come_whole(self) -> bool:
@@ -262,7 +264,7 @@ class Run:
 @lru_cache(maxsize=256)
 def _adjusted(kernels: Kernels, outside: bool, learned_zeros: bool) -> Kernels:
     """Cached copy: a search makes thousands of runs, and a copy of so many fields takes as long as all checks."""
-    found = replace(kernels, loss=Loss.OUTSIDE) if outside else kernels
+    found = replace(kernels, loss=Loss.IN_LOOP) if outside else kernels
     return replace(found, learned_zeros=True) if learned_zeros else found
 
 
@@ -386,7 +388,7 @@ def _source(run: Run) -> Iterator[str]:
 def _sequence(run: Run) -> Iterator[str]:
     """Reject a sequence longer than positions, or other than an image's."""
     model = run.model
-    if run.kernels.context_exchange is ContextExchange.A2A and (why := exchange_misfit(run.layout, model)):
+    if run.kernels.cp_comm_type is CpCommType.A2A and (why := exchange_misfit(run.layout, model)):
         yield why
     if model.patches is not None and run.seq != model.patches.tokens:
         yield f"got --seq {run.seq}; an image of {model.name} has {model.patches.tokens} tokens: drop --seq"
@@ -406,7 +408,7 @@ def _narrow_base(run: Run) -> Iterator[str]:
     if recipe is None or recipe.library is not Library.TE:
         yield (
             f"got --lora with --precision {run.precision.name}; both are modelled for TransformerEngine only: give "
-            f"--kernels {sets_with('te_products')} and --fp8-recipe, or --precision bf16"
+            f"--kernels {sets_with('te_gemms')} and --fp8-recipe, or --precision bf16"
         )
     elif tuning.base is not Base.PLAIN or run.layout.zero == 3:
         what = "--zero 3" if tuning.base is Base.PLAIN else f"--base {tuning.base}"
@@ -429,10 +431,14 @@ def _parts(run: Run) -> Iterator[str]:
     """Reject sharded scans and recomputed modules that the layers do not have."""
     model = run.model
     scans = [layer.scan.words for layer in model.described if layer.scan is not None]
-    if scans and run.layout.tp > 1 and not (run.kernels.shares_scans and run.kernels.scans is Scans.FUSED):
+    if (
+        scans
+        and run.layout.tp > 1
+        and not (run.kernels.shards_ssm_heads and run.kernels.ssm_kernels is SsmKernels.FUSED)
+    ):
         yield (
             f"got --tp {run.layout.tp}; layers of {model.name} have a {scans[0]}, whose heads only other kernels "
-            f"shard: give --kernels {sets_with('shares_scans')} with --ssm-kernels fused, or drop --tp"
+            f"shard: give --kernels {sets_with('shards_ssm_heads')} with --ssm-kernels fused, or drop --tp"
         )
     if names := (*run.recompute.modules, *run.recompute.sent):
         check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))
@@ -458,9 +464,9 @@ def _output(run: Run) -> Iterator[str]:
         why = f"{model.name}, which returns one prediction a sequence"
     elif loss in (Loss.FUSED, Loss.CHUNKED, Loss.TILED, Loss.DPO):
         why = f"--loss {loss}, for which the model returns no logits"
-    elif loss is Loss.LISTED:
+    elif loss is Loss.CHUNKED_OUTPUT:
         why = f"--loss {loss}, which saves the logits anyway"
-    elif loss is Loss.ROWS:
+    elif loss is Loss.CHUNKED_CE:
         why = f"--loss {loss}, which overwrites logits without other references: give --loss upcast"
     if why:
         yield f"got --keep-logits with {why}; drop --keep-logits"
@@ -506,7 +512,7 @@ def _recipe(run: Run) -> Iterator[str]:
     elif recipe.library is Library.TE and run.layout.zero == 3:
         why = "with --zero 3; FSDP's all-gather of TransformerEngine's weights is not modelled: give --zero 1"
     elif recipe.library is Library.TORCHAO and any(layer.experts for layer in run.model.kinds):
-        instead = f"give --kernels {sets_with('te_products')}"
+        instead = f"give --kernels {sets_with('te_gemms')}"
         why = f"and {run.model.name}, whose experts are not torchao's linear layers; {instead}"
     elif names:
         why = f"with the module {min(names)}, under which layers save other inputs; drop the module"
@@ -561,7 +567,7 @@ def _in_backward(run: Run) -> Iterator[str]:
         why = f"--pp {layout.pp}, which needs several micro-batches"
     elif layout.dp * layout.cp > 1 and layout.zero < 2:
         why = f"--zero {layout.zero}, which all-reduces buckets of gradients; --zero 2 or 3 reduces each"
-    elif run.adding is not Adding.WHOLE or run.precision.accumulator or run.precision.optimizer_gradient:
+    elif run.accumulation is not Accumulation.AUTOGRAD or run.precision.accumulator or run.precision.optimizer_gradient:
         why = "gradients that are accumulated in another buffer"
     elif run.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.ADAMW_ON_COPIES, *MUONS):
         why = f"--optimizer {run.optimizer}, which updates many parameters at once"
@@ -633,10 +639,10 @@ def check_scans(model: ModelSpec, kernels: Kernels) -> None:
     why = ""
     if not scans:
         why = f"{model.name} has no state-space or linear-attention layer"
-    elif kernels.scans is Scans.FUSED and any(isinstance(scan, SelectiveScan) for scan in scans):
-        why = f"the fused kernel of {model.name}'s scans is not modelled: give written"
+    elif kernels.ssm_kernels is SsmKernels.FUSED and any(isinstance(scan, SelectiveScan) for scan in scans):
+        why = f"the fused kernel of {model.name}'s SSM layers is not modelled: give eager"
     if why:
-        raise UsageError(f"got --ssm-kernels {kernels.scans}; {why}")
+        raise UsageError(f"got --ssm-kernels {kernels.ssm_kernels}; {why}")
 
 
 def placed(run: Run, hardware: Hardware) -> Run:

@@ -36,7 +36,7 @@ def read(keys: Keys) -> None:
     if keys.field("precision") is None:
         keys.give("precision", "bf16-autocast")  # get_default_supported_precision
         keys.notes.append("the file has no precision: bf16-mixed is counted, the default on a GPU with bf16")
-    keys.give("loss", "upcast" if keys.field("precision") == "bf16-autocast" else "listed")
+    keys.give("loss", "upcast" if keys.field("precision") == "bf16-autocast" else "chunked-output")
     if keys.field("optimizer") is None:
         packed = keys.field("base") is not None
         keys.give("optimizer", "adamw" if packed or not tuned else "adamw-foreach", "optimizer", "optimizer.class_path")

@@ -140,7 +140,7 @@ def _loss(keys: Keys) -> None:
     loss = keys.text(key).rpartition(".")[2]
     if loss in ("cewithchunkedoutputloss", "linearcrossentropyloss"):
         if keys.on("compile") or keys.on("compile.loss"):
-            keys.give("loss", "listed", key)
+            keys.give("loss", "chunked-output", key)
         else:
             keys.give("loss", "upcast", key)
             keys.notes.append(
