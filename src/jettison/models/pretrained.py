@@ -231,7 +231,7 @@ def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
 # writing for `from_pretrained` ----------------------------------------------------------------------------------------
 
 
-BESIDE: Final = (
+COPIED_FILES: Final = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -254,7 +254,7 @@ class HubForm:
         rename: what files call a tensor of the model.
         sizes: of every tensor of its state, by its name in the model; of names of one parameter, all.
         config: what config.json says, but for the dtype.
-        source: the folder that the model came from, whose `BESIDE` are copied.
+        source: the folder that the model came from, whose `COPIED_FILES` are copied.
     """
 
     rename: Callable[[str], str]
@@ -265,7 +265,7 @@ class HubForm:
     def other_files(self) -> list[Path]:
         if self.source is None:
             return []
-        found = {file for pattern in BESIDE for file in self.source.glob(pattern) if file.is_file()}
+        found = {file for pattern in COPIED_FILES for file in self.source.glob(pattern) if file.is_file()}
         return sorted(found)
 
 

@@ -24,7 +24,7 @@ from jettison.predict.run_request import Resolved, flag_of
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, data, document, part
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import DropoutSites
-from jettison.spec.precision import Adding, Gradients
+from jettison.spec.precision import Accumulation, Gradients
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
@@ -368,7 +368,7 @@ def idle(asked: Resolved) -> Iterator[str]:
     outside = any(getattr(model.dropout_sites, site.name) for site in fields(DropoutSites) if site.name != "attention")
     drops = outside or model.two_stacks or run.kernels.attention is AttentionKernel.EAGER
     unbucketed = layout.buckets is not None and not layout.by_module
-    cast = run.adding is Adding.CAST and run.precision.gradient == run.precision.compute
+    cast = run.accumulation is Accumulation.CAST and run.precision.gradient == run.precision.compute
     for lacking, names, why in (
         (layout.pp == 1, _OF_PIPELINES, " without a pipeline; give --pp"),
         (layout.zero == 0, ("zero_replicas",), " where nothing is sharded; give --zero"),
