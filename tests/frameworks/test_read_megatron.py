@@ -617,6 +617,18 @@ def test_megatron_deepspeed_has_deepspeeds_states(tmp_path: Path) -> None:
         UsageError, match=r"deepspeed_config = ds\.json \(the file is missing, and there is no --zero-stage"
     ):
         read_run(file, gpus=8)
+    pipeline = text_of({**SMALL, "checkpoint-activations": True, "checkpoint-num-layers": 2})
+    words = f"deepspeed x.py {pipeline} --pipeline-model-parallel-size 2 --deepspeed --zero-stage"
+    file.write_text(f"{words} 1 --deepspeed_config ds.json\n")
+    beside.write_text('{"bf16": {"enabled": true}, "pipeline": {"pipe_partitioned": false}}')
+    found = read_run(file, gpus=8).request
+    assert (found.pp, found.recompute, found.zero) == (2, "every:2", 1)
+    file.write_text(f"{words} 1 --deepspeed_config ds.json --tensor-model-parallel-size 2\n")
+    with pytest.raises(UsageError, match=r"pipe-partitioned = false \(tensors that are sent unpartitioned"):
+        read_run(file, gpus=8)
+    file.write_text(f"{words} 2 --deepspeed_config ds.json\n")
+    with pytest.raises(UsageError, match="DeepSpeed's pipelines take ZeRO 0 and 1"):
+        read_run(file, gpus=8)
     file.write_text(f"deepspeed x.py {arguments} --deepspeed --zero-stage 1 --moe-expert-parallel-size 4\n")
     with pytest.raises(UsageError, match="experts of Megatron-DeepSpeed are not modelled"):
         read_run(file, gpus=8)

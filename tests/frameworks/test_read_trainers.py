@@ -17,6 +17,7 @@ from jettison.families.presets import preset_named
 from jettison.frameworks.run_file import UNKNOWN, RunFile, read_run, run_from
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import resolve
+from jettison.predict.stage_buffers import buffers_of
 from jettison.spec.layout import GradientSync
 
 SFT: Mapping[str, Any] = {
@@ -198,6 +199,27 @@ def test_buckets_of_deepspeed(write: Any, zero: Mapping[str, Any], buckets: str 
     assert found.request.zero_buckets == buckets
     run = run_from(write(config, "ds.json"), model="gpt2", gpus=8, seq=128)
     assert run.layout.by_module == (zero["stage"] > 0)
+
+
+def test_pipelines_of_deepspeed(write: Any) -> None:
+    """Receive buffer, kept outputs and cloned inputs in flight, as ``runtime/pipe/engine.py`` has them."""
+    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
+    config = {**batch, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    pipe = {"stages": 4, "activation_checkpoint_interval": 2, "partition": "best"}
+    file = write({**config, "pipeline": pipe}, "ds.json")
+    found = read_run(file, model="gpt2", gpus=8)
+    assert (found.request.pp, found.request.dp, found.request.zero) == (4, 2, 1)
+    assert (found.request.recompute, found.request.reentrant) == ("every:2", True)
+    run = run_from(file, model="gpt2", gpus=8, seq=128)
+    stream = 2 * 2 * 128 * 768
+    sizes = [sum(nbytes for row, nbytes in buffers_of(run, stage) if "pipeline" in row.name) for stage in range(4)]
+    assert sizes == [stream * (1 + outputs + inputs) for outputs, inputs in ((4, 0), (3, 3), (2, 2), (0, 1))]
+    with pytest.raises(UsageError, match="DeepSpeed's pipelines take ZeRO 0 and 1"):
+        read_run(
+            write({**config, "zero_optimization": {"stage": 2}, "pipeline": pipe}, "ds.json"), model="gpt2", gpus=8
+        )
+    beside = write({**config, "pipeline": pipe}, "zero.json")
+    assert read_run(write(SFT, deepspeed=str(beside)), gpus=8).request.pp is None
 
 
 def test_sizes_of_deepspeed_that_do_not_fit(write: Any) -> None:

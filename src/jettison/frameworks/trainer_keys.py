@@ -58,6 +58,29 @@ def reduces_last(keys: Keys, *, synced: bool = False, remedy: str = "sync_each_b
         )
 
 
+def pipeline(keys: Keys, prefix: str = "") -> None:
+    """Read a pipeline of DeepSpeed: ``runtime/config.py``, ``get_pipeline_config``; ``runtime/pipe/engine.py``.
+
+    ``PipelineModule`` decides the stages, whatever the file says; a model that is none ignores all of it. Under a
+    prefix another file has the stages and the checkpoints.
+    """
+    name = f"{prefix}pipeline."
+    if not prefix:
+        if keys.text(f"{name}stages").isdecimal():
+            keys.give("pp", keys.whole(f"{name}stages"), f"{name}stages")
+        if (interval := keys.whole(f"{name}activation_checkpoint_interval", 0) or 0) > 0:
+            mode = "full" if interval == 1 else f"every:{interval}"
+            keys.give("recompute", mode, f"{name}activation_checkpoint_interval")
+            keys.give("reentrant", keys.on(f"{name}use_reentrant", True) or None, f"{name}use_reentrant")
+    if keys.field("pp", 1) == 1:
+        return
+    for key in (f"{prefix}zero_optimization.stage", "zero_stage") if keys.field("zero", 0) > 1 else ():
+        keys.refuse(key, "DeepSpeed's pipelines take ZeRO 0 and 1")
+    for key in (f"{name}pipe_partitioned", f"{name}grad_partitioned"):
+        if keys.field("tp", 1) > 1 and not keys.on(key, True):
+            keys.refuse(key, "tensors that are sent unpartitioned are not modelled")
+
+
 def replicas(keys: Keys) -> None:
     """Read the number of replicas and the sequences of a step; one GPU by default, unless the run shards."""
     for key in ("num_processes", "accelerate.num_processes"):
@@ -72,7 +95,7 @@ def replicas(keys: Keys) -> None:
     if keys.gpus is None and not keys.field("zero") and keys.asked.get("dp") is None:
         keys.gpus = 1
         keys.note("it does not say on how many GPUs it runs: one is counted; give --gpus for more")
-    dp = keys.share("tp", "cp")
+    dp = keys.share("tp", "pp", "cp")
     if dp > 1 or keys.field("zero"):
         keys.give("dp", dp)
     keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * keys.field("dp", 1)

@@ -154,7 +154,10 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     tuning, frozen = _tuning(request), tuple(_frozen(model, request))
     repeated = given_or(request.mtp_use_repeated_layer, False)
     model = with_mtp(model, given_or(request.mtp_num_layers, 0), kernels, repeated=repeated)
-    model = _with_products(model, request, kernels)
+    if request.quant_recipe is not None:
+        if (recipe := _recipe(request, kernels)) is None:
+            raise UsageError(f"got --quant-recipe {request.quant_recipe!r} without a recipe; give --fp8-recipe as well")
+        model = with_products(model, request.quant_recipe, recipe)
     layout = _layout(request, model)
     if layout.wgrad_deferral_limit and kernels.loss in LOSSES_WITH_HEAD:
         raise UsageError(
@@ -472,11 +475,3 @@ def _recipe(request: RunRequest, kernels: Kernels) -> Fp8Recipe | None:
     if request.fp8_recipe is None:
         return None
     return fp8_recipe(request.fp8_recipe, kernels.name, parameters=given_or(request.fp8_param_gather, False))
-
-
-def _with_products(model: ModelSpec, request: RunRequest, kernels: Kernels) -> ModelSpec:
-    if request.quant_recipe is None:
-        return model
-    if (recipe := _recipe(request, kernels)) is None:
-        raise UsageError(f"got --quant-recipe {request.quant_recipe!r} without a recipe; give --fp8-recipe as well")
-    return with_products(model, request.quant_recipe, recipe)

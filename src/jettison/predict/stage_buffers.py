@@ -74,16 +74,15 @@ def framework_buffers() -> tuple[FrameworkBuffer, ...]:
 
 def buffers_of(run: Run, index: int) -> list[tuple[FrameworkBuffer, int]]:
     """Return the buffers of a stage with their bytes."""
-    layout, model = run.layout, run.model
+    layout, model, buckets = run.layout, run.model, run.layout.buckets
     letters: dict[str, Any] = {
         "dataloader_attention_mask": run.dataloader_attention_mask,
         "keep_batches": run.keep_batches,
         "wgrad_deferral_limit": layout.wgrad_deferral_limit,
         "keep_received": layout.keeps_received,
         "stage_buffers": layout.stage_buffers,
-        "gradient_bucket": layout.buckets.buckets and layout.buckets.reduce
-        if layout.by_module and layout.buckets
-        else 0,
+        "zero_buckets": buckets is not None,
+        "gradient_bucket": buckets.buckets and buckets.reduce if layout.by_module and buckets else 0,
     }
     rows = [row for row in framework_buffers() if letters[row.when.co_names[0]]]  # a ``when`` begins with an option
     if not rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import offloads, replicas, zero_buckets
+from jettison.frameworks.trainer_keys import offloads, pipeline, replicas, zero_buckets
 
 
 def read(keys: Keys, prefix: str = "") -> None:
@@ -27,6 +27,7 @@ def read(keys: Keys, prefix: str = "") -> None:
             keys.note('its precision is "auto", set by a Trainer: bf16 is counted')
         elif keys.field("precision") is None:
             keys.give("precision", "fp32")
+        pipeline(keys)
         keys.note("it has no sequence length and no choice of checkpoints: give --seq and --recompute")
         replicas(keys)
         _batch(keys)

@@ -19,7 +19,7 @@ from jettison.families.config import parse_config
 from jettison.frameworks.config_file import ConfigFile
 from jettison.frameworks.run_file import Keys, tables
 from jettison.frameworks.shell_script import PROGRAM
-from jettison.frameworks.trainer_keys import zero_buckets
+from jettison.frameworks.trainer_keys import pipeline, zero_buckets
 from jettison.spec.model import ModelSpec
 
 _MOST: Final = 100_000
@@ -143,7 +143,7 @@ def _deepspeed(keys: Keys) -> None:
         keys.refuse("deepspeed_config", "CPU offload of optimizer states: give --offload-optimizer deepspeed")
     keys.values |= {f"deepspeed_config.{key}": said[key] for key in said}
     zero_buckets(keys, "deepspeed_config.zero_optimization.")
-    keys.read(*keys.matching("deepspeed_config.*"))
+    keys.read(*keys.matching("deepspeed_config.*"), "checkpoint_num_layers")
     for name in ("precision", "accumulation"):
         keys.drop(name)
     if keys.on("fp16") or keys.on("bf16"):
@@ -151,10 +151,13 @@ def _deepspeed(keys: Keys) -> None:
     else:
         keys.give("precision", "fp32")
     keys.give("loss", "vocab-parallel")
-    if keys.on("checkpoint_activations") or keys.text("recompute_method"):
-        keys.give("recompute", "full", "checkpoint_activations", "recompute_method")
-    if keys.field("pp", 1) > 1:
-        keys.note("DeepSpeed's pipeline is counted as Megatron's 1F1B")
+    if keys.on("checkpoint_activations"):
+        each = keys.whole("checkpoint_num_layers", 1)
+        mode = "full" if each == 1 else f"every:{each}"
+        keys.give("recompute", mode, "checkpoint_activations", "checkpoint_num_layers")
+    elif keys.text("recompute_method") == "block" and not keys.on("no_pipeline_parallel"):
+        keys.give("recompute", "none", "recompute_method")  # ``megatron/model/gpt_model.py``: an interval of 0
+    pipeline(keys, "deepspeed_config.")
 
 
 # ranks and batch ------------------------------------------------------------------------------------------------------
