@@ -276,6 +276,19 @@ def test_what_is_refused_names_the_argument(read: Any, values: dict[str, Any], w
         read(values).spec()
 
 
+def test_vocabularies_of_sentencepiece_models(tmp_path: Path) -> None:
+    """Llama2Tokenizer is a kind of tokenizer: whose vocabulary it has its model says."""
+    values = {key: value for key, value in SMALL.items() if key != "vocab-size"}
+    for model, size in (("/w/Llama-2-7b/tokenizer.model", 32_000), ("$TOKENIZER", 32_000), ("/w/jp-100k.model", None)):
+        file = tmp_path / "run.args"
+        file.write_text(text_of({**values, "tokenizer-type": "Llama2Tokenizer", "tokenizer-model": model}))
+        if size is None:
+            with pytest.raises(UsageError, match="only its files have the size of the vocabulary"):
+                read_run(file, gpus=8)
+        else:
+            assert read_run(file, gpus=8).spec().vocab == size
+
+
 def test_a_vocabulary_that_only_its_tokenizer_knows(tmp_path: Path) -> None:
     file, more = tmp_path / "run.args", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model "
     values = {key: value for key, value in SMALL.items() if key != "vocab-size"}

@@ -349,6 +349,75 @@ def test_a_file_that_is_named_and_not_there(tmp_path: Path, named: str) -> None:
         read_run(script)
 
 
+@pytest.mark.parametrize(
+    ("values", "more", "states", "gpus"),
+    [
+        (QLORA, {"deepspeed": "/srv/axolotl/deepspeed_configs/zero2.json"}, (2, "deepspeed"), 4),
+        (QLORA, {"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, (3, "deepspeed-parameters"), 4),
+        (FACTORY, {"deepspeed": "examples/deepspeed/ds_z2_offload_config.json"}, (2, "deepspeed"), 4),
+        (FACTORY, {"deepspeed": "ds_z3_config.json"}, (3, None), 4),
+        (SFT, {"accelerate_config": "zero3"}, (3, None), None),
+        (SFT, {"accelerate_config": "fsdp2"}, (3, None), None),
+        (SFT, {"accelerate_config": "single_gpu"}, (None, None), None),
+    ],
+)
+def test_files_that_come_with_a_framework(
+    write: Any, values: Any, more: Any, states: tuple[int | None, str | None], gpus: int | None
+) -> None:
+    values = {**values, "optimizer": "adamw_torch"} if "adapter" in values else values
+    found = read_run(write(values, **more), gpus=gpus)
+    assert (found.request.zero, found.request.offload_optimizer) == states
+    assert any("comes with the framework" in note for note in found.notes)
+    ((name, file),) = more.items()
+    with pytest.raises(UsageError, match=f"{name} = .*x .*second --from"):
+        read_run(write(values, **{name: f"{file}x"}), gpus=gpus or 1)
+
+
+def test_a_script_after_alpacas(tmp_path: Path) -> None:
+    """A job of two nodes whose site's settings are elsewhere."""
+    script = tmp_path / "run.sh"
+    lines = (
+        "#SBATCH -N 2",
+        "#SBATCH --gres=gpu:a100:4",
+        "source /opt/site/modules.env",
+        "torchrun --nproc_per_node 4 --nnodes $SLURM_NNODES train.py --model_name_or_path llama2-7b --data_path d.json",
+        "--model_max_length 1024 --fsdp 'full_shard auto_wrap' --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer",
+        "--per_device_train_batch_size 2 --bf16 True --lazy_preprocess True",
+    )
+    script.write_text("\n".join(lines[:3]) + "\n" + " ".join(lines[3:]) + "\n")
+    found = read_run(script)
+    request = found.request
+    assert (request.seq, request.dp, request.zero, request.micro_batch, found.unread) == (1024, 8, 3, 2, ())
+    assert any("modules.env" in note and "no argument is left to it" in note for note in found.notes)
+    script.write_text(script.read_text().replace("d.json", "d.json $MORE"))
+    with pytest.raises(UsageError, match=r"modules\.env"):  # it may set MORE
+        read_run(script)
+    script.write_text(script.read_text().replace("$MORE", "--tf32 ${TF:-True}"))
+    with pytest.raises(UsageError, match=r"modules\.env"):
+        read_run(script)
+
+
+def test_llamafactory_by_accelerates_launcher(write: Any, tmp_path: Path) -> None:
+    write({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "num_processes": 4}, "fsdp.yaml")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "accelerate launch --config_file fsdp.yaml --main_process_port 29501 src/train.py --stage sft --bf16 true "
+        "--model_name_or_path Qwen/Qwen3-8B --finetuning_type full --template qwen3 --cutoff_len 512 "
+        "--per_device_train_batch_size 2 --train_sampling_strategy random --push_to_hub true\n"
+    )
+    request = read_run(script).request
+    assert (request.dp, request.zero, request.seq, request.micro_batch) == (4, 3, 512, 2)
+
+
+def test_axolotls_settings_of_4_bits(write: Any) -> None:
+    kwargs = {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "nf4"}
+    assert read_run(write(QLORA, bnb_config_kwargs=kwargs)).request.base == "nf4"
+    eight = {**QLORA, "load_in_4bit": False, "load_in_8bit": True, "adapter": "lora", "bnb_config_kwargs": kwargs}
+    assert read_run(write(eight)).request.base == "int8"
+    with pytest.raises(UsageError, match="expected nf4 or fp4"):
+        read_run(write(QLORA, bnb_config_kwargs={"bnb_4bit_quant_type": "nf3"}))
+
+
 def test_preferences_have_pairs_and_a_reference(write: Any) -> None:
     found = read_run(write(SFT, beta=0.1)).request
     assert (found.loss, found.reference, found.micro_batch) == ("dpo", "same", 4)

@@ -16,7 +16,9 @@ function ``read(keys)`` for keys without a table form. Sections of ``read.toml``
 - ``usual``: fields that neither the file nor the command line sets.
 - ``read``: globs of keys that the framework's ``read`` accounts for.
 - ``names``: keys that name the model, the first that the file has; ``compiles``: keys that are on for compiled layers.
-- ``ignored``: globs of keys that change neither memory nor time.
+- ``ignored``: globs of keys that change neither memory nor time; ``others``: frameworks whose ``ignored`` and
+  ``refused`` hold for further keys.
+- ``shipped``: values of files that the framework brings, by the end of their paths.
 - ``refused``: by glob, the reason why keys that change them are not read, unless the value is off (false, null, 0,
   empty).
 - ``prefixes``: prefixes that are removed from keys, ``underscores``: dashes become underscores, and ``renames``: our
@@ -440,21 +442,21 @@ class Keys:
             if key.startswith("$") or (why is None and _off(value)):
                 ignored.append(key)
                 continue
-            why = why or self._in_tables(key, "refused")
-            if why is None and self._in_tables(key, "ignored") is not None:
+            why = why or self._in_tables(key)
+            if why == "":
                 ignored.append(key)
                 continue
             unread.append(Key(name=self.written(key), value=value, why=why or UNKNOWN))
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
-    def _in_tables(self, key: str, section: str) -> str | None:
-        """Return the tables' entry for a key in a section of globs; None without one."""
+    def _in_tables(self, key: str) -> str | None:
+        """Return why the first table that has a key refuses it, empty if it is ignored; None without such a table."""
         for prefix, table in self._tables:
-            globs = table.get(section, ()) if key.startswith(prefix) else ()
-            own = key[len(prefix) :]
-            for glob in globs:
-                if fnmatchcase(own, glob):
-                    return str(globs[glob]) if isinstance(globs, Mapping) else glob
+            own = key[len(prefix) :] if key.startswith(prefix) else None
+            for one in (table, *table.get("others", ())) if own is not None else ():
+                for glob, why in (*one.get("refused", {}).items(), *((glob, "") for glob in one.get("ignored", ()))):
+                    if fnmatchcase(str(own), glob):
+                        return str(why)
         return None
 
     def written(self, key: str) -> str:
@@ -602,7 +604,7 @@ def run_from(
 @cache
 def tables() -> Sequence[Mapping[str, Any]]:
     """Load the tables of all ``read.toml``, form by form, in the order of matching."""
-    found: list[Mapping[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for file in sorted(frameworks.FOLDER.glob("*/read.toml")):
         common = {"framework": file.parent.name, **tomllib.loads(file.read_text(encoding="utf-8"))}
         found += [_with(common, form) for form in common.pop("forms", [{}])]
@@ -612,6 +614,7 @@ def tables() -> Sequence[Mapping[str, Any]]:
                 name, _, theirs = other.partition(":")
                 known = next(one["words"][theirs] for one in found if one["framework"] == name)
                 table["words"][key] = {**known, **{word: said for word, said in words.items() if word != "like"}}
+        table["others"] = [one for one in found if one["framework"] in table.get("others", ())]
     return sorted(found, key=lambda table: int(table.get("order", 50)))
 
 

@@ -31,7 +31,17 @@ _VARIABLE: Final = re.compile(
     r"\$\(\((?P<sum>[^$`]*?)\)\)|\$\{(?P<name>\w+|[@#*])(?:\[[@*]\])?(?:(?P<how>:?[-=+?])(?P<else>[^{}]*))?\}|\$(?P<plain>\w+)"
 )
 _NAME: Final = re.compile(r"(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
-_SBATCH: Final = re.compile(r"^#SBATCH\s+--([\w-]+)(?:[= ]+(\S+))?", re.MULTILINE)
+_SBATCH: Final = re.compile(
+    r"^#SBATCH\s+(?:--([\w-]+)[= ]+|-([NnG])\s*)(?:gpu:)?(?:[\w-]+:)?(\d+)\b(?!-)", re.MULTILINE
+)
+_SBATCH_NAMES: Final = {"N": "nodes", "n": "ntasks", "G": "gpus", "gres": "gpus-per-node"}
+_SLURM: Final[Mapping[str, Sequence[str]]] = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+}
+"""Variables of a job by option of sbatch."""
 _HERE: Final = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2\s*$", re.MULTILINE | re.DOTALL)
 _INSIDE: Final = re.compile(r"`#[^`\n]*`")
 """A comment within a command."""
@@ -83,20 +93,24 @@ def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
         ValueError: an expanded text is too long.
     """
     script = _Script(folder=folder)
+    asked = {_SBATCH_NAMES.get(long or short, long): number for long, short, number in _SBATCH.findall(text)}
+    script.variables |= {name: asked[option] for option, names in _SLURM.items() for name in names if option in asked}
     script.read_text(text)
     for name in script.functions:  # for other scripts, if this one starts no program itself
         if not any(word.startswith("--") for words in script.commands for word in words):
             script.call(name, ())
     words = script.command()
     found = _named(words)
-    for word in _lost(words):
+    lost = [*_lost(words)]
+    for word in lost:
         script.notes[f"arguments in a variable that the script does not set are omitted: {word}"] = None
-    for name, value in _SBATCH.findall(text):
-        if name in _KNOWN_OF_LAUNCHERS and value:
-            found.setdefault(name, value)
+    found = {name: value for name, value in asked.items() if name in _KNOWN_OF_LAUNCHERS} | found
     found |= {f"${name}": value for name, value in script.variables.items()}
+    needed = script.missing and (script.defaulted or any("SLURM" not in word for word in lost))
+    for name in () if needed else script.missing:
+        script.notes[f"{name}, which the script sources, is not here; no argument is left to it"] = None
     found |= {NOTES: list(script.notes)} if script.notes else {}
-    return found | ({SOURCED: list(script.missing)} if script.missing else {})
+    return found | ({SOURCED: list(script.missing)} if needed else {})
 
 
 @dataclass
@@ -106,6 +120,7 @@ class _Script:
     notes: dict[str, None] = field(default_factory=dict)
     folder: Path | None = None
     missing: dict[str, None] = field(default_factory=dict)
+    defaulted: bool = False
     _blocks: list[_ShellBlock] = field(default_factory=list)
     functions: dict[str, str] = field(default_factory=dict)
     _called: list[str] = field(default_factory=list)
@@ -316,6 +331,7 @@ class _Script:
         if value is None or (value == "" and match["how"] and match["how"].startswith(":")):
             if how == "=":
                 self.variables[name] = _unquoted(match["else"])
+            self.defaulted |= how in ("-", "=") and value is None
             return _unquoted(match["else"]) if how in ("-", "=") else match[0]
         return value
 

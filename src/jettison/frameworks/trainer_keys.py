@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Final
 
+from jettison.frameworks.config_file import ConfigFile
 from jettison.frameworks.run_file import Keys
 from jettison.spec.tuning import TARGETS
 
@@ -84,13 +86,13 @@ def pipeline(keys: Keys, prefix: str = "") -> None:
 def replicas(keys: Keys) -> None:
     """Read the number of replicas and the sequences of a step; one GPU by default, unless the run shards."""
     for key in ("num_processes", "accelerate.num_processes"):
-        said = keys.whole(key)
-        if keys.gpus is None and said is not None:
+        if keys.gpus is None and (said := keys.whole(key)) is not None:
             keys.gpus = said
             keys.read(key, why=f"{said} GPUs")
-    a_node = next((key for key in ("nproc_per_node", "num_gpus") if keys.has(key)), "")
+        keys.read(key)
+    a_node = next((key for key in ("nproc_per_node", "num_gpus", "gpus_per_node") if keys.has(key)), "")
     if keys.gpus is None and str(keys.get(a_node, "")).isdecimal():
-        nodes = str(keys.get("nnodes", keys.get("num_nodes", 1)))
+        nodes = str(keys.get("nnodes", keys.get("num_nodes", keys.get("nodes", 1))))
         keys.gpus = int(keys.get(a_node)) * (int(nodes) if nodes.isdecimal() else 1)
     if keys.gpus is None and not keys.field("zero") and keys.asked.get("dp") is None:
         keys.gpus = 1
@@ -222,11 +224,19 @@ def targets(keys: Keys, key: str, default: str) -> str:
 
 
 def follow(keys: Keys, key: str, framework: str, prefix: str) -> None:
-    """Read the file that a key names, unless such a file was given as well; if it is missing the key is refused."""
-    if (file := keys.named(key)) is not None:
+    """Read the file that a key names, unless such a file was given as well; a missing one is refused, unless it is
+    known as the framework's own (``shipped``).
+    """
+    value = keys.values.get(key)
+    if (file := keys.named(key)) is None and isinstance(value, str) and not (prefix and keys.some(f"{prefix}*")):
+        for name, values in keys.table.get("shipped", {}).items():
+            if f"/{value}".endswith(f"/{name}"):
+                file = ConfigFile(path=Path(value), text="", syntax="json", values=values)
+                keys.note(f"{value} is not here: the file of that name that comes with the framework is counted")
+    if file is not None:
         keys.read(key, why="that file")
         keys.under(framework, prefix, file)
-    elif isinstance(keys.values.get(key), str) and not (prefix and keys.some(f"{prefix}*")):
+    elif isinstance(value, str) and not (prefix and keys.some(f"{prefix}*")):
         keys.refuse(key, "file not found: give it as a second --from")
 
 

@@ -85,8 +85,11 @@ def _adapters(keys: Keys) -> None:
     if keys.on("load_in_4bit"):
         double = "-double" * keys.on("bnb_config_kwargs.bnb_4bit_use_double_quant", True)
         keys.give("base", f"nf4{double}", "load_in_4bit")
+        if keys.text("bnb_config_kwargs.bnb_4bit_quant_type") not in ("", "nf4", "fp4"):
+            keys.refuse("bnb_config_kwargs.bnb_4bit_quant_type", "expected nf4 or fp4")
     elif keys.on("load_in_8bit"):
         keys.give("base", "int8", "load_in_8bit")
+        keys.read(*keys.matching("bnb_config_kwargs.bnb_4bit_*"), why="nothing")
     elif keys.on("gptq"):
         keys.give("base", "gptq", "gptq")
 

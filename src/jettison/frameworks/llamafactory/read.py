@@ -11,6 +11,7 @@ def read(keys: Keys) -> None:
     if keys.form == "v1":
         _of_v1(keys)
         return
+    trainer.follow(keys, "config_file", "accelerate", "accelerate.")
     stage = keys.text("stage", "sft")
     trainer.full_length(keys, packed=keys.on("packing", stage == "pt") or keys.on("neat_packing"))
     _adapters(keys)

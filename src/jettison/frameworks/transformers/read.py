@@ -17,7 +17,8 @@ def read(keys: Keys) -> None:
     """Read a Trainer's arguments, or a TRL trainer's if they have its keys."""
     if keys.file.syntax == "arguments":
         trainer.follow(keys, "config", "transformers", "")
-    trainer.follow(keys, "config_file", "accelerate", "accelerate.")
+    for key in ("config_file", "accelerate_config"):
+        trainer.follow(keys, key, "accelerate", "accelerate.")
     if keys.file.syntax == "arguments":  # ``hf_argparser.py``: --no_NAME turns off a default
         for key in [*keys.matching("no_*")]:
             keys.values.setdefault(key.removeprefix("no_"), not keys.on(key))
