@@ -434,7 +434,8 @@ def _arguments(text: str, key: str, value: Any) -> str:
     words = [str(one) for one in value] if isinstance(value, list) else [] if value is True else [str(value)]
     said = "" if value is None or value is False else " ".join([f"--{key}", *words])
     pattern = (
-        rf"(?<![\w-])--{re.escape(key)}(?![\w-])(?:[ \t]*=[ \t]*\S+|(?:[ \t]+(?!-{{1,2}}[A-Za-z]|#)[^\s\\)\"']+)*)"
+        rf"(?<![\w-])--{re.escape(key)}(?![\w-])"
+        r"(?:[ \t]*=[ \t]*\S+|[ \t]+([\"'])[\w.:-]*\1|(?:[ \t]+(?!-{1,2}[A-Za-z]|#)[^\s\\)\"']+)*)"
     )
     code = re.sub(r"(?<!\S)#.*", lambda comment: "#" * len(comment[0]), text)
     if match := re.search(pattern, code):
