@@ -159,7 +159,7 @@ def test_toml_changes_at_one_key(folder: Path, tree: Any, section: str, key: str
         ("ARGS=(\n  --a 1\n  --tp 2 # two\n)\n", {"tp": None, "b": True}, "ARGS=(\n  --b --a 1\n   # two\n)\n"),
         ("x --mods one two \\\n  --z", {"mods": ["three"]}, "x --mods three \\\n  --z"),
         ("x --tp=2 --tp-x 3", {"tp": "4"}, "x --tp 4 --tp-x 3"),
-        ('x --a "selective" \\\n  --z', {"a": None, "b": "full"}, "x --b full  \\\n  --z"),
+        ('x --a "selective" \\\n  --z', {"a": None, "b": "full"}, "x  \\\n  --b full --z"),
         ('A="--a full " B="--z"', {"a": "none"}, 'A="--a none " B="--z"'),
         ("# was --tp 1\nx --a '#1' --tp 2\n", {"tp": "4"}, "# was --tp 1\nx --a '#1' --tp 4\n"),
     ],
