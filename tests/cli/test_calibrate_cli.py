@@ -121,6 +121,18 @@ LOGS = {
         + "[titan] step: 10  memory: 40.00GiB(50.1%)  tps: 4,096  mfu: 41%\n" * 3,
         MeasuredRun(reserved=40 * GIB, step=2.0),
     ),
+    "titan, older": (
+        "[rank0]:step:  9  loss:  9.1  memory:  8.00GiB(8.42%)  wps: 4,096  mfu: 41.00%\n" * 3,
+        MeasuredRun(reserved=8 * GIB, step=2.0),
+    ),
+    "automodel": (
+        "step 9 | epoch 0 | loss 0.9 | lr 1.00e-05 | mem 45.25 GiB | tps 9000.00(4500.00/gpu) | num_label_tokens 9\n",
+        MeasuredRun(allocated=int(45.25 * GIB)),
+    ),
+    "recipes": (
+        "Max CUDA memory allocated was 42 GB\nMax CUDA memory reserved was 63 GB\n",
+        MeasuredRun(allocated=42 * GIB, reserved=63 * GIB),
+    ),
     "deepspeed": (
         "MA 1.0 GB         Max_MA 12.5 GB         CA 14.0 GB         Max_CA 16 GB\n",
         MeasuredRun(allocated=int(12.5 * GIB), reserved=16 * GIB),
