@@ -231,7 +231,7 @@ def test_what_is_asked_wrongly_exits_2(capsys, live, arguments, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as JSON"),
+        ("{", "is not JSON"),
         ("[]", "has no model_type"),
         ('{"model_type": "no-such-model"}', "neither has a closed form"),
         (json.dumps(TINY | {"hidden_size": "wide"}), "transformers cannot read"),

@@ -412,6 +412,37 @@ def test_what_is_asked_wrongly_is_one_line_and_exits_2(capsys, arguments, messag
     assert message in err
 
 
+MEGATRON = "llama3-8b --kernels megatron"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("llama3-8b --pp 4 --schedule zero-bubble-v --virtual-stages 3", "it needs 2, and no --micro-batch-group"),
+        ("llama3-8b --pp 4 --dp 2 --zero 3 --gradient-sync last", "reduce gradients once: give --stage-buffers"),
+        ("llama3-8b --dp 2 --zero 3 --gradient-sync last --gradients upfront", "give --gradients one-by-one"),
+        ("llama3-8b --keep-logits --loss chunked-ce", "(--loss upcast does not); drop --keep-logits"),
+        ("llama3-8b --gradients in-backward --pp 2", "got --gradients in-backward with --pp 2, which needs several"),
+        ("mixtral-8x7b --compile", "got --compile and mixtral-8x7b, whose MoE layers have graph breaks"),
+        ("llama3-8b --lora q=8", "expected r=16, optionally with alpha=32,targets=qkv+mlp"),
+        ("llama3-8b --lora r=8,targets=foo", "got --lora targets=foo; expected all-linear or some of q_proj"),
+        ("gpt2 --kernels megatron --mtp-num-layers 1", "and gpt2, which has learned positions"),
+        ("llama3-8b --fp8-recipe tensorwise --quant-recipe last:1=bf16", "with torchao's recipe tensorwise"),
+        (f"{MEGATRON} --fp8-recipe mxfp8 --quant-recipe foo", "expected what=how, as last:14=bf16"),
+        (f"{MEGATRON} --fp8-recipe mxfp8 --quant-recipe x=foo", "expected bf16, delayed"),
+        (f"{MEGATRON} --offload-modules attn_proj", "without core_attn, whose output it reads; give both"),
+        (f"{MEGATRON} --offload-modules core_attn --recompute full", "does not go with --recompute full; drop one"),
+        ("llama3-8b --micro-batches-without-recompute 1 --recompute full --offload --pp 2", "go with --offload; drop"),
+        ("llama3-8b --gpu a100-80gb,foo=3", "optionally with ,network=25,link=300,host=50,node=8 (GB/s)"),
+    ],
+)
+def test_flags_that_exclude_each_other(capsys, arguments, message):
+    code, out, err = call(capsys, *arguments.split())
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert message in err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

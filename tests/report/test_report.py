@@ -294,7 +294,7 @@ def test_files_that_are_none_or_too_large(tmp_path: Path, monkeypatch: pytest.Mo
         report([tmp_path])
     with pytest.raises(UsageError, match="is no file"):
         report([Path("/dev/zero")])
-    with pytest.raises(UsageError, match="is not text"):
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
         (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
         report([tmp_path / "bytes.json"])
     path = written(tmp_path, "proof.json", proof().to_json())

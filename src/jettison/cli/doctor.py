@@ -187,24 +187,16 @@ def environment_notes(environment: Mapping[str, str], cores: int) -> list[tuple[
 OOM_SCHEMA = "jettison.oom/1"
 
 
-def read_memory_facts(path: Path) -> MemoryFacts:
-    """Read a snapshot, a record of `jettison.watch`, or a log.
-
-    Raises:
-        UsageError: it is none of them.
-    """
-    if is_snapshot(path):
-        return facts_of_snapshot(read_snapshot(path))
-    return read_watch_record(path) or read_oom_log(path)
-
-
 def diagnose_oom(path: Path) -> FindingsReport:
-    """Diagnose a file of a run whose memory ran out.
+    """Diagnose a run whose memory ran out, from a snapshot, a record of `jettison.watch`, or a log.
 
     Raises:
         UsageError: it says nothing about it.
     """
-    facts = read_memory_facts(path)
+    if is_snapshot(path):
+        facts = facts_of_snapshot(read_snapshot(path))
+    else:
+        facts = read_watch_record(path) or read_oom_log(path)
     found = diagnose_memory(facts)
     return FindingsReport(schema=OOM_SCHEMA, facts=_rows(facts, found), findings=(found,), more=_document(facts, found))
 

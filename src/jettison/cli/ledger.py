@@ -25,6 +25,7 @@ from jettison.cli.app import (
 )
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
+from jettison.core.files import read_text
 from jettison.core.progress import Progress, silent
 from jettison.families.presets import PRESETS
 from jettison.ledger.compare import compare, in_step
@@ -130,7 +131,8 @@ def ledger(
         TraceError: a live model cannot be recorded.
         Infeasible: recompute was left to a planner, and no plan fits.
     """
-    other = None if flags.compare is None else _read(flags.compare)
+    compared = flags.compare
+    other = None if compared is None else Ledger.from_json(read_text(compared, f"--compare: {compared}"))
     beyond = flags.fit or flags.explain or flags.compile or any(name not in TRACED for name in request.given())
     if is_live(model) or (flags.trace and (model in PRESETS or not beyond)):
         also = tuple(f"--{name}" for name in ("fit", "explain", "compile") if getattr(flags, name))
@@ -226,12 +228,3 @@ def _fit(
     return fit(
         asked.run, budget_bytes=last.nbytes, surer=surer, peak=partial(smallest_budget, hardware=choice.hardware)
     )
-
-
-def _read(path: Path) -> Ledger:
-    """Read one rank's ledger from a document of `jettison ledger --format json`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--compare: {path} cannot be read: {error}") from None
-    return Ledger.from_json(text)

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Final, Literal
 from rich.console import Group, RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
-from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import parameter_count
@@ -46,14 +45,8 @@ def command(
 
 
 def list_names(what: str | None = None) -> NamesReport:
-    """Models, GPUs, precisions, policies, optimizers, export targets: all of them, or one kind.
-
-    Raises:
-        UsageError: there is no such kind.
-    """
-    if what is not None and what not in _SECTIONS:
-        raise UsageError(f"got the list {what!r}; expected one of {', '.join(_SECTIONS)}")
-    return NamesReport(rows={name: _SECTIONS[name].rows() for name in _SECTIONS if what in (None, name)})
+    """Models, GPUs, precisions, policies, optimizers, export targets: all of them, or one kind."""
+    return NamesReport(rows={name: tuple(kind.made()) for name, kind in _SECTIONS.items() if what in (None, name)})
 
 
 Row = dict[str, Any]
@@ -111,10 +104,6 @@ class Section:
     made: Callable[[], Iterator[Row]]
     shown: Mapping[str, Callable[[Row], str]] = field(default_factory=lambda: {"meaning": _field("meaning")})
 
-    def rows(self) -> tuple[Row, ...]:
-        """All rows."""
-        return tuple(self.made())
-
 
 _SECTIONS: Final = {
     "models": Section(
@@ -149,7 +138,7 @@ _SECTIONS: Final = {
         "Targets of export --to", lambda: _worded({name: one["says"] for name, one in named("targets").items()})
     ),
 }
-KINDS: Final = tuple(_SECTIONS)
+
 SCHEMA: Final = "jettison.list/1"
 SENTENCES: Final = frozenset({"meaning"})
 """Columns of text; the others are figures."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -60,20 +61,7 @@ def write_timelines(
     Args:
         timelines: a process of the trace, and a device of the snapshot, for each.
     """
-    if timeline is not None:
-        write_whole(timeline, timelines_json(title, timelines))
-        yield _wrote_trace(timeline)
-    if snapshot is not None:
-        write_snapshot(snapshot, list(timelines))
-        yield _wrote_snapshot(snapshot)
-
-
-def _wrote_trace(path: Path) -> str:
-    return f"wrote {path}: open it at ui.perfetto.dev or chrome://tracing"
-
-
-def _wrote_snapshot(path: Path) -> str:
-    return f"wrote {path}: jettison report {path} reads it, and pytorch's memory_viz"
+    return _write(timeline, lambda: timelines_json(title, timelines), snapshot, lambda: timelines)
 
 
 def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot: Path | None) -> Iterator[str]:
@@ -86,11 +74,19 @@ def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot:
     Raises:
         UsageError: so many micro-batches that nobody could look at them.
     """
+    played = partial(step_trace, report.model, report.memory, report.found)
+    return _write(timeline, lambda: chrome_json(played()), snapshot, lambda: played(by_tensor=True).memory)
+
+
+def _write(
+    timeline: Path | None,
+    trace: Callable[[], str],
+    snapshot: Path | None,
+    memory: Callable[[], Sequence[MemoryTimeline]],
+) -> Iterator[str]:
     if timeline is not None:
-        made = step_trace(report.model, report.memory, report.found)
-        write_whole(timeline, chrome_json(made))
-        yield _wrote_trace(timeline)
+        write_whole(timeline, trace())
+        yield f"wrote {timeline}: open it at ui.perfetto.dev or chrome://tracing"
     if snapshot is not None:
-        made = step_trace(report.model, report.memory, report.found, by_tensor=True)
-        write_snapshot(snapshot, list(made.memory))
-        yield _wrote_snapshot(snapshot)
+        write_snapshot(snapshot, list(memory()))
+        yield f"wrote {snapshot}: jettison report {snapshot} reads it, and pytorch's memory_viz"

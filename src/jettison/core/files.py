@@ -1,4 +1,4 @@
-"""Atomic writes: a file is complete or absent, whatever ends the program meanwhile."""
+"""Files: those that users name, read with a clear error; and atomic writes: complete or absent, whatever happens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,35 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from jettison.core.errors import UsageError
+from jettison.core.units import format_bytes
+
 under_way: Final[set[Path]] = set()
 """Temporary files of this process; an exit without unwinding removes them (cli/main.py)."""
+
+
+def read_bytes(path: Path, name: str = "", *, most: int | None = None) -> bytes:
+    """Return a file's content. Messages call it ``name``, or by its path.
+
+    Raises:
+        UsageError: it cannot be read, or has more than ``most`` bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read() if most is None else file.read(most + 1)
+    except OSError as error:
+        raise UsageError(f"{name or path} cannot be read: {error.strerror or error}") from None
+    if most is not None and len(content) > most:
+        raise UsageError(f"{name or path} is too large; at most {format_bytes(most)} are read")
+    return content
+
+
+def read_text(path: Path, name: str = "", *, most: int | None = None) -> str:
+    """Return a file's text; see `read_bytes`. Raise `UsageError` if it is not UTF-8, too."""
+    try:
+        return read_bytes(path, name, most=most).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{name or path} is not UTF-8 text") from None
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_bytes
 from jettison.diagnose.advice import in_server, names_server, trainer_of
 from jettison.diagnose.facts import Failure, MemoryFacts, StepBytes, StepPhase, phase_named
 from jettison.diagnose.finding import table
@@ -54,13 +55,7 @@ def read_oom_log(path: Path) -> MemoryFacts:
     Raises:
         UsageError: there is no such file, or nothing in it ran out of memory.
     """
-    try:
-        if path.stat().st_size > MOST_READ_BYTES:
-            raise UsageError(f"{path} has {path.stat().st_size} bytes; cut out what stands around 'out of memory'")
-        text = decoded(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; give a file that exists") from error
-    return facts_of_log(text, path.name)
+    return facts_of_log(decoded(read_bytes(path, most=MOST_READ_BYTES)), path.name)
 
 
 def facts_of_log(text: str, name: str) -> MemoryFacts:

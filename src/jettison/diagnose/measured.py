@@ -14,6 +14,7 @@ from statistics import median
 from typing import Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_bytes
 from jettison.core.units import GIB, MIB
 from jettison.diagnose.log import MOST_READ_BYTES, decoded
 from jettison.diagnose.profile_file import is_trace, read_profile
@@ -52,9 +53,7 @@ def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int, seq
             raise UsageError(f"{path} has no events: it shows one moment, and no peak of a step")
         peak = device.timeline.peak_bytes
         return MeasuredRun(allocated=peak, reserved=max(device.reserved_bytes, peak))
-    if path.stat().st_size > MOST_READ_BYTES:
-        raise UsageError(f"{path} has {path.stat().st_size} bytes; cut out some steps")
-    text = re.sub(r"\x1b\[[0-9;]*m", "", decoded(path.read_bytes()))
+    text = decoded(read_bytes(path, most=MOST_READ_BYTES))
     found: dict[str, list[float]] = defaultdict(list)
     entries = [entry for entry in named("logs").values() if any(word in text for word in entry.get("words", ("",)))]
     for pattern in (pattern for entry in entries for pattern in entry["patterns"]):

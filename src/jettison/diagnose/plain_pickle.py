@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_bytes
 
 MOST_FILE_BYTES: Final = 2 << 30
 _TRUE_FALSE_NONE = "NEWTRUE NEWFALSE NONE"
@@ -64,14 +65,7 @@ def load_plain(path: Path) -> Any:
     Raises:
         UsageError: there is no such file, it is too large or cut off, or it holds anything else.
     """
-    try:
-        size = path.stat().st_size
-        if size > MOST_FILE_BYTES:
-            raise UsageError(f"{path} has {size} bytes; expected a snapshot of at most {MOST_FILE_BYTES}")
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; give a file that exists") from error
-    return loads_plain(data, str(path))
+    return loads_plain(read_bytes(path, most=MOST_FILE_BYTES), str(path))
 
 
 def loads_plain(data: bytes, name: str) -> Any:

@@ -388,8 +388,6 @@ def enter(w: Writer, x: Value) -> tuple[Value, Value]:
 
 def leave(w: Writer, y: Value) -> Value:
     """Leave a tensor-parallel block: partial sums over tp become the residual stream. The operator g-bar."""
-    if w.tp == 1:
-        return y
     if w.run.layout.sp:
         return w.tape.collective("reduce_scatter_tensor", "tp", y, w.outside(), backward="all_gather_into_tensor")
     return w.tape.collective("all_reduce", "tp", y, y.places, backward=None)

@@ -520,8 +520,6 @@ def read_run(
         UsageError: no such file, an unknown framework, or unread keys that change memory or time.
     """
     files = [read_config_file(Path(path), None if at else text) for at, path in enumerate(paths)]
-    if not files:
-        raise UsageError("expected a framework's file")
     first, *others = sorted(files, key=lambda file: int((_table(file) or {"order": 100}).get("order", 50)))
     table = _table(first)
     if table is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.fakes import fake_copy
 from jettison.core.errors import UsageError, install
+from jettison.families.config import read_values
 from jettison.models.model_types import require_known, treat_as
 from jettison.spec.model import CHARACTERS, SECOND
 
@@ -66,10 +66,7 @@ def read_config(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(f"{path} has no config.json")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be read as JSON: {' '.join(str(error).split())}") from error
+    values, _ = read_values(file)
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
     require_known(values["model_type"], str(file))

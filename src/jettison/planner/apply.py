@@ -13,6 +13,7 @@ from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.files import read_text
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import on_terminal
 from jettison.dryrun.step import OneBatch, dry_run
@@ -27,7 +28,7 @@ from jettison.runtime.chunked_loss import holding
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
-from jettison.solve.plan import Plan, read_text
+from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
 
 Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"] | Sequence["str | CheckpointPolicy"]

@@ -35,13 +35,13 @@ from jettison.capture.signature import global_signature
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import JettisonError, UsageError
-from jettison.core.files import write_whole
+from jettison.core.files import read_text, write_whole
 from jettison.core.progress import Progress, Shown
 from jettison.core.units import format_bytes
 from jettison.planner.budget import AskedBudget, Budget
 from jettison.planner.planner import UNSEEN_BYTES, fingerprint
 from jettison.planner.readiness import inside_of
-from jettison.solve.plan import SCHEMA, Plan, read_text
+from jettison.solve.plan import SCHEMA, Plan
 
 KEY: Final = "kept"
 """Key of a plan's document under which a kept file has the other facts; readers of plans ignore it."""

@@ -7,13 +7,12 @@ anything is made of them. Characters that a terminal would obey, or that turn th
 from __future__ import annotations
 
 import json
-import stat
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
+from jettison.core import files
 from jettison.core.errors import UsageError
-from jettison.core.units import format_bytes
 
 MOST_BYTES: Final = 64 * 2**20
 MOST_DEPTH: Final = 40
@@ -28,21 +27,9 @@ def read_text(path: Path) -> str:
     Raises:
         UsageError: it is not.
     """
-    try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise UsageError(f"{path} is no file; give a plan, a proof, or the log of a run")
-        if found.st_size > MOST_BYTES:
-            raise UsageError(f"{path} has {format_bytes(found.st_size)}; at most {format_bytes(MOST_BYTES)} are read")
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise UsageError(f"{path} grows; at most {format_bytes(MOST_BYTES)} are read")
-        return content.decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not text (UTF-8); give a JSON document, or log.jsonl of a run") from None
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is no file; give a plan, a proof, or the log of a run")
+    return files.read_text(path, most=MOST_BYTES)
 
 
 def parse_json(text: str, where: str) -> Any:

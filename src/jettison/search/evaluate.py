@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from operator import mul
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Final, TypeVar
 
 from jettison import __version__
@@ -190,9 +189,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -281,9 +278,7 @@ class Bench:
         self._seldom.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._seldom.__exit__(None, None, None)
         if self._pool is not None:
             self._pool.end(now=error is not None)

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 from jettison.core.errors import PlanMismatch, UsageError, first_problem
@@ -33,14 +32,6 @@ KEYS = (
 )  # fmt: skip
 """Keys of the document, for plans of live models and of described runs (`report.plan`); each has its own nulls."""
 ROOT_LAYER = ""
-
-
-def read_text(path: Path, name: str) -> str:
-    """Text of a plan's file. Raise `UsageError` if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{name} cannot be read: {error}") from None
 
 
 class PolicyWord(StrEnum):

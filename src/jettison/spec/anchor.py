@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_text
 from jettison.core.parse_units import parse_bytes, parse_seconds
 from jettison.core.units import format_bytes
 
@@ -149,10 +150,8 @@ def read_anchor(path: Path) -> RunAnchor:
     from pydantic import TypeAdapter
 
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"got --anchor {path}; expected a file of jettison calibrate: {error.strerror}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(read_text(path, f"--anchor {path}"))
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"got --anchor {path}, which is not TOML: {str(error).splitlines()[0]}") from None
     if table.pop("schema", None) != SCHEMA:
         raise UsageError(f'got --anchor {path}; expected a file of jettison calibrate, with schema = "{SCHEMA}"')

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_text
 from jettison.core.objects import summary
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
@@ -319,11 +320,7 @@ _KINDS: Final[Mapping[str, _Kind]] = {
 def _read(path: Path) -> Hardware:
     who = f"hardware file {path}"
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
-    except OSError as error:
-        raise UsageError(f"{who} cannot be read: {error.strerror or error}; expected a TOML file") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{who} is not UTF-8 text; expected a TOML file") from None
+        table = tomllib.loads(read_text(path, who), parse_float=Decimal)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{who} is not TOML: {str(error).splitlines()[0]}") from None
     _check(who, table, _KINDS)

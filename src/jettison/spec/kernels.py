@@ -242,7 +242,7 @@ class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossC
         word = {"sdpa": "flash", "flash-attn": "flash", "flex": "flash"}.get(word, word)
         if word not in set(AttentionKernel):
             raise UsageError(
-                f"got the attention {word!r}; expected one of {', '.join(AttentionKernel)}, flash-attn, flex"
+                f"got the attention {word!r}; expected one of {', '.join(AttentionKernel)}, sdpa, flash-attn, flex"
             )
         return replace(
             self, attention=AttentionKernel(word), copied_attention=copied and not self.batch_first, documents=documents

@@ -292,14 +292,10 @@ class Layout:
 
     def places(self, index: int) -> tuple[int, ...]:
         """Positions in the model of a stage's chunks."""
-        if self.schedule is not Schedule.ZERO_BUBBLE_V:
-            return tuple(range(index, self.pp * self.virtual_stages, self.pp))
         return tuple(self.schedule.place(index, chunk, self.pp) for chunk in range(self.virtual_stages))
 
     def neighbours(self, index: int) -> tuple[tuple[bool, bool], ...]:
         """Whether the previous and the next chunk of the model are on the same device, for each chunk of a stage."""
-        if self.schedule is not Schedule.ZERO_BUBBLE_V:
-            return ((False, False),) * self.virtual_stages
         own = self.places(index)
         return tuple((place - 1 in own, place + 1 in own) for place in own)
 
@@ -496,9 +492,14 @@ class Layout:
 
     def _check_whole(self, model: ModelSpec) -> None:
         """Reject axes that shard a recorded model's blocks."""
+        assert model.recorder is not None
         for name, ways in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
             if ways > 1:
-                raise UsageError(f"got --{name} {ways}, which shards blocks; {uncut(model)}")
+                raise UsageError(
+                    f"got --{name} {ways}, which shards blocks; the blocks of {model.recorder.words} are recorded as "
+                    "they are built, and their sharding is unknown. --dp, --zero, --pp, --recompute, --offload and "
+                    "--budget apply"
+                )
         if self.pp > 1 and not all(layer.chained for layer in model.layers if isinstance(layer, RecordedLayer)):
             raise UsageError(
                 f"got --pp {self.pp}; a block of {model.name} reads more than the previous block's output (an "
@@ -726,16 +727,6 @@ AS_BUILT: Final = frozenset(
     )
 )
 """Options of described models that a recorded model was built with."""
-
-
-def uncut(model: ModelSpec) -> str:
-    """Explain why recorded blocks cannot be sharded, and which flags apply."""
-    recorder = model.recorder
-    assert recorder is not None, "described models can be sharded"
-    return (
-        f"the blocks of {recorder.words} are recorded as they are built, and their sharding is unknown. "
-        "--dp, --zero, --pp, --recompute, --offload and --budget apply"
-    )
 
 
 def refuse_as_built(model: ModelSpec, given: tuple[str, ...]) -> None:

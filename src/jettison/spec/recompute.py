@@ -40,18 +40,6 @@ def listed(text: str, flag: str) -> tuple[str, ...]:
     return tuple(name for name in known if name in found)
 
 
-def check_lists(again: tuple[str, ...], sent: tuple[str, ...]) -> None:
-    """Reject combinations of lists that ``TransformerConfig.__post_init__`` rejects."""
-    if "attn_proj" in sent and CORE_ATTENTION not in sent:
-        raise UsageError("got --offload-modules attn_proj without core_attn, whose output attn_proj reads; give both")
-    inside = _INSIDE_EXPERTS.intersection(sent)
-    if "moe" in again and inside:
-        raise UsageError(
-            f"got --offload-modules {','.join(sorted(inside))} and --recompute-modules moe, which recomputes all of "
-            "the experts; drop one of them"
-        )
-
-
 def check_parts(model: ModelSpec, kernels: Kernels, names: Iterable[str], *, own_norms: bool) -> None:
     """Reject modules that this model does not have with these kernels.
 
@@ -139,7 +127,15 @@ class Recompute:
     reentrant: bool = False
 
     def __post_init__(self) -> None:
-        check_lists(self.modules, self.sent)
+        # as Megatron's ``TransformerConfig.__post_init__``
+        if "attn_proj" in self.sent and CORE_ATTENTION not in self.sent:
+            raise UsageError("got --offload-modules attn_proj without core_attn, whose output it reads; give both")
+        inside = _INSIDE_EXPERTS.intersection(self.sent)
+        if "moe" in self.modules and inside:
+            raise UsageError(
+                f"got --offload-modules {','.join(sorted(inside))} and --recompute-modules moe, which recomputes all "
+                "of the experts; drop one of them"
+            )
         if self.sent and (self.offload or self.mode not in (Mode.NONE, Mode.MODULES)):
             other = "--offload" if self.offload else f"--recompute {self.mode}"
             raise UsageError(f"--offload-modules does not go with {other}; drop one of them")

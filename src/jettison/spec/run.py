@@ -103,7 +103,8 @@ class Run:
         anchor: a measured run of the same stack; ledger and peak do not change.
 
     Raises:
-        UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
+        UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide, or
+            flags that contradict each other, with an alternative.
     """
 
     model: ModelSpec
@@ -145,7 +146,10 @@ class Run:
         )
 
     def __post_init__(self) -> None:
-        check_run(self)
+        for rule in _RULES:
+            for why in rule(self):
+                raise UsageError(why)
+        self.layout.check(self.model, seq=self.seq, source_seq=self.source_seq)
 
     def recomputed(self, recompute: Recompute) -> Run:
         """Copy with another recomputation, and with or without gradients of adapters' first inputs as it needs them."""
@@ -278,22 +282,6 @@ def expect_run(value: object) -> None:
 #
 # Each rule yields an error with an alternative for runs that no framework supports or that are not modelled; the first
 # one is raised.
-
-
-def check_run(run: Run) -> None:
-    """Reject runs that no framework supports or that are not modelled.
-
-    Raises:
-        UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide, or
-            flags that contradict each other, with an alternative.
-    """
-    for rule in _RULES:
-        for why in rule(run):
-            raise UsageError(why)
-    run.layout.check(run.model, seq=run.seq, source_seq=run.source_seq)
-    for frozen in run.frozen:
-        for why in _frozen(run, frozen):
-            raise UsageError(why)
 
 
 def _syncs(run: Run) -> Iterator[str]:
@@ -467,7 +455,7 @@ def _output(run: Run) -> Iterator[str]:
     elif loss is Loss.CHUNKED_OUTPUT:
         why = f"--loss {loss}, which saves the logits anyway"
     elif loss is Loss.CHUNKED_CE:
-        why = f"--loss {loss}, which overwrites logits without other references: give --loss upcast"
+        why = f"--loss {loss}, which overwrites logits without other references (--loss upcast does not)"
     if why:
         yield f"got --keep-logits with {why}; drop --keep-logits"
 
@@ -561,10 +549,10 @@ def _in_backward(run: Run) -> Iterator[str]:
         yield f"got --optimizer {run.optimizer} with --zero {layout.zero}; expected --zero 1"
     if run.gradients is not Gradients.IN_BACKWARD:
         return
-    if run.micro_batches > 1:
-        why = f"--micro-batches {run.micro_batches}: each backward would be a separate optimizer step"
-    elif layout.pp > 1:
+    if layout.pp > 1:
         why = f"--pp {layout.pp}, which needs several micro-batches"
+    elif run.micro_batches > 1:
+        why = f"--micro-batches {run.micro_batches}: each backward would be a separate optimizer step"
     elif layout.dp * layout.cp > 1 and layout.zero < 2:
         why = f"--zero {layout.zero}, which all-reduces buckets of gradients; --zero 2 or 3 reduces each"
     elif run.accumulation is not Accumulation.AUTOGRAD or run.precision.accumulator or run.precision.optimizer_gradient:
@@ -600,37 +588,24 @@ def _host(run: Run) -> Iterator[str]:
         yield f"got --offload-optimizer {rule} with {why}"
 
 
+def _frozen(run: Run) -> Iterator[str]:
+    """Reject frozen models under pipelines, or with too few positions."""
+    for frozen in run.frozen:
+        if run.layout.pp > 1:
+            yield (
+                f"got --{frozen.role} with --pp {run.layout.pp}; frozen models are not modelled in pipeline schedules: "
+                "give --pp 1, and --zero 3 or --tp instead"
+            )
+        if (model := frozen.model) is not None:
+            if model.learned_positions and run.seq > model.max_positions:
+                yield f"got --seq {run.seq}; the {frozen.role} {model.name} has {model.max_positions} positions"
+            run.layout.check(model, seq=run.seq)
+
+
 _RULES: Final = (
-    _sizes,
-    _syncs,
-    _pairs,
-    _packed,
-    _source,
-    _sequence,
-    _narrow_base,
-    _fp8_base,
-    _parts,
-    _output,
-    _compiled,
-    _recipe,
-    _in_backward,
-    _host,
+    *(_sizes, _syncs, _pairs, _packed, _source, _sequence, _narrow_base, _fp8_base, _parts, _output, _compiled),
+    *(_recipe, _in_backward, _host, _frozen),
 )
-
-
-def _frozen(run: Run, frozen: FrozenModel) -> Iterator[str]:
-    """Reject a frozen model under pipelines, or with too few positions."""
-    if run.layout.pp > 1:
-        yield (
-            f"got --{frozen.role} with --pp {run.layout.pp}; frozen models are not modelled in pipeline schedules: "
-            "give --pp 1, and --zero 3 or --tp instead"
-        )
-    model = frozen.model
-    if model is None:
-        return
-    if model.learned_positions and run.seq > model.max_positions:
-        yield f"got --seq {run.seq}; the {frozen.role} {model.name} has {model.max_positions} positions"
-    run.layout.check(model, seq=run.seq)
 
 
 def check_scans(model: ModelSpec, kernels: Kernels) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.files import read_text
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress
 from jettison.dryrun.step import DryStep
@@ -27,7 +28,7 @@ from jettison.planner.planner import fingerprint, planner_of
 from jettison.planner.readiness import compile_settings, traced
 from jettison.runtime.chunked_loss import holding
 from jettison.runtime.offload import place_of
-from jettison.solve.plan import Plan, read_text
+from jettison.solve.plan import Plan
 from jettison.train.recipe import PlanSection
 from jettison.train.run_folder import plan_name
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final, Literal, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_text
 from jettison.core.objects import module_of
 from jettison.core.parse_units import parse_bytes, parse_seconds
 from jettison.spec.layout import Layout, Schedule
@@ -462,12 +463,7 @@ def read_recipe(target: str) -> TrainRecipe:
     """
     path = Path(target)
     if path.suffix == ".toml" or path.exists():
-        try:
-            return parse_recipe(path.read_text(encoding="utf-8"), name=str(path))
-        except OSError as error:
-            raise UsageError(f"recipe {path} cannot be read: {error.strerror or error}") from None
-        except UnicodeDecodeError:
-            raise UsageError(f"recipe {path} is not UTF-8 text; expected a TOML file") from None
+        return parse_recipe(read_text(path, f"recipe {path}"), name=str(path))
     module, name = module_of(target, _EXPECTED, "the recipe ")
     value = getattr(module, name, None)
     value = value() if callable(value) else value
