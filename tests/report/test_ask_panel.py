@@ -97,7 +97,11 @@ def test_a_plan_is_asked_for_and_shown(open_page: Open, server: Served) -> None:
             {"gpu": "a100-80gb", "tp": 8, "sp": "off"},
             ["range", "MFU, HFU", "Where the time goes", "communication"],
         ),
-        ("ledger", {"pp": 2, "zero": 0}, ["peak of a step", "micro-batches in flight", "layers.0 to 23"]),
+        (
+            "ledger",
+            {"pp": 2, "zero": 0},
+            ["verdict", "reserved", "peak of a step", "micro-batches in flight", "layers.0 to 23"],
+        ),
         (
             "ledger",
             {"tp": 8, "micro_batch": 8, "gpu": "a100-80gb", "fit": "on"},
@@ -149,7 +153,7 @@ def test_a_file_is_uploaded(open_page: Open, server: Served, tmp_path: Path) -> 
 def test_the_first_question_has_an_answer(open_page: Open, server: Served) -> None:
     opened = open_page(f"{server.url}/")
     assert ask(opened) == "answered"
-    assert "fits\nyes" in opened.page.inner_text("#ask .answer")
+    assert "verdict\nfits" in opened.page.inner_text("#ask .answer")
     bar = opened.page.locator("#ask figure svg[role=img]")
     assert "the budget is" in str(bar.get_attribute("aria-label"))
 
@@ -186,6 +190,36 @@ def test_a_trainers_file_is_planned_and_comes_back(
         'mode = "selective"                      # none, selective, full',
         'selective_ac_option = "16"',
     ]
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "line", "became"),
+    [
+        (("qlora.yaml",), {"gpu": "rtx4090-24gb"}, "--from qlora.yaml --gpu rtx4090-24gb", "--base nf4-double"),
+        (
+            ("sft.yaml", "zero3.json"),
+            {"gpus": 8},
+            "--from sft.yaml --from zero3.json --gpu h100-80gb --gpus 8",
+            "--zero 3",
+        ),
+    ],
+)
+def test_other_trainers_files(
+    open_page: Open, server: Served, files: tuple[str, ...], asked: dict[str, object], line: str, became: str
+) -> None:
+    """axolotl's QLoRA on a 24 GB card, and a TRL script's arguments with DeepSpeed's JSON."""
+    opened = open_page(f"{server.url}/")
+    fill(opened, model="(a trainer's own files)", **asked)
+    opened.page.set_input_files("#ask-files", [EXAMPLES / name for name in files])
+    assert opened.page.inner_text("#ask .command code") == f"jettison plan {line}"
+    assert ask(opened) == "answered"
+    opened.page.click("#ask summary")
+    assert became in opened.page.inner_text("#ask details")
+    assert axe_violations(opened) == avoided_words(opened) == []
+    with opened.page.expect_download() as download:
+        opened.page.get_by_role("button", name="Download the file").click()
+    assert download.value.suggested_filename == files[0].replace(".yaml", ".planned.yaml")
+    assert "gradient_checkpointing: " in Path(download.value.path()).read_text(encoding="utf-8")
 
 
 def test_hostile_names_are_shown_as_text(open_page: Open, server: Served, tmp_path: Path) -> None:

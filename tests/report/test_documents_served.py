@@ -190,6 +190,7 @@ def test_the_offer_names_models_gpus_and_limits(server: Served) -> None:
     assert offer["schema"] == "jettison.serve/1"
     assert "llama3-8b" in offer["models"]
     assert "h100-80gb" in offer["gpus"]
+    assert "adam8bit" in offer["choices"]["optimizer"]
     assert offer["limits"]["workers"] == 1
     assert offer["limits"]["body_bytes"] == 262144
 

@@ -38,6 +38,7 @@ KIT: Final = (
 LAST: Final = ("kit/saved.js",)
 STYLES: Final = ("kit/kit.css",)
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_CODE: Final = re.compile(r"`([^`]+)`")
 _ENDS_SCRIPT: Final = re.compile(r"</script|<!--|<script", re.IGNORECASE)
 
 
@@ -60,7 +61,7 @@ def page(
 
     Args:
         title: of the document, as its heading too.
-        intro: plain text below it; an empty line begins a new paragraph.
+        intro: text below it, with `code`; an empty line begins a new paragraph.
         scripts: files in ``report/assets``, run in this order after d3, Plot and the kit, before `LAST`.
         data: what ``J.data(name)`` gives the scripts; JSON-able, without infinities and NaN.
         styles: files in ``report/assets``, after the kit's.
@@ -70,7 +71,8 @@ def page(
     inflate = (INFLATE,) if packed else ()
     code = [_script_text(name) for name in (*VENDOR, *inflate, *KIT, *scripts, *LAST)]
     css = "\n".join(asset(name) for name in (*STYLES, *styles))
-    paragraphs = "".join(f"<p>{html.escape(text.strip())}</p>\n" for text in intro.split("\n\n") if text.strip())
+    shown = _CODE.sub(r"<code>\1</code>", html.escape(intro))
+    paragraphs = "".join(f"<p>{text.strip()}</p>\n" for text in shown.split("\n\n") if text.strip())
     return (
         "<!doctype html>\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'

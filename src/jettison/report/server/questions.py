@@ -25,6 +25,8 @@ from jettison.core.process import cores
 from jettison.families.presets import PRESETS
 from jettison.predict.run_fields import RunRequest
 from jettison.spec.hardware import hardware_names
+from jettison.spec.precision import PRECISIONS, Optimizer
+from jettison.spec.tuning import Base
 
 PROBLEM_TYPE = "application/problem+json"
 
@@ -347,12 +349,13 @@ def _bounded(hint: Any) -> Any:
 
 
 def offer(limits: Limits, service: Service) -> dict[str, Any]:
-    """Verbs, models, GPUs, and the limits."""
+    """Verbs, models, GPUs, values of some flags, and the limits."""
     return {
         "schema": "jettison.serve/1",
         "verbs": list(service.forms),
         "models": list(PRESETS),
         "gpus": list(hardware_names()),
         "kinds": list(KINDS),
+        "choices": {"precision": list(PRECISIONS), "optimizer": list(Optimizer), "base": list(Base)},
         "limits": {name: getattr(limits, name) for name in limits.__slots__},
     }

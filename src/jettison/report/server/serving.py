@@ -122,6 +122,7 @@ async def serve(
 
 
 WAITING = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="1">
+<meta name="color-scheme" content="light dark"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Jettison</title><h1>The page is being made</h1><p>%s, %.0f s. It opens by itself.</p></html>
 """
 """Takes what is being done and since when. Without scripts and styles, which its policy does not allow."""

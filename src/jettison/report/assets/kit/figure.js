@@ -1,6 +1,7 @@
 "use strict";
 // A panel: title, controls, drawing, caption, table of the numbers, command line, and buttons that save.
 J.figures = new Map(); // by id: {node, values(), svg()}, for those who save all of them
+J.widths = new WeakMap(); // by what figures are in: asking each would lay out all figures before it
 
 J.figure = ({ id, title, caption = "", controls = [], uses = [], draw, table = null, command = null, into = null }) => {
   const values = () => Object.fromEntries(controls.map((control) => [control.key, control.value()]));
@@ -24,9 +25,10 @@ J.figure = ({ id, title, caption = "", controls = [], uses = [], draw, table = n
     numbers && button("CSV", `Save the numbers of ${title} as CSV`, () => J.save.download(`${id}.csv`, new Blob([J.save.csv(table(values()))], { type: "text/csv" }))),
   ));
 
+  let width = 0; // not yet drawn
   const redraw = () => {
     const now = values();
-    J.width = Math.max(280, Math.floor(drawing.clientWidth || node.clientWidth || 640));
+    J.width = Math.max(280, Math.floor(width ? drawing.clientWidth || width : J.widths.get(node.parentElement)));
     J.tip.hide();
     // who walks through a drawing by keyboard stays where they were when it is made anew
     const stops = [...drawing.querySelectorAll("[tabindex]")], place = stops.indexOf(document.activeElement);
@@ -39,10 +41,11 @@ J.figure = ({ id, title, caption = "", controls = [], uses = [], draw, table = n
   };
 
   (into ?? document.querySelector("main")).append(node);
+  if (!J.widths.has(node.parentElement)) J.widths.set(node.parentElement, node.clientWidth || 640);
   const keys = new Set([...controls.map((control) => control.key), ...uses]);
   J.state.on((changed) => [...changed].some((key) => keys.has(key)) && redraw());
   redraw();
-  let width = J.width;
+  width = J.width;
   new ResizeObserver(() => {
     const now = Math.max(280, Math.floor(drawing.clientWidth));
     if (drawing.clientWidth && now !== width) {

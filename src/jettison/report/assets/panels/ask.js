@@ -3,7 +3,7 @@
 // document that the command line prints, shown as tables; what goes wrong is said in the server's own words.
 (() => {
   if (!document.getElementById("data-serve")) return;
-  const { models, gpus, kinds, limits } = J.data("serve");
+  const { models, gpus, kinds, limits, choices } = J.data("serve");
   const UPLOAD = "(a config.json)", TRAINER = "(a trainer's own files)", WATCH_MILLISECONDS = 400;
   const bytes = J.format.bytes, seconds = J.format.seconds, percent = J.format.percent;
 
@@ -11,13 +11,14 @@
   const LAYOUT = ["plan", "estimate", "ledger"], ALL = [...LAYOUT, "search"];
   const number = (key, label, of, more = {}) => ({ key, label, of, kind: "number", ...more });
   const MODES = ["", "none", "selective", "selective-op", "full"];
+  const chosen = (key, label, of = ALL) => ({ key, label, of, kind: "select", options: ["", ...choices[key]] });
   const FIELDS = [
     { key: "budget", label: "Budget, such as 60GiB", of: ["plan", "ledger", "search"], kind: "text" },
     { key: "gpu", label: "GPU", of: ALL, kind: "select", options: ["", ...gpus], usual: "h100-80gb" },
     number("gpus", "Devices", ["search"], { least: 1, needed: true, ofFiles: true }),
-    number("global_batch", "Global batch, sequences", ["search"], { least: 1, needed: true }),
+    number("global_batch", "Global batch size", ["search"], { least: 1, needed: true }),
     number("seq", "Sequence, tokens", ALL, { least: 1 }),
-    number("micro_batch", "Micro-batch, sequences", LAYOUT, { least: 1 }),
+    number("micro_batch", "Micro-batch size", LAYOUT, { least: 1 }),
     number("micro_batches", "Micro-batches", LAYOUT, { least: 1 }),
     number("tp", "Tensor parallel", LAYOUT, { least: 1 }),
     { key: "sp", label: "Sequence parallel", of: LAYOUT, kind: "select", options: ["", "on", "off"] },
@@ -25,26 +26,29 @@
     number("virtual_stages", "Virtual stages", LAYOUT, { least: 1 }),
     number("cp", "Context parallel", LAYOUT, { least: 1 }),
     number("dp", "Data parallel", LAYOUT, { least: 1 }),
-    number("zero", "ZeRO", LAYOUT, { least: 0, most: 3 }),
+    number("ep", "Expert parallel", LAYOUT, { least: 1 }),
+    number("zero", "ZeRO stage", LAYOUT, { least: 0, most: 3 }),
     { key: "recompute", label: "Recompute", of: ["estimate", "ledger"], kind: "select", options: [...MODES, "auto"] },
-    { key: "compare", label: "Compare with recompute", of: ["plan"], kind: "select", options: MODES, unset: "nothing", own: true }, // a second question
+    { key: "compare", label: "Compare with", of: ["plan"], kind: "select", options: MODES, unset: "nothing", own: true }, // a second question
     { key: "fit", label: "What would fit", of: ["ledger"], kind: "select", options: ["", "on"] },
-    { key: "precision", label: "Precision", of: LAYOUT, kind: "select", options: ["", "bf16", "bf16-autocast", "fp32"] },
-    { key: "lora", label: "LoRA rank", of: LAYOUT, kind: "text" },
+    chosen("precision", "Precision"),
+    chosen("optimizer", "Optimizer"),
+    { key: "lora", label: "LoRA rank", of: ALL, kind: "text" },
+    chosen("base", "LoRA base"),
     { key: "offload", label: "Offload to CPU", of: ["plan"], kind: "select", options: ["", "on", "off"] },
   ];
   const SWITCHES = new Set(["sp", "offload", "fit"]);
   const WORDS = { plan: "What to keep under a budget (plan)", estimate: "How long a step takes (estimate)", ledger: "What a step needs (ledger)", search: "The fastest layout (search)" };
 
-  const labelled = (id, label, input) => J.el("div", { class: "control" }, J.el("label", { for: id }, label), input);
+  const labelled = (id, label, input, more = "") => J.el("div", { class: `control ${more}` }, J.el("label", { for: id }, label), input);
   const stored = (key) => `ask-${key}`;
 
   const fields = FIELDS.map((field) => {
     const id = `ask-${field.key}`;
     const change = (event) => J.state.set(stored(field.key), event.target.value);
     const input = field.kind === "select"
-      ? J.el("select", { id, onchange: change }, field.options.map((o) => J.el("option", { value: o }, o || (field.unset ?? "as usual"))))
-      : J.el("input", { id, type: field.kind, min: field.least, max: field.most, maxlength: 40, size: 10, autocomplete: "off", placeholder: field.needed ? null : "as usual", required: field.needed, onchange: change });
+      ? J.el("select", { id, onchange: change }, field.options.map((o) => J.el("option", { value: o }, o || (field.unset ?? "default"))))
+      : J.el("input", { id, type: field.kind, min: field.least, max: field.most, maxlength: 40, size: 10, autocomplete: "off", placeholder: field.needed ? null : "default", required: field.needed, onchange: change });
     input.value = J.state.get(stored(field.key), field.usual ?? "");
     if (field.kind === "select" && input.selectedIndex < 0) input.selectedIndex = 0;
     return { ...field, input, node: labelled(id, field.label, input) };
@@ -56,10 +60,10 @@
       options.map(([value, text]) => J.el("option", { value }, text)));
     input.value = J.state.get(stored(key), fallback);
     if (input.selectedIndex < 0) input.value = fallback;
-    return { input, node: labelled(id, label, input) };
+    return { input, node: labelled(id, label, input, "wide") };
   };
   const verb = choice("verb", "Question", Object.entries(WORDS), "plan");
-  const model = choice("model", "Model", [...models, UPLOAD, TRAINER].map((name) => [name, name]), "qwen3-1.7b");
+  const model = choice("model", "Model", [[TRAINER, "a trainer's own files (paste or choose)"], [UPLOAD, "a config.json"], ...models.map((name) => [name, name])], "qwen3-1.7b");
   const file = J.el("input", { id: "ask-file", type: "file", accept: ".json,application/json", onchange: () => show() });
   const fileRow = labelled("ask-file", "config.json", file);
   const files = J.el("input", { id: "ask-files", type: "file", multiple: true, accept: kinds.join(","), onchange: () => show() });
@@ -85,7 +89,7 @@
     J.el("div", { class: "buttons" }, ask, cancel, save, download));
   const heading = J.el("h2", { id: "ask-title" }, "Ask the planner");
   document.querySelector("main").append(J.el("section", { class: "figure", id: "ask", "aria-labelledby": heading.id }, heading,
-    J.el("p", { class: "caption" }, "Answered by this machine, with the documents that the command line prints. Fields left empty are as usual for the model."),
+    J.el("p", { class: "caption" }, "Answered on this machine with the documents that the command line prints. Take a preset, a config.json or the files of your trainer as the model; empty fields have their defaults, or what the files say."),
     form, command, status, trouble, answer));
 
   let running = null, shown = null, text = "";
@@ -166,7 +170,7 @@
       [text, shown] = [content, JSON.parse(content)];
       const question = given().gpu ? "estimate" : "ledger"; // without a GPU there are bytes and no seconds
       const other = beside && JSON.parse(await posted(question, { ...await body(question), recompute: beside, id: mine.id }, mine.abort.signal));
-      answer.replaceChildren(...notes(shown), ...TABLES[asked](shown).filter(Boolean), ...(other ? [compared(shown, beside, other)] : []));
+      answer.replaceChildren(...notes(shown), ...TABLES[asked](shown).filter(Boolean), ...readings(shown.from), ...(other ? [compared(shown, beside, other)] : []));
       save.hidden = false;
       download.hidden = !(ofTrainer() && asked === "plan" && shown.feasible);
       status.textContent = "answered";
@@ -274,11 +278,18 @@
 
   // what is expected, and its range: figures of a run by name
   const expected = (figures) => ["allocated", "reserved", "device"].map((name) => {
-    const found = figures[`${name}_bytes`];
-    return [name, `${bytes(found.expected)} (${bytes(found.low)} to ${bytes(found.high)})`];
+    const found = figures?.[`${name}_bytes`];
+    return [name, found ? `${bytes(found.expected)} (${bytes(found.low)} to ${bytes(found.high)})` : null];
   });
+  const some = (n) => n || null; // no column of zeros
+  const unbroken = (text) => J.el("span", { style: "white-space: nowrap" }, text);
 
-  const notes = ({ warnings }) => (warnings ?? []).map((words) => J.el("p", { class: "caption" }, "Note: ", markdown(words)));
+  const notes = ({ warnings, from }) => [...(warnings ?? []), ...(from?.notes ?? [])].map((words) => J.el("p", { class: "caption" }, "Note: ", markdown(words)));
+
+  // what the trainer's files became
+  const readings = (read) => (read ? [J.el("details", {}, J.el("summary", {}, `What was read from ${read.path} (${read.framework})`),
+    J.el("p", { class: "caption" }, "The same as ", J.el("code", {}, J.words(read.command))),
+    table("Keys that count", ["key", "value", "became"], read.used.map(({ key, value, became }) => [key, value, became])))] : []);
 
   const asBytes = (label) => ({ label, format: bytes }), asSeconds = (label) => ({ label, format: seconds });
 
@@ -307,27 +318,27 @@
   const TABLES = {
     plan(found) {
       const budget = `${bytes(found.budget_bytes)} (${found.budget_bytes}B)`, least = `${bytes(found.minimum_budget_bytes)} (${found.minimum_budget_bytes}B)`;
-      if (!found.feasible) return [facts([["fits", `no: no plan fits ${budget}`], ["smallest feasible budget", least], ["why", found.reason ? markdown(found.reason) : null]])];
+      if (!found.feasible) return [facts([["verdict", `does not fit: no plan fits ${budget}`], ["smallest feasible budget", least], ["why", found.reason ? markdown(found.reason) : null]])];
       const { peak_bytes: peak, step_seconds: step, overhead_fraction: overhead, host_bytes: host } = found.predicted;
       return [
         bar(found),
-        facts([["fits", "yes"], ["predicted peak", J.format.exact(peak)], ["budget", budget], ["smallest feasible budget", least],
+        facts([["verdict", found.verdict ?? "fits"], ["predicted peak", J.format.exact(peak)], ...expected(found.figures), ["budget", budget], ["smallest feasible budget", least],
           ["step", step === null ? null : `${found.figures?.step_seconds ? `${seconds(found.figures.step_seconds.expected)} (${seconds(found.figures.step_seconds.low)} to ${seconds(found.figures.step_seconds.high)})` : seconds(step)}, recompute adds ${percent(overhead)} to one without`], ["hardware", found.hardware], ["offloaded to CPU", host ? bytes(host) : null]]),
         table("What each layer does, of one micro-batch on one rank", ["layers", "count", "stage", "policy", asBytes("kept"), asBytes("offloaded"), { label: "recomputed", format: J.format.flops }],
-          merged(found.layers, ["stage", "policy", "kept_bytes", "offloaded_bytes", "recompute_flops"])),
+          merged(found.layers, ["stage", "policy", "kept_bytes", "offloaded_bytes", "recompute_flops"]).map((row) => [...row.slice(0, 5), ...row.slice(5).map(some)])),
       ];
     },
     estimate(found) {
       return [
         facts([["step", seconds(found.step_seconds)], ["range", range(found.step_range_seconds, found.prediction_error)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu)], ["MFU, HFU", `${percent(found.mfu)}, ${percent(found.hfu)}`],
-          ["peak", J.format.exact(found.peak_bytes)], ...expected(found.figures), ["fits", `${found.verdict === "fits" ? "yes" : found.verdict}: ${bytes(found.available_bytes)} are left for tensors`]]),
+          ["peak", J.format.exact(found.peak_bytes)], ...expected(found.figures), ["verdict", `${found.verdict}: ${bytes(found.available_bytes)} for tensors`]]),
         table("Where the time goes", ["part", asSeconds("time"), { label: "share", format: percent }],
           Object.entries(found.breakdown).map(([name, time]) => [name.replace("_seconds", ""), time, time / found.step_seconds])),
       ];
     },
     ledger(found) {
       return [
-        facts([["peak of a step", J.format.exact(found.peak_bytes)], ["on stage", String(found.worst_stage)], ["parameters", J.format.count(found.parameters)]]),
+        facts([["verdict", found.verdict && `${found.verdict}${found.usable_bytes ? `: ${bytes(found.usable_bytes)} usable on ${found.gpu}` : ""}`], ["peak of a step", J.format.exact(found.peak_bytes)], ...expected(found.figures), ["on stage", String(found.worst_stage)], ["parameters", J.format.count(found.parameters)]]),
         table("Pipeline stages, on one rank", ["stage", "micro-batches in flight", asBytes("activations"), asBytes("parameters"), asBytes("gradients"), asBytes("optimizer"), asBytes("peak")],
           found.stages.map((s) => [s.stage, s.in_flight, s.activation_bytes, s.parameter_bytes, s.gradient_bytes, s.optimizer_bytes, s.peak_bytes])),
         table("Saved for backward, by one micro-batch on one rank", ["layers", "count", "stage", "policy", "tensors", asBytes("bytes")],
@@ -336,10 +347,10 @@
       ];
     },
     search(found) {
-      const row = (c) => [c.step_seconds, c.mfu, c.peak_bytes, c.verdict === "fits" ? "yes" : c.verdict, c.flags]; // numbers first: flags are wider than a phone
+      const row = (c) => [c.step_seconds, c.mfu, c.peak_bytes, c.verdict, c.flags]; // numbers first: flags are wider than a phone
       const flags = (text) => J.el("code", { style: "white-space: nowrap" }, text); // a hyphen is no place to break
-      const columns = [asSeconds("step"), { label: "MFU", format: percent }, asBytes("allocated"), "fits", { label: "layout, batch and recompute", format: flags }];
-      if (!found.feasible) return [facts([["fits", "nothing does"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.over_budget_bytes)]])];
+      const columns = [asSeconds("step"), { label: "MFU", format: percent }, asBytes("allocated"), { label: "verdict", format: unbroken }, { label: "layout, batch and recompute", format: flags }];
+      if (!found.feasible) return [facts([["verdict", "does not fit"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.over_budget_bytes)]])];
       return [
         facts([["range of the fastest", range(found.candidates[0].step_range_seconds, found.prediction_error)]]),
         table("The fastest", columns, found.candidates.map(row)),
