@@ -276,17 +276,26 @@ def test_what_is_refused_names_the_argument(read: Any, values: dict[str, Any], w
         read(values).spec()
 
 
-def test_vocabularies_of_sentencepiece_models(tmp_path: Path) -> None:
-    """Llama2Tokenizer is a kind of tokenizer: whose vocabulary it has its model says."""
+@pytest.mark.parametrize(
+    ("kind", "key", "model", "size"),
+    [
+        ("Llama2Tokenizer", "tokenizer-model", "/w/Llama-2-7b/tokenizer.model", 32_000),
+        ("Llama2Tokenizer", "tokenizer-model", "$TOKENIZER", 32_000),
+        ("Llama2Tokenizer", "tokenizer-model", "/w/jp-100k.model", None),
+        ("GPT2BPETokenizer", "vocab-file", "/w/gpt2-vocab.json", 50_304),
+        ("GPT2BPETokenizer", "vocab-file", "/w/europe/vocab.json", None),
+    ],
+)
+def test_vocabularies_of_kinds_of_tokenizers(tmp_path: Path, kind: str, key: str, model: str, size: int | None) -> None:
+    """The files of a tokenizer say whose vocabulary it has, its class does not."""
     values = {key: value for key, value in SMALL.items() if key != "vocab-size"}
-    for model, size in (("/w/Llama-2-7b/tokenizer.model", 32_000), ("$TOKENIZER", 32_000), ("/w/jp-100k.model", None)):
-        file = tmp_path / "run.args"
-        file.write_text(text_of({**values, "tokenizer-type": "Llama2Tokenizer", "tokenizer-model": model}))
-        if size is None:
-            with pytest.raises(UsageError, match="only its files have the size of the vocabulary"):
-                read_run(file, gpus=8)
-        else:
-            assert read_run(file, gpus=8).spec().vocab == size
+    file = tmp_path / "run.args"
+    file.write_text(text_of({**values, "tokenizer-type": kind, key: model}))
+    if size is None:
+        with pytest.raises(UsageError, match="only its files have the size of the vocabulary"):
+            read_run(file, gpus=8)
+    else:
+        assert read_run(file, gpus=8).spec().vocab == size
 
 
 def test_a_vocabulary_that_only_its_tokenizer_knows(tmp_path: Path) -> None:

@@ -373,6 +373,11 @@ def test_files_that_come_with_a_framework(
         read_run(write(values, **{name: f"{file}x"}), gpus=gpus or 1)
 
 
+def test_an_older_name_of_ligers_kernels(write: Any) -> None:
+    request = read_run(write(SFT, use_liger=True)).request
+    assert (request.kernels, request.loss) == ("liger", "fused")
+
+
 def test_a_script_after_alpacas(tmp_path: Path) -> None:
     """A job of two nodes whose site's settings are elsewhere."""
     script = tmp_path / "run.sh"

@@ -171,6 +171,17 @@ def test_arguments_of_a_script(tmp_path: Path) -> None:
         ("USE=true\nif $USE; then N=1; else N=2; fi\npython t.py --a $N\n", {"a": "1"}),
         ("python t.py --a 1 | tee --append log\n", {"a": "1"}),
         ("python t.py --a $((10#08))\n", {"a": "$((10#08))"}),
+        (
+            'A=" \\\n --a 1 \\\n"\n# --c 3 \\\nB="--b 2"\npython t.py $A $B\n',
+            {"a": "1", "b": "2"},
+        ),  # no backslash continues a comment
+        ("srun --label sing exec -B $PWD:/w ./run.sh t.py --a 1\n", {"a": "1"}),
+        ("srun --x 1 bash -c 'numactl --membind=0 nsys profile --force true python t.py --a 1'\n", {"a": "1"}),
+        ("while true; do python t.py --a 1; sleep 9; done\n", {"a": "1"}),
+        (
+            "#SBATCH -N 4\n#SBATCH --gres=gpu:h100:8\n#SBATCH --time=09:00:00\npython t.py --a $SLURM_NNODES\n",
+            {"nodes": "4", "gpus-per-node": "8", "a": "4"},
+        ),
     ],
 )
 def test_what_a_shell_would_do(text: str, wanted: dict[str, str]) -> None:

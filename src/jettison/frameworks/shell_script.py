@@ -52,7 +52,9 @@ _MOST_CALLS: Final = 100
 _OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)")
 """Hydra override: a configuration key with its value."""
 _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<"})
-_LAUNCHERS: Final = frozenset({"srun", "sbatch", "mpirun", "mpiexec", "docker", "singularity", "apptainer", "enroot"})
+_LAUNCHERS: Final = re.compile(
+    r"(?:\S*/)?(?:srun|sbatch|mpirun|mpiexec|docker|singularity|apptainer|enroot|numactl|taskset|nsys|ncu)"
+)
 _PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl)")
 _KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus", "ntasks")
 OF_LAUNCHERS: Final = (
@@ -205,7 +207,8 @@ class _Script:
             block.runs = not block.done and self._outer() and self._all(tests)
             block.done |= block.runs
             return
-        runs = self._runs() and word == "if" and self._all(tests)
+        forever = word == "while" and tests[0][0].strip() in ("true", ":")  # restarts of a job
+        runs = self._runs() and (forever or (word == "if" and self._all(tests)))
         self._blocks.append(_ShellBlock(runs=runs, done=runs))
 
     def _statement(self, first: str, rest: str, words: str, follows: str) -> None:
@@ -408,12 +411,15 @@ class _ShellBlock:
 
 
 def _statements(text: str) -> Iterator[tuple[str, str]]:
-    """Yield statements, each with the operator after it, without comments; arrays and quotations may span lines."""
-    text = re.sub(r"\\\n", " ", text)
+    """Yield statements, each with the operator after it; arrays and quotations may span lines, and comments do not."""
     found: list[str] = []
     quote, depth, at = "", 0, 0
     while at < len(text):
         char, two = text[at], text[at : at + 2]
+        if two == "\\\n":
+            found.append(" ")
+            at += 2
+            continue
         if quote:
             quote = "" if char == quote and text[at - 1] != "\\" else quote
         elif char in "\"'":
@@ -489,11 +495,13 @@ def split_words(line: str) -> list[str]:
 def _named(words: Sequence[str]) -> dict[str, Any]:
     """Arguments and overrides by name, programs as ``$NAME``; of a launcher only the numbers of devices."""
     found: dict[str, Any] = {}
-    name, launched, begun = "", bool(words) and words[0].rpartition("/")[2] in _LAUNCHERS, False
+    name, launched, begun = "", False, False
     for word in words:
-        if launched and _PROGRAMS.fullmatch(word):
+        launched |= not begun and _LAUNCHERS.fullmatch(word) is not None
+        if launched and (_PROGRAMS.fullmatch(word) or word.endswith((".sh", ".py"))):
             launched, begun, name = False, False, ""
             found[f"${word.rpartition('/')[2]}"] = True
+            found |= {PROGRAM: word} if _is_program(word) else {}
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             begun = True
@@ -517,10 +525,14 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _lost(words: Sequence[str]) -> Iterator[str]:
-    """Unknown variables in the place of arguments, except the script's own parameters."""
+    """Unknown variables in the place of arguments, after the program, except the script's own parameters."""
     before = ""
-    for word in words:
-        if re.match(r"\$\{?[A-Za-z_]", word) and not (before.startswith("--") and "=" not in before):
+    for word in words[max(0, _begin(words)) :]:
+        if (
+            re.match(r"\$\{?[A-Za-z_]", word)
+            and not _is_program(word)
+            and not (before.startswith("--") and "=" not in before)
+        ):
             yield word
         before = word
 

@@ -293,9 +293,9 @@ def _vocabulary(keys: Keys) -> int:
     """Return the embedding's rows: ``core/tokenizers/utils/build_tokenizer.py``, ``vocab_size_with_padding``."""
     tokenizer = keys.text("tokenizer_type")
     padded = keys.whole("padded_vocab_size")
-    known = f"{tokenizer}:{keys.text('tokenizer_model')}"
     if not tokenizer and keys.has("vocab_file") and keys.has("merge_file"):
-        known = "gpt2bpetokenizer:"
+        tokenizer = "gpt2bpetokenizer"
+    known = f"{tokenizer}:{keys.text('tokenizer_model') or keys.text('vocab_file')}"
     said = next((size for name, size in keys.table["vocabularies"].items() if fnmatchcase(known, name)), None)
     found = padded or keys.whole("vocab_size") or said
     if found is None:
