@@ -40,7 +40,7 @@ LEAST_SHARE: Final = 0.01
 
 
 def step_data(models: Sequence[str] = ()) -> dict[str, Any]:
-    """By layout, every stage's passes, what they hold, and the peak taken apart."""
+    """By layout, every stage's passes, what they hold, and the peak broken down."""
     asked = [(f"{MODEL}: {name}", MODEL, flags) for name, flags in LAYOUTS]
     for model in models:
         layout = usual_layout(model, hardware(GPU)) | {"recompute": "full"}

@@ -1,5 +1,5 @@
 "use strict";
-// The step: every stage's passes on one clock, its bytes below, the peak taken apart, copies to and from the host.
+// The step: every stage's passes on one clock, its bytes below, the peak broken down, copies to and from the host.
 (() => {
   const data = J.data("step"), names = data.layouts.map((layout) => layout.name);
   const layoutOf = J.select({ key: "step-layout", label: "Layout", options: names, value: names[0] });
@@ -8,7 +8,7 @@
     { name: "parameters", color: 7, hatch: "solid" },
     { name: "optimizer state", color: 5, hatch: "horizontal" },
     { name: "gradients", color: 4, hatch: "cross" },
-    { name: "activations held", color: 0, hatch: "diagonal" },
+    { name: "saved activations", color: 0, hatch: "diagonal" },
     { name: "transients", color: 1, hatch: "dots" },
   ];
   const fill = (part) => J.marks.hatch(part.hatch, J.color(part.color));
