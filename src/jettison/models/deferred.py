@@ -200,13 +200,6 @@ class _ConstructorRecorder(TorchDispatchMode):
             self.program.run(lambda _, storage: found.append(_at(place, storage)), {place.storage})
         return found[0]
 
-    def require_gone(self) -> None:
-        """Raise `NotDeferrable` if somebody still holds a fake tensor."""
-        gc.collect()
-        for storage in self.program.storages:
-            if torch._C._storage_Use_Count(storage.handle._cdata) > 1:
-                raise NotDeferrable(f"a tensor of {storage.nbytes} bytes is held outside of the model's modules")
-
     def _note(self, func: Any, leaves: list[Any], spec: Any, changed: list[Tensor], outs: list[Any]) -> None:
         name = func._schema.name.removeprefix("aten::")
         if name in _REFUSED:
@@ -313,7 +306,10 @@ def deferred(make: Callable[[], nn.Module]) -> Deferred:
         raise NotDeferrable("it seeds or moves random streams itself")
     out = Deferred(model=model, _program=recorder.program, _streams=before)
     _replace(model, recorder, out._parameters)
-    recorder.require_gone()
+    gc.collect()
+    for storage in recorder.program.storages:
+        if torch._C._storage_Use_Count(storage.handle._cdata) > 1:
+            raise NotDeferrable(f"a tensor of {storage.nbytes} bytes is held outside of the model's modules")
     return out
 
 

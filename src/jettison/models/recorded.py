@@ -514,7 +514,9 @@ class TapeMaker:
         if self.part is None:
             for b in range(len(program.buffers)):
                 self.value(b, grad=self._reached[b])
-        kept = self._kept_by()
+        kept: dict[int, list[int]] = {}
+        for slot, after in zip(program.slots, self.trace.saved_after, strict=True):
+            kept.setdefault(self._keeper(slot, after), []).append(slot.index)
         for op in ops:
             self._write(op, kept.get(op.index, ()))
 
@@ -613,12 +615,6 @@ class TapeMaker:
         return self.weights.get(name) or weight_of(name, tensor, tied=True)
 
     # what is kept -----------------------------------------------------------------------------------------------------
-
-    def _kept_by(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for slot, after in zip(self.trace.program.slots, self.trace.saved_after, strict=True):
-            found.setdefault(self._keeper(slot, after), []).append(slot.index)
-        return found
 
     def _keeper(self, slot: Slot, after: int) -> int:
         program = self.trace.program

@@ -313,7 +313,7 @@ class Frame:
             try:
                 tensor = function(self, handle)
             except BaseException:
-                self.forget_values()  # some may be half written
+                self.state, self.values = self.recipe.code.start, [None] * len(self.values)  # some may be half written
                 raise
             self.state = after
         return tensor if wrap is None else wrap.wrap(plain(tensor))
@@ -329,9 +329,6 @@ class Frame:
         rounded = None if self.how is Check.EXACT else self.rounded
         inner = inner if inner.__class__ in UNWRAPPED else plain(inner)
         compare(seen, inner, rounded, lambda: self.wrong(index))  # may be deferred, and a handle would hold tensors
-
-    def forget_values(self) -> None:
-        self.state, self.values = self.recipe.code.start, [None] * len(self.values)
 
     def lost(self, handle: Handle) -> WrongValue:
         """Return the error for a tensor whose inputs were never seen. The region loses its recording."""

@@ -91,7 +91,10 @@ class Partition(CustomPartitionerFn):
         _tag(forward, backward)
         seen = _SEEN.get()
         if seen is not None:
-            saved = joint.buffers_behind(_saved(forward, kwargs["num_fwd_outputs"]))
+            buffers = {node.name: b for node, b in joint.buffer_of.items()}
+            (output,) = forward.graph.find_nodes(op="output")
+            returned = output.args[0][kwargs["num_fwd_outputs"] :]
+            saved = tuple(buffers.get(node.name) for node in returned if isinstance(node, fx.Node))
             kept = frozenset(b for b in saved if b is not None)
             seen.append(Split(program=joint.program, kept=kept, saved=saved))
         return forward, backward
@@ -149,12 +152,6 @@ def _tag(*modules: fx.GraphModule) -> None:
         module.recompile()
 
 
-def _saved(forward: fx.GraphModule, num_fwd_outputs: int) -> list[str]:
-    """Names of a forward's return values other than its outputs."""
-    (output,) = forward.graph.find_nodes(op="output")
-    return [node.name for node in output.args[0][num_fwd_outputs:] if isinstance(node, fx.Node)]
-
-
 # joint graph ----------------------------------------------------------------------------------------------------------
 #
 # A compiled block's joint graph of forward and backward as a `Program`: the values that backward needs, and costs
@@ -182,11 +179,6 @@ class JointProgram:
     program: Program
     makers: tuple[fx.Node, ...]
     buffer_of: Mapping[fx.Node, int]
-
-    def buffers_behind(self, names: Sequence[str]) -> tuple[int | None, ...]:
-        """Buffers of the nodes with these names, in order; None for a node that is no tensor of the forward."""
-        by_name = {node.name: b for node, b in self.buffer_of.items()}
-        return tuple(map(by_name.get, names))
 
 
 def joint_program(graph: fx.Graph, num_fwd_outputs: int, static_inputs: Sequence[int]) -> JointProgram:

@@ -150,8 +150,11 @@ def read_tensors(
     plain = {name: tensor for name, tensor in tensors.items() if tensor.shape == there[name].size}
     dcp.load(plain, storage_reader=reader(), process_group=group)
     grouped = {name: tensor for name, tensor in tensors.items() if name not in plain}
-    if world.most(len(grouped)):
-        _read_grouped(grouped, there, reader, group)
+    if world.most(len(grouped)):  # those that one side splits into groups: all of each, of which a rank takes its part
+        whole = {name: torch.empty(there[name].size, dtype=tensor.dtype) for name, tensor in grouped.items()}
+        dcp.load(whole, storage_reader=reader(), process_group=group)
+        for name, tensor in grouped.items():
+            put_whole(tensor, whole[name])
 
 
 def regrouped(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -177,19 +180,6 @@ def some(names: Iterable[str]) -> str:
 
 def shape_text(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes)) or "a number"
-
-
-def _read_grouped(
-    tensors: Mapping[str, Tensor],
-    there: Mapping[str, Any],
-    reader: Callable[[], dcp.StorageReader],
-    group: dist.ProcessGroup,
-) -> None:
-    """Read tensors that are split into groups on one side only: all of each, of which a rank takes its part."""
-    whole = {name: torch.empty(there[name].size, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    dcp.load(whole, storage_reader=reader(), process_group=group)
-    for name, tensor in tensors.items():
-        put_whole(tensor, whole[name])
 
 
 def _require_all(tensors: Mapping[str, Tensor], there: Mapping[str, Any], path: Path, world: World) -> None:
