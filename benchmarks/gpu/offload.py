@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ from benchmarks.gpu.cases import Column, Found, Log, Skip, mib
 from benchmarks.gpu.gradients import FP32, Kind, Run, differences
 from benchmarks.gpu.setting import Setting, restored_determinism
 from jettison.capture.model_trace import Loop
+from jettison.core.objects import swapped
 from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
 from jettison.planner.apply import policies_of
 from jettison.planner.handle import Applied
 from jettison.planner.readiness import traced
-from jettison.runtime.accelerator import Accelerator
-from jettison.runtime.device import Event, Slab, Stream
+from jettison.runtime.device import Accelerator, Event, Slab, Stream, StreamDevice
 from jettison.solve.policy import Full, KeepAll, Offload
 
 STALL_CYCLES = 5_000_000
@@ -121,8 +121,9 @@ def prove(kind: Kind, word: str, setting: Setting) -> Found:
             engine = handle.offload
             if engine is None:
                 return Found(problems=["nothing moves"])
-            usual = moving.train()
-            copies = len(engine.transfers) // len(usual.peaks)
+            with _counted(engine.device) as copied:
+                usual = moving.train()
+            copies = len(copied) // len(usual.peaks)
             problems += [f"copies as they come: {what}" for what in differences(usual, plain)[:2]]
             for name, slowed in _ways(handle, setting.device):
                 slowed()
@@ -140,6 +141,22 @@ def prove(kind: Kind, word: str, setting: Setting) -> Found:
     if figures["peak_bytes"] >= figures["plain_peak_bytes"]:
         problems.append("the peak is not below a plain step's")
     return Found(figures=figures, problems=problems)
+
+
+@contextmanager
+def _counted(device: StreamDevice) -> Iterator[list[int]]:
+    """The bytes of each copy that is queued within the context."""
+    found: list[int] = []
+
+    def counting(copy: Callable[..., None], given: int) -> Callable[..., None]:
+        def counted(*args: Any) -> None:
+            found.append(args[given].numel())
+            copy(*args)
+
+        return counted
+
+    with swapped(device, send=counting(device.send, 0), fetch=counting(device.fetch, 2)):
+        yield found
 
 
 def _predicted(moving: Run, word: str) -> int:

@@ -45,6 +45,7 @@ from support.patience import PATIENCE
 from support.random_programs import Case, Program, draw, draw_moving, program_of
 from support.random_steps import Loop, loop_of, train, world
 from support.stated_peaks import WISHED, Stated, Watcher
+from support.transfers import transfers_of
 from zoo.harness import Step, differences, state_differences, state_of, streams
 
 REFUSALS = (UnsupportedModule, UsageError, TraceError)
@@ -173,7 +174,7 @@ def _compare(case: Case, program: Program, found: Found, done: list[Step], plain
 def _look_at_host(case: Case, found: Found, handle: Any) -> None:
     """What was pinned, and what is left there."""
     engines = {id(r.offload): r.offload for r in handle.regions if getattr(r, "offload", None) is not None}
-    found.moved = sum(len(engine.transfers) for engine in engines.values())
+    found.moved = sum(len(transfers_of(engine)) for engine in engines.values())
     pinned = sum(engine.pool.real_bytes for engine in engines.values())
     if case.host and pinned > case.host:
         found.fail(f"{pinned} bytes are pinned; the host gives {case.host}")

@@ -21,7 +21,6 @@ from jettison.planner import host as planner_host
 from jettison.planner.host import Host, host_of, is_timed, movable
 from jettison.planner.planner import _times, make_planner
 from jettison.runtime.device import power_of_two, whole_pages
-from jettison.runtime.offload import Direction
 from jettison.solve.plan import Plan, PolicyWord
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
@@ -30,6 +29,7 @@ from support.offloading import Line, seeded
 from support.prices import every_op_takes
 from support.toys import Mlp, Words
 from support.training import adamw, assert_same, train
+from support.transfers import Direction, transfers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,7 +88,7 @@ def test_what_a_fast_link_hides_is_sent_and_nothing_is_computed_again() -> None:
         batches = [seeded(ROWS, WIDTH, seed=n) for n in range(3)]
         got = train(model, batches, optimizer=adamw(model.parameters()))
         assert_same(got, train(plain, batches, optimizer=adamw(plain.parameters())))
-        handle.offload.transfers.clear()
+        transfers_of(handle.offload).clear()
         assert peak_of(model, x) == made.predicted.peak_bytes <= budget
         assert handle.offload.pool.peak_bytes == made.predicted.host_bytes
     words = [entry.policy for entry in made.layers]
@@ -97,7 +97,7 @@ def test_what_a_fast_link_hides_is_sent_and_nothing_is_computed_again() -> None:
     assert made.predicted.added_seconds < 1e-3
     sent = sum(entry.offloaded_bytes for entry in made.layers)
     assert made.predicted.host_bytes == sent == 0 or made.predicted.host_bytes == sent
-    both = [t for t in handle.offload.transfers if t.direction is Direction.OUT]
+    both = [t for t in transfers_of(handle.offload) if t.direction is Direction.OUT]
     assert sum(t.nbytes for t in both) == 2 * sent  # two steps
 
 

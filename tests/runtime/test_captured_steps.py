@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.core.errors import UsageError, WrongValue
-from jettison.runtime import accelerator, recompute_code, witness
+from jettison.runtime import device as devices
+from jettison.runtime import recompute_code, witness
 from silent.kit import rows, stack
 from support.compiled_blocks import QUIET, batch, compiled_copy, model_of
 
@@ -101,7 +102,7 @@ class CompiledGraph(Graph):
 @contextlib.contextmanager
 def capture(monkeypatch: pytest.MonkeyPatch, kind: type[Graph] = Graph) -> Iterator[Graph]:
     with monkeypatch.context() as patched, kind() as graph:
-        patched.setattr(accelerator, "is_capturing", lambda: True)
+        patched.setattr(devices, "is_capturing", lambda: True)
         for module in ("planned", "without_recipe", "recompute_code"):
             patched.setattr(f"jettison.runtime.{module}.is_capturing", lambda: True)
         patched.setattr("jettison.planner.batches.is_capturing", lambda: True)
@@ -263,7 +264,7 @@ def test_a_capture_of_a_region_that_runs_its_python_again_is_refused(monkeypatch
 
 
 def test_a_capture_of_a_plan_that_offloads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    moving = accelerator.Accelerator.__new__(accelerator.Accelerator)
+    moving = devices.Accelerator.__new__(devices.Accelerator)
     with capture(monkeypatch), pytest.raises(UsageError, match="offload=False"):
         moving.current_stream()
 

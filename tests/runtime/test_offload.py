@@ -15,9 +15,9 @@ from jettison.core.units import Bytes
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.ledger.program import Program
 from jettison.runtime import offload
-from jettison.runtime.accelerator import device_for
+from jettison.runtime.device import device_for
 from jettison.runtime.host_pool import HostPool
-from jettison.runtime.offload import Direction, OffloadEngine
+from jettison.runtime.offload import OffloadEngine
 from jettison.solve.policy import Full, KeepAll, Offload, can_move
 from jettison.verify.gradients import compare_gradients, independent_copy
 from support.offloading import (
@@ -40,6 +40,7 @@ from support.recorder import Earliest, Latest, Recorder
 from support.stacks import rows, stack
 from support.toys import Mlp
 from support.training import adamw, assert_same, train
+from support.transfers import Direction, transfers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,7 +163,7 @@ def test_the_last_block_stays_and_so_do_parameters_and_the_batch() -> None:
     with jettison.apply(model, ALL, batch=x, loss_fn=lambda y: y.sum(), regions=[f"0.{i}" for i in range(3)]) as handle:
         model(x).sum().backward()
         assert handle.offload is not None
-        assert [t.nbytes for t in handle.offload.transfers] == [TENSOR_BYTES] * 2  # the first block saves the batch
+        assert [t.nbytes for t in transfers_of(handle.offload)] == [TENSOR_BYTES] * 2  # the first block saves the batch
 
 
 def test_only_the_last_call_of_a_shared_block_stays() -> None:
@@ -301,7 +302,7 @@ def test_a_backward_that_asks_at_once_is_not_sent_for() -> None:
     engine.begin().end()
     found = moved.open()
     assert found is not source and torch.equal(found, source)
-    assert [t.direction for t in engine.transfers] == [Direction.OUT, Direction.BACK]
+    assert [t.direction for t in transfers_of(engine)] == [Direction.OUT, Direction.BACK]
 
 
 def test_the_group_before_comes_when_backward_asks_the_one_after() -> None:
@@ -313,14 +314,14 @@ def test_the_group_before_comes_when_backward_asks_the_one_after() -> None:
     for n, group in enumerate(groups):
         moved.append(engine.send(torch.full((64 * (n + 1),), n, dtype=torch.uint8), group))
         group.end()
-    engine.transfers.clear()
+    transfers_of(engine).clear()
     for _ in range(2):
         groups[3].asked()
-    assert [t.nbytes for t in engine.transfers] == [64 * 3]
+    assert [t.nbytes for t in transfers_of(engine)] == [64 * 3]
     for n in (3, 2, 1, 0):
         groups[n].asked()
         assert bool((moved[n].open() == n).all())
-    assert [t.nbytes for t in engine.transfers] == [64 * 3, 64 * 2, 64]  # the last one's source was still there
+    assert [t.nbytes for t in transfers_of(engine)] == [64 * 3, 64 * 2, 64]  # the last one's source was still there
 
 
 # decisions ------------------------------------------------------------------------------------------------------------
@@ -397,7 +398,7 @@ def test_what_the_model_returns_lives_anyway() -> None:
         for each in (model, plain):
             loss(each(x)).backward()
         assert handle.offload is not None
-        assert [t.nbytes for t in handle.offload.transfers] == [TENSOR_BYTES] * 4
+        assert [t.nbytes for t in transfers_of(handle.offload)] == [TENSOR_BYTES] * 4
         moved = {r.name: r.slots_offloaded for r in handle.report()}
     assert compare_gradients(model, plain).identical
     # each saves its argument; those of layers.1 and layers.3 are returned, and layers.4 is the last

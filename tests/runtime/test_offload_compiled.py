@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.errors import UsageError
-from jettison.runtime.offload import Direction, OffloadEngine
+from jettison.runtime.offload import OffloadEngine
 from jettison.solve.policy import Exactly, KeepAll, can_move
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, model_of
 from support.offloading import Shuffled
 from support.recorder import Earliest, Latest, Order, recorder_of
 from support.toys import Headed
+from support.transfers import Direction, transfers_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 
@@ -59,10 +60,10 @@ def test_all_that_blocks_save_moves_and_comes_back(word: str, rate: float, moved
         orders: list[Order] = [Earliest(), Latest(), Shuffled(1), Shuffled(2)]
         for order in orders:
             device.order = order
-            before = len(engine.transfers)
+            before = len(transfers_of(engine))
             with device.watching():
                 assert equal(gradients(model, given), expected)
-            copies = engine.transfers[before:]
+            copies = transfers_of(engine)[before:]
             for way in (Direction.OUT, Direction.BACK):
                 assert sum(c.nbytes for c in copies if c.direction is way) == 3 * moved
         assert not device.races
@@ -85,10 +86,10 @@ def copies_back(module: nn.Module, engine: OffloadEngine) -> Iterator[list[int]]
     found: list[int] = []
 
     def over(_gradient: Tensor) -> None:
-        found.append(sum(c.direction is Direction.BACK for c in engine.transfers))
+        found.append(sum(c.direction is Direction.BACK for c in transfers_of(engine)))
 
     def called(_module: nn.Module, args: Any) -> None:
-        engine.transfers.clear()
+        transfers_of(engine).clear()
         args[0].register_hook(over)
 
     hook = module.register_forward_pre_hook(called)
@@ -119,11 +120,11 @@ def test_single_tensors_of_a_compiled_block_move() -> None:
             orders: list[Order] = [Earliest(), Latest(), Shuffled(1), Shuffled(2)]
             for order in orders:
                 device.order = order
-                engine.transfers.clear()
+                transfers_of(engine).clear()
                 with device.watching():
                     assert equal(gradients(model, given), expected)
                 for way in (Direction.OUT, Direction.BACK):
-                    assert sum(c.nbytes for c in engine.transfers if c.direction is way) == 3 * sent
+                    assert sum(c.nbytes for c in transfers_of(engine) if c.direction is way) == 3 * sent
             assert not device.races
             assert engine.pool.live_bytes == 0 and engine.pool.real_bytes == 3 * sent
             with copies_back(model.stack.layers[3], engine) as back:

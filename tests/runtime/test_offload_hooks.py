@@ -17,12 +17,13 @@ import jettison
 from jettison.core.errors import StaleTensor
 from jettison.runtime.device import OnHost
 from jettison.runtime.host_pool import HostPool
-from jettison.runtime.offload import Direction, OffloadEngine
+from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.without_recipe import OffloadHooks
 from jettison.solve.policy import KeepAll, Offload
 from jettison.verify.gradients import compare_gradients
 from support.offloading import ALL, INPUTS, Pair, Scale, Shuffled, line_of, run, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
+from support.transfers import Direction, transfers_of
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -112,7 +113,7 @@ def test_blocks_without_a_recording(block: type[Scale], policy: Any) -> None:
                 run(model, found.batch)
             assert compare_gradients(found.model, found.plain).identical
     if moves:
-        out = [t for t in found.engine.transfers if t.direction is Direction.OUT]
+        out = [t for t in transfers_of(found.engine) if t.direction is Direction.OUT]
         assert len(out) >= 3 * len(ORDERS)
         assert found.engine.pool.live_bytes == 0
 
@@ -134,7 +135,7 @@ def test_parameters_and_what_is_small_or_sparse_stay_and_aliases_go_once() -> No
     found.close()
     found.group.end()
     engine.begin().end()
-    sizes = [t.nbytes for t in engine.transfers]
+    sizes = [t.nbytes for t in transfers_of(engine)]
     assert sizes == [x.nbytes, wide.nbytes - WIDTH * 4, 4 * 4]
     for _ in range(2):  # a retained graph asks twice
         for each, value, tensor in zip(packed, values, tensors, strict=True):
@@ -143,7 +144,7 @@ def test_parameters_and_what_is_small_or_sparse_stay_and_aliases_go_once() -> No
             if back.layout is torch.strided:
                 assert back.stride() == tensor.stride()
                 assert torch.equal(back, value)
-    assert [t.direction for t in engine.transfers].count(Direction.BACK) == 2 * 3
+    assert [t.direction for t in transfers_of(engine)].count(Direction.BACK) == 2 * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int64])

@@ -22,6 +22,7 @@ from jettison.runtime.host_pool import HostPool
 from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, all_orders, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
 from support.toys import Mlp
+from support.transfers import transfers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NBYTES = 4096
@@ -46,7 +47,7 @@ def run_all_orders(tensors: int) -> int:
     for order in all_orders():
         assert not pair.step(order), order
         orders += 1
-    assert len(pair.engine.transfers) == 2 * tensors * orders
+    assert len(transfers_of(pair.engine)) == 2 * tensors * orders
     return orders
 
 

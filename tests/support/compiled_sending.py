@@ -18,11 +18,11 @@ from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of
 from jettison.dryrun.step import StepPeaks, dry_run_batch
 from jettison.planner.host import movable, option_at, with_moves_of_compiled
 from jettison.planner.points import policy_of
-from jettison.runtime.offload import Transfer
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from support.compiled_blocks import equal, gradients, peak
 from support.recorder import Order, Recorder, recorder_of
+from support.transfers import Transfer, transfers_in, transfers_of
 
 
 @contextlib.contextmanager
@@ -66,6 +66,7 @@ class Sending:
 
     sent: dict[str, tuple[int, ...]]
     dry: StepPeaks
+    dry_transfers: tuple[Transfer, ...]
     same: bool
     transfers: tuple[Transfer, ...]
     peak_bytes: int
@@ -110,7 +111,7 @@ def send_all(model: nn.Module, given: tuple[Tensor, ...], orders: list[Order]) -
     how: dict[str, Any] = {"compile": "blocks", "regions": [f"layers.{i}" for i in range(len(plain.layers))]}
     trace = jettison.trace(model, given, **how)
     policies, opaque = all_that_can_move(trace)
-    dry = dry_run_batch(trace, policies, KeepAll(), opaque=opaque)
+    dry, dry_transfers = transfers_in(lambda: dry_run_batch(trace, policies, KeepAll(), opaque=opaque))
     handle = jettison.apply(model, policies, batch=given, **how)
     with handle:
         engine = handle.offload
@@ -118,13 +119,14 @@ def send_all(model: nn.Module, given: tuple[Tensor, ...], orders: list[Order]) -
         same = True
         for order in orders:
             device.order = order
-            transfers = [] if engine is None else engine.transfers
+            transfers = [] if engine is None else transfers_of(engine)
             before = len(transfers)
             with device.watching():
                 same = same and equal(gradients(model, given), expected)
         return Sending(
             sent={name: tuple(s.nbytes for s in option.sent) for name, option in opaque.items()},
             dry=dry,
+            dry_transfers=dry_transfers,
             same=same,
             transfers=tuple(transfers[before:]),
             peak_bytes=peak(model, given),

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import jettison
-from jettison.runtime.offload import Direction
 from jettison.verify.gradients import same_bits
 from support.offloading import ALL, INPUTS, Shuffled
 from support.recorder import Earliest, Latest, recorder_of
 from support.toys import Words
+from support.transfers import Direction, transfers_of
 
 WORDS, WIDTH, ROWS, LENGTH, BLOCKS = 40, 16, 4, 8, 4
 
@@ -71,7 +71,7 @@ def check(args: Any) -> Any:
                         for (name, p), q in zip(planned.named_parameters(), plain.parameters(), strict=True)
                         if p.grad is None or q.grad is None or not same_bits(local(p.grad), local(q.grad))
                     ]
-                out = [t.nbytes for t in engine.transfers if t.direction is Direction.OUT]
+                out = [t.nbytes for t in transfers_of(engine) if t.direction is Direction.OUT]
                 slots = [slot.action for region in handle.report() for slot in region.slots]
                 found[f"{how}, {word}"] = {
                     "differing": differing,

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.errors import WrongValue
 from jettison.planner.handle import Applied
-from jettison.runtime.offload import Direction, OffloadEngine
+from jettison.runtime.offload import OffloadEngine
 from jettison.solve.policy import CheckpointPolicy, Full, Offload
 from jettison.verify.gradients import compare_gradients, independent_copy
 from support.recorder import Order, Recorder, recorder_of
+from support.transfers import Direction, transfers_of
 
 ALL = Offload(smallest_bytes=1)
 INPUTS = Offload(keeps=Full(), smallest_bytes=1)
@@ -177,4 +178,4 @@ def pair(*blocks: nn.Module, policy: Any = ALL, batch: Any = None, **options: An
 
 def directions(found: Pair) -> str:
     """Of all copies so far, in order: o for out, b for back."""
-    return "".join("o" if t.direction is Direction.OUT else "b" for t in found.engine.transfers)
+    return "".join("o" if t.direction is Direction.OUT else "b" for t in transfers_of(found.engine))

@@ -78,6 +78,8 @@ def test_a_recipe_is_read_as_it_is_written() -> None:
         (GOOD + '[eval.data]\nkinds = "bytes"\n', "eval.data.kinds is not a key; the closest are kind"),
         (GOOD + '[eval.data]\nkind = "bytes"\n', "eval.data: kind 'bytes' needs files"),
         (GOOD + '[export]\nmax_file = "5"\n', "export: got '5' without a unit"),
+        (GOOD + '[export]\nmax_file = "0B"\n', "export: got '0B', which is not at least one byte"),
+        ('timeout = "100ms"' + GOOD, "r.toml: got timeout 100ms; expected 1s or more"),
         (GOOD + '[export]\ndtype = "int8"\n', "export.dtype: got \"int8\"; expected 'fp32', 'bf16' or 'fp16'"),
         ("log = 3" + GOOD, "log: got 3; expected a section [log]"),
     ],

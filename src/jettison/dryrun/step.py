@@ -30,7 +30,6 @@ from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.tape import IntervalTape
 from jettison.ledger.levels import StepLevels
 from jettison.runtime.install import install
-from jettison.runtime.offload import Transfer
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy
@@ -48,7 +47,6 @@ class StepPeaks:
     optimizer_peak_bytes: int  # 0 without an optimizer
     host_bytes: int = 0  # on the host at a time, before pinning rounds them up
     pinned_bytes: int = 0  # what is taken from the host for them
-    transfers: tuple[Transfer, ...] = ()  # to the host and back, in order
     levels: StepLevels | None = None  # over the step
     composed: bool = False  # of phase_levels of other steps (dryrun/composed.py), and not run itself
 
@@ -200,8 +198,6 @@ def dry_run(
             dry_step.alive(), workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
         ) as counter:
             static = counter.live_bytes
-            for engine in engines:
-                engine.transfers.clear()
             if tape is not None:
                 for region in installed[0][:-1]:
                     region.listener = _BlockListener(region.name, counter)
@@ -215,7 +211,6 @@ def dry_run(
         extra_bytes=trace.loop.elsewhere_bytes,
         host_bytes=sum(engine.pool.peak_bytes for engine in engines),
         pinned_bytes=sum(engine.pool.real_bytes for engine in engines),
-        transfers=tuple(transfer for engine in engines for transfer in engine.transfers),
         levels=StepLevels.of(counter.phase_levels, extra_bytes=trace.loop.elsewhere_bytes),
     )
 

@@ -28,8 +28,8 @@ from jettison.dryrun.step import ModulePolicy
 from jettison.parallel.agree import Agreement
 from jettison.planner.described import Described
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
-from jettison.runtime.accelerator import is_capturing, refuse_capture
 from jettison.runtime.batch_shape import BatchShape, map_tensors
+from jettison.runtime.device import is_capturing, refuse_capture
 from jettison.runtime.install import follow, install_more
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.plan import Plan

@@ -167,7 +167,7 @@ class Applied:
 
     @property
     def offload(self) -> OffloadEngine | None:
-        """The offload engine, with its copies so far and its host memory; None if nothing is offloaded."""
+        """The offload engine, with its host memory; None if nothing is offloaded."""
         return next((region.offload for region in self.regions if region.offload is not None), None)
 
     def plan_text(self) -> str:

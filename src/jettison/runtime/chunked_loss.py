@@ -37,7 +37,7 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.runtime.accelerator import refuse_capture
+from jettison.runtime.device import refuse_capture
 
 aten = torch.ops.aten
 

@@ -30,8 +30,8 @@ from jettison.capture.tensor_subclasses import storage_of
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.ledger.program import Program
-from jettison.runtime.accelerator import refuse_capture
 from jettison.runtime.callers import are_hooks_foreign, is_transforming, of_a_region
+from jettison.runtime.device import refuse_capture
 from jettison.runtime.handles import Held
 from jettison.runtime.offload import Group
 from jettison.runtime.planned import PlannedForward

@@ -31,7 +31,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Final
 
 import torch
@@ -40,28 +39,12 @@ from torch import Tensor, nn
 from jettison.capture.recorder import TensorRef
 from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.core.errors import StaleTensor
-from jettison.runtime.accelerator import device_for
-from jettison.runtime.device import Event, Stream, StreamDevice
+from jettison.runtime.device import Event, Stream, StreamDevice, device_for
 from jettison.runtime.host_pool import HostPool, SlabSpan
 from jettison.runtime.views import view_of
 
 IN_FLIGHT: Final = 1
 """Groups whose copies may be running after a group has ended, and groups that are prefetched."""
-
-
-class Direction(StrEnum):
-    """Direction of a copy."""
-
-    OUT = "out"
-    BACK = "back"
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One queued copy."""
-
-    direction: Direction
-    nbytes: int
 
 
 class Group:
@@ -119,11 +102,10 @@ class Moved:
 
 
 class OffloadEngine:
-    """Moves bytes of the device ``place``; other tensors stay. ``transfers`` are the copies so far, in order."""
+    """Moves bytes of the device ``place``; other tensors stay."""
 
     def __init__(self, device: StreamDevice, pool: HostPool, place: torch.device) -> None:
         self.device, self.pool, self.place = device, pool, place
-        self.transfers: list[Transfer] = []
         self._moving: dict[int, weakref.ref[Moved]] = {}  # by storage
         self._behind: deque[Group] = deque()  # ended groups whose sources may still be held
         self._latest: weakref.ref[Group] | None = None
@@ -161,7 +143,6 @@ class OffloadEngine:
             sent, storage = device.record(device.sends), source.untyped_storage()
             at = storage._cdata, weakref.ref(storage), source.storage_offset(), version_of(source)
             moved = Moved(self, source, span, stream, sent, *at)
-            self.transfers.append(Transfer(Direction.OUT, span.nbytes))
             self._moving[moved.key] = weakref.ref(moved)
             group.moved.append(weakref.ref(moved))
             return moved
@@ -229,7 +210,6 @@ class OffloadEngine:
         device.fetch(moved.span.slab, moved.span.offset, into)
         moved.loaded, moved.loaded_on = into, stream
         moved.arrived = device.record(device.fetches)
-        self.transfers.append(Transfer(Direction.BACK, moved.span.nbytes))
 
     def let_go(self, moved: Moved) -> None:
         """Free bytes that nothing references any more. The garbage collector may call this at any moment."""

@@ -25,7 +25,6 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import TraceError
 from jettison.runtime import witness
-from jettison.runtime.accelerator import is_capturing, refuse_capture
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import (
     FOREIGN_HOOKS,
@@ -37,6 +36,7 @@ from jettison.runtime.callers import (
 )
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
+from jettison.runtime.device import is_capturing, refuse_capture
 from jettison.runtime.frame import (
     BoundaryHook,
     Frame,

@@ -38,9 +38,9 @@ from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of, wrapping
 from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
-from jettison.runtime.accelerator import is_capturing
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
+from jettison.runtime.device import is_capturing
 from jettison.runtime.frame import compute_less_again, is_asked_again
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Held, opened

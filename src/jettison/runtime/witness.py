@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.core.errors import UsageError, WrongValue
-from jettison.runtime import accelerator
+from jettison.runtime import device as devices
 
 numpy: Any
 try:
@@ -376,7 +376,7 @@ def settle(waiting: Waiting) -> None:
     """
     looks = list(waiting)
     waiting.clear()
-    if accelerator.is_capturing():
+    if devices.is_capturing():
         _compare_in_graph(looks)
     elif _any_difference(looks):
         for witness, found, rounded, describe in looks:
@@ -438,7 +438,7 @@ def _compare_in_graph(looks: list[Look]) -> None:
     for (device, _, count, exact), before_all, after_all in kinds:
         flag = _flags.get(device)
         if flag is None:
-            accelerator.refuse_capture("no backward of a planned step has run before")
+            devices.refuse_capture("no backward of a planned step has run before")
             raise AssertionError
         first, second = torch.stack(before_all), torch.stack(after_all)
         if count:
@@ -452,7 +452,7 @@ def tell_replays() -> None:
     has recomputed a wrong value since the last read.
     """
     for flag in _flags.values():
-        if flag.captured and not accelerator.is_capturing() and bool(flag.is_wrong):
+        if flag.captured and not devices.is_capturing() and bool(flag.is_wrong):
             flag.is_wrong.zero_()
             raise WrongValue(
                 "a replayed CUDA graph of a planned step recomputed a saved tensor that is not what its forward had: "
