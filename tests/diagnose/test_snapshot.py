@@ -14,6 +14,7 @@ from torch.cuda import _memory_viz
 
 from jettison.core.errors import UsageError
 from jettison.diagnose import snapshot as reader
+from jettison.diagnose.plain_pickle import loads_plain
 from jettison.diagnose.snapshot import FREE_BLOCK, PENDING_BLOCK, read_snapshot, snapshot_of
 from jettison.diagnose.snapshot_file import GRANULARITY_BYTES, snapshot_content, write_snapshot
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
@@ -87,6 +88,14 @@ def test_blocks_segments_and_stacks_are_read() -> None:
     assert [len(device.stacks[n]) for n in device.stack_of] == [0, 2, 5, 1, 2]
     (grown,) = device.reserved_changes
     assert (grown.event, grown.address, grown.nbytes, grown.is_mapped) == (2, 1 << 21, second.total_bytes, False)
+
+
+def test_a_frame_without_a_line() -> None:
+    """torch writes -1 as an unsigned number of 64 bits."""
+    content = small_snapshot()
+    content["device_traces"][0][0]["frames"] = [{"name": "run", "filename": "/home/me/loop.py", "line": (1 << 64) - 1}]
+    device = snapshot_of(loads_plain(pickle.dumps(content), "small"), "small").busiest
+    assert ("run", "/home/me/loop.py", 0) in {frame for stack in device.stacks for frame in stack}
 
 
 def test_out_of_memory_is_a_mark() -> None:

@@ -3,11 +3,11 @@
 NOTE [ Reading a pickle that may be hostile ]
 A pickle is a program. Before it runs, all of it is walked through: only operations that make dictionaries, lists,
 texts, numbers, booleans and None are admitted, so that nothing is imported, called or built. Three of these could
-still hurt. An integer may be of any length: at most eight bytes are. Places of the memo are allocated up to the
-highest: none may be above the number of operations so far. A key is hashed by recursion: tuples, the only containers
-that can be keys, hold numbers alone. Lengths are held against what is left of the file. Python's own C reader then
-loads it; its `find_class` refuses all names, too. What is shared may be small in the file and huge to walk through:
-readers count before they walk.
+still hurt. An integer may be of any length: at most nine bytes are, which an unsigned one of 64 bits takes. Places of
+the memo are allocated up to the highest: none may be above the number of operations so far. A key is hashed by
+recursion: tuples, the only containers that can be keys, hold numbers alone. Lengths are held against what is left of
+the file. Python's own C reader then loads it; its `find_class` refuses all names, too. What is shared may be small in
+the file and huge to walk through: readers count before they walk.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _special(name: str, data: bytes, at: int, numbers: int, count: int) -> int |
         return 1 if left and 2 <= data[at] <= 5 else "its protocol is none from 2 to 5"
     if name == "LONG1":
         size = data[at] if left else 0
-        return 1 + size if size <= 8 else f"it has an integer of {size} bytes"
+        return 1 + size if size <= 9 else f"it has an integer of {size} bytes"
     if name == "LONG_BINPUT":
         place = int.from_bytes(data[at : at + 4], "little")
         return 4 if place <= count else f"it remembers {place} things in {count} operations"

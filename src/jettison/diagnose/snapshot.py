@@ -322,7 +322,7 @@ _NO_STACK: Final = _LabelledStack.of(())
 
 def _line(frame: Mapping[str, Any]) -> int:
     line = frame.get("line", 0)
-    return line if type(line) is int else 0
+    return line if type(line) is int and line >> 31 == 0 else 0  # torch writes -1 as an unsigned number
 
 
 def _kind(value: object) -> str:
