@@ -27,7 +27,7 @@ from jettison.predict.time import Estimate, estimate
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
-from jettison.spec.model_variants import with_products
+from jettison.spec.model_variants import with_quant_recipe
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
@@ -222,11 +222,11 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
     run = resolve(model, request).run
     if products and not described:
         narrow = fp8_recipe(str(recipe), "megatron")
-        run = replace(run, model=with_products(run.model, products, narrow))
+        run = replace(run, model=with_quant_recipe(run.model, products, narrow))
     how = replace(
         execution_of(run),
         hides_stages=True,
-        adds_in_product=not fsdp,
+        accumulates_in_gemm=not fsdp,
         rotates_in_place=row["source"] >= ROTATED,
         graphs_experts=row["graphs"] == "step",
         narrow_attention="attention" in row["narrow"],

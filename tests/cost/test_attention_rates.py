@@ -120,7 +120,7 @@ def test_pieces_of_a_ring_take_longer_than_a_whole_sequence() -> None:
 def test_joining_pieces_reads_both_and_writes_one() -> None:
     """TransformerEngine's: 3 passes over outputs of three quarters of the rows, for each piece but the first."""
     run = run_of("llama3-8b", cp=4, dp=1, seq=8192)
-    forward = [k for k in work(region_of(run), execution_of(run), "bfloat16", None).forward if not k.product]
+    forward = [k for k in work(region_of(run), execution_of(run), "bfloat16", None).forward if not k.gemm]
     at = next(i for i, k in enumerate(forward) if k.attention_flops)
     attention, join = forward[at : at + 2]
     assert (attention.pieces, attention.keys, attention.launches) == (4, 2048, 4)
@@ -152,7 +152,7 @@ def test_narrow_attention_quantises_what_it_reads_where_there_is_a_recipe() -> N
     region = region_of(run)
     how = replace(execution_of(run), narrow_attention=True)
     plain, narrow = (
-        work(region, one, "bfloat16", run.precision.product, recipe=run.precision.recipe)
+        work(region, one, "bfloat16", run.precision.gemm_inputs, recipe=run.precision.recipe)
         for one in (execution_of(run), how)
     )
     more = sum(k.nbytes for k in narrow.forward) - sum(k.nbytes for k in plain.forward)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, transfer_seconds
 from jettison.cost.execution import execution_of
-from jettison.cost.kernel import Kernel, Product
+from jettison.cost.kernel import Gemm, Kernel
 from jettison.cost.launches import CLAMPS, WIDE_BIAS, work
 from jettison.cost.layer import PriceModel
 from jettison.cost.matmul import kernel_seconds
@@ -52,7 +52,7 @@ def grouped_errors(*, grouped: bool) -> list[float]:
             kernel = Kernel(
                 steps=(0,),
                 nbytes=experts * (2 * m * (n + k) + weight * n * k),
-                product=Product(experts, *sizes, "bfloat16", grouped=grouped),
+                gemm=Gemm(experts, *sizes, "bfloat16", grouped=grouped),
             )
             timed = 2 * experts * m * n * k / (float(row["share_of_peak"]) * 2250e12)
             found.append(kernel_seconds(kernel, B200, visible=1.0, dtype="bfloat16") / timed - 1)
@@ -283,7 +283,7 @@ def test_what_graphs_leave_to_the_host_is_counted_by_experts() -> None:
         device = replace(hardware("b200-192gb").under("nemo"), memory_bytes_per_second=10**18)
         prices = PriceModel(
             hardware=replace(
-                device, delays=replace(device.delays, product=1.0, dispatch=1e-3, experts=0.0, link=0.0, network=0.0)
+                device, delays=replace(device.delays, gemm=1.0, dispatch=1e-3, experts=0.0, link=0.0, network=0.0)
             ),
             execution=execution_of(run),
             precision=run.precision,

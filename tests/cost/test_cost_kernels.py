@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion, execution_of
-from jettison.cost.kernel import Half, Product
+from jettison.cost.kernel import Gemm, Half
 from jettison.cost.launches import aligned, groups, work
 from jettison.cost.layer import PriceModel, RegionSeconds
-from jettison.cost.matmul import memory_seconds, product_seconds, rate
+from jettison.cost.matmul import gemm_seconds, memory_seconds, rate
 from jettison.families.presets import preset
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.predict.run_fields import RunRequest
@@ -81,7 +81,7 @@ def test_fusing_moves_fewer_bytes_and_changes_no_flops() -> None:
     for passes in ("forward", "backward"):
         moved = [sum(kernel.nbytes for kernel in getattr(each, passes)) for each in listed]
         assert moved[0] > moved[1] > moved[2]
-        flops = {sum(k.product.flops for k in getattr(each, passes) if k.product) for each in listed}
+        flops = {sum(k.gemm.flops for k in getattr(each, passes) if k.gemm) for each in listed}
         assert len(flops) == 1
 
 
@@ -95,7 +95,7 @@ def test_bytes_of_a_norm_are_counted_by_hand() -> None:
     statistics = 2 * 4 * 2048 * 4
     weights = 2 * 6144 * 2
     assert first.nbytes == 2 * whole + statistics + weights
-    last = next(k for k in reversed(listed.backward) if k.steps == (0,) and k.product is None)
+    last = next(k for k in reversed(listed.backward) if k.steps == (0,) and k.gemm is None)
     assert last.nbytes == 3 * whole + statistics + 2 * 6144 * 4
 
 
@@ -106,9 +106,9 @@ def test_products_are_those_of_the_layer(tp: int) -> None:
     listed = work(region, Execution(fusion=Fusion.POINTWISE), "float32", None)
     tokens, h, s = 4 * 2048, 6144, 2048
     expected = (24 * tokens * h * h + 4 * tokens * s * h) // tp
-    assert sum(k.product.flops for k in listed.forward if k.product) == expected
-    assert sum(k.product.flops for k in listed.backward if k.product) == 2 * expected
-    weights = sum(k.product.flops for k in listed.backward if k.product and k.half is Half.WEIGHTS)
+    assert sum(k.gemm.flops for k in listed.forward if k.gemm) == expected
+    assert sum(k.gemm.flops for k in listed.backward if k.gemm) == 2 * expected
+    weights = sum(k.gemm.flops for k in listed.backward if k.gemm and k.half is Half.WEIGHTS)
     assert weights == 24 * tokens * h * h // tp
 
 
@@ -116,7 +116,7 @@ def test_products_are_those_of_the_layer(tp: int) -> None:
 def test_every_loss_runs_the_heads_three_products(loss: str) -> None:
     run = run_of("llama3-8b", loss=loss, seq=1024)
     listed = work(head_region(run.scene), Execution(fusion=Fusion.NONE), "float32", None)
-    flops = [k.product.flops for k in (*listed.forward, *listed.backward) if k.product]
+    flops = [k.gemm.flops for k in (*listed.forward, *listed.backward) if k.gemm]
     once = 2 * 1024 * 4096 * 128256
     assert sum(flops) == once * (4 if loss == "chunked" else 3)  # chunks are computed again
 
@@ -152,9 +152,9 @@ def test_quantising_is_counted_by_hand() -> None:
 def test_experts_are_products_of_their_own_rows() -> None:
     region = region_of("mixtral-8x7b", seq=4096)
     grouped = [
-        k.product
+        k.gemm
         for k in work(region, Execution(fusion=Fusion.NONE), "float32", None).forward
-        if k.product and k.product.batch > 1
+        if k.gemm and k.gemm.batch > 1
     ]
     assert {(p.batch, p.m) for p in grouped} == {(8, 4096 * 2 // 8)}
 
@@ -164,8 +164,8 @@ def test_experts_are_products_of_their_own_rows() -> None:
 
 def test_large_products_reach_what_the_file_says_and_none_more() -> None:
     """8192 cubed on an A100: about 245 TFLOP/s, as cuBLAS has it."""
-    product = Product(1, 8192, 8192, 8192, "bfloat16")
-    reached = product.flops / product_seconds(product, A100)
+    gemm = Gemm(1, 8192, 8192, 8192, "bfloat16")
+    reached = gemm.flops / gemm_seconds(gemm, A100)
     assert 235e12 < reached < A100.reached.matmul * 312e12
 
 
@@ -174,10 +174,10 @@ sizes = st.integers(1, 300).map(lambda n: 32 * n)
 
 @given(sizes, sizes, sizes, st.integers(1, 8))
 def test_no_product_is_quicker_than_its_ceiling_or_slower_for_being_smaller(m: int, n: int, k: int, batch: int) -> None:
-    product = Product(batch, m, n, k, "bfloat16")
-    seconds = product_seconds(product, A100)
-    assert seconds >= product.flops / (312e12 * A100.reached.matmul)
-    deeper = product_seconds(Product(batch, m, n, 2 * k, "bfloat16"), A100)
+    gemm = Gemm(batch, m, n, k, "bfloat16")
+    seconds = gemm_seconds(gemm, A100)
+    assert seconds >= gemm.flops / (312e12 * A100.reached.matmul)
+    deeper = gemm_seconds(Gemm(batch, m, n, 2 * k, "bfloat16"), A100)
     assert seconds <= deeper <= 2 * seconds * 1.0001
 
 
@@ -194,18 +194,18 @@ CPU = replace(
 
 def test_edges_take_the_place_of_tiles() -> None:
     """2 x 100 x 200 x 300 FLOPs at 200 GFLOP/s are 60 µs, and 1/2 + 2/5 + 1/5 as much again."""
-    assert product_seconds(Product(1, 100, 200, 300, "float32"), CPU) == pytest.approx(60e-6 * 2.1)
-    assert product_seconds(Product(3, 100, 200, 300, "float32"), CPU) == pytest.approx(3 * 60e-6 * 2.1)
-    tiled = product_seconds(Product(1, 100, 200, 300, "bfloat16"), CPU)  # nothing is stated of its edges
-    assert tiled == product_seconds(Product(1, 100, 200, 300, "bfloat16"), replace(CPU, edges=EdgesOf()))
+    assert gemm_seconds(Gemm(1, 100, 200, 300, "float32"), CPU) == pytest.approx(60e-6 * 2.1)
+    assert gemm_seconds(Gemm(3, 100, 200, 300, "float32"), CPU) == pytest.approx(3 * 60e-6 * 2.1)
+    tiled = gemm_seconds(Gemm(1, 100, 200, 300, "bfloat16"), CPU)  # nothing is stated of its edges
+    assert tiled == gemm_seconds(Gemm(1, 100, 200, 300, "bfloat16"), replace(CPU, edges=EdgesOf()))
 
 
 @given(sizes, sizes, sizes)
 def test_with_edges_no_product_is_slower_for_being_smaller(m: int, n: int, k: int) -> None:
-    whole = product_seconds(Product(1, m, n, k, "float32"), CPU)
+    whole = gemm_seconds(Gemm(1, m, n, k, "float32"), CPU)
     assert whole >= 2 * m * n * k / 200e9
     for half in ((m // 2, n, k), (m, n // 2, k), (m, n, k // 2)):
-        smaller = product_seconds(Product(1, *half, "float32"), CPU)
+        smaller = gemm_seconds(Gemm(1, *half, "float32"), CPU)
         assert whole / 2 * 0.9999 <= smaller <= whole
 
 
@@ -224,7 +224,7 @@ def test_products_of_rows_that_begin_anywhere() -> None:
     h100 = hardware("h100-80gb")
 
     def seconds(n: int, device: Hardware) -> float:
-        return product_seconds(Product(1, 16384, n, 4096, "bfloat16", aligned=aligned(n)), device)
+        return gemm_seconds(Gemm(1, 16384, n, 4096, "bfloat16", aligned=aligned(n)), device)
 
     assert seconds(10944, h100) / seconds(10922, h100) == pytest.approx(273 / 398, rel=0.03)
     assert seconds(10848, h100) == pytest.approx(seconds(10944, h100), rel=0.03)
@@ -291,7 +291,7 @@ def test_a_device_without_fp8_takes_its_products_as_it_takes_wider_ones(name: st
     """Peak and share alike: fp8 is no quicker than bf16 where nothing multiplies it."""
     device = hardware(name)
     sizes = (1, 8192, 8192, 8192)
-    wide, narrow = (product_seconds(Product(*sizes, dtype), device) for dtype in ("bfloat16", "float8_e4m3fn"))
+    wide, narrow = (gemm_seconds(Gemm(*sizes, dtype), device) for dtype in ("bfloat16", "float8_e4m3fn"))
     assert device.flops_per_second.fp8 is None and narrow == wide
 
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from jettison.cli import doctor
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
-from jettison.cost.kernel import Product
+from jettison.cost.kernel import Gemm
 from jettison.cost.launches import FLASH_BACKWARD
-from jettison.cost.matmul import product_seconds
+from jettison.cost.matmul import gemm_seconds
 from jettison.diagnose import calibrate as session
 from jettison.diagnose import probes
 from jettison.diagnose.calibrate import Calibration, calibrate, hardware_toml
@@ -55,7 +55,7 @@ SHAPES = (
 EDGES = Edges(rows=50, columns=80, depth=60)
 BARE = Hardware(name="a machine", memory_bytes=64 << 30, usable_bytes=60 << 30, units=8, node=1)
 FAST = Sizes(
-    products=((64, 64, 64), (256, 192, 128)),
+    gemms=((64, 64, 64), (256, 192, 128)),
     attention=((1, 2, 64, 16),),
     streamed=1 << 18,
     block=(64, 64),
@@ -67,10 +67,10 @@ FAST = Sizes(
 # --- from seconds to figures ----------------------------------------------------------------------------------------
 
 
-def seconds_on(machine: Hardware, dtype: str = "float32") -> tuple[tuple[Product, float], ...]:
+def seconds_on(machine: Hardware, dtype: str = "float32") -> tuple[tuple[Gemm, float], ...]:
     """What products would take on a machine that is as the cost model says."""
-    products = [Product(1, m, n, k, dtype) for m, n, k in SHAPES]
-    return tuple((product, product_seconds(product, machine)) for product in products)
+    gemms = [Gemm(1, m, n, k, dtype) for m, n, k in SHAPES]
+    return tuple((gemm, gemm_seconds(gemm, machine)) for gemm in gemms)
 
 
 def measured(**changes: Any) -> Measured:
@@ -110,17 +110,17 @@ def test_figures_of_a_machine_that_is_as_the_model_says() -> None:
 
 def test_one_product_that_was_disturbed_changes_next_to_nothing() -> None:
     for at in range(len(SHAPES)):
-        samples = list(measured().products["float32"])
+        samples = list(measured().gemms["float32"])
         samples[at] = samples[at][0], 10 * samples[at][1]
-        h = fit(measured(products={"float32": tuple(samples)}), BARE).hardware
-        for product, took in measured().products["float32"]:
-            assert product_seconds(product, h) == pytest.approx(took, rel=0.02)
+        h = fit(measured(gemms={"float32": tuple(samples)}), BARE).hardware
+        for gemm, took in measured().gemms["float32"]:
+            assert gemm_seconds(gemm, h) == pytest.approx(took, rel=0.02)
 
 
 def test_a_cost_that_is_none_is_not_made_negative() -> None:
     """Products that get faster the less deep they are: no edge describes that."""
-    odd = tuple((p, s * (1 - 40 / p.k)) for p, s in measured().products["float32"])
-    h = fit(measured(products={"float32": odd}), BARE).hardware
+    odd = tuple((p, s * (1 - 40 / p.k)) for p, s in measured().gemms["float32"])
+    h = fit(measured(gemms={"float32": odd}), BARE).hardware
     assert h.edges.fp32 is not None
     assert min(h.edges.fp32.rows, h.edges.fp32.columns, h.edges.fp32.depth) >= 0
 
@@ -135,17 +135,17 @@ def test_a_gpus_products_are_tiles_at_a_share_of_the_best_rate_seen() -> None:
     # the best product seen is not the full rate, which no product reaches; what counts is the two together
     assert h.flops_per_second.fp32 * h.reached.matmul == pytest.approx(300e9, rel=1e-6)
     assert (found.error, h.edges) == (pytest.approx(0, abs=1e-6), EdgesOf())
-    samples = list(measured(gap=GAP).products["float32"])
+    samples = list(measured(gap=GAP).gemms["float32"])
     samples[0] = samples[0][0], 10 * samples[0][1]
-    h = fit(measured(gap=GAP, products={"float32": tuple(samples)}), BARE).hardware
+    h = fit(measured(gap=GAP, gemms={"float32": tuple(samples)}), BARE).hardware
     assert h.flops_per_second.fp32 is not None
     assert h.flops_per_second.fp32 * h.reached.matmul == pytest.approx(300e9, rel=1e-6)
 
 
 def test_a_second_dtype_of_a_gpu_has_the_same_share_and_a_rate_of_its_own() -> None:
     truth = replace(BARE, flops_per_second=Throughput(bf16=10**12), reached=replace(Reached(), matmul=1.0))
-    products = {**measured(gap=GAP).products, "bfloat16": seconds_on(truth, "bfloat16")}
-    h = fit(measured(products=products, gap=GAP), BARE).hardware
+    gemms = {**measured(gap=GAP).gemms, "bfloat16": seconds_on(truth, "bfloat16")}
+    h = fit(measured(gemms=gemms, gap=GAP), BARE).hardware
     assert h.flops_per_second.bf16 is not None
     assert h.flops_per_second.bf16 * h.reached.matmul == pytest.approx(1e12, rel=1e-6)
 
@@ -475,7 +475,7 @@ def test_step_times_of_models_that_were_never_timed(one_thread: None) -> None:
 
     keep_memory()
     machine = calibrate("cpu").hardware
-    calibrated = {rows for rows, _, _ in sizes_for(torch.device("cpu"), short=False).products}
+    calibrated = {rows for rows, _, _ in sizes_for(torch.device("cpu"), short=False).gemms}
     rows = []
     for small in MODELS:
         assert small.batch * small.seq not in calibrated

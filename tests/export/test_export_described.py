@@ -22,7 +22,7 @@ from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import by_modules, layout_string
 from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import checkpointed, kept_whole
-from jettison.frameworks.torchtitan.write import product_of
+from jettison.frameworks.torchtitan.write import gemm_of
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
@@ -123,7 +123,7 @@ def test_torchtitan_is_told_by_product() -> None:
     assert select
     for policy in select:
         for call in policy.saves:
-            assert any(op.name == call.op and product_of(op) for op in policy.program.ops)
+            assert any(op.name == call.op and gemm_of(op) for op in policy.program.ops)
     assert {one.words for one in found.alternatives} == {"FullAC.Config()", "SelectiveAC.Config()"}
     assert found.cost.peak_bytes <= llama()["budget_bytes"]
     assert (found.cost.step_seconds or 0) >= (found.plan_cost.step_seconds or 0)

@@ -36,7 +36,7 @@ class Unpacking(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Product with a matrix in the dtype of x."""
+        """Gemm with a matrix in the dtype of x."""
         ctx.shape = shape
         return nn.functional.linear(x, torch.zeros(shape, dtype=x.dtype))
 

@@ -65,7 +65,7 @@ def test_a_product_keeps_copies_of_its_input_and_of_its_weight() -> None:
     b, s, h = case.batch, case.sequence, run.model.hidden
     narrow = [e for e in written(run).entries if e.layer == "layers.0" and e.dtype == "bfloat16"]
     inputs = {e.storage for e in narrow if e.storage_bytes == 2 * b * s * h and e.role == "linear input"}
-    weights = {e.storage for e in narrow if e.role == "weight in the dtype of products"}
+    weights = {e.storage for e in narrow if e.role == "weight in the dtype of GEMMs"}
     assert (len(inputs), len(weights)) == (5, 7)  # of three products each, and of two
 
 

@@ -116,7 +116,7 @@ def test_a_plan_that_fits_without_it_moves_nothing() -> None:
         assert {entry.policy for entry in handle.plan.layers} == {PolicyWord.NONE}
 
 
-class Product(nn.Module):
+class Gemm(nn.Module):
     """Saves its input alone."""
 
     def __init__(self, width: int) -> None:
@@ -130,7 +130,7 @@ class Product(nn.Module):
 def test_what_computing_again_cannot_free_the_host_can() -> None:
     """A product saves its input, which is the output of the block before."""
     torch.manual_seed(0)
-    model, x = Line([Product(WIDTH) for _ in range(12)], WIDTH), seeded(ROWS, WIDTH)
+    model, x = Line([Gemm(WIDTH) for _ in range(12)], WIDTH), seeded(ROWS, WIDTH)
     regions = [f"layers.{i}" for i in range(12)]
     traced = trace_model(model, x, regions=regions)
     least = {}
@@ -164,7 +164,7 @@ class Collected(Line):
 
 def test_a_host_makes_no_budget_infeasible() -> None:
     torch.manual_seed(0)
-    model, x = Collected([Product(WIDTH) for _ in range(6)]), seeded(ROWS, WIDTH)
+    model, x = Collected([Gemm(WIDTH) for _ in range(6)]), seeded(ROWS, WIDTH)
     regions = [f"layers.{i}" for i in range(6)]
     least = smallest(model, x, regions=regions)
     assert smallest(model, x, regions=regions, offload=True, hardware=linked()) <= least

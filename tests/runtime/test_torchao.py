@@ -59,7 +59,7 @@ def halved(tensor: Tensor) -> Halves:
     return Halves((tensor * factor).half(), factor)
 
 
-class Product(torch.autograd.Function):
+class Gemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, saves_halves: bool) -> Tensor:
         flat, narrow = halved(x.reshape(-1, x.shape[-1])), halved(weight)
@@ -77,7 +77,7 @@ class NarrowLinear(nn.Linear):
     saves_halves = False
 
     def forward(self, input: Tensor) -> Tensor:
-        found: Tensor = Product.apply(input, self.weight.t(), self.saves_halves)
+        found: Tensor = Gemm.apply(input, self.weight.t(), self.saves_halves)
         return found + self.bias
 
 

@@ -74,7 +74,7 @@ def _precisions() -> Iterator[Row]:
     for one in PRECISIONS.values():
         stated: Row = {"name": one.name, "compute": one.compute, "weights": one.parameter, "gradients": one.gradient}
         stated |= {"accumulator": one.accumulator, "master": one.master, "moments": one.moment}
-        yield stated | dict.fromkeys(("gemms", "products"), one.product)
+        yield stated | dict.fromkeys(("gemms", "products"), one.gemm_inputs)
 
 
 def _frameworks() -> Iterator[Row]:

@@ -56,7 +56,7 @@ class Execution:
     hides_stages: bool = False  # pipeline sends overlap with compute
     hides_offload: bool = True  # copies to and from CPU memory overlap with compute
     repeats_all: bool = False  # full checkpointing recomputes the entire layer, not only what backward needs
-    adds_in_product: bool = False  # the weight-gradient GEMM accumulates into the gradient buffer
+    accumulates_in_gemm: bool = False  # the weight-gradient GEMM accumulates into the gradient buffer
     casts_gradients: bool = False  # a micro-batch's gradients are cast by separate kernels before accumulation
     reduces_whole: bool = False  # ZeRO 1 all-reduces gradients; each rank then steps on its shard
     reduces_float32: bool = False  # gradients of other dtypes are cast to fp32 for the reduction

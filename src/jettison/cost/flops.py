@@ -38,13 +38,13 @@ class Counting(StrEnum):
 class RegionFlops:
     """FLOPs of one micro-batch's forward through a region, summed over all ranks."""
 
-    products: int
+    gemms: int
     attention: int  # q k^T and its product with v, masked scores included
-    frozen: int = 0  # part of ``products`` whose weights have no gradient
+    frozen: int = 0  # part of ``gemms`` whose weights have no gradient
 
     def forward(self, visible: float = 1.0) -> float:
         """FLOPs of the forward alone."""
-        return self.products + self.attention * visible
+        return self.gemms + self.attention * visible
 
     def model(self, visible: float = 1.0) -> float:
         """FLOPs of forward and backward, without gradients of frozen weights."""
@@ -56,7 +56,7 @@ def region_flops(region: Region) -> RegionFlops:
     steps = region.tape.steps
     attention = sum(step.flops for step in steps if step.name in (FLASH, BATCHED))
     frozen = sum(step.flops for step in steps if step.weights and not step.learned)
-    return RegionFlops(products=sum(step.flops for step in steps) - attention, attention=attention, frozen=frozen)
+    return RegionFlops(gemms=sum(step.flops for step in steps) - attention, attention=attention, frozen=frozen)
 
 
 def visible_share(layer: AnyLayer, seq: int) -> float:
@@ -83,8 +83,8 @@ def unsharded(run: Run) -> RegionSignature:
 def _forward(scene: RegionSignature) -> tuple[RegionFlops, tuple[tuple[AnyLayer, RegionFlops], ...]]:
     ends = [region_flops(region) for region in (embedding_region(scene), head_region(scene))]
     layers = tuple((layer, region_flops(layer_region(scene, layer))) for layer in scene.model.kinds)
-    products, frozen = sum(end.products for end in ends), sum(end.frozen for end in ends)
-    return RegionFlops(products=products, attention=0, frozen=frozen), layers
+    gemms, frozen = sum(end.gemms for end in ends), sum(end.frozen for end in ends)
+    return RegionFlops(gemms=gemms, attention=0, frozen=frozen), layers
 
 
 def forward_flops(run: Run) -> float:

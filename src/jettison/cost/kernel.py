@@ -14,7 +14,7 @@ class Half(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class Gemm:
     """``batch`` GEMMs of m × k and k × n, in the dtype of their inputs.
 
     ``grouped``: see NOTE [ Grouped GEMMs ] in `matmul`; ``aligned``: NOTE [ Aligned rows ] there.
@@ -40,7 +40,7 @@ class Kernel:
 
     steps: tuple[int, ...]  # whose forward or backward it computes
     nbytes: int  # read and written
-    product: Product | None = None
+    gemm: Gemm | None = None
     attention_flops: float = 0.0  # of fused attention, masked scores included
     scan_flops: int = 0  # of a fused scan
     half: Half | None = None
@@ -80,7 +80,7 @@ LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather
 """Ops that read as much of their first input as they write."""
 SCATTERS = frozenset(("aten.index_put.default", "aten.scatter_add.default"))
 """Ops that write rows at the positions of an index."""
-PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default", "aten.convolution.default"))
+GEMMS = frozenset(("aten.mm.default", "aten.addmm.default", "aten.convolution.default"))
 SCAN = "fused_scan"
 BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
 FLASH = "aten._scaled_dot_product_flash_attention.default"

@@ -22,7 +22,7 @@ torch 2.13) merges in fp32, op by op: a cast (6 bytes an element), a subtraction
 subtraction (32), and for every second piece a full copy; backward adds in fp32, copies, and concatenates the gradients
 of keys and values before they are sent.
 
-Kernels of FP8 and FP4 GEMMs: `narrow_kernels`.
+Kernels of FP8 and FP4 GEMMs: `low_precision_gemms`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from types import MappingProxyType
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost import kernel as ops
 from jettison.cost.execution import Execution, Fusion
-from jettison.cost.kernel import Half, Kernel, KernelWork, Product
-from jettison.cost.narrow_kernels import NarrowKernels
+from jettison.cost.kernel import Gemm, Half, Kernel, KernelWork
+from jettison.cost.low_precision_gemms import LowPrecisionGemms
 from jettison.formula.region import Region
 from jettison.formula.tape import NAMES, Tape, TapeOp, Value
 from jettison.spec.fp8 import Fp8Recipe
@@ -64,17 +64,17 @@ exchange. See NOTE [ Pieces of a ring ]."""
 
 @lru_cache(maxsize=4096)
 def work(
-    region: Region, how: Execution, gradient: str, product: str | None, *, recipe: Fp8Recipe | None = None
+    region: Region, how: Execution, gradient: str, gemm: str | None, *, recipe: Fp8Recipe | None = None
 ) -> KernelWork:
     """Kernels of a region.
 
     Args:
         how: execution choices.
         gradient: dtype of weight gradients.
-        product: dtype of the inputs of GEMMs with weights, if they are quantised.
+        gemm: dtype of the inputs of GEMMs with weights, if they are quantised.
         recipe: of FP8 or FP4 GEMMs, if known.
     """
-    return _Listing(region=region, how=how, gradient_bytes=DTYPE_BYTES[gradient], product=product, recipe=recipe).work()
+    return _Listing(region=region, how=how, gradient_bytes=DTYPE_BYTES[gradient], gemm=gemm, recipe=recipe).work()
 
 
 def backward_of_attention(step: TapeOp) -> float:
@@ -86,7 +86,7 @@ def backward_of_attention(step: TapeOp) -> float:
 
 
 def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
-    """Group steps into kernels: NOTE [ Fusion ], and NOTE [ Quantising ] in `narrow_kernels`."""
+    """Group steps into kernels: NOTE [ Fusion ], and NOTE [ Quantising ] in `low_precision_gemms`."""
     pointwise, both = ops.POINTWISE, ops.POINTWISE | ops.REDUCTIONS
     fusable = {Fusion.NONE: frozenset[str](), Fusion.POINTWISE: pointwise, Fusion.COMPILED: both}[fusion]
     made: list[list[int]] = []
@@ -133,7 +133,7 @@ class _Listing:
     region: Region
     how: Execution
     gradient_bytes: int
-    product: str | None
+    gemm: str | None
     recipe: Fp8Recipe | None
 
     @property
@@ -141,10 +141,10 @@ class _Listing:
         return self.region.tape
 
     @cached_property
-    def narrow(self) -> NarrowKernels:
+    def narrow(self) -> LowPrecisionGemms:
         """Quantisation of FP8 and FP4 GEMMs."""
         recipe = self.recipe or self.how.recipe
-        return NarrowKernels(tape=self.tape, how=self.how, product=self.product, recipe=recipe)
+        return LowPrecisionGemms(tape=self.tape, how=self.how, gemm=self.gemm, recipe=recipe)
 
     @cached_property
     def experts(self) -> ExpertKernels:
@@ -231,7 +231,7 @@ class _Listing:
             yield Kernel(
                 steps=indices,
                 nbytes=nbytes,
-                product=self._product(step),
+                gemm=self._gemm(step),
                 scan_flops=step.flops if step.name == ops.SCAN else 0,
                 rows=step.name in ops.SCATTERS,
                 launches=step.rounds,
@@ -274,9 +274,9 @@ class _Listing:
                     views[v.storage][v.index] = v.nbytes
         return sum(min(sum(sizes.values()), self.tape.sizes[storage]) for storage, sizes in views.items())
 
-    def _product(self, step: TapeOp) -> Product | None:
+    def _gemm(self, step: TapeOp) -> Gemm | None:
         """Sizes of a matmul, from its FLOPs and its result; None for other ops."""
-        if step.name not in ops.PRODUCTS and step.name not in (ops.BATCHED, ops.GROUPED):
+        if step.name not in ops.GEMMS and step.name not in (ops.BATCHED, ops.GROUPED):
             return None
         shape = step.outputs[0].local_shape
         k = step.flops // max(1, 2 * prod(shape))
@@ -285,13 +285,13 @@ class _Listing:
         narrow = self.narrow.dtype_of(step)
         dtype = step.inputs[0].dtype if narrow is None else narrow
         if step.name == ops.BATCHED:
-            return Product(prod(shape[:-2]), shape[-2], shape[-1], k, dtype, aligned=aligned(shape[-1], k))
+            return Gemm(prod(shape[:-2]), shape[-2], shape[-1], k, dtype, aligned=aligned(shape[-1], k))
         rows, n = prod(shape[:-1]), shape[-1]
         if step.name == ops.GROUPED:
             matrices = next((w.numel for w in step.weights), None) or prod(step.inputs[1].local_shape)
             batch = max(1, matrices // (n * k))
-            return Product(batch, -(-rows // batch), n, k, dtype, grouped=self.how.loops_experts)
-        return Product(1, rows, n, k, dtype, aligned=aligned(k))
+            return Gemm(batch, -(-rows // batch), n, k, dtype, grouped=self.how.loops_experts)
+        return Gemm(1, rows, n, k, dtype, aligned=aligned(k))
 
     def _loss(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
         """Head and loss in chunks. `FUSED` computes gradients, too, in forward: all three GEMMs."""
@@ -300,17 +300,17 @@ class _Listing:
         m, n = prod(x.local_shape[:-1]), weight.numel // k
         logits = LOSS_PASSES * m * n * 4
         at_once = step.name == ops.FUSED
-        ahead, both = Product(1, m, n, k, x.dtype, aligned=aligned(k)), aligned(n, k)
+        ahead, both = Gemm(1, m, n, k, x.dtype, aligned=aligned(k)), aligned(n, k)
         if not backward or step.name in (ops.CHUNKED, ops.TILED):
-            yield Kernel(steps=indices, nbytes=logits, product=ahead, half=Half.INPUTS if backward else None)
+            yield Kernel(steps=indices, nbytes=logits, gemm=ahead, half=Half.INPUTS if backward else None)
         if backward != at_once:
-            back, half = Product(1, m, k, n, x.dtype, aligned=both), Half.INPUTS if backward else None
-            yield Kernel(steps=indices, nbytes=logits + x.nbytes, product=back, half=half)
+            back, half = Gemm(1, m, k, n, x.dtype, aligned=both), Half.INPUTS if backward else None
+            yield Kernel(steps=indices, nbytes=logits + x.nbytes, gemm=back, half=half)
             if weight.frozen:
                 return
             moved = x.nbytes + weight.numel * self.gradient_bytes
             half = Half.WEIGHTS if backward else None
-            yield Kernel(steps=indices, nbytes=moved, product=Product(1, n, k, m, x.dtype, aligned=both), half=half)
+            yield Kernel(steps=indices, nbytes=moved, gemm=Gemm(1, n, k, m, x.dtype, aligned=both), half=half)
 
     # backward ---------------------------------------------------------------------------------------------------------
 
@@ -339,12 +339,12 @@ class _Listing:
             table = step.weights[0].numel * self.gradient_bytes if step.learned else self._gradients(own)
             half = Half.WEIGHTS if step.learned else Half.INPUTS
             yield Kernel(steps=indices, nbytes=3 * incoming + table, half=half, launches=2, rows=True)
-        elif (product := self._product(step)) is not None:
-            yield from self._product_backward(step, indices, product, incoming)
+        elif (gemm := self._gemm(step)) is not None:
+            yield from self._gemm_backward(step, indices, gemm, incoming)
         else:
             yield from self._memory_backward(indices, own, incoming)
 
-    def _product_backward(self, step: TapeOp, indices: tuple[int, ...], p: Product, incoming: int) -> Iterator[Kernel]:
+    def _gemm_backward(self, step: TapeOp, indices: tuple[int, ...], p: Gemm, incoming: int) -> Iterator[Kernel]:
         if step.weights:
             weight, *bias = step.weights
             x = step.inputs[0]
@@ -354,14 +354,14 @@ class _Listing:
             if any(v.grad for v in step.inputs):
                 moved = given + matrix + x.nbytes
                 dx = replace(p, n=p.k, k=p.n)
-                yield Kernel(steps=indices, nbytes=moved, product=dx, half=Half.INPUTS)
+                yield Kernel(steps=indices, nbytes=moved, gemm=dx, half=Half.INPUTS)
             if weight.frozen:
                 return
             dw = replace(p, m=p.n, n=p.k, k=p.m)
             if self.narrow.widens and self.narrow.takes(step):
                 given, read, dw = incoming, x.nbytes, replace(dw, dtype=x.dtype)
             moved = given + read + weight.numel * self.gradient_bytes
-            yield Kernel(steps=indices, nbytes=moved, product=dw, half=Half.WEIGHTS)
+            yield Kernel(steps=indices, nbytes=moved, gemm=dw, half=Half.WEIGHTS)
             if bias:
                 yield Kernel(steps=indices, nbytes=incoming, half=Half.WEIGHTS)
             return
@@ -369,8 +369,8 @@ class _Listing:
         for v, other, sizes in ((first, second, (p.m, p.k, p.n)), (second, first, (p.n, p.k, p.m))):
             if v.grad:
                 moved = incoming + other.nbytes + v.nbytes
-                product = Product(p.batch, *sizes, p.dtype, aligned=p.aligned)
-                yield Kernel(steps=indices, nbytes=moved, product=product, half=Half.INPUTS)
+                gemm = Gemm(p.batch, *sizes, p.dtype, aligned=p.aligned)
+                yield Kernel(steps=indices, nbytes=moved, gemm=gemm, half=Half.INPUTS)
 
     def _memory_backward(self, indices: tuple[int, ...], own: list[TapeOp], incoming: int) -> Iterator[Kernel]:
         made = self._made(own)

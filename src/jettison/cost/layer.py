@@ -20,7 +20,7 @@ TransformerEngine launches a grouped GEMM as a loop of cuBLASLt calls (``common/
 in backward for its two matrices. Rows are quantised expert by expert, too (``csrc/extensions/cast.cpp``,
 ``multi_tensor_quantize_impl``), except under NVFP4, which has one kernel for all (``split_quantize_nvfp4_impl``).
 Eight GEMMs of 128 × 2048 × 2048, whose arithmetic takes a few microseconds, took 267 µs on Blackwell
-(TransformerEngine's pull request 3134, "pure"): `Delays.product` is 33 µs there.
+(TransformerEngine's pull request 3134, "pure"): `Delays.expert_gemm` is 33 µs there.
 
 NOTE [ Outside CUDA graphs ]
 A graph is captured once, for fixed sizes. With dropless routing the host reads the number of rows of each expert in
@@ -42,13 +42,13 @@ from typing import Final, NamedTuple
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.kernel import BATCHED, GROUPED, IN_ORDER, PRODUCTS, TRANSFER, Half, Kernel, KernelWork
+from jettison.cost.kernel import BATCHED, GEMMS, GROUPED, IN_ORDER, TRANSFER, Half, Kernel, KernelWork
 from jettison.cost.launches import work
+from jettison.cost.low_precision_gemms import LowPrecisionGemms
 from jettison.cost.matmul import kernel_seconds
-from jettison.cost.narrow_kernels import NarrowKernels
 from jettison.formula.region import Region
 from jettison.formula.tape import Collective
-from jettison.spec.fp8 import NARROW_4
+from jettison.spec.fp8 import FP4
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Precision
@@ -122,7 +122,7 @@ NOTHING = RegionSeconds()
 class Class(StrEnum):
     """Kinds of kernels in a breakdown of a step's time."""
 
-    PRODUCTS = "matrix products with weights"
+    GEMMS = "GEMMs with weights"
     ATTENTION = "attention"
     MEMORY = "norms, activations, sums and losses"
 
@@ -181,7 +181,7 @@ class _Timer:
     def listed(self) -> KernelWork:
         """Kernels of the region's forward and backward."""
         precision = self.precision
-        return work(self.region, self.execution, precision.gradient, precision.product, recipe=self._recipe)
+        return work(self.region, self.execution, precision.gradient, precision.gemm_inputs, recipe=self._recipe)
 
     @cached_property
     def op_seconds(self) -> tuple[float, ...]:
@@ -258,7 +258,7 @@ class _Timer:
             return Class.ATTENTION
         if "softmax" in name and name != "aten._log_softmax.default":
             return Class.ATTENTION
-        return Class.PRODUCTS if kernel.product is not None else Class.MEMORY
+        return Class.GEMMS if kernel.gemm is not None else Class.MEMORY
 
     # transfers --------------------------------------------------------------------------------------------------------
 
@@ -269,8 +269,10 @@ class _Timer:
         return transfer_seconds(c.kind, nbytes, ranks, self.hardware, copies=copies)
 
     @cached_property
-    def _narrow(self) -> NarrowKernels:
-        return NarrowKernels(tape=self.tape, how=self.execution, product=self.precision.product, recipe=self._recipe)
+    def _narrow(self) -> LowPrecisionGemms:
+        return LowPrecisionGemms(
+            tape=self.tape, how=self.execution, gemm=self.precision.gemm_inputs, recipe=self._recipe
+        )
 
     def _exposed(self, axis: str) -> float:
         """Exposed share of a transfer: NOTE [ Overlap of transfers ]."""
@@ -287,7 +289,7 @@ class _Timer:
         return sum(
             self.kernel(k)
             for k in kernels
-            if k.product and ((k.steps[0] in own and k.half is half) if own else steps[k.steps[0]].name in PRODUCTS)
+            if k.gemm and ((k.steps[0] in own and k.half is half) if own else steps[k.steps[0]].name in GEMMS)
         )
 
     @cached_property
@@ -303,7 +305,7 @@ class _Timer:
             found[at] = frozenset(
                 i
                 for i, step in enumerate(steps)
-                if step.name in PRODUCTS
+                if step.name in GEMMS
                 and (made & {v.storage for v in step.inputs} or given & {v.storage for v in step.outputs})
             )
         return found
@@ -381,7 +383,7 @@ class _Timer:
             return 0.0
         if self.execution.fuses_experts:
             return FUSED_EXPERTS
-        narrow = self.precision.product is not None
+        narrow = self.precision.gemm_inputs is not None
         return self.hardware.delays.experts * (1.0 if narrow else 0.5) if self.execution.loops_experts else 0.0
 
     @cached_property
@@ -397,14 +399,14 @@ class _Timer:
     def _expert_launches(self, kernels: Sequence[Kernel]) -> float:
         """Seconds of NOTE [ Expert by expert ], without the first quantisation, which is counted as a launch."""
         delays = self.hardware.delays
-        if not delays.product or self._replayed or not (self._grouped and self.execution.loops_experts):
+        if not delays.expert_gemm or self._replayed or not (self._grouped and self.execution.loops_experts):
             return 0.0
         total = 0.0
         for kernel in kernels:
             step = self.tape.steps[kernel.steps[-1]]
-            if kernel.product is not None and kernel.product.grouped:
-                total += kernel.product.batch * delays.product
-            elif step.name == GROUPED and kernel.product is None and self._narrow.dtype != NARROW_4:
+            if kernel.gemm is not None and kernel.gemm.grouped:
+                total += kernel.gemm.batch * delays.expert_gemm
+            elif step.name == GROUPED and kernel.gemm is None and self._narrow.dtype != FP4:
                 total += (step.weights[0].shape[0] // self.layout.ep - 1) * kernel.launches * delays.dispatch
         return total
 

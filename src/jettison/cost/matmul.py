@@ -34,9 +34,9 @@ from math import log2
 from typing import Final
 
 from jettison.core.errors import UsageError
-from jettison.cost.kernel import Kernel, Product
+from jettison.cost.kernel import Gemm, Kernel
 from jettison.ledger.program import Op
-from jettison.spec.fp8 import NARROW_LINES, NARROW_MX
+from jettison.spec.fp8 import FP8_1X128, MXFP8
 from jettison.spec.hardware import Hardware
 
 TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
@@ -44,7 +44,7 @@ TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.
 EDGE: Final = 128
 """Depth (of k) that takes as long as starting and ending a tile: an A100 writes a tile of 256 × 128 in 3.5 µs at its
 share of the memory bandwidth, in which it computes a depth of 134."""
-NARROW: Final = 64
+SMALL_HEAD: Final = 64
 """Largest head dim that takes the rates of 64: a score costs as many exponentials as with 128, for half the FLOPs."""
 PIECE_EDGE, PIECE_KEYS = 425, 4096
 """Columns of scores that take as long as starting and ending a row of tiles, and keys of the calls that the hardware
@@ -83,22 +83,22 @@ def _share(hardware: Hardware, dtype: str) -> float:
         return reached.matmul_fp4 or reached.matmul_fp8
     if not _is_narrow(dtype) or peaks.fp8 is None:
         return reached.matmul
-    by = {NARROW_MX: reached.matmul_mxfp8, NARROW_LINES: reached.matmul_lines}
+    by = {MXFP8: reached.matmul_mxfp8, FP8_1X128: reached.matmul_lines}
     return by.get(dtype) or reached.matmul_fp8
 
 
 @lru_cache(maxsize=65536)
-def product_seconds(product: Product, hardware: Hardware) -> float:
+def gemm_seconds(gemm: Gemm, hardware: Hardware) -> float:
     """Seconds of a GEMM's arithmetic alone: see NOTE [ Tiles ] and NOTE [ Edges ]."""
-    full = rate(hardware, product.dtype) * _share(hardware, product.dtype)
-    edges = hardware.edges.fp32 if product.dtype == "float32" else hardware.edges.bf16
+    full = rate(hardware, gemm.dtype) * _share(hardware, gemm.dtype)
+    edges = hardware.edges.fp32 if gemm.dtype == "float32" else hardware.edges.bf16
     if edges is not None:
-        return product.flops / full * (1 + edges.rows / product.m + edges.columns / product.n + edges.depth / product.k)
-    per_unit = full / hardware.units * _aligned_share(product.aligned, hardware)
+        return gemm.flops / full * (1 + edges.rows / gemm.m + edges.columns / gemm.n + edges.depth / gemm.k)
+    per_unit = full / hardware.units * _aligned_share(gemm.aligned, hardware)
     best = float("inf")
     for rows, columns, of_full in TILES:
-        tiles = product.batch * -(-product.m // rows) * -(-product.n // columns)
-        depth: float = product.k
+        tiles = gemm.batch * -(-gemm.m // rows) * -(-gemm.n // columns)
+        depth: float = gemm.k
         if tiles < hardware.units and depth > SPLIT:
             depth = max(SPLIT, depth / (hardware.units // tiles))
         rounds = -(-tiles // hardware.units)
@@ -133,11 +133,11 @@ def kernel_seconds(kernel: Kernel, hardware: Hardware, *, visible: float, dtype:
         attention: speed of fused attention, as a multiple of the hardware file's.
     """
     reached = hardware.reached
-    streams = reached.operands if kernel.product is not None else reached.gather if kernel.rows else None
+    streams = reached.operands if kernel.gemm is not None else reached.gather if kernel.rows else None
     seconds = memory_seconds(kernel.nbytes, hardware, share=streams)
-    if kernel.product is not None:
-        arithmetic = product_seconds(kernel.product, hardware)
-        seconds = seconds + arithmetic if kernel.product.grouped else max(seconds, arithmetic)
+    if kernel.gemm is not None:
+        arithmetic = gemm_seconds(kernel.gemm, hardware)
+        seconds = seconds + arithmetic if kernel.gemm.grouped else max(seconds, arithmetic)
     elif kernel.attention_flops:
         seconds = max(seconds, _attention_seconds(kernel, hardware, visible, dtype) / attention)
     elif kernel.scan_flops and reached.scan is not None:
@@ -157,13 +157,13 @@ def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype
     share = narrow or (rates.share("bf16", kernel.head_dim, backward=backward) if rates else None)
     if rates is None or share is None:
         share = reached.attention_backward if backward else reached.attention
-        if kernel.head_dim <= NARROW and reached.attention_64 is not None:
+        if kernel.head_dim <= SMALL_HEAD and reached.attention_64 is not None:
             share *= reached.attention_64 / reached.attention
         short = max(0.0, 1 / kernel.keys - 1 / PIECE_KEYS) if kernel.pieces > 1 else 0.0
         return kernel.attention_flops * (visible + PIECE_EDGE * short) / (rate(hardware, dtype) * share)
     if narrow and backward:
         visible = max(visible, CAUSAL)
-    peak = rate(hardware, NARROW_MX if narrow else dtype)
+    peak = rate(hardware, MXFP8 if narrow else dtype)
     return kernel.attention_flops * (visible + rates.edge / kernel.keys) / (peak * share)
 
 

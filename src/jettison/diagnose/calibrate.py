@@ -25,9 +25,9 @@ from jettison.diagnose.probes import (
     attention_probes,
     clock_for,
     counted,
+    gemm_probes,
     host_probes,
     measure_link,
-    product_probes,
     sizes_for,
     step_of_blocks,
     step_of_layers,
@@ -41,7 +41,7 @@ FULL_SECONDS, QUICK_SECONDS = 30.0, 5.0
 HOST_BYTES = 256 << 20
 CHAIN = 200
 """Kernels in a row, to measure the gap between them."""
-_SHARES: Final = {"products": 0.6, "attention": 0.15, "rest": 0.25}
+_SHARES: Final = {"gemms": 0.6, "attention": 0.15, "rest": 0.25}
 
 
 def calibrate(device: str | None = None, *, short: bool = False, ranks: int = 0, say: Progress = silent) -> Calibration:
@@ -83,17 +83,17 @@ def _device(name: str | None) -> torch.device:
 def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, say: Progress) -> Measured:
     clock = clock_for(device)
     on_gpu = device.type == "cuda"
-    products = {}
+    gemms = {}
     for dtype in ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16"):
         pool = OperandPool(sizes.pool_bytes, getattr(torch, dtype), device)
-        listed = list(product_probes(sizes, pool, dtype))
-        budget = seconds * _SHARES["products"] / 2
+        listed = list(gemm_probes(sizes, pool, dtype))
+        budget = seconds * _SHARES["gemms"] / 2
         took = undisturbed([probe for _, probe in listed], clock, seconds=budget, say=say)
-        samples = tuple((product, took[probe.name]) for product, probe in listed if probe.name in took)
+        samples = tuple((gemm, took[probe.name]) for gemm, probe in listed if probe.name in took)
         if samples:
-            products[dtype] = samples
-    if not products:
-        raise UsageError(f"no matrix product took less than {GIVE_UP_SECONDS} s: the machine is too slow, or too busy")
+            gemms[dtype] = samples
+    if not gemms:
+        raise UsageError(f"no matmul took less than {GIVE_UP_SECONDS} s: the machine is too slow, or too busy")
     ordinary = torch.bfloat16 if on_gpu else torch.float32
     attention = _attention(
         sizes, OperandPool(sizes.pool_bytes, ordinary, device), clock, seconds * _SHARES["attention"], say
@@ -106,7 +106,7 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
     took = undisturbed(probes, clock, seconds=seconds * _SHARES["rest"], needed=True, say=say)
     of_small, of_large = counted(small), counted(large)
     return Measured(
-        products=products,
+        gemms=gemms,
         attention=attention,
         stream=(stream_bytes, took["streaming"]),
         tiny=(of_small.kernels, took["tiny ops"]),
@@ -238,7 +238,7 @@ def hardware_toml(found: Calibration) -> str:
             lines.append(f"{name} = {_toml(value)}{note}")
     lines += ["", f"# Measured in {found.took_seconds:.0f} s. Matmuls: GFLOP/s, and estimated over measured seconds."]
     for c in found.comparisons:
-        p, rate = c.product, c.product.flops / c.seconds / 1e9
+        p, rate = c.gemm, c.gemm.flops / c.seconds / 1e9
         times = c.estimated_seconds / c.seconds
         lines.append(f"# {p.dtype:9} {p.m:6} x {p.n:6} x {p.k:6}  {rate:10.1f}  {times:5.2f}")
     return "\n".join([*lines, ""])
@@ -294,7 +294,7 @@ def figures(found: Calibration) -> list[tuple[str, str]]:
 def calibration_document(found: Calibration) -> dict[str, Any]:
     """Return the JSON document, with every matmul."""
     compared = [
-        {**asdict(c.product), "seconds": c.seconds, "estimated_seconds": c.estimated_seconds} for c in found.comparisons
+        {**asdict(c.gemm), "seconds": c.seconds, "estimated_seconds": c.estimated_seconds} for c in found.comparisons
     ]
     return {
         "schema": "jettison.calibration/1",

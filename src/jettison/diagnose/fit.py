@@ -22,9 +22,9 @@ from typing import Final
 
 import torch
 
-from jettison.cost.kernel import Product
+from jettison.cost.kernel import Gemm
 from jettison.cost.launches import FLASH_BACKWARD
-from jettison.cost.matmul import product_seconds
+from jettison.cost.matmul import gemm_seconds
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput
 
 _NAMES: Final = {"float32": "fp32", "bfloat16": "bf16", "tf32": "tf32"}
@@ -40,7 +40,7 @@ class Measured:
     """Measured seconds of the probes.
 
     Args:
-        products: matmuls by dtype; the first dtype determines the efficiency.
+        gemms: matmuls by dtype; the first dtype determines the efficiency.
         attention: (FLOPs of a forward without masked ones, seconds of the forward, seconds of forward and backward).
         stream: (bytes, seconds) of a large copy.
         tiny: (kernels, seconds) of a step with tiny tensors.
@@ -51,7 +51,7 @@ class Measured:
         link: result of `probes.measure_link`.
     """
 
-    products: Mapping[str, tuple[tuple[Product, float], ...]]
+    gemms: Mapping[str, tuple[tuple[Gemm, float], ...]]
     attention: tuple[tuple[float, float, float], ...]
     stream: tuple[int, float]
     tiny: tuple[int, float]
@@ -75,7 +75,7 @@ class LinkFit:
 class MatmulComparison:
     """Measured and estimated seconds of one matmul, with the calibrated figures."""
 
-    product: Product
+    gemm: Gemm
     seconds: float
     estimated_seconds: float
 
@@ -101,10 +101,10 @@ def fit(measured: Measured, bare: Hardware) -> Calibration:
         (rates, edges), share = _curves(measured), 1.0
         kernel, dispatch = seconds / kernels, NEVER
     else:
-        rates, share = _products(measured, bare)
+        rates, share = _gemms(measured, bare)
         kernel, dispatch = max(NEVER, measured.gap), seconds / kernels
     memory, streamed = _memory(measured, kernel)
-    first = next(iter(measured.products))
+    first = next(iter(measured.gemms))
     forward, backward = _attention(measured, rates[first], kernel)
     found = replace(
         bare,
@@ -130,21 +130,21 @@ def fit(measured: Measured, bare: Hardware) -> Calibration:
             delays=replace(found.delays, link=max(NEVER, link.step_seconds)),
         )
     compared = (
-        MatmulComparison(product=product, seconds=seconds, estimated_seconds=product_seconds(product, found))
-        for samples in measured.products.values()
-        for product, seconds in samples
+        MatmulComparison(gemm=gemm, seconds=seconds, estimated_seconds=gemm_seconds(gemm, found))
+        for samples in measured.gemms.values()
+        for gemm, seconds in samples
     )
     return Calibration(hardware=found, comparisons=tuple(compared))
 
 
-def _products(measured: Measured, bare: Hardware) -> tuple[dict[str, float], float]:
+def _gemms(measured: Measured, bare: Hardware) -> tuple[dict[str, float], float]:
     """FLOP/s by dtype, and the efficiency: see NOTE [ Shares ]."""
     rates: dict[str, float] = {}
     share = 0.0
-    for dtype, samples in measured.products.items():
-        best = max(product.flops / seconds for product, seconds in samples)
+    for dtype, samples in measured.gemms.items():
+        best = max(gemm.flops / seconds for gemm, seconds in samples)
         given = replace(bare, flops_per_second=_throughput({dtype: best}), reached=replace(Reached(), matmul=1.0))
-        fitted = statistics.median(product_seconds(product, given) / seconds for product, seconds in samples)
+        fitted = statistics.median(gemm_seconds(gemm, given) / seconds for gemm, seconds in samples)
         if not share:
             share = min(1.0, fitted)
         rates[dtype] = best * max(1.0, fitted) if not rates else best * fitted / share
@@ -154,10 +154,10 @@ def _products(measured: Measured, bare: Hardware) -> tuple[dict[str, float], flo
 def _curves(measured: Measured) -> tuple[dict[str, float], EdgesOf]:
     """FLOP/s and edges by dtype: see NOTE [ A curve ]."""
     rates, edges = {}, {}
-    for dtype, samples in measured.products.items():
-        least = min(seconds / product.flops for product, seconds in samples) / ABOVE_BEST
+    for dtype, samples in measured.gemms.items():
+        least = min(seconds / gemm.flops for gemm, seconds in samples) / ABOVE_BEST
         terms = torch.tensor([[1.0, 1 / p.m, 1 / p.n, 1 / p.k] for p, _ in samples], dtype=torch.float64)
-        terms *= torch.tensor([[product.flops / seconds] for product, seconds in samples], dtype=torch.float64)
+        terms *= torch.tensor([[gemm.flops / seconds] for gemm, seconds in samples], dtype=torch.float64)
         more, *rest = map(float, least_absolute(terms, 1 - least * terms[:, 0]))
         rates[dtype] = 1 / (least + more)
         edges[_NAMES[dtype]] = Edges(*(each * rates[dtype] for each in rest))

@@ -36,7 +36,7 @@ from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError
 from jettison.core.process import uncollected
 from jettison.core.progress import Progress, silent
-from jettison.cost.kernel import Product
+from jettison.cost.kernel import Gemm
 from jettison.diagnose.finding import table
 from jettison.diagnose.fit import LinkFit
 from jettison.runtime.install import install
@@ -146,7 +146,7 @@ class Sizes:
     """Sizes of the probes for a device.
 
     Args:
-        products: (rows, outputs, inputs) of matmuls y = x W^T.
+        gemms: (rows, outputs, inputs) of matmuls y = x W^T.
         attention: (batch, heads, sequence, head dim).
         streamed: elements of a copy, larger than caches.
         block: (rows, width) of the block of ordinary ops.
@@ -155,7 +155,7 @@ class Sizes:
         pool_bytes: of operands and of results; see NOTE [ Cold data ].
     """
 
-    products: tuple[tuple[int, int, int], ...]
+    gemms: tuple[tuple[int, int, int], ...]
     attention: tuple[tuple[int, int, int, int], ...]
     streamed: int
     block: tuple[int, int]
@@ -167,7 +167,7 @@ def sizes_for(device: torch.device, *, short: bool) -> Sizes:
     """Return the sizes of `probes.toml` for a device; ``short``: every second matmul and attention."""
     row = table("probes")["cuda" if device.type == "cuda" else "cpu"]
     sizes = Sizes(**{name: _frozen(value) for name, value in row.items()})
-    return replace(sizes, products=sizes.products[1::2], attention=sizes.attention[1::2]) if short else sizes
+    return replace(sizes, gemms=sizes.gemms[1::2], attention=sizes.attention[1::2]) if short else sizes
 
 
 def _frozen(value: Any) -> Any:
@@ -201,16 +201,16 @@ class OperandPool:
             self._kept_bytes -= self._kept.popleft().nbytes
 
 
-def product_probes(sizes: Sizes, pool: OperandPool, dtype: str) -> Iterator[tuple[Product, Probe]]:
+def gemm_probes(sizes: Sizes, pool: OperandPool, dtype: str) -> Iterator[tuple[Gemm, Probe]]:
     """Yield each y = x W^T, and both matmuls of its backward, as autograd calls them."""
-    for m, n, k in sizes.products:
-        forms: tuple[tuple[str, Product, Callable[[int], None]], ...] = (
-            ("y", Product(1, m, n, k, dtype), _call(pool, (m, k), (n, k), lambda x, w: x @ w.t())),
-            ("dx", Product(1, m, k, n, dtype), _call(pool, (m, n), (n, k), lambda g, w: g @ w)),
-            ("dW", Product(1, n, k, m, dtype), _call(pool, (m, n), (m, k), lambda g, x: g.t() @ x)),
+    for m, n, k in sizes.gemms:
+        forms: tuple[tuple[str, Gemm, Callable[[int], None]], ...] = (
+            ("y", Gemm(1, m, n, k, dtype), _call(pool, (m, k), (n, k), lambda x, w: x @ w.t())),
+            ("dx", Gemm(1, m, k, n, dtype), _call(pool, (m, n), (n, k), lambda g, w: g @ w)),
+            ("dW", Gemm(1, n, k, m, dtype), _call(pool, (m, n), (m, k), lambda g, x: g.t() @ x)),
         )
-        for form, product, run in forms:
-            yield product, Probe(f"{dtype} matmul {form} {m} x {n} x {k}", run)
+        for form, gemm, run in forms:
+            yield gemm, Probe(f"{dtype} matmul {form} {m} x {n} x {k}", run)
 
 
 def _call(

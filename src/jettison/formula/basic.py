@@ -10,10 +10,10 @@ from jettison.formula.quantized import QUANTISE, quantized_matmul
 from jettison.formula.sums import positive
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
-from jettison.spec.fp8 import NARROW
+from jettison.spec.fp8 import FP8
 from jettison.spec.tuning import FP8_BLOCK, Base, Tuning
 
-WEIGHT_COPY, ADAPTER_COPY = "weight in the dtype of products", "adapter in the dtype of products"
+WEIGHT_COPY, ADAPTER_COPY = "weight in the dtype of GEMMs", "adapter in the dtype of GEMMs"
 
 
 def cast(w: Writer, x: Value, dtype: str) -> Value:
@@ -102,7 +102,7 @@ def linear(
     with w.tape.scope(name):
         dim = {"column": 0, "row": 1}.get(split or "")
         if weight is None:
-            weight = w.parameter("weight", features, width, split=dim, tied=tied, product=True, head=head)
+            weight = w.parameter("weight", features, width, split=dim, tied=tied, gemm=True, head=head)
         biases = [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
         apart = w.kernels.biases_apart and not head
         weights = [weight] if apart else [weight, *biases]
@@ -129,7 +129,7 @@ def linear(
         if eight:  # forward multiplies int8, backward unpacks the matrix to 16 bits
             workspace = weight.numel * DTYPE_BYTES[w.matmul_dtype]
         elif weight.packed_bytes and w.base is Base.FP8:  # backward: the matrix, and its scales for each row
-            inputs.append(w.tape.op(QUANTISE, [x], dtype=NARROW, grad=False))
+            inputs.append(w.tape.op(QUANTISE, [x], dtype=FP8, grad=False))
             workspace = (weight.numel + weight.numel // FP8_BLOCK) * DTYPE_BYTES[w.matmul_dtype]
         elif weight.packed_bytes:
             inputs += unpacked(w, weight, weight.shape)
@@ -196,7 +196,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     last = len(x.shape) - 1
     row, column = split == "row" and w.tp > 1, split == "column" and w.tp > 1
     rest = tuple(p for p in x.places if p[1] != last)
-    down = w.parameter("lora_A", tuning.rank, x.shape[-1], split=1 if row else None, adapter=True, product=True)
+    down = w.parameter("lora_A", tuning.rank, x.shape[-1], split=1 if row else None, adapter=True, gemm=True)
     copies = [] if alone else cast_weights(w, [down])
     read = cast(w, dropped, product)
     kept = read if autocast and not (packed and read is given) else kept
@@ -211,7 +211,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         contracted=x.local_shape[-1],
         copied=bool(copies),
     )
-    up = w.parameter("lora_B", features, tuning.rank, split=0 if column else None, adapter=True, product=True)
+    up = w.parameter("lora_B", features, tuning.rank, split=0 if column else None, adapter=True, gemm=True)
     copies = [] if alone else cast_weights(w, [up])
     high = w.tape.op(
         "aten.mm.default",
@@ -240,8 +240,8 @@ def _fused_adapter(w: Writer, x: Value, out: Value, features: int, tuning: Tunin
     ``out.addmm_(XA, B.to(dtype), alpha = s)``.
     """
     x = _dropped(w, x, "adapter's dropout mask") if tuning.dropout else x
-    down = w.parameter("lora_A", tuning.rank, x.shape[-1], adapter=True, product=True)
-    up = w.parameter("lora_B", features, tuning.rank, adapter=True, product=True)
+    down = w.parameter("lora_A", tuning.rank, x.shape[-1], adapter=True, gemm=True)
+    up = w.parameter("lora_B", features, tuning.rank, adapter=True, gemm=True)
     again = w.one_block and w.tape.path.endswith("down")  # recomputed from gate and up, which are saved instead
     low = tuning.rank * DTYPE_BYTES[w.matmul_dtype] * prod(x.local_shape[:-1])
     return w.tape.op(
@@ -316,7 +316,7 @@ def _cast_weight(w: Writer, weight: Weight) -> Value:
 def quantise(w: Writer, x: Value) -> Value:
     """x in fp8; one copy for all matmuls that read it. A copy that is only saved passes no gradient."""
     if x.index not in w.quantised:
-        product = w.run.precision.product
+        product = w.run.precision.gemm_inputs
         assert product is not None
         w.quantised[x.index] = w.tape.op(QUANTISE, [x], dtype=product, grad=False)
     return w.quantised[x.index]

@@ -294,7 +294,7 @@ class Backward:
     def _made(self, step: TapeOp, incoming: list[int]) -> list[Weight]:
         """Weights whose gradients this step makes; ``incoming``: gradients of its outputs."""
         # a matmul that accumulates its weight's gradient makes none
-        return [w for w in step.makes if not (self.fused and w.product and (self.dummies or not w.head))]
+        return [w for w in step.makes if not (self.fused and w.gemm and (self.dummies or not w.head))]
 
     def _fetch(self, b: int) -> None:
         buffer = self.program.buffers[b]

@@ -361,7 +361,7 @@ def _tiled(w: Writer, x: Value) -> Value:
     """
     model, batch, rows = w.run.model, w.run.micro_batch, w.run.seq - 1
     with w.tape.scope("logits"):
-        weight = w.parameter("weight", model.vocab, model.hidden, tied=model.tied_embeddings, product=True, head=True)
+        weight = w.parameter("weight", model.vocab, model.hidden, tied=model.tied_embeddings, gemm=True, head=True)
     scored = w.tape.op("aten.index.Tensor", [x], (batch * rows, model.hidden))
     targets = w.tape.op("aten.index.Tensor", [_labels(w)], (batch * rows,))
     numbers = [w.tape.empty((batch * rows,), "float32") for _ in range(2)]

@@ -223,7 +223,7 @@ def _matrices(w: Writer, x: Value, features: int, experts: int, split: str) -> t
     """One weight matrix for each expert, and the placement of the matmul's result."""
     last = len(x.shape) - 1
     shape = (experts, features, x.shape[last])
-    weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True, product=True)
+    weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True, gemm=True)
     places: Places = tuple(p for p in x.places if p[1] != last)
     if split == "column" and w.tape.mesh[w.expert_axis] > 1:
         places = tuple(sorted((*places, (w.expert_axis, last))))

@@ -120,7 +120,7 @@ def torchao_bytes(recipe: Fp8Recipe, rows: int, columns: int, features: int) -> 
     through, scaled = QUANTISED_THROUGH_BYTES, SCALED_BYTES if recipe.inputs is Scales.ROW else 0
     returned, made = _WIDE * x, _WIDE * weight
     moments = [through * g, g + through * weight, g + 2 * weight + returned + scaled * x]
-    if recipe.wide_weight_gradient:
+    if recipe.high_precision_weight_gradient:
         moments += [g + weight + returned + made]
     else:
         moments += [

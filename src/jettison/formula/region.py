@@ -234,7 +234,7 @@ def layer_region(scene: RegionSignature, layer: AnyLayer) -> Region:
         pair = scene.model.pair
         scene = replace(scene, seq=scene.source_seq, model=scene.model if pair is None else pair.images)
     writer = Writer.of(scene)
-    writer.repeats, writer.rules = layer.repeats, layer.products
+    writer.repeats, writer.rules = layer.repeats, layer.gemm_recipes
     hidden = writer.hidden(detached=layer.detached, low_precision=layer.narrow)
     output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)

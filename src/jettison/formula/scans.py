@@ -36,7 +36,7 @@ from jettison.ledger.record import EACH_ROUND
 from jettison.spec.kernels import SsmKernels
 from jettison.spec.model import Activation, GatedDelta, Norm, NormKind, SelectiveScan, StateSpaceDual
 
-WIDE = "float32"
+FP32 = "float32"
 DELTA = "flash-linear-attention, ChunkGatedDeltaRuleFunction"
 SPLIT = "mamba-ssm, MambaSplitConv1dScanCombinedFn"
 
@@ -64,8 +64,8 @@ def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: Gat
     dtype = mixed.dtype
     out = w.tape.empty(values, dtype, grad=True)
     units = [w.tape.empty(keys, dtype) for _ in range(2)]
-    roots = [w.tape.empty(keys[:-1], WIDE) for _ in range(2)]
-    sums = w.tape.empty(values[:-1], WIDE)
+    roots = [w.tape.empty(keys[:-1], FP32) for _ in range(2)]
+    sums = w.tape.empty(values[:-1], FP32)
     system = w.tape.empty((*values[:-1], spec.chunk), dtype)
     kept = [Saved(unit, "scan input", DELTA) for unit in units]
     kept += [Saved(root, "norm statistics", DELTA) for root in roots]
@@ -94,7 +94,7 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> V
     normal = w.tape.empty(w.shape(spec.inner), joint.dtype, grad=True)
     _dual(w, joint, rate, normal, spec, weights, roots=True)
     with w.tape.scope("out_proj"):
-        weights = [w.parameter("weight", hidden, spec.inner, product=True)]
+        weights = [w.parameter("weight", hidden, spec.inner, gemm=True)]
         weights += [w.parameter("bias", hidden)] if spec.bias else []
         name = "aten.addmm.default" if spec.bias else "aten.mm.default"
         copies = weight_copies(w, weights)  # the kernel casts its inputs itself
@@ -126,7 +126,7 @@ def shared_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> 
     _dual(w, turned, rate, gated, spec, weights)
     gated = copy(w, gated, w.shape(spec.inner), places) if b > 1 else w.tape.view(gated, w.shape(spec.inner))
     normal = w.tape.empty(gated.shape, joint.dtype, places, grad=True)
-    roots = w.tape.empty((spec.groups, b * s), WIDE, (("tp", 0),) if w.tp > 1 else ())
+    roots = w.tape.empty((spec.groups, b * s), FP32, (("tp", 0),) if w.tp > 1 else ())
     with w.tape.scope("norm"):
         w.tape.record(
             "aten._fused_rms_norm.default",
@@ -166,7 +166,7 @@ def _dual(
     kept = [Saved(joint, "scan input", SPLIT), Saved(rate, "decay rate", SPLIT), Saved(scanned, "scan output", SPLIT)]
     made = [out, scanned]
     if roots:
-        made.append(w.tape.empty((spec.groups, b * s), WIDE))
+        made.append(w.tape.empty((spec.groups, b * s), FP32))
         kept.append(Saved(made[-1], "norm statistics", SPLIT))
     tokens = b * s
     each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
@@ -253,8 +253,8 @@ def gated_delta(w: Writer, x: Value, spec: GatedDelta) -> Value:
             out = _DeltaRule(w, spec).chunks(q, k, v, strength, decay)
         # each head normalised, and weighted by the gate in fp32: ``Qwen3NextRMSNormGated``
         normal = norm(w, out, Norm(kind=NormKind.RMS), "norm")
-        gate = activation(w, cast(w, z, WIDE), Activation.SILU)
-        out = cast(w, multiply(w, normal, gate, ("normalised output", "gate"), WIDE), out.dtype)
+        gate = activation(w, cast(w, z, FP32), Activation.SILU)
+        out = cast(w, multiply(w, normal, gate, ("normalised output", "gate"), FP32), out.dtype)
         return linear(w, w.tape.view(out, w.shape(spec.values)), w.run.model.hidden, "out_proj", bias=False)
 
 
@@ -287,7 +287,7 @@ def _heads_spread(w: Writer, x: Value, spec: GatedDelta) -> Value:
 def _decay(w: Writer, rate: Value, heads: int) -> Value:
     """-exp(A_log) softplus(rate + dt_bias): b × s × a, the logarithm of the state's decay."""
     bias = w.parameter("dt_bias", heads)
-    wide = w.tape.op("aten.add.Tensor", [cast(w, rate, WIDE)], weights=[bias])
+    wide = w.tape.op("aten.add.Tensor", [cast(w, rate, FP32)], weights=[bias])
     step = w.tape.op("aten.softplus.default", [wide], saves=[Saved(wide, "time step input")])
     return multiply(w, step, negative_rate(w, heads), ("time step", "decay rate"))
 
@@ -296,8 +296,8 @@ def negative_rate(w: Writer, *shape: int) -> Value:
     """-exp(A_log), computed in each call."""
     weight = w.parameter("A_log", *shape, split=0)
     held = w.read(weight, "A_log")
-    rate = w.tape.empty(shape, WIDE, weight.places, grad=held.grad)
-    wide = cast(w, held, WIDE)
+    rate = w.tape.empty(shape, FP32, weight.places, grad=held.grad)
+    wide = cast(w, held, FP32)
     w.tape.record("aten.exp.default", [wide], [rate], saves=[Saved(rate, "decay rate")], weights=[weight])
     return w.tape.op("aten.neg.default", [rate])
 
@@ -308,7 +308,7 @@ def _column(w: Writer, x: Value) -> Value:
 
 def _exp(w: Writer, x: Value, reference: str, *, kept: bool = True) -> Value:
     grad = x.grad and kept
-    return w.tape.op("aten.exp.default", [x], None, WIDE, (), keeps=DECAY, reference=reference, grad=grad)
+    return w.tape.op("aten.exp.default", [x], None, FP32, (), keeps=DECAY, reference=reference, grad=grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ class _DeltaRule:
 
     @property
     def _tokens_outermost(self) -> bool:
-        return self.w.matmul_dtype == WIDE and self.w.run.seq % self.spec.chunk == 0
+        return self.w.matmul_dtype == FP32 and self.w.run.seq % self.spec.chunk == 0
 
     @property
     def _spread(self) -> bool:
@@ -376,7 +376,7 @@ class _DeltaRule:
             contracted=self.spec.key_dim,
         )
         within, role = self._for_rounds(within, self.count, "query scores")
-        here = batched_matmul(w, within, new, shape, (), self.spec.chunk, (role, NEW), RULE, WIDE)
+        here = batched_matmul(w, within, new, shape, (), self.spec.chunk, (role, NEW), RULE, FP32)
         out = tape.view(add(w, before, here), (*self.heads, self.count * self.spec.chunk, self.spec.value_dim))
         return tape.op("aten._to_copy.default", [out], (b, w.run.seq, a, self.spec.value_dim), w.matmul_dtype)
 
@@ -388,8 +388,8 @@ class _DeltaRule:
         fade = _column(w, _exp(w, left, RULE, kept=several))
         faded = w.tape.op("aten.mul.Tensor", [k, fade], grad=several, saves=[Saved(k, OPERAND), Saved(fade, DECAY)])
         ends = _exp(w, w.tape.view(sums, (b, a, n)), RULE, kept=several)
-        states = w.tape.empty((n, b, a, spec.key_dim, spec.value_dim), WIDE, grad=several)
-        new = w.tape.empty((n, b, a, spec.chunk, spec.value_dim), WIDE, grad=True)
+        states = w.tape.empty((n, b, a, spec.key_dim, spec.value_dim), FP32, grad=several)
+        new = w.tape.empty((n, b, a, spec.chunk, spec.value_dim), FP32, grad=True)
         read, role = self._for_rounds(read, n - 1, OPERAND)
         slices = self._slices(faded)
         kept = [Saved(states, DELTA_STATE), Saved(new, NEW)]
@@ -401,7 +401,7 @@ class _DeltaRule:
             made = [copy_read := self._copied(states, n), *results]
             kept[:2] = [Saved(copy_read, DELTA_STATE)]
             if several:  # the last round's state is freed
-                states, again = w.tape.empty((n - 1, *states.shape[1:]), WIDE, grad=True), self._copied(new, n - 1)
+                states, again = w.tape.empty((n - 1, *states.shape[1:]), FP32, grad=True), self._copied(new, n - 1)
                 made += [states, again]
                 kept += [Saved(states, DELTA_STATE), Saved(again, NEW)]
             w.tape.record("scan.chunks", inputs, [new, *made], saves=kept, flops=flops, rounds=rounds)
@@ -432,9 +432,9 @@ class _DeltaRule:
     def _heads_first(self, x: Value) -> Value:
         """b × heads × s × width. NOTE [ Heads apart ]."""
         b, s, heads, *width = x.shape
-        if self.w.matmul_dtype == WIDE:
+        if self.w.matmul_dtype == FP32:
             return self.w.tape.view(x, (b, heads, s, *width))
-        return self.w.tape.op("aten._to_copy.default", [x], (b, heads, s, *width), WIDE)
+        return self.w.tape.op("aten._to_copy.default", [x], (b, heads, s, *width), FP32)
 
     def _unit(self, x: Value) -> Value:
         """Each row normalised to length 1."""
@@ -468,13 +468,13 @@ class _DeltaRule:
         if self.operands_copied:
             rows, keys = copy(w, rows), copy(w, keys)
         shape = (*rows.shape[:-1], self.spec.chunk)
-        return batched_matmul(w, rows, keys, shape, (), self.spec.key_dim, (OPERAND, OPERAND), RULE, WIDE)
+        return batched_matmul(w, rows, keys, shape, (), self.spec.key_dim, (OPERAND, OPERAND), RULE, FP32)
 
     def _solved(self, system: Value, right: Value) -> Value:
         """The triangular system of each chunk, which replaces sequential updates."""
         kept = [Saved(system, "triangular system", RULE)]
         name, operands = "aten.linalg_solve_triangular.default", [system, right]
-        return self.w.tape.op(name, operands, right.shape, WIDE, (), saves=kept, keeps=OPERAND, reference=RULE)
+        return self.w.tape.op(name, operands, right.shape, FP32, (), saves=kept, keeps=OPERAND, reference=RULE)
 
 
 # Mamba 1 of transformers without kernels of mamba-ssm: a loop over tokens ---------------------------------------------
@@ -524,7 +524,7 @@ def _selected(w: Writer, mixed: Value, spec: SelectiveScan, norm_spec: Norm) -> 
     step = linear(w, low, spec.inner, "dt_proj", bias=False)
     bias = w.parameter("dt_bias", spec.inner)
     step = w.tape.op("aten.add.Tensor", [step], weights=[bias])
-    step = cast(w, step, WIDE) if w.listed else step
+    step = cast(w, step, FP32) if w.listed else step
     return w.tape.op("aten.softplus.default", [step], saves=[Saved(step, "time step input")]), write, ask
 
 
@@ -534,14 +534,14 @@ def _selective(w: Writer, x: Value, step: Value, rate: Value, write: Value, ask:
     state = rate.shape[-1]
     each = (b, channels, s, state)
     column = w.tape.view(step, (*step.shape, 1))
-    decay = w.tape.empty(each, WIDE, grad=True)
+    decay = w.tape.empty(each, FP32, grad=True)
     logs = _outer(w, rate, column, each, ("decay rate", STEP))
     w.tape.record("aten.exp.default", [logs], [decay], saves=[Saved(decay, "decay", SELECTIVE)])
-    written = _outer(w, column, cast(w, write, WIDE), each, (STEP, OPERAND))
-    written = _outer(w, written, cast(w, x, WIDE), each, (OPERAND, "scan input"))
-    cast_states = x.dtype != WIDE
+    written = _outer(w, column, cast(w, write, FP32), each, (STEP, OPERAND))
+    written = _outer(w, written, cast(w, x, FP32), each, (OPERAND, "scan input"))
+    cast_states = x.dtype != FP32
     first = w.tape.empty((b, channels, state), x.dtype)
-    states = w.tape.empty((max(1, s - 1) if cast_states else s, b, channels, state), WIDE, grad=True)
+    states = w.tape.empty((max(1, s - 1) if cast_states else s, b, channels, state), FP32, grad=True)
     kept = [Saved(first, OPERAND)]
     kept += [Saved(decay, "decay", SELECTIVE)] if s > 1 else []
     kept += [Saved(states, TOKEN_STATE, SELECTIVE)] if s > 1 or not cast_states else []
@@ -572,7 +572,7 @@ def _outer(w: Writer, a: Value, b: Value, shape: tuple[int, ...], roles: tuple[s
     """a * b in fp32, each broadcast."""
     kept = [Saved(b, roles[1], SELECTIVE)] if a.grad else []
     kept += [Saved(a, roles[0], SELECTIVE)] if b.grad else []
-    return w.tape.op("aten.mul.Tensor", [a, b], shape, WIDE, saves=kept, gradients=(a.nbytes, b.nbytes))
+    return w.tape.op("aten.mul.Tensor", [a, b], shape, FP32, saves=kept, gradients=(a.nbytes, b.nbytes))
 
 
 def _skipped(w: Writer, x: Value) -> Value:
@@ -580,11 +580,11 @@ def _skipped(w: Writer, x: Value) -> Value:
     weight = w.parameter("D", x.shape[-1])
     dtype = w.held(frozen=weight.frozen)
     held = w.tape.source("D", weight.shape, dtype, weight.places, grad=not weight.frozen, free=True)
-    if dtype == WIDE:
+    if dtype == FP32:
         kept = [] if weight.frozen else [Saved(x, "scan input")]
-        return w.tape.op("aten.mul.Tensor", [x], dtype=WIDE, saves=kept, weights=[weight])
-    wide = w.tape.op("aten._to_copy.default", [held], dtype=WIDE, weights=[weight])
-    return multiply(w, x, wide, ("scan input", "skip weight"), WIDE)
+        return w.tape.op("aten.mul.Tensor", [x], dtype=FP32, saves=kept, weights=[weight])
+    wide = w.tape.op("aten._to_copy.default", [held], dtype=FP32, weights=[weight])
+    return multiply(w, x, wide, ("scan input", "skip weight"), FP32)
 
 
 # Mamba 2 of transformers without kernels of mamba-ssm -----------------------------------------------------------------
@@ -627,7 +627,7 @@ def _time_step(w: Writer, x: Value) -> Value:
     """clamp(softplus(x + dt_bias)): b × s × H."""
     bias = w.parameter("dt_bias", x.shape[-1])
     x = w.tape.op("aten.add.Tensor", [x], weights=[bias])
-    x = cast(w, x, WIDE) if w.listed else x
+    x = cast(w, x, FP32) if w.listed else x
     step = w.tape.op("aten.softplus.default", [x], saves=[Saved(x, "time step input")])
     return w.tape.op("aten.clamp.default", [step], saves=[Saved(step, STEP)])
 
@@ -635,7 +635,7 @@ def _time_step(w: Writer, x: Value) -> Value:
 def _normed(w: Writer, x: Value, gate: Value, groups: int) -> Value:
     """Weighted by the gate, then normalised within groups of channels, in fp32: ``MambaRMSNormGated``."""
     with w.tape.scope("norm"):
-        opened = activation(w, cast(w, gate, WIDE), Activation.SILU)
+        opened = activation(w, cast(w, gate, FP32), Activation.SILU)
         x = multiply(w, x, opened, ("scan output", "gate"))
         rows = w.tape.view(x, (*x.shape[:-1], groups, x.shape[-1] // groups))
         normal = w.tape.view(root_mean_square(w, rows), x.shape)
@@ -664,11 +664,11 @@ class _DualScan:
         w, tape, spec = self.w, self.w.tape, self.spec
         b, s, _ = mixed.shape
         n, c, heads, wide = self.count, spec.chunk, spec.heads, (spec.head_dim, spec.state)
-        x = cast(w, tape.view(mixed, (b, s, heads, spec.head_dim)), WIDE)
-        write, ask = (self._spread(cast(w, tape.view(mixed, (b, s, spec.groups, spec.state)), WIDE)) for _ in range(2))
+        x = cast(w, tape.view(mixed, (b, s, heads, spec.head_dim)), FP32)
+        write, ask = (self._spread(cast(w, tape.view(mixed, (b, s, spec.groups, spec.state)), FP32)) for _ in range(2))
         skipped = weigh(w, self._filled(x), w.parameter("D", heads), "scan input")
-        x = multiply(w, x, _column(w, cast(w, step, WIDE)), ("scan input", STEP))
-        lost = multiply(w, cast(w, step, WIDE), rate, (STEP, "decay rate"))
+        x = multiply(w, x, _column(w, cast(w, step, FP32)), ("scan input", STEP))
+        lost = multiply(w, cast(w, step, FP32), rate, (STEP, "decay rate"))
         x, lost, write, ask = (self._filled(each) for each in (x, lost, write, ask))
         logs = tape.view(lost, (b, heads, n, c))
         sums = tape.op("aten.cumsum.default", [logs])
@@ -729,4 +729,4 @@ class _DualScan:
         return _exp(self.w, filled, DUAL)
 
     def _product(self, one: Value, other: Value, shape: tuple[int, ...], contracted: int) -> Value:
-        return batched_matmul(self.w, one, other, shape, (), contracted, (OPERAND, OPERAND), DUAL, WIDE)
+        return batched_matmul(self.w, one, other, shape, (), contracted, (OPERAND, OPERAND), DUAL, FP32)

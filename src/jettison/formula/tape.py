@@ -26,7 +26,7 @@ from typing import TypedDict, Unpack
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.ledger.program import Anchor, Source
-from jettison.spec.fp8 import WIDE, Fp8Recipe, Rule, rule_for
+from jettison.spec.fp8 import BF16_GEMMS, Fp8Recipe, Rule, rule_for
 from jettison.spec.kernels import Device, Kernels
 from jettison.spec.run import RegionSignature
 from jettison.spec.tuning import Base, Upcast
@@ -69,7 +69,7 @@ class Weight:
     """A parameter: its logical shape and its placement.
 
     ``expert``: ZeRO shards it over the ranks of one expert only. ``tied``: another region's weight, read again.
-    ``product``: a matrix whose gradient can be accumulated by the matmul that makes it. ``head``: the LM head's matrix;
+    ``gemm``: a matrix whose gradient can be accumulated by the matmul that makes it. ``head``: the LM head's matrix;
     autograd still receives a gradient of its size: ``torch.empty`` in Megatron-LM's
     ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept. ``frozen``: it has no gradient.
     ``wide``: held in fp32 whatever the precision of others, with its gradient and its state.
@@ -87,7 +87,7 @@ class Weight:
     numel: int  # on one rank
     expert: bool = False
     tied: bool = False
-    product: bool = False
+    gemm: bool = False
     head: bool = False
     frozen: bool = False
     packed_bytes: int = 0
@@ -521,7 +521,7 @@ class Writer:
         split: int | None = None,
         expert: bool = False,
         tied: bool = False,
-        product: bool = False,
+        gemm: bool = False,
         head: bool = False,
         adapter: bool = False,
         table: bool = False,
@@ -532,7 +532,7 @@ class Writer:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
         ``tied``: it belongs to another region; held once more only on another pipeline stage.
-        ``product``: a matmul's matrix; ``head``: the LM head's. ``adapter``: trained while the others are frozen.
+        ``gemm``: a matrix of a GEMM; ``head``: the LM head's. ``adapter``: trained while the others are frozen.
         ``table``: an embedding table. ``fixed``: the model's own code never trains it. ``wide``: held in fp32, whatever
         the others are.
         """
@@ -545,10 +545,10 @@ class Writer:
         held = self.recipe
         spread = tuple(sorted(places))
         local = self.tape.local_shape(shape, spread)
-        if held is not None and self.uses_recipe(shape[-2] if product else 1, head=head) and not adapter:
+        if held is not None and self.uses_recipe(shape[-2] if gemm else 1, head=head) and not adapter:
             copies = held.weight_bytes(local)
         modules = not expert or (self.kernels.looped_experts and self.run.layout.ep == 1)
-        if frozen and product and not head and modules and self.base.packed:
+        if frozen and gemm and not head and modules and self.base.packed:
             count = local[0] if expert else 1  # matrices
             packed = count * self.base.packed_bytes(prod(local) // count, local[-2])
             if self.kernels.model_code:  # bitsandbytes' ``quant_state``, say
@@ -564,7 +564,7 @@ class Writer:
             prod(local),
             expert=expert,
             tied=tied or self.repeats,
-            product=product,
+            gemm=gemm,
             head=head,
             frozen=frozen,
             packed_bytes=packed,
@@ -572,7 +572,7 @@ class Writer:
             wide=wide,
             quantized_bytes=copies,
             adapter=adapter,
-            recipe=self.other_recipe if product else None,
+            recipe=self.other_recipe if gemm else None,
             gradient_ways=gradient_ways,
         )
         self.tape.weights.append(weight)
@@ -600,13 +600,13 @@ class Writer:
         run, other = self.run.precision.recipe, self.other_recipe
         if run is None or other is None:
             return run
-        return None if other == WIDE else other
+        return None if other == BF16_GEMMS else other
 
     @property
     def quantises(self) -> bool:
         """Do matmuls run in fp8 without a recipe?"""
         precision = self.run.precision
-        return precision.product is not None and precision.recipe is None and self.other_recipe != WIDE
+        return precision.gemm_inputs is not None and precision.recipe is None and self.other_recipe != BF16_GEMMS
 
     @property
     def base(self) -> Base:

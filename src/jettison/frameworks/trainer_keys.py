@@ -185,14 +185,14 @@ def compiled(keys: Keys) -> None:
         keys.compiles("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
-def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, products: str, *came_from: str) -> None:
+def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, targets: str, *came_from: str) -> None:
     """Set adapters; alpha changes no bytes.
 
     Args:
         rank, dropout: their keys. ``ranks``, ``share``: the defaults of these.
     """
     dropped = f",dropout={found:g}" if (found := keys.number(dropout, share)) else ""
-    keys.give("lora", f"r={keys.whole(rank, ranks)},targets={products}{dropped}", rank, dropout, *came_from)
+    keys.give("lora", f"r={keys.whole(rank, ranks)},targets={targets}{dropped}", rank, dropout, *came_from)
 
 
 def full_length(keys: Keys, *, packed: bool) -> None:

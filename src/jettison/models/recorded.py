@@ -72,7 +72,7 @@ class RecordedConfig(RegionRecorder):
 
     def case(self, seq: int, micro_batch: int, precision: Precision) -> _Case:
         """Return the key of a region signature's trace. Raise `UsageError` for a precision that no trace has."""
-        if precision.product is not None:
+        if precision.gemm_inputs is not None:
             raise UsageError(
                 f"got --precision {precision.name}; the blocks of {self.words} are recorded in 16 or 32 bits"
             )

@@ -271,7 +271,7 @@ then told of all of it, b × s.
 def gpt_layer_inputs(s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> tuple[Tensor]:
     """Arguments of every layer of a `Gpt`, besides its stream."""
     if documents_bs is not None:
-        return (document_mask(documents_bs, product_dtype(like), None if part is None else part[0]),)
+        return (document_mask(documents_bs, gemm_dtype(like), None if part is None else part[0]),)
     return (causal_mask(s, like) if part is None else causal_rows_mask(*part, like.dtype),)
 
 
@@ -291,7 +291,7 @@ def llama_layer_inputs(
     rotary = rotary_tables(s, config, like, None if part is None else part[0])
     if documents_bs is None:
         return (rotary,)
-    return (rotary, document_mask(documents_bs, product_dtype(like), None if part is None else part[0]))
+    return (rotary, document_mask(documents_bs, gemm_dtype(like), None if part is None else part[0]))
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ def _not_after(positions_n: Tensor, s: int) -> Tensor:
     return torch.arange(s, device=positions_n.device) <= positions_n.unsqueeze(1)
 
 
-def product_dtype(like: Tensor) -> torch.dtype:
+def gemm_dtype(like: Tensor) -> torch.dtype:
     """Return the type that matmuls of such tensors are computed in."""
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype

@@ -30,7 +30,7 @@ class CommonRequest:
 
     Fine-tuning:
         lora: LoRA adapters: r=16[,alpha=32,targets=qkv+mlp,dropout=0.05].
-        base: Frozen base: plain, fp32, nf4, nf4-double, int8, fp8 or gptq [default: as config.json, or plain].
+        base: Frozen base: plain, fp32, nf4, nf4-double, int8, fp8 or gptq [default: the model's].
 
     Model details:
         model_type: The known model_type, such as qwen2, whose architecture a config.json of another type has.

@@ -31,7 +31,7 @@ from jettison.spec.kernels import LOSSES_WITH_HEAD, CpCommType, Dispatcher, Kern
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
-from jettison.spec.model_variants import with_mtp, with_products, with_starts
+from jettison.spec.model_variants import with_mtp, with_quant_recipe, with_starts
 from jettison.spec.precision import Accumulation, Gradients, Precision, optimizer, precision
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
@@ -157,7 +157,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     if request.quant_recipe is not None:
         if (recipe := _recipe(request, kernels)) is None:
             raise UsageError(f"got --quant-recipe {request.quant_recipe!r} without a recipe; give --fp8-recipe as well")
-        model = with_products(model, request.quant_recipe, recipe)
+        model = with_quant_recipe(model, request.quant_recipe, recipe)
     layout = _layout(request, model)
     if layout.wgrad_deferral_limit and kernels.loss in LOSSES_WITH_HEAD:
         raise UsageError(

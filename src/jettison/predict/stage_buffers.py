@@ -192,7 +192,7 @@ def _dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:
     2.10): if the GEMM accumulates into ``main_grad``, autograd still gets a tensor of the weight's shape, cached by
     shape and dtype. The head's GEMM, Megatron's own, uses the same cache.
     """
-    weights = (w for part in parts for w in part.region.weights if w.product and not w.frozen)
+    weights = (w for part in parts for w in part.region.weights if w.gemm and not w.frozen)
     shapes = {local_shape(run, weight)[weight.expert :] for weight in weights}  # of experts one
     return sum(map(prod, shapes)) * DTYPE_BYTES[run.precision.compute]
 

@@ -23,7 +23,7 @@ from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.optimizer_state import offloaded_optimizer
 from jettison.predict.stages import COMPILERS, FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_length
 from jettison.predict.units import by_torch, moved_bytes, splits
-from jettison.spec.fp8 import WIDE, Library
+from jettison.spec.fp8 import BF16_GEMMS, Library
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Documents
 from jettison.spec.layout import Layout
@@ -546,7 +546,7 @@ def _adding_seconds(
             sharded = layout.zero >= 2 and execution.reduces_each
             ranks = layout.expert_shards if weight.expert else layout.shards
             elements = -(-weight.numel // ranks) if sharded else weight.numel
-            nbytes += elements * (into if execution.adds_in_product else given + 2 * into * (1 + casts))
+            nbytes += elements * (into if execution.accumulates_in_gemm else given + 2 * into * (1 + casts))
     return memory_seconds(nbytes, hardware)
 
 
@@ -554,16 +554,18 @@ def _adding_seconds(
 def _quantised_bytes(region: Region, precision: Precision, execution: Execution) -> int:
     """Memory traffic of quantizing a layer's weights, where that happens once a step."""
     recipe = precision.recipe or execution.recipe
-    if precision.product is None or not (execution.delayed_scaling if recipe is None else recipe.library is Library.TE):
+    if precision.gemm_inputs is None or not (
+        execution.delayed_scaling if recipe is None else recipe.library is Library.TE
+    ):
         return 0
     each = DTYPE_BYTES[precision.parameter]
     if recipe is None:
-        each += DTYPE_BYTES[precision.product]
+        each += DTYPE_BYTES[precision.gemm_inputs]
         return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
     total = 0
     for w in region.weights:
         own = w.recipe or recipe
-        if w.product and not w.head and not w.frozen and not w.tied and own != WIDE:
+        if w.gemm and not w.head and not w.frozen and not w.tied and own != BF16_GEMMS:
             copies = 1 if own.either_way else 2
             total += each * (1 + own.looks) * w.numel + (w.quantized_bytes or copies * w.numel * own.bits // 8)
     return total

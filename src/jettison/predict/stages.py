@@ -298,7 +298,7 @@ def local_shape(run: Run, weight: Weight) -> tuple[int, ...]:
 def _policy(run: Run, position: int) -> str:
     """Policy of the layer at ``position`` of its stage; segments are full."""
     mode, number, recipe = run.recompute.mode, run.recompute.number, run.precision.recipe
-    compiled = COMPILED if recipe is None or recipe.wide_weight_gradient else COMPILED_QUANTIZED
+    compiled = COMPILED if recipe is None or recipe.high_precision_weight_gradient else COMPILED_QUANTIZED
     whole = compiled if run.compiled else NONE  # of a layer without checkpoint
     match mode:
         case Mode.EVERY:

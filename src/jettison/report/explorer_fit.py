@@ -42,7 +42,7 @@ from jettison.formula.liveness import begin, forward_levels
 from jettison.formula.loss import head
 from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_scene
 from jettison.formula.region import Region, embedding_region
-from jettison.formula.sums import Factor, GuardBook, Positive, Product, SizeGuard, Sum, collected, sum_of
+from jettison.formula.sums import Factor, Gemm, GuardBook, Positive, SizeGuard, Sum, collected, sum_of
 from jettison.formula.tape import Weight, Writer
 from jettison.predict.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.predict.fsdp2 import PhasedBackward
@@ -80,7 +80,7 @@ OPTIMIZERS: Final = tuple(
     map(str, (Optimizer.ADAMW, Optimizer.ADAMW_BF16, Optimizer.ADAM8BIT, Optimizer.SGD_MOMENTUM, Optimizer.SGD))
 )
 """Those whose step has no transients, and whose state needs no shapes."""
-NARROW: Final = "fp8"
+FP8: Final = "fp8"
 """Not under LoRA."""
 MODES: Final = tuple(map(str, (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.FULL)))
 KERNELS: Final = {"kernels": "pytorch", "attention": "flash"}
@@ -270,7 +270,7 @@ def described(precision: str, rank: int, base: str) -> bool:
     """Has the page such weights? PyTorch's kernels have no FP8 under adapters; 4-bit weights are usual in bf16."""
     if base == PACKED:
         return rank > 0 and precision == PRECISIONS[0]
-    return not (rank and precision == NARROW)
+    return not (rank and precision == FP8)
 
 
 def key_of(precision: str, t: int, cp: int, ep: int, rank: int, base: str, again: bool) -> str:
@@ -420,7 +420,7 @@ class PassLevel(int):
     @property
     def sum(self) -> Sum:
         """The level as one sum."""
-        terms: list[tuple[Product, int]] = []
+        terms: list[tuple[Gemm, int]] = []
         level: PassLevel | None = self
         while level is not None:
             terms += [(factors, level.sign * n) for factors, n in sum_of(level.change).terms]
@@ -433,7 +433,7 @@ class SizeGrid:
 
     def __init__(self, points: Sequence[Mapping[str, int]]) -> None:
         self._sizes = {name: np.array([point[name] for point in points], dtype=np.int64) for name in points[0]}
-        self._count, self._known = len(points), dict[Product, Values]()
+        self._count, self._known = len(points), dict[Gemm, Values]()
         self._nothing, self._values = np.zeros(len(points), dtype=np.int64), dict[Sum, Values]()
 
     def value(self, one: Sum) -> Values:
@@ -443,7 +443,7 @@ class SizeGrid:
             self._values[one] = sum(products, self._nothing)
         return self._values[one]
 
-    def _product(self, factors: Product) -> Values:
+    def _product(self, factors: Gemm) -> Values:
         if factors not in self._known:
             rest = self._product(factors[:-1]) if len(factors) > 1 else np.int64(1)
             self._known[factors] = rest * self._factor(factors[-1]) if factors else np.ones((), dtype=np.int64)

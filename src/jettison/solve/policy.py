@@ -391,7 +391,7 @@ def policy_named(word: str) -> CheckpointPolicy:
 
 
 COMPILED: Final = "compiled"
-COMPILED_QUANTIZED: Final = "compiled, narrow products"
+COMPILED_QUANTIZED: Final = "compiled, quantized GEMMs"
 _REDUCES: Final = 4
 """Ratio of bytes read to bytes made from which an op is a reduction that is not recomputed."""
 

@@ -65,10 +65,10 @@ class Scales(StrEnum):
 
 
 SCALE_DTYPE: Final = MappingProxyType(dict.fromkeys(Scales, "float32") | {Scales.MX: "uint8", Scales.NV: "uint8"})
-NARROW: Final = "float8_e4m3fn"
-NARROW_MX: Final = "float8_e4m3fn, 32 a scale"
-NARROW_LINES: Final = "float8_e4m3fn, 128 a scale"
-NARROW_4: Final = "float4_e2m1"
+FP8: Final = "float8_e4m3fn"
+MXFP8: Final = "float8_e4m3fn, 32 a scale"
+FP8_1X128: Final = "float8_e4m3fn, 128 a scale"
+FP4: Final = "float4_e2m1"
 """Dtypes of GEMM inputs in the cost model: a scale per tensor or row, per 32 or 128 elements, and NVFP4."""
 QUANTISED_THROUGH_BYTES: Final = 9
 """Bytes of an element while torchao quantizes it: two fp32 copies and the result."""
@@ -126,7 +126,7 @@ class Fp8Recipe:
     keeps_original: bool = True
     history: int = 0  # length of the amax history
     parameters: bool = False  # parameters are quantized, kept and all-gathered, without 16-bit weights
-    wide_weight_gradient: bool = False  # the weight gradient is a 16-bit GEMM
+    high_precision_weight_gradient: bool = False  # the weight gradient is a 16-bit GEMM
 
     @property
     def looks(self) -> int:
@@ -134,12 +134,12 @@ class Fp8Recipe:
         return int(self.inputs in (Scales.TENSOR, Scales.ROW, Scales.NV) and not self.history)
 
     @property
-    def product(self) -> str:
+    def gemm_dtype(self) -> str:
         """Dtype of GEMM inputs, as the cost model prices it."""
         if self.bits == 4:
-            return NARROW_4
-        by = {Scales.MX: NARROW_MX, Scales.LINES: NARROW_LINES}
-        return by.get(self.inputs, NARROW) if self.library is Library.TE else NARROW
+            return FP4
+        by = {Scales.MX: MXFP8, Scales.LINES: FP8_1X128}
+        return by.get(self.inputs, FP8) if self.library is Library.TE else FP8
 
     def __str__(self) -> str:
         return f"{self.name} of {self.library}" + (", quantized parameters" if self.parameters else "")
@@ -189,7 +189,7 @@ RECIPES: Final = MappingProxyType(
                 library=Library.TORCHAO,
                 inputs=Scales.ROW,
                 weights=Scales.ROW,
-                wide_weight_gradient=True,
+                high_precision_weight_gradient=True,
             ),
             Fp8Recipe(name="mxfp8", library=Library.TORCHAO, inputs=Scales.MX, weights=Scales.MX),
         )
@@ -222,7 +222,7 @@ def fp8_recipe(text: str, kernels: str, *, parameters: bool = False) -> Fp8Recip
 
 Rule = tuple[str, Fp8Recipe]
 """A glob and the recipe of GEMMs that match it: NOTE [ Recipes of single GEMMs ] in `model_variants`."""
-WIDE: Final = Fp8Recipe(name="bf16", bits=16)
+BF16_GEMMS: Final = Fp8Recipe(name="bf16", bits=16)
 """Recipe of a GEMM that stays in 16 bits."""
 
 

@@ -95,8 +95,8 @@ class Delays:
 
     Args:
         experts: host time of a Megatron MoE layer in FP8, forward and backward, without CUDA graphs, in addition to
-            ``product``: NOTE [ Launch-bound ] in `cost.layer`.
-        product: host time of one expert's GEMM, for libraries with a launch per expert; 0: part of ``experts``.
+            ``expert_gemm``: NOTE [ Launch-bound ] in `cost.layer`.
+        expert_gemm: host time of one expert's GEMM, for libraries with a launch per expert; 0: part of ``experts``.
         hook: host time of Jettison's runtime for each saved tensor of a planned layer; 0: not measured.
     """
 
@@ -106,7 +106,7 @@ class Delays:
     link: float = 2e-6  # for each step of a collective within a node
     network: float = 6e-6  # for each step between nodes
     experts: float = 0.0
-    product: float = 0.0
+    expert_gemm: float = 0.0
     hook: float = 0.0
 
 
@@ -502,7 +502,7 @@ def slower(hardware: Hardware, *, compute: float, communication: float, host: fl
         )
 
     def delays(of: Any) -> Any:
-        times = dict.fromkeys(("kernel", "dispatch", "experts", "product", "hook"), host)
+        times = dict.fromkeys(("kernel", "dispatch", "experts", "expert_gemm", "hook"), host)
         times |= dict.fromkeys(("start", "link", "network"), communication)
         return replace(of, **{name: getattr(of, name) * factor for name, factor in times.items()})
 

@@ -341,7 +341,7 @@ class Layer:
     ``plain_start``: no norm before its attention, since the embedding ends with one.
     ``ahead``: depth of a multi-token prediction (MTP) layer, from 1; 0: one of the model's own layers.
     ``repeats``: it shares the weights of the previous layer.
-    ``products``: globs of its GEMMs and recipes that replace the run's: NOTE [ Recipes of single GEMMs ].
+    ``gemm_recipes``: globs of its GEMMs and recipes that replace the run's: NOTE [ Recipes of single GEMMs ].
     """
 
     attention: Attention | LatentAttention | Scan | None
@@ -355,7 +355,7 @@ class Layer:
     cross: Attention | None = None
     ahead: int = 0
     repeats: bool = False
-    products: tuple[Rule, ...] = ()
+    gemm_recipes: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         if self.lone and (self.arrangement is not Arrangement.PRE or self.cross is not None):

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.spec.fp8 import RECIPES, WIDE, Fp8Recipe, Library, Rule
+from jettison.spec.fp8 import BF16_GEMMS, RECIPES, Fp8Recipe, Library, Rule
 from jettison.spec.kernels import Kernels, Loss, sets_with
 from jettison.spec.model import AnyLayer, Arrangement, Attention, Layer, ModelSpec
 
@@ -83,7 +83,7 @@ def _pattern(model: ModelSpec) -> Layer | None:
     return replace(experts[-1], attention=attention[-1]) if attention and experts else None
 
 
-def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
+def with_quant_recipe(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
     """Set recipes of single GEMMs in a model's layers.
 
     Args:
@@ -107,11 +107,11 @@ def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
         end, colon, count = where.partition(":")
         if end in _ENDS and colon:
             number = int(count) if count.isdecimal() else -1
-            if not 0 <= number <= own or found != WIDE:
+            if not 0 <= number <= own or found != BF16_GEMMS:
                 raise UsageError(f"got --quant-recipe {item!r}; expected 0 to {own} layers, in bf16")
             wide |= set(range(number)) if end == "first" else set(range(own - number, own))
         elif where == _MTP:
-            if not model.further or found != WIDE:
+            if not model.further or found != BF16_GEMMS:
                 raise UsageError(f"got --quant-recipe {item!r}; expected --mtp-num-layers with it, and bf16")
             wide |= set(range(own, model.depth))
         else:
@@ -122,12 +122,12 @@ def with_products(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
 def _with(layer: AnyLayer, wide: bool, rules: tuple[Rule, ...]) -> AnyLayer:
     if not isinstance(layer, Layer):
         raise UsageError("got --quant-recipe and recorded layers, whose GEMMs have no names")
-    return replace(layer, products=((ALL, WIDE),) if wide else rules)
+    return replace(layer, gemm_recipes=((ALL, BF16_GEMMS),) if wide else rules)
 
 
 def _recipe(name: str, run: Fp8Recipe) -> Fp8Recipe:
-    if name == WIDE.name:
-        return WIDE
+    if name == BF16_GEMMS.name:
+        return BF16_GEMMS
     found = RECIPES.get((Library.TE, name))
     if found is None:
         known = ", ".join(n for library, n in RECIPES if library is Library.TE)

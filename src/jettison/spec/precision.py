@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.core.errors import UsageError
-from jettison.spec.fp8 import NARROW, Fp8Recipe
+from jettison.spec.fp8 import FP8, Fp8Recipe
 
 
 class Gradients(StrEnum):
@@ -58,7 +58,7 @@ class Precision:
     gradient: str  # of ``.grad``
     accumulator: str | None = None
     master: str | None = None  # of master weights; None: the optimizer updates the parameters
-    product: str | None = None  # of quantized GEMM inputs
+    gemm_inputs: str | None = None  # of quantized GEMM inputs
     moment: str | None = None  # of the optimizer's moments; None: that of the weights it updates
     optimizer_gradient: str | None = None
     reduced: str | None = None
@@ -96,7 +96,7 @@ class Precision:
         """Add a recipe for FP8 or FP4 GEMMs; a `UsageError` unless activations are bf16."""
         if self.compute != "bfloat16":
             raise UsageError(f"got --fp8-recipe {recipe.name} with --precision {self.name}; give one in bf16")
-        return replace(self, product=NARROW, recipe=recipe)
+        return replace(self, gemm_inputs=FP8, recipe=recipe)
 
 
 @lru_cache(maxsize=16)
@@ -190,7 +190,7 @@ PRECISIONS: Final = MappingProxyType(
             replace(_PURE, name="bf16-master16", master="bfloat16"),
             # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
             replace(_FULL, name="bf16-autocast", compute="bfloat16"),
-            replace(_MIXED, name="fp8", product=NARROW),
+            replace(_MIXED, name="fp8", gemm_inputs=FP8),
         )
     }
 )

@@ -391,7 +391,7 @@ def _narrow_base(run: Run) -> Iterator[str]:
     adapters are Megatron's layers (Megatron-Bridge, ``peft/utils.py``, ``ParallelLinearAdapter``) in 16 bits.
     """
     recipe, tuning = run.precision.recipe, run.tuning
-    if tuning is None or run.precision.product is None:
+    if tuning is None or run.precision.gemm_inputs is None:
         return
     if recipe is None or recipe.library is not Library.TE:
         yield (

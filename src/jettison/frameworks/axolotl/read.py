@@ -77,11 +77,11 @@ def _adapters(keys: Keys) -> None:
     if adapter not in ("lora", "qlora"):
         keys.refuse("adapter", "expected lora, qlora or nothing")
         return
-    products = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
+    targets = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
     if keys.on("lora_target_linear"):
-        products = "all-linear"
+        targets = "all-linear"
     came_from = ("adapter", "lora_target_modules", "lora_target_linear")
-    trainer.low_rank(keys, "lora_r", 8, "lora_dropout", 0.0, products, *came_from)
+    trainer.low_rank(keys, "lora_r", 8, "lora_dropout", 0.0, targets, *came_from)
     if keys.on("load_in_4bit"):
         double = "-double" * keys.on("bnb_config_kwargs.bnb_4bit_use_double_quant", True)
         keys.give("base", f"nf4{double}", "load_in_4bit")

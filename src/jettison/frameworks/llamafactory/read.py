@@ -53,8 +53,8 @@ def _adapters(keys: Keys) -> None:
     if kind != "lora":
         keys.read("lora_rank", "lora_dropout", "lora_target")
         return
-    products = trainer.targets(keys, "lora_target", "all-linear")
-    trainer.low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, products, "finetuning_type", "lora_target")
+    targets = trainer.targets(keys, "lora_target", "all-linear")
+    trainer.low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, targets, "finetuning_type", "lora_target")
     bits = keys.whole("quantization_bit")
     if bits == 4:
         double = "-double" * keys.on("double_quantization", True)
@@ -71,9 +71,9 @@ def _of_v1(keys: Keys) -> None:
     keys.give("recompute", "full" if on else "none", "enable_activation_checkpointing")
     kind = keys.text("peft_config.name", "none")
     if kind == "lora":
-        products = trainer.targets(keys, "peft_config.target_modules", "all-linear")
+        targets = trainer.targets(keys, "peft_config.target_modules", "all-linear")
         others = keys.matching("peft_config.[!aen]*")
-        trainer.low_rank(keys, "peft_config.r", 8, "peft_config.lora_dropout", 0.05, products, *others)
+        trainer.low_rank(keys, "peft_config.r", 8, "peft_config.lora_dropout", 0.05, targets, *others)
         bits = keys.whole("quant_config.quantization_bit")
         if bits == 4 and keys.text("quant_config.name") in ("bnb", "auto"):
             double = "-double" * keys.on("quant_config.double_quantization", True)

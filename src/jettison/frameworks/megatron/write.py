@@ -234,8 +234,8 @@ def _layout_losses(run: Run) -> tuple[str, ...]:
 def _notes(best: SaidSettings, run: Run) -> tuple[str, ...]:
     found = []
     modules = best.settings.get("recompute_modules")
-    products = best.policies[0].program.ops
-    biases = any(op.path == "mlp.down" and op.name.startswith("aten.addmm") for op in products)
+    gemms = best.policies[0].program.ops
+    biases = any(op.path == "mlp.down" and op.name.startswith("aten.addmm") for op in gemms)
     if isinstance(modules, list) and "mlp" in modules and biases:
         found.append(
             "mlp in recompute_modules: with biases in linear layers a backward of megatron-core 0.19.2 hangs (seen "

@@ -96,13 +96,13 @@ def _chosen(nearest: Nearest) -> Priced:
         return nearest.between(wished, as_it_stands=True, checkpoint=as_the_plan_moves)
     layers = nearest.with_host(Nearest.checkpoints)
     try:
-        found = nearest.between(tuple(map(_by_products, decisions)), as_it_stands=False)
+        found = nearest.between(tuple(map(_by_gemms, decisions)), as_it_stands=False)
     except DoesNotFit:  # only offloaded inputs may fit
         return layers
     return min(found, layers, key=lambda priced: priced[1].step_seconds or 0.0)
 
 
-def _by_products(decision: Decision) -> LayerPolicy:
+def _by_gemms(decision: Decision) -> LayerPolicy:
     """Return the policy of a formula's layer by linear layer; those of query, key and value go together, since
     torchtitan may fuse them. A layer of experts is checkpointed entirely.
     """
@@ -111,19 +111,19 @@ def _by_products(decision: Decision) -> LayerPolicy:
     program = decision.program
     if any(op.path.startswith("mlp.router") for op in program.ops):
         return checkpointed(decision)
-    products: dict[str, list[Op]] = {}
+    gemms: dict[str, list[Op]] = {}
     for op in program.ops:
-        if (name := product_of(op)) is not None:
-            products.setdefault(name, []).append(op)
+        if (name := gemm_of(op)) is not None:
+            gemms.setdefault(name, []).append(op)
 
     def mostly_kept(ops: Sequence[Op]) -> bool:
         outputs = frozenset(b for op in ops for b in op.outputs)
         return 2 * program.kept_bytes(outputs & decision.kept) >= program.kept_bytes(outputs)
 
-    return saving(decision, (op.index for ops in products.values() if mostly_kept(ops) for op in ops))
+    return saving(decision, (op.index for ops in gemms.values() if mostly_kept(ops) for op in ops))
 
 
-def product_of(op: Op) -> str | None:
+def gemm_of(op: Op) -> str | None:
     """Return the file's name of a formula's op; None if torchtitan's code may have another op."""
     if op.name.startswith("aten._scaled_dot_product"):
         return ATTENTION
@@ -150,14 +150,14 @@ def code(subject: Subject, policies: Policies) -> str:
     text += selective_tables(saves) + (moves or "ON_HOST = {}\n")
     states, waiting = any(map(draws_again, policies)), own["waiting"] if moves else ""
     text += filled(own["planned"], states=states, depth=len(policies), waiting=waiting)
-    return text + own["by_calls" if subject.live else "by_products"] + (host["code"] if moves else "")
+    return text + own["by_calls" if subject.live else "by_gemms"] + (host["code"] if moves else "")
 
 
 def _translated(policy: LayerPolicy, *, live: bool) -> tuple[OpCall, ...]:
-    """Calls to save: a live plan's ops, or a formula's by the names of `product_of`."""
+    """Calls to save: a live plan's ops, or a formula's by the names of `gemm_of`."""
     if live:
         return policy.saves
     chosen = set(policy.saves)
     calls = op_calls(policy.program)
-    found = {product_of(op) for op, call in zip(policy.program.ops, calls, strict=True) if call in chosen}
+    found = {gemm_of(op) for op, call in zip(policy.program.ops, calls, strict=True) if call in chosen}
     return tuple(OpCall(op=name, number=1) for name in sorted(filter(None, found)))

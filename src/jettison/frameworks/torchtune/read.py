@@ -123,13 +123,13 @@ def _recompute(keys: Keys) -> None:
 
 
 def _adapters(keys: Keys, builder: str) -> None:
-    targets = [str(name).replace("output_proj", "o_proj") for name in keys.listed("model.lora_attn_modules")]
+    modules = [str(name).replace("output_proj", "o_proj") for name in keys.listed("model.lora_attn_modules")]
     mlp = keys.on("model.apply_lora_to_mlp")
     if not builder.removeprefix("q").startswith("lora_"):
         return
-    products = "+".join([*targets, *(_MLP if mlp else ())])
+    targets = "+".join([*modules, *(_MLP if mlp else ())])
     came_from = ("model.lora_attn_modules", "model.apply_lora_to_mlp")
-    low_rank(keys, "model.lora_rank", 8, "model.lora_dropout", 0.0, products, *came_from)
+    low_rank(keys, "model.lora_rank", 8, "model.lora_dropout", 0.0, targets, *came_from)
     if builder.startswith("qlora_") or keys.on("model.quantize_base"):
         keys.give("base", "nf4-double", "model._component_", "model.quantize_base")  # torchao's NF4Tensor
 

@@ -85,8 +85,8 @@ def adapters(keys: Keys, *, trl: bool) -> None:
             if keys.on(key):
                 keys.refuse(key, "quantized weights cannot be trained without use_peft")
         return
-    products = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
-    trainer.low_rank(keys, "lora_r", 16, "lora_dropout", 0.05, products, "use_peft", "lora_target_modules")
+    targets = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
+    trainer.low_rank(keys, "lora_r", 16, "lora_dropout", 0.05, targets, "use_peft", "lora_target_modules")
     if keys.on("load_in_8bit") or keys.on("load_in_4bit"):
         keys.give("precision", "bf16-pure")  # ``sft_trainer.py``: adapters on quantized weights are cast to bf16
     if keys.on("load_in_8bit"):

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from jettison.cost.execution import Execution, Fusion, execution_of, usual_execution
-from jettison.cost.kernel import GROUPED, PRODUCTS, Half, Kernel, Product
+from jettison.cost.kernel import GEMMS, GROUPED, Gemm, Half, Kernel
 from jettison.cost.launches import work
-from jettison.cost.matmul import product_seconds, rate
-from jettison.cost.narrow_kernels import NarrowKernels, copying_bytes
+from jettison.cost.low_precision_gemms import LowPrecisionGemms, copying_bytes
+from jettison.cost.matmul import gemm_seconds, rate
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.report.tables import rate_note
-from jettison.spec.fp8 import RECIPES, Fp8Recipe, Library
+from jettison.spec.fp8 import FP8, RECIPES, Fp8Recipe, Library
 from jettison.spec.hardware import hardware
-from jettison.spec.precision import NARROW, PRECISIONS
+from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "facts" / "transformer_engine_products.csv"
@@ -78,17 +78,17 @@ def test_shares_of_narrow_products_are_those_that_were_timed(name: str, stack: s
     reached = device.reached
     whole, mx, four = (timed("B300", r, before=True) for r in ("tensorwise-blackwell", "mxfp8", "nvfp4"))
     assert reached.matmul_mxfp8 == pytest.approx(reached.matmul_fp8 * whole / mx, abs=2e-3)
-    eight, fours = rate(device, NARROW) * reached.matmul_fp8, rate(device, te("nvfp4").product)
+    eight, fours = rate(device, FP8) * reached.matmul_fp8, rate(device, te("nvfp4").gemm_dtype)
     assert reached.matmul_fp4 == pytest.approx(eight * whole / four / fours, abs=2e-3)
 
 
 def test_products_with_scales_of_128_on_hopper() -> None:
     """Timed with their quantising alone, which is what its bytes take."""
     passes = quantising_ms(te("blockwise"), 4.8e12 * hardware("h200-141gb").reached.memory)
-    product = timed("H200 NVL", "blockwise", before=False) - passes
+    gemm = timed("H200 NVL", "blockwise", before=False) - passes
     reached = hardware("h100-80gb").under("nemo").reached
     assert reached.matmul_lines == pytest.approx(
-        reached.matmul_fp8 * timed("H200 NVL", "tensorwise", before=True) / product, abs=5e-3
+        reached.matmul_fp8 * timed("H200 NVL", "tensorwise", before=True) / gemm, abs=5e-3
     )
 
 
@@ -97,7 +97,7 @@ def test_twelve_products_by_tiles(name: str, recipe: int) -> None:
     """A B300 is stated as it is when it has been hot for long; for 100 calls it is 9 to 10 % quicker in any type."""
     b300 = hardware("b300-288gb")
     shapes = [shape for part in SHAPES.values() for shape in part]
-    seconds = sum(product_seconds(Product(1, *shape, te(name).product), b300) for shape in shapes)
+    seconds = sum(gemm_seconds(Gemm(1, *shape, te(name).gemm_dtype), b300) for shape in shapes)
     assert seconds * 1e3 / timed("B300", name, before=True) == pytest.approx(1.095, abs=0.015)
 
 
@@ -117,11 +117,11 @@ def passes(run: Run, half: str) -> list[Kernel]:
     """Kernels of products that multiply nothing."""
     chosen = region(run)
     listed = work(
-        chosen, Execution(fusion=Fusion.POINTWISE), "bfloat16", run.precision.product, recipe=run.precision.recipe
+        chosen, Execution(fusion=Fusion.POINTWISE), "bfloat16", run.precision.gemm_inputs, recipe=run.precision.recipe
     )
-    names = (*PRODUCTS, GROUPED)
+    names = (*GEMMS, GROUPED)
     steps = chosen.tape.steps
-    return [k for k in getattr(listed, half) if k.product is None and steps[k.steps[-1]].name in names]
+    return [k for k in getattr(listed, half) if k.gemm is None and steps[k.steps[-1]].name in names]
 
 
 @pytest.mark.parametrize(
@@ -146,14 +146,14 @@ def test_passes_of_a_layer_by_hand(name: str, looks: int, bits: int, copies: int
 
 def test_delayed_scales_let_the_makers_write() -> None:
     """A norm writes two copies of a byte on Hopper, and one on Blackwell, in the place of 16 bits. Nothing passes
-    before products but gradients, once: 2 + 1 + 1 bytes, or 2 + 1. A scale is 4 bytes."""
+    before gemms but gradients, once: 2 + 1 + 1 bytes, or 2 + 1. A scale is 4 bytes."""
     run, other = run_of("delayed", "llama3-8b", seq=8192), run_of("delayed-blackwell", "llama3-8b", seq=8192)
     assert not passes(run, "forward")
     norm, one = (
         next(
             k
             for k in work(
-                region(r), Execution(fusion=Fusion.POINTWISE), "bfloat16", NARROW, recipe=r.precision.recipe
+                region(r), Execution(fusion=Fusion.POINTWISE), "bfloat16", FP8, recipe=r.precision.recipe
             ).forward
         )
         for r in (run, other)
@@ -181,7 +181,9 @@ def test_copies_travel(name: str, inputs: float, gradients: float) -> None:
     run = run_of(name, "llama3-8b", seq=8192, tp=4, sp=True)
     chosen = region(run)
     precision = run.precision
-    kernels = NarrowKernels(tape=chosen.tape, how=execution_of(run), product=precision.product, recipe=precision.recipe)
+    kernels = LowPrecisionGemms(
+        tape=chosen.tape, how=execution_of(run), gemm=precision.gemm_inputs, recipe=precision.recipe
+    )
     shares = {(c.kind, c.backward): kernels.gathered_share(c) for c in chosen.collectives if "gather" in c.kind}
     sums = [c for c in chosen.collectives if c.backward and "scatter" in chosen.tape.steps[c.step].name]
     assert shares["all_gather_into_tensor", False] == pytest.approx(inputs, abs=1e-6)
@@ -207,10 +209,10 @@ def test_gates_and_heads_stay_wide() -> None:
     run = run_of("mxfp8", "qwen3-30b-a3b", seq=4096)
     chosen = region(run)
     listed = work(
-        chosen, Execution(fusion=Fusion.POINTWISE, loops_experts=True), "bfloat16", NARROW, recipe=run.precision.recipe
+        chosen, Execution(fusion=Fusion.POINTWISE, loops_experts=True), "bfloat16", FP8, recipe=run.precision.recipe
     )
-    made = {chosen.tape.steps[k.steps[0]].path.rsplit(".", 1)[-1]: k.product.dtype for k in listed.forward if k.product}
-    assert made["gate"] == "bfloat16" and made["down"] == te("mxfp8").product
+    made = {chosen.tape.steps[k.steps[0]].path.rsplit(".", 1)[-1]: k.gemm.dtype for k in listed.forward if k.gemm}
+    assert made["gate"] == "bfloat16" and made["down"] == te("mxfp8").gemm_dtype
 
 
 def test_few_kernels_of_experts_quantise_once_each_way() -> None:
@@ -223,15 +225,12 @@ def test_few_kernels_of_experts_quantise_once_each_way() -> None:
             chosen,
             Execution(fusion=Fusion.POINTWISE, loops_experts=loops),
             "bfloat16",
-            NARROW,
+            FP8,
             recipe=run.precision.recipe,
         )
         experts = {i for i, step in enumerate(chosen.tape.steps) if step.name == GROUPED}
         counts.append(
-            [
-                sum(k.product is None and k.steps[-1] in experts for k in part)
-                for part in (listed.forward, listed.backward)
-            ]
+            [sum(k.gemm is None and k.steps[-1] in experts for k in part) for part in (listed.forward, listed.backward)]
         )
     assert counts == [[2, 2], [1, 1]]
 
@@ -258,9 +257,7 @@ def test_a_device_without_four_bits_takes_its_eight() -> None:
     """As for any type that is not stated."""
     h100 = hardware("h100-80gb").under("nemo")
     shape = (8192, 8192, 8192)
-    assert product_seconds(Product(1, *shape, te("nvfp4").product), h100) == product_seconds(
-        Product(1, *shape, NARROW), h100
-    )
+    assert gemm_seconds(Gemm(1, *shape, te("nvfp4").gemm_dtype), h100) == gemm_seconds(Gemm(1, *shape, FP8), h100)
 
 
 def test_it_is_said_where_a_device_has_no_such_products() -> None:
@@ -299,16 +296,16 @@ def test_backward_in_torchao_by_hand(
     run = run_of(name, "llama3-8b", kernels="huggingface")
     chosen = region(run)
     how = Execution(fusion=Fusion.COMPILED if compiled else Fusion.NONE)
-    listed = work(chosen, how, "bfloat16", NARROW, recipe=run.precision.recipe)
+    listed = work(chosen, how, "bfloat16", FP8, recipe=run.precision.recipe)
     down = next(i for i, step in enumerate(chosen.tape.steps) if step.path.endswith("down"))
     tokens, h, f = 2048, 4096, 14336
-    found = [k for k in listed.backward if k.product is None and k.steps == (down,)]
+    found = [k for k in listed.backward if k.gemm is None and k.steps == (down,)]
     scales = 4 * (2 + 2 * tokens + h + f)  # of tensors or rows, at most
     wanted = tokens * h * (gradient + second) + h * f * matrix + tokens * f * inputs
     assert 0 <= sum(k.nbytes for k in found) - wanted <= scales
     assert len(found) == 2 + bool(second) + bool(inputs)
-    wide = [k.product.dtype for k in listed.backward if k.product and k.steps == (down,) and k.half is Half.WEIGHTS]
-    assert wide == ["bfloat16" if name.endswith("hp") else NARROW]
+    wide = [k.gemm.dtype for k in listed.backward if k.gemm and k.steps == (down,) and k.half is Half.WEIGHTS]
+    assert wide == ["bfloat16" if name.endswith("hp") else FP8]
 
 
 def test_recipes_of_torchao_gain_what_torchtitan_had_of_them() -> None:
@@ -335,5 +332,5 @@ def test_what_has_no_recipe_is_priced_as_before() -> None:
     assert (
         usual_execution("megatron").recipe is None
         and PRECISIONS["fp8"].recipe is None
-        and PRECISIONS["fp8"].product == NARROW
+        and PRECISIONS["fp8"].gemm_inputs == FP8
     )

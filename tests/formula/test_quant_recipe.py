@@ -14,7 +14,7 @@ from jettison.formula.region import Region, layer_region, parameter_count
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve, run_of
-from jettison.spec.fp8 import NARROW_4, NARROW_MX, fp8_recipe
+from jettison.spec.fp8 import FP4, MXFP8, fp8_recipe
 from jettison.spec.run import Run
 
 HYBRID = {
@@ -56,8 +56,10 @@ def regions(run: Run) -> list[Region]:
 
 def dtypes(run: Run, region: Region) -> dict[str, str]:
     """What products of a forward read, by their paths."""
-    kernels = work(region, execution_of(run), "bfloat16", run.precision.product, recipe=run.precision.recipe).forward
-    return {region.tape.steps[k.steps[0]].path: k.product.dtype for k in kernels if k.product is not None}
+    kernels = work(
+        region, execution_of(run), "bfloat16", run.precision.gemm_inputs, recipe=run.precision.recipe
+    ).forward
+    return {region.tape.steps[k.steps[0]].path: k.gemm.dtype for k in kernels if k.gemm is not None}
 
 
 def test_layers_at_the_ends_are_as_without_a_recipe() -> None:
@@ -72,7 +74,7 @@ def test_layers_at_the_ends_are_as_without_a_recipe() -> None:
     assert first.saved_bytes != other.saved_bytes
     assert sum(w.quantized_bytes for w in regions(mixed)[-1].weights) == 0
     assert set(dtypes(mixed, regions(mixed)[-1]).values()) == {"bfloat16"}
-    assert set(dtypes(mixed, regions(mixed)[1]).values()) == {NARROW_MX}
+    assert set(dtypes(mixed, regions(mixed)[1]).values()) == {MXFP8}
     copies = sum(w.quantized_bytes for w in other.weights)
     pairs = zip(forecast(narrow).stages, forecast(mixed).stages, strict=True)
     assert [a.static.parameters - b.static.parameters for a, b in pairs] == [3 * copies]
@@ -84,10 +86,10 @@ def test_globs_choose_products_and_the_first_counts() -> None:
         fp8_recipe="nvfp4", quant_recipe="attention.qkv=bf16,attention.*=mxfp8,latent_*=bf16,mixer.out_proj=mxfp8"
     )
     scan, experts, attention, *_ = regions(run)
-    assert dtypes(run, attention) == {"attention.qkv": "bfloat16", "attention.out": NARROW_MX}
-    assert dtypes(run, scan) == {"mixer.in_proj": NARROW_4, "mixer.out_proj": NARROW_MX}
+    assert dtypes(run, attention) == {"attention.qkv": "bfloat16", "attention.out": MXFP8}
+    assert dtypes(run, scan) == {"mixer.in_proj": FP4, "mixer.out_proj": MXFP8}
     found = dtypes(run, experts)
-    assert {path for path, dtype in found.items() if dtype == NARROW_4} == {
+    assert {path for path, dtype in found.items() if dtype == FP4} == {
         "mlp.experts.up",
         "mlp.experts.down",
         "mlp.shared.up",

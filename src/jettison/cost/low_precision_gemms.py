@@ -43,22 +43,22 @@ from functools import cached_property
 from math import prod
 
 from jettison.cost.execution import Execution, Fusion
-from jettison.cost.kernel import GROUPED, PRODUCTS, QUANTISE, Half, Kernel
+from jettison.cost.kernel import GEMMS, GROUPED, QUANTISE, Half, Kernel
 from jettison.formula.tape import Collective, Tape, TapeOp, Value, Weight
-from jettison.spec.fp8 import WIDE, Fp8Recipe, Library, Scales
+from jettison.spec.fp8 import BF16_GEMMS, Fp8Recipe, Library, Scales
 
-WIDE_BYTES = 2
+BF16_BYTES = 2
 LAST = "down"
 """The second GEMM of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NarrowKernels:
+class LowPrecisionGemms:
     """Quantisation kernels of one tape."""
 
     tape: Tape
     how: Execution
-    product: str | None  # dtype of GEMMs' inputs; None: not quantised
+    gemm: str | None  # dtype of GEMMs' inputs; None: not quantised
     recipe: Fp8Recipe | None  # if known
 
     @property
@@ -69,7 +69,7 @@ class NarrowKernels:
     @property
     def dtype(self) -> str | None:
         """Dtype of GEMMs, by its name in `cost.matmul`."""
-        return self.product if self.recipe is None else self.recipe.product
+        return self.gemm if self.recipe is None else self.recipe.gemm_dtype
 
     def counts(self, step: TapeOp) -> bool:
         """Is a quantisation counted here, with its GEMM?"""
@@ -81,12 +81,12 @@ class NarrowKernels:
 
     def takes(self, step: TapeOp) -> bool:
         """Is a step an FP8 or FP4 GEMM? Under a recipe routers and gates are not, the head only by option."""
-        if self.product is None or step.name not in PRODUCTS or self._stays_wide(step):
+        if self.gemm is None or step.name not in GEMMS or self._stays_wide(step):
             return False
         if self.recipe is None or not step.weights:
             return self.recipe is None
         weight = step.weights[0]
-        return weight.product and not (
+        return weight.gemm and not (
             (weight.head and not self.how.narrow_head) or weight.shape[0] == 1 or weight.adapter
         )
 
@@ -97,23 +97,23 @@ class NarrowKernels:
         return None
 
     def _stays_wide(self, step: TapeOp) -> bool:
-        return bool(step.weights) and step.weights[0].recipe == WIDE
+        return bool(step.weights) and step.weights[0].recipe == BF16_GEMMS
 
-    def _by(self, step: TapeOp) -> NarrowKernels:
+    def _by(self, step: TapeOp) -> LowPrecisionGemms:
         """Kernels by the GEMM's own recipe, if it has one."""
         own = step.weights[0].recipe if step.weights else None
-        if own is None or own == WIDE or own == self.recipe:
+        if own is None or own == BF16_GEMMS or own == self.recipe:
             return self
         if own not in self._others:
             self._others[own] = replace(self, recipe=own)
         return self._others[own]
 
     @cached_property
-    def _others(self) -> dict[Fp8Recipe, NarrowKernels]:
+    def _others(self) -> dict[Fp8Recipe, LowPrecisionGemms]:
         return {}
 
     def _experts(self, step: TapeOp) -> bool:
-        narrow = self.product is not None and step.name == GROUPED and bool(step.weights)
+        narrow = self.gemm is not None and step.name == GROUPED and bool(step.weights)
         return narrow and not self._stays_wide(step)
 
     def forward(self, step: TapeOp, index: int) -> Iterator[Kernel]:
@@ -174,7 +174,7 @@ class NarrowKernels:
         rows = self.recipe.inputs is Scales.ROW
         again = int(rows) if rows or self._compiled else self._looks
         x, y = step.inputs[0], step.outputs[0]
-        copied = not (step.weights[0].frozen or self.recipe.wide_weight_gradient)
+        copied = not (step.weights[0].frozen or self.recipe.high_precision_weight_gradient)
         nbytes = self._copies(y, both=copied and not rows)
         yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=1 + self._looks)
         yield Kernel(steps=indices, nbytes=self._weights(step, again), half=Half.INPUTS, launches=1 + again)
@@ -193,7 +193,7 @@ class NarrowKernels:
     @property
     def widens(self) -> bool:
         """Is the weight-gradient GEMM one of 16-bit tensors?"""
-        return self.recipe is not None and self.recipe.wide_weight_gradient
+        return self.recipe is not None and self.recipe.high_precision_weight_gradient
 
     def reads(self, step: TapeOp, incoming: int) -> tuple[int, int, int]:
         """Bytes that a GEMM reads of its result's gradient, of its input and of its weight."""
@@ -206,7 +206,7 @@ class NarrowKernels:
 
     def spares(self, step: TapeOp) -> int:
         """Bytes that a GEMM saves by reading quantised copies."""
-        if not step.weights or step.name not in (*PRODUCTS, GROUPED):
+        if not step.weights or step.name not in (*GEMMS, GROUPED):
             return 0
         _, narrow, matrix = self.reads(step, 0)
         return step.inputs[0].nbytes - narrow + step.weights[0].nbytes - matrix
@@ -221,14 +221,14 @@ class NarrowKernels:
             return 1.0
         step = self.tape.steps[c.step]
         if c.backward and "reduce_scatter" in step.name:
-            made, value = self._products.get(step.inputs[0].storage), step.inputs[0]
+            made, value = self._gemms.get(step.inputs[0].storage), step.inputs[0]
             copies = 1 if self.recipe.rows_are_gathered else 2
         else:
             made, value, copies = self._readers.get(step.outputs[0].storage), step.outputs[0], 1
         return 1.0 if made is None else copies * self._by(made)._narrow(value) / value.nbytes
 
     @cached_property
-    def _products(self) -> dict[int, TapeOp]:
+    def _gemms(self) -> dict[int, TapeOp]:
         """Quantised GEMMs, by their output's storage."""
         return {s.outputs[0].storage: s for s in self.tape.steps if self.takes(s)}
 
@@ -310,7 +310,7 @@ def copying_bytes(recipe: Fp8Recipe, rows: int, columns: int, *, both: bool, loo
         both: rowwise and columnwise, unless GEMMs read one copy either way.
         looks: reads before the one that casts.
     """
-    wide = WIDE_BYTES * rows * columns * (1 + looks)
+    wide = BF16_BYTES * rows * columns * (1 + looks)
     if both:
         return wide + recipe.both_bytes(recipe.inputs, rows, columns)
     return wide + recipe.copy_bytes(recipe.inputs, rows, columns, columnwise=False)
