@@ -225,7 +225,7 @@ def run_of(row: Facts) -> Run:
     cut = _cut(row)
     string = "|" in cut
     virtual = cut.replace("(tt|)*6", "tt|" * 6).count("|") // stages + 1 if string else int(row["vpp"] or 1)
-    own = model.depth - model.further
+    own = model.depth - model.mtp_num_layers
     again = row["recompute"].removeprefix("selective:").strip("[]") if row["recompute"].startswith("sel") else ""
     sent = row["offload"].strip("[]")
     return Run(
@@ -240,8 +240,10 @@ def run_of(row: Facts) -> Run:
             pp=stages,
             virtual_stages=virtual,
             micro_batch_group=int(more.get("microbatch-group-size-per-virtual-pipeline-stage", 0)),
-            stage_layers=(stage_layers(cut, layers=own, chunks=stages * virtual, further=model.further) if cut else ()),
-            further=model.further,
+            stage_layers=(
+                stage_layers(cut, layers=own, chunks=stages * virtual, mtp=model.mtp_num_layers) if cut else ()
+            ),
+            mtp_num_layers=model.mtp_num_layers,
             wgrad_deferral_limit=2
             if "defer-embedding-wgrad-compute" in more
             else 0,  # its tests' --wgrad-deferral-limit

@@ -87,7 +87,7 @@ class Row:
     def region(self, t: int) -> Region:
         """The layer written out."""
         run = self.run(t)
-        return layer_region(run.scene, run.model.layers[0])
+        return layer_region(run.signature, run.model.layers[0])
 
 
 ROWS = {

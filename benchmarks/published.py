@@ -463,7 +463,7 @@ def room_left_by_logits(run: Run) -> int:
     of the log-softmax goes where they were and leaves as much as the first of them took, in which the fp32 gradient of
     the logits, made next, finds no room.
     """
-    entries = head_region(run.scene).entries("head")
+    entries = head_region(run.signature).entries("head")
     mesh = run.layout.mesh_sizes
     wide = (e.local_storage_bytes(mesh) for e in entries if e.role in ("log-softmax output", "softmax output"))
     return max(wide, default=0) // 2

@@ -151,7 +151,7 @@ def predicted_seconds(small: Small, policy: str, machine: Hardware) -> float:
     chosen = None
     if policy == "plan":
         words = [PLAN[i % len(PLAN)] for i in range(run.model.depth)]
-        programs = [layer_region(run.scene, layer).program for layer in run.model.layers]
+        programs = [layer_region(run.signature, layer).program for layer in run.model.layers]
         pairs = zip(words, programs, strict=True)
         chosen = [None if word == "none" else KeptBuffers(policy_named(word).kept(program)) for word, program in pairs]
     return estimate(run, machine, chosen=chosen).step_seconds

@@ -29,7 +29,7 @@ def run_of(model: str, **request: object) -> Run:
 
 
 def region_of(run: Run) -> Region:
-    return layer_region(run.scene, run.model.layers[-1])
+    return layer_region(run.signature, run.model.layers[-1])
 
 
 def timed() -> list[tuple[dict[str, str], Half | None, float]]:

@@ -36,7 +36,7 @@ def run_of(model: str = "gpt-22b", **request: object) -> Run:
 
 def region_of(model: str = "gpt-22b", **request: object) -> Region:
     run = run_of(model, **request)
-    return layer_region(run.scene, run.model.layers[0])
+    return layer_region(run.signature, run.model.layers[0])
 
 
 # fusion ---------------------------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def test_dropout_and_the_residual_sum_are_one_kernel_in_megatron() -> None:
 
 def test_compiled_code_fuses_norms_written_out() -> None:
     run = run_of("llama3-8b")
-    scene = replace(run, kernels=replace(run.kernels, fused_norm=False)).scene
-    region = layer_region(scene, run.model.layers[0])
+    signature = replace(run, kernels=replace(run.kernels, fused_norm=False)).signature
+    region = layer_region(signature, run.model.layers[0])
     separate, fused = names(region, Fusion.NONE), names(region, Fusion.COMPILED)
     norm = ["_to_copy", "pow", "mean", "add", "rsqrt", "mul", "_to_copy", "mul"]
     assert fused[0] == norm and separate[: len(norm)] == [[name] for name in norm]
@@ -88,7 +88,7 @@ def test_fusing_moves_fewer_bytes_and_changes_no_flops() -> None:
 def test_bytes_of_a_norm_are_counted_by_hand() -> None:
     """s x b x h in 16 bits: 2 reads and writes forward; backward reads the gradient and the input and writes one."""
     run = run_of("gpt-22b", micro_batch=4, seq=2048)
-    region = layer_region(run.scene, run.model.layers[0])
+    region = layer_region(run.signature, run.model.layers[0])
     whole = 4 * 2048 * 6144 * 2
     listed = work(region, Execution(fusion=Fusion.NONE), "float32", None)
     first = listed.forward[0]
@@ -115,7 +115,7 @@ def test_products_are_those_of_the_layer(tp: int) -> None:
 @pytest.mark.parametrize("loss", ["upcast", "fused", "chunked", "chunked-output"])
 def test_every_loss_runs_the_heads_three_products(loss: str) -> None:
     run = run_of("llama3-8b", loss=loss, seq=1024)
-    listed = work(head_region(run.scene), Execution(fusion=Fusion.NONE), "float32", None)
+    listed = work(head_region(run.signature), Execution(fusion=Fusion.NONE), "float32", None)
     flops = [k.gemm.flops for k in (*listed.forward, *listed.backward) if k.gemm]
     once = 2 * 1024 * 4096 * 128256
     assert sum(flops) == once * (4 if loss == "chunked" else 3)  # chunks are computed again
@@ -267,7 +267,7 @@ def test_each_rank_of_a_node_brings_an_adapter() -> None:
 def test_pieces_of_products_hide_all_but_one_of_each_transfer() -> None:
     """Forward over 4 ranks: of two gatherings and two reductions a quarter is waited for, and 15 % of the rest."""
     run = run_of("gpt-22b", micro_batch=4, seq=2048, tp=4, sp=True)
-    region, how = layer_region(run.scene, run.model.layers[0]), execution_of(run)
+    region, how = layer_region(run.signature, run.model.layers[0]), execution_of(run)
     each = transfer_seconds("all_gather_into_tensor", 4 * 2048 * 6144 * 2, RankGroup(4, 4), A100)
 
     def found(execution: Execution) -> RegionSeconds:

@@ -50,7 +50,7 @@ def test_backward_is_three_forwards_and_bytes_still_bound() -> None:
     """Mamba 2 of Nemotron 3 Nano: 64 heads of 64, a state of 128, chunks of 128, 6144 channels convolved by 4."""
     model = parse_config(NEMOTRON_3_NANO, name="nemotron-3-nano")
     run = resolve(model, RunRequest(kernels="megatron", seq=8192, micro_batch=2, precision="bf16")).run
-    region = layer_region(run.scene, run.model.layers[0])
+    region = layer_region(run.signature, run.model.layers[0])
     listed = work(region, Execution(fusion=Fusion.POINTWISE), "bfloat16", None)
     forward, backward = ([k for k in kernels if k.scan_flops] for kernels in (listed.forward, listed.backward))
     once = 2 * 16384 * (64 * (128 * (128 + 64) + 2 * 64 * 128) + 6144 * 4)

@@ -110,7 +110,7 @@ def run_of(recipe: str | None, model: str = "gpt-22b", **asked: object) -> Run:
 
 
 def region(run: Run) -> Region:
-    return layer_region(run.scene, run.model.layers[-1])
+    return layer_region(run.signature, run.model.layers[-1])
 
 
 def passes(run: Run, half: str) -> list[Kernel]:

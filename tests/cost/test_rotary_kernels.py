@@ -32,7 +32,7 @@ def test_latent_attention_rotated_in_place() -> None:
     """Of the query the rotated quarter, in place; keys and values out of their joint product, in one kernel: what is
     read and written by ``_mla_rope_fwd_inplace_kernel`` and ``_mla_rope_fwd_kv_split_kernel``, and back the same."""
     run = deepseek()
-    region = layer_region(run.scene, run.model.layers[-1])
+    region = layer_region(run.signature, run.model.layers[-1])
     listed = work(region, replace(execution_of(run), rotates_in_place=True), "bfloat16", None)
     query = 2 * 64 * HEADS
     joint, rotated, keys, values = 256 * HEADS, 64, 192 * HEADS, 128 * HEADS
@@ -44,7 +44,7 @@ def test_latent_attention_rotated_in_place() -> None:
 
 def test_without_parts_are_rotated_joined_and_added_up() -> None:
     run = deepseek()
-    region = layer_region(run.scene, run.model.layers[-1])
+    region = layer_region(run.signature, run.model.layers[-1])
     apart, in_place = (
         work(region, replace(execution_of(run), rotates_in_place=flag), "bfloat16", None) for flag in (False, True)
     )
@@ -54,7 +54,7 @@ def test_without_parts_are_rotated_joined_and_added_up() -> None:
 
 def test_other_attention_is_untouched() -> None:
     run = resolve(preset("llama3-8b"), RunRequest(kernels="megatron", attention="flash", seq=TOKENS)).run
-    region = layer_region(run.scene, run.model.layers[-1])
+    region = layer_region(run.signature, run.model.layers[-1])
     one, other = (
         work(region, replace(execution_of(run), rotates_in_place=flag), "bfloat16", None) for flag in (False, True)
     )

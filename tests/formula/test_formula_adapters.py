@@ -175,11 +175,11 @@ def test_the_peak_of_a_step_is_the_measured_one(recompute: str, asks: bool, prec
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_weights_are_those_of_peft(family: str) -> None:
     case, tuning = FormulaCase(family=family), Tuning(rank=4)
-    scene = tuned(case, tuning).scene
+    signature = tuned(case, tuning).signature
     regions = [
-        embedding_region(scene),
-        *(layer_region(scene, layer) for layer in scene.model.layers),
-        head_region(scene),
+        embedding_region(signature),
+        *(layer_region(signature, layer) for layer in signature.model.layers),
+        head_region(signature),
     ]
     ours = [
         sum(w.numel for r in regions for w in r.weights if w.frozen is frozen and not w.tied)
@@ -212,7 +212,7 @@ def test_a_frozen_head_has_no_gradient_of_its_weight(loss: str, forwards: int) -
     """Of a loss that makes gradients at once there are two products instead of three (Liger: ``grad_weight``)."""
     runs = [replace(run_of(FormulaCase(family="llama")), tuning=tuning) for tuning in (None, Tuning(rank=4))]
     runs = [replace(run, kernels=replace(run.kernels, loss=Loss(loss))) for run in runs]
-    whole, frozen = (head_region(run.scene) for run in runs)
+    whole, frozen = (head_region(run.signature) for run in runs)
     assert not any("weight" in entry.role for entry in frozen.entries("head"))
     once = 2 * runs[0].micro_batch * runs[0].seq * runs[0].model.hidden * runs[0].model.vocab
     assert (whole.flops, frozen.flops) == (once * (3 if loss == "fused" else 1), once * forwards)

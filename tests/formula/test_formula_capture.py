@@ -144,10 +144,10 @@ def test_every_layer_is_compared() -> None:
 @pytest.mark.parametrize(("family", "pairs"), [("llama", 1), ("gemma3_text", 2), ("gpt2", 0)])
 def test_rotary_tables_are_held_once(family: str, pairs: int) -> None:
     run = run_of(FormulaCase(family=family))
-    tables = [entry for entry in embedding_region(run.scene).entries("embedding") if entry.role == "rotary table"]
+    tables = [entry for entry in embedding_region(run.signature).entries("embedding") if entry.role == "rotary table"]
     assert len({entry.storage for entry in tables}) == len(tables) == 2 * pairs
     for layer in run.model.kinds:
-        assert all("rotary" not in entry.role for entry in layer_region(run.scene, layer).entries("layer"))
+        assert all("rotary" not in entry.role for entry in layer_region(run.signature, layer).entries("layer"))
 
 
 def test_conventions_are_those_of_transformers_only() -> None:

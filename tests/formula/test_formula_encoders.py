@@ -211,7 +211,7 @@ def test_ranks_share_both_stacks() -> None:
     whole = run_of(model, asked)
     half = run_of(model, replace(asked, tp=2))
     for layer in (model.layers[0], model.layers[-1]):
-        one, two = (layer_region(run.scene, layer) for run in (whole, half))
+        one, two = (layer_region(run.signature, layer) for run in (whole, half))
         shared = [(a, b) for a, b in zip(one.weights, two.weights, strict=True) if a.numel != b.numel]
         assert all(a.numel == 2 * b.numel for a, b in shared)
         names = {a.name for a, b in zip(one.weights, two.weights, strict=True) if a.numel == b.numel}

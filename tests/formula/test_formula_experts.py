@@ -95,7 +95,9 @@ def test_a_loop_over_experts_holds_its_outputs_once_more(family: str, indices: i
 def region(family: str, kernels: Kernels, layout: Layout | None = None, **more: object) -> Region:
     """The last mixture layer of a tiny family in bf16."""
     run = scene_run(family, kernels, layout, **more)
-    return layer_region(run.scene, next(layer for layer in reversed(run.model.layers) if isinstance(layer.mlp, Moe)))
+    return layer_region(
+        run.signature, next(layer for layer in reversed(run.model.layers) if isinstance(layer.mlp, Moe))
+    )
 
 
 def scene_run(family: str, kernels: Kernels, layout: Layout | None = None, **more: object) -> Run:
@@ -343,7 +345,7 @@ def test_experts_without_a_gate() -> None:
     first = run.model.layers[0]
     assert isinstance(first.mlp, Moe)
     plain = replace(first, mlp=replace(first.mlp, gated=False, activation=Activation.GELU))
-    found = layer_region(run.scene, plain)
+    found = layer_region(run.signature, plain)
     rows, f = TOKENS * 2, 48
     assert held(found, "mlp.experts") == Counter(
         [rows * HIDDEN * 2, rows * f * 2, rows * f * 2, rows * f * 2, rows * 4, rows * _INT, rows * _INT, 4 * 4]
@@ -354,7 +356,7 @@ def test_a_query_without_a_rank_is_projected_directly() -> None:
     run = scene_run("deepseek_v2", PYTORCH)
     attention = run.model.layers[0].attention
     assert isinstance(attention, LatentAttention) and attention.query_rank is None
-    names = [w.name for w in layer_region(run.scene, run.model.layers[0]).weights]
+    names = [w.name for w in layer_region(run.signature, run.model.layers[0]).weights]
     assert "attention.query.weight" in names and "attention.query_down.weight" not in names
 
 

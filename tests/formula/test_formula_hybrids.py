@@ -174,8 +174,8 @@ def test_a_real_forward_under_autocast_holds_as_many_bytes(family: str, sequence
     case = _case(family, "fp32", 2, sequence)
     with torch.autocast("cpu", torch.bfloat16):
         observed = observed_bytes(case)
-    scene = replace(run_of(case), precision=PRECISIONS["bf16-autocast"]).scene
-    assert [layer_region(scene, layer).saved_bytes for layer in scene.model.layers] == observed
+    signature = replace(run_of(case), precision=PRECISIONS["bf16-autocast"]).signature
+    assert [layer_region(signature, layer).saved_bytes for layer in signature.model.layers] == observed
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_states_grow_with_chunks_and_not_with_their_square() -> None:
     model = spec_of(tiny_config(FormulaCase(family="qwen3_5_text")))
     states = []
     for seq in (1024, 2048):
-        region = layer_region(Run(model=model, seq=seq).scene, model.layers[0])
+        region = layer_region(Run(model=model, seq=seq).signature, model.layers[0])
         sizes = {e.storage: e.storage_bytes for e in region.entries("layer") if e.role == f"{EACH_ROUND}state"}
         states.append(sum(sizes.values()))
     assert states == [16 * 4 * 8 * 16 * 4, 2 * 16 * 4 * 8 * 16 * 4]
@@ -262,7 +262,7 @@ def test_fused_scans_keep_what_their_functions_name() -> None:
         model = spec_of(tiny_config(_case(family, "bf16-pure", b, s)))
         kernels = replace(kernels_for(model, "huggingface"), ssm_kernels=SsmKernels.FUSED)
         run = Run(model=model, seq=s, micro_batch=b, kernels=kernels, precision=PRECISIONS["bf16-pure"])
-        entries = layer_region(run.scene, model.layers[0]).entries("layer")
+        entries = layer_region(run.signature, model.layers[0]).entries("layer")
         found = {e.storage: (e.role, e.storage_bytes) for e in entries if e.op == "fused_scan" or e.role == role}
         return Counter(found.values())
 
@@ -295,7 +295,7 @@ def test_fused_scans_have_the_same_parameters(family: str) -> None:
     sizes = []
     for scans in SsmKernels:
         kernels = replace(kernels_for(model, "huggingface"), ssm_kernels=scans)
-        regions = (layer_region(Run(model=model, seq=80, kernels=kernels).scene, layer) for layer in model.layers)
+        regions = (layer_region(Run(model=model, seq=80, kernels=kernels).signature, layer) for layer in model.layers)
         sizes.append([sorted((weight.name, weight.shape) for weight in region.weights) for region in regions])
     assert sizes[0] == sizes[1]
 

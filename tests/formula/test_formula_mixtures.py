@@ -138,7 +138,7 @@ def test_experts_over_ranks_are_sent_their_tokens_alone() -> None:
     """Of Llama 4: on one rank of transformers' code each expert sees all tokens; elsewhere rows go to the chosen."""
     model = spec_of(tiny_config(FormulaCase(family="llama4_text")))
     run = Run(model=model, seq=32, micro_batch=2, kernels=MEGATRON, layout=Layout(tp=2, sp=True, dp=2, ep=2))
-    found = layer_region(run.scene, model.layers[0])
+    found = layer_region(run.signature, model.layers[0])
     experts = [w for w in found.weights if w.expert]
     assert [w.numel * 4 for w in experts] == [w.total for w in experts]
     rows = {step.outputs[0].shape[0] for step in found.tape.steps if step.name == "aten._grouped_mm.default"}

@@ -134,7 +134,7 @@ def test_what_selective_saves_and_costs(name: str, memory_percent: int, flops_pe
         for word in ("none", "selective")
     )
     assert round(100 * (1 - selective / plain)) == memory_percent
-    region = layer_region(run_of(model, s=2048, b=1).scene, model.layers[0])
+    region = layer_region(run_of(model, s=2048, b=1).signature, model.layers[0])
     core = sum(step.flops for step in region.tape.steps if step.name.startswith("aten.bmm"))
     assert round(100 * core / region.flops, 1) == flops_percent
 

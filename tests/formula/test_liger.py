@@ -26,9 +26,9 @@ def test_a_layer_saves_what_ligers_kernels_do(family: str, monkeypatch: pytest.M
     run = run_of_case(case)
     kernels = kernels_for(run.model, "liger").with_attention(case.attention).on_cpu()
     ours = replace(run, kernels=kernels)
-    found = [layer_region(ours.scene, layer).saved_bytes for layer in ours.model.layers]
+    found = [layer_region(ours.signature, layer).saved_bytes for layer in ours.model.layers]
     assert found == observed_bytes(case, lambda model: patch(model, monkeypatch))
-    assert sum(found) < sum(layer_region(run.scene, layer).saved_bytes for layer in run.model.layers)
+    assert sum(found) < sum(layer_region(run.signature, layer).saved_bytes for layer in run.model.layers)
 
 
 def test_other_families_are_refused() -> None:

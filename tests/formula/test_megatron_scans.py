@@ -51,7 +51,7 @@ def asked(**more: Any) -> Run:
 def test_what_a_scan_of_megatron_keeps(tp: int) -> None:
     """The kernel's input, rate and output; what it gated, for the norm; its statistics; the normalised. All shared."""
     run = asked(tp=tp, sp=tp > 1)
-    region = layer_region(run.scene, run.model.layers[0])
+    region = layer_region(run.signature, run.model.layers[0])
     kept = Counter(
         (s.role, s.value.nbytes) for step in region.tape.steps if step.path.startswith("mixer") for s in step.saved
     )
@@ -77,7 +77,7 @@ def test_what_a_scan_of_megatron_keeps(tp: int) -> None:
 
 def test_latents_are_what_travels() -> None:
     run = asked(dp=4, ep=4)
-    region = layer_region(run.scene, run.model.layers[1])
+    region = layer_region(run.signature, run.model.layers[1])
     sent = [c.nbytes for c in region.collectives if c.axis == "ep" and not c.backward]
     rows = B * S * 2
     assert sorted(sent) == sorted([rows * 16 * 2, rows * 16 * 2, rows * 4])  # there, back, and weights in fp32

@@ -132,22 +132,22 @@ def run_by_torch(batch: int, groups: int) -> int:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_layer_saves_what_torch_does(batch: int) -> None:
     run = described(batch, HEADS)
-    assert layer_region(run.scene, run.model.layers[0]).saved_bytes == run_by_torch(batch, HEADS)
+    assert layer_region(run.signature, run.model.layers[0]).saved_bytes == run_by_torch(batch, HEADS)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_heads_that_are_shared_are_copied_by_themselves(batch: int) -> None:
     """The CPU's attention takes keys for every head: what it repeats is no part of the layer on a GPU."""
     run = described(batch, 2)
-    saved = layer_region(run.scene, run.model.layers[0]).saved_bytes
+    saved = layer_region(run.signature, run.model.layers[0]).saved_bytes
     apart = described(batch, HEADS)
     unit = 2 * batch * SEQ * DIM  # of one head
-    alike = layer_region(apart.scene, apart.model.layers[0]).saved_bytes
+    alike = layer_region(apart.signature, apart.model.layers[0]).saved_bytes
     assert alike - saved == unit * (2 * 4 + 2 * 2)  # keys and values of the copy, and of the joined ones for two heads
 
 
 def test_the_product_behind_attention_has_a_copy_of_several_sequences() -> None:
-    one, two = (layer_region(run.scene, run.model.layers[0]) for run in (described(1, HEADS), described(2, HEADS)))
+    one, two = (layer_region(run.signature, run.model.layers[0]) for run in (described(1, HEADS), described(2, HEADS)))
     assert two.saved_bytes == 2 * one.saved_bytes + 2 * 2 * SEQ * HIDDEN
 
 
@@ -156,7 +156,7 @@ def test_the_loss_has_its_softmax_beside_the_logits() -> None:
     run = described(1, HEADS)
     peaks = []
     for each in (run, replace(run, kernels=replace(run.kernels, loss=Loss.VOCAB_PARALLEL))):
-        region = head_region(each.scene)
+        region = head_region(each.signature)
         peaks.append(replay(region, region.program.needed_buffers(), run.gradient_rule).forward_peak)
     assert peaks[0] - peaks[1] == (4 - 2) * SEQ * VOCAB + SEQ * (1 + 8) + 4
 
@@ -165,7 +165,9 @@ def test_an_embedding_over_ranks_has_its_shard_of_a_gradient() -> None:
     layout = Layout(tp=2, sp=True, gathered_inputs=True)
     found = {
         name: embedding_region(
-            Run(model=model(HEADS), seq=SEQ, layout=layout, kernels=kernels(name), precision=PRECISIONS["bf16"]).scene
+            Run(
+                model=model(HEADS), seq=SEQ, layout=layout, kernels=kernels(name), precision=PRECISIONS["bf16"]
+            ).signature
         ).weights[0]
         for name in ("nanotron", "pytorch")
     }

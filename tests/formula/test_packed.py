@@ -70,7 +70,7 @@ def test_torchs_kernel_of_many_lengths_keeps_this() -> None:
         )
         bounds = torch.empty(64 // 16 + 1, dtype=torch.int32)
         varlen_attn(q, k, v, bounds, bounds, 16, 16, window_size=(-1, 0), enable_gqa=True)
-    region = layer_region(run.scene, run.model.layers[0])
+    region = layer_region(run.signature, run.model.layers[0])
     (step,) = (step for step in region.tape.steps if "flash" in step.name)
     said = {s.value.storage: region.tape.sizes[s.value.storage] for s in step.saved}
     assert sorted(said.values()) == sorted(kept.values())

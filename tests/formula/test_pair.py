@@ -95,7 +95,7 @@ def test_each_tower_is_as_wide_and_as_long_as_it_is() -> None:
     model = _model()
     run = run_of(model, RunRequest(micro_batch=3, precision="bf16-pure"))
     assert (run.seq, run.source_seq) == (77, 50)
-    seen, read = (layer_region(run.scene, model.layers[number]).output.shape for number in (0, 12))
+    seen, read = (layer_region(run.signature, model.layers[number]).output.shape for number in (0, 12))
     assert (seen, read) == ((3, 50, 768), (3, 77, 512))
     assert model.depth == 24
 
@@ -103,7 +103,7 @@ def test_each_tower_is_as_wide_and_as_long_as_it_is() -> None:
 def test_what_images_become_is_held_for_the_head() -> None:
     """Paid for once; logits are b x b, of a rank's own batch."""
     run = run_of(_model(), RunRequest(micro_batch=7, precision="bf16-pure"))
-    before, after = embedding_region(run.scene), head_region(run.scene)
+    before, after = embedding_region(run.signature), head_region(run.signature)
     held = [s.value for step in before.tape.steps for s in step.saved if step.name == "hold"]
     assert [value.shape for value in held] == [(7, 512)]
     assert next(v.shape for step in after.tape.steps for v in step.outputs if step.name == "aten.mm.default") == (
@@ -118,7 +118,7 @@ def test_ranks_share_both_towers() -> None:
     asked = RunRequest(micro_batch=4, precision="bf16-pure")
     whole, half = (run_of(model, replace(asked, tp=tp)) for tp in (1, 2))
     for number in (0, 12):
-        pairs = zip(*(layer_region(r.scene, model.layers[number]).weights for r in (whole, half)), strict=True)
+        pairs = zip(*(layer_region(r.signature, model.layers[number]).weights for r in (whole, half)), strict=True)
         assert {a.numel // b.numel for a, b in pairs if len(a.shape) == 2} == {2}
     assert (
         forecast(run_of(model, replace(asked, dp=4, zero=3, recompute="full"))).peak_bytes < forecast(whole).peak_bytes

@@ -51,7 +51,7 @@ def hybrid(**more: Any) -> Run:
 
 
 def regions(run: Run) -> list[Region]:
-    return [layer_region(run.scene, layer) for layer in run.model.layers]
+    return [layer_region(run.signature, layer) for layer in run.model.layers]
 
 
 def dtypes(run: Run, region: Region) -> dict[str, str]:

@@ -31,7 +31,7 @@ OFTEN = ("tensorwise", "tensorwise-blackwell", "blockwise", "mxfp8", "nvfp4")
 
 def saved_bytes(model: str, **request: Any) -> int:
     run = run_of(model, RunRequest(**{"seq": S, **TE, **request}))
-    return layer_region(run.scene, run.model.layers[-1]).saved_bytes
+    return layer_region(run.signature, run.model.layers[-1]).saved_bytes
 
 
 @pytest.mark.parametrize(

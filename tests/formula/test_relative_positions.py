@@ -61,7 +61,7 @@ def test_real_sizes_are_as_published(name: str) -> None:
 
 
 def _kept(run: Run, number: int, policy: str) -> int:
-    program = layer_region(run.scene, run.model.layers[number]).program
+    program = layer_region(run.signature, run.model.layers[number]).program
     return program.kept_bytes(policy_named(policy).kept(program))
 
 
@@ -87,7 +87,7 @@ def test_ranks_share_biases_by_their_heads() -> None:
     assert _kept(one, 0, "full") - _kept(one, 1, "full") == 8 * 96 * 96 * 2
     assert _kept(two, 0, "full") - _kept(two, 1, "full") == 4 * 96 * 96 * 2
     tables = [
-        next(w.numel for w in layer_region(run.scene, model.layers[0]).weights if "biases" in w.name)
+        next(w.numel for w in layer_region(run.signature, model.layers[0]).weights if "biases" in w.name)
         for run in (one, two)
     ]
     assert tables == [32 * 8, 32 * 4]

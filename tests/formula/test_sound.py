@@ -58,13 +58,13 @@ def test_tokens_follow_from_samples() -> None:
     for frames in range(1, 300):
         samples = model.audio.samples(frames)
         assert (model.audio.frames(samples), model.audio.frames(samples - 1)) == (frames, frames - 1)
-    sound = next(v for v in embedding_region(run_of(model, RunRequest(seq=749)).scene).tape.values)
+    sound = next(v for v in embedding_region(run_of(model, RunRequest(seq=749)).signature).tape.values)
     assert sound.shape == (1, 1, model.audio.samples(749))
 
 
 def test_what_a_text_is_aligned_with() -> None:
     """15 seconds are 240 letters: a row of 481 fp32 numbers for each token and sequence, and no loss in 16 bits."""
-    region = head_region(run_of(_model(), RunRequest(source_seq=240_000, micro_batch=3)).scene)
+    region = head_region(run_of(_model(), RunRequest(source_seq=240_000, micro_batch=3)).signature)
     kept = {s.role: s.value.nbytes for step in region.tape.steps for s in step.saved}
     assert kept["sums over alignments"] == 3 * 749 * 481 * 4
     assert kept["log-softmax output"] == 3 * 749 * 32 * 4
@@ -74,7 +74,7 @@ def test_what_a_text_is_aligned_with() -> None:
 def test_ranks_share_layers_and_not_convolutions() -> None:
     model = _model()
     asked = RunRequest(seq=49, precision="bf16-pure", optimizer="none", dropout=0.0)
-    whole, half = (embedding_region(run_of(model, replace(asked, tp=tp)).scene) for tp in (1, 2))
+    whole, half = (embedding_region(run_of(model, replace(asked, tp=tp)).signature) for tp in (1, 2))
     assert [w.numel for w in whole.weights] == [w.numel for w in half.weights]
     assert whole.saved_bytes == half.saved_bytes
     stages = forecast(run_of(model, replace(asked, tp=2, pp=2, dp=2, zero=1))).stages

@@ -39,7 +39,7 @@ def saved(packed: int) -> int:
         precision=PRECISIONS["bf16-pure"],
         packed=packed,
     )
-    return layer_region(run.scene, model.layers[0]).saved_bytes
+    return layer_region(run.signature, model.layers[0]).saved_bytes
 
 
 def test_a_layer_saves_what_torchtunes_does() -> None:

@@ -72,7 +72,7 @@ def test_a_product_keeps_copies_of_its_input_and_of_its_weight() -> None:
 def test_whose_casts_they_are(tmp_path: Path) -> None:
     """FSDP casts what modules are given."""
     run = asked(FormulaCase(family="llama", attention="sdpa", precision="fp32"))
-    assert run.autocast and run.scene.precision.compute == "float32" and run.scene.precision.casts == "bfloat16"
+    assert run.autocast and run.signature.precision.compute == "float32" and run.signature.precision.casts == "bfloat16"
     assert replace(run, layout=Layout(dp=2, zero=2)).autocast
     assert not replace(run, layout=Layout(dp=2, zero=3)).autocast
     assert not replace(run, precision=PRECISIONS["bf16"]).autocast

@@ -33,7 +33,7 @@ def llama(kernels: str, targets: str = "all-linear", loss: str | None = None) ->
 def test_a_layer_keeps_what_its_ops_read(targets: str, wide: int) -> None:
     """Of a block whose products all have adapters gate and up; else what activation and product keep of themselves."""
     run = llama("unsloth", targets)
-    entries = list(layer_region(run.scene, run.model.layers[1]).entries("layer"))
+    entries = list(layer_region(run.signature, run.model.layers[1]).entries("layer"))
     tokens = 2 * SEQUENCE
     assert sum(s.storage_bytes for s in entries if s.shape[-1] == FFN) == wide * tokens * FFN * 2
     assert not [s for s in entries if s.shape[-1] == 16], "what has the adapter's rank is made again"
@@ -46,7 +46,7 @@ def test_bytes_of_a_logit(kernels: str, kept: int, highest: int) -> None:
     """Of 16 bits in place; of fp32, whose copy is kept, beside those that are copied and the model's own; and with the
     log-softmax that torch has.
     """
-    region = head_region(llama(kernels).scene)
+    region = head_region(llama(kernels).signature)
     logits = 2 * SEQUENCE * VOCABULARY
     assert region.saved_bytes / logits == pytest.approx(kept, rel=0.05)
     passes = replay(region, frozenset(region.program.saved_buffers()), llama(kernels).gradient_rule)

@@ -100,7 +100,11 @@ def test_a_whole_step_sends_what_the_ledger_says(found: Any, t: int, layout: str
         precision=PRECISIONS["fp32"],
     )
     expected = Counter({"all_gather_into_tensor forward": S * B * -(-V // t) * t * 4})
-    for region in (embedding_region(run.scene), *[layer_region(run.scene, layer)] * 2, head_region(run.scene)):
+    for region in (
+        embedding_region(run.signature),
+        *[layer_region(run.signature, layer)] * 2,
+        head_region(run.signature),
+    ):
         for sent in region.collectives:
             expected[f"{sent.kind} {'backward' if sent.backward else 'forward'}"] += sent.nbytes
     for rank in found[t]:

@@ -61,7 +61,7 @@ def test_copies_of_weights_stay_in_autocasts_cache_until_the_loss_is_there() -> 
     assert found.peak_bytes == pytest.approx(measured, rel=0.001)
     assert found.worst.peak.phase is Phase.LOSS
     (layers,) = (unit for unit in found.worst.load.chunks[0] if "layers.1" in unit.names)
-    assert layers.cached == 2 * sum(w.numel for w in layer_region(run.scene, run.model.layers[0]).weights if w.gemm)
+    assert layers.cached == 2 * sum(w.numel for w in layer_region(run.signature, run.model.layers[0]).weights if w.gemm)
 
 
 @pytest.mark.parametrize(

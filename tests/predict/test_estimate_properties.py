@@ -147,7 +147,7 @@ def test_a_planners_choice_is_priced() -> None:
     from jettison.formula.region import layer_region
     from jettison.predict.stages import KeptBuffers, kept_by
 
-    full = KeptBuffers(kept_by(layer_region(run.scene, run.model.layers[0]), "full"))
+    full = KeptBuffers(kept_by(layer_region(run.signature, run.model.layers[0]), "full"))
     mixed = estimate(run, device, chosen=[full] * 8 + [None] * 24)
     whole = estimate(replace(run, recompute=run_of("llama2-7b", recompute="full").recompute), device)
     assert mixed.breakdown.recompute == pytest.approx(whole.breakdown.recompute / 4)

@@ -64,7 +64,7 @@ def layer_ms(case: str) -> tuple[float, float]:
     """Forward and backward of one layer of 22B."""
     recompute, sp = CASES[case]
     run = paper_run(CONFIGS["22B"], recompute=recompute, sp=sp)
-    region = layer_region(run.scene, run.model.layers[0])
+    region = layer_region(run.signature, run.model.layers[0])
     again = {
         "none": frozenset(),
         "full": everything(region),
@@ -96,7 +96,7 @@ def test_table_4_overheads(case: str, points: float) -> None:
 def test_a_checkpointed_core_runs_to_its_end() -> None:
     """Megatron's checkpoint repeats the product that ends the core, though no backward reads its result."""
     run = paper_run(CONFIGS["22B"], recompute="selective", sp=False)
-    region = layer_region(run.scene, run.model.layers[0])
+    region = layer_region(run.signature, run.model.layers[0])
     kept = kept_by(region, "selective")
     more = to_the_end(region, kept) - repeated(region, kept)
     assert [region.tape.steps[i].name for i in more] == ["aten.bmm.default"]

@@ -172,8 +172,12 @@ def test_parameters_of_all_stages_are_the_models(run: Run) -> None:
     layout = replace(run.layout, zero=0)
     answer = forecast(replace(run, layout=layout))
     totals: dict[str, int] = defaultdict(int)
-    scene = answer.run.scene
-    for region in (embedding_region(scene), head_region(scene), *(layer_region(scene, x) for x in run.model.layers)):
+    signature = answer.run.signature
+    for region in (
+        embedding_region(signature),
+        head_region(signature),
+        *(layer_region(signature, x) for x in run.model.layers),
+    ):
         for weight in region.weights:
             totals["tied" if weight.tied else "own"] += weight.total
     assert totals["own"] == answer.parameters

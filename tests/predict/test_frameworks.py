@@ -32,7 +32,7 @@ def made(**request: object) -> Run:
 def saved(run: Run) -> dict[str, int]:
     """By role, bytes of a layer's storages; what is saved under two roles counts under the first."""
     found: dict[str, tuple[str, int]] = {}
-    for entry in layer_region(run.scene, run.model.layers[0]).entries("layer"):
+    for entry in layer_region(run.signature, run.model.layers[0]).entries("layer"):
         found.setdefault(entry.storage, (entry.role, entry.local_storage_bytes(run.layout.mesh_sizes)))
     sizes: dict[str, int] = {}
     for role, nbytes in found.values():
@@ -47,7 +47,7 @@ def head_peak(loss: str, seq: int, vocab: int) -> int:
     """Of a head's two passes, without what its weight's gradient takes."""
     model = replace(LLAMA, vocab=vocab)
     run = resolve(model, RunRequest(seq=seq, loss=loss, kernels="megatron", accumulation="fused")).run
-    region = head_region(run.scene)
+    region = head_region(run.signature)
     passes = chosen_passes(region, kept_by(region, NONE), run.gradient_rule, True)
     return max(passes.forward_peak, passes.resident + passes.backward_peak)
 
@@ -96,7 +96,7 @@ def test_one_empty_gradient_for_each_shape_stays() -> None:
 def test_what_lives_beside_a_gradient_while_it_is_added(accumulation: str, beside: int) -> None:
     """One token: a layer's backward is its largest weight's gradient, which the norms' do not reach."""
     run = made(seq=1, kernels="megatron", precision="bf16-main32", gradients="upfront", accumulation=accumulation)
-    region = layer_region(run.scene, run.model.layers[0])
+    region = layer_region(run.signature, run.model.layers[0])
     rise = chosen_passes(region, kept_by(region, NONE), run.gradient_rule, True).backward_peak
     assert abs(rise - beside * 2 * 14336 * 4096) < MIB
 
@@ -280,7 +280,7 @@ def test_experts_may_be_narrower_than_tensor_parallelism() -> None:
     """Over 4 ranks of tp: each expert whole on one, and 4 times as many ranks of experts; rows are the same."""
     split, narrow = mixtral(tp=4, ep=2, dp=2), mixtral(tp=4, ep=8, dp=2, expert_tp=1)
     weights = [
-        {w.shape: w.numel for w in layer_region(run.scene, run.model.layers[0]).weights if w.expert}
+        {w.shape: w.numel for w in layer_region(run.signature, run.model.layers[0]).weights if w.expert}
         for run in (split, narrow)
     ]
     assert weights[0] == weights[1], "half of 8 experts by a quarter, or one expert"

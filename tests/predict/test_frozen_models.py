@@ -120,7 +120,7 @@ def test_trls_own_head_keeps_what_its_word_says(precision: str) -> None:
         )
     del kept[policy.lm_head.weight.data_ptr()]
     run = run_of(case)
-    region = head_region(replace(run, kernels=replace(run.kernels, loss=Loss.DPO)).scene)
+    region = head_region(replace(run, kernels=replace(run.kernels, loss=Loss.DPO)).signature)
     (step,) = (step for step in region.tape.steps if step.name == TILED)
     assert sorted(region.tape.sizes[s.value.storage] for s in step.saved) == sorted(kept.values())
     assert step.outputs[-1].nbytes == rows * TILE_WORDS * hidden.element_size()

@@ -111,7 +111,7 @@ def test_what_a_layer_holds_by_hand() -> None:
     """GPT-2, 128 tokens of 64 numbers: outputs of both norms, of queries, keys and values, and of three products."""
     case = Case(family="gpt2", stage_layers=(1, 1))
     run = told(case)
-    region = layer_region(run.scene, run.model.layers[0])
+    region = layer_region(run.signature, run.model.layers[0])
     kept, one = kept_by(region, "none"), TOKENS * WIDTH * 4
     half = input_half(region, kept, run.gradient_rule)
     assert half.gradients == (1 + 3 + 1 + 1 + 4 + 1) * one
@@ -124,7 +124,7 @@ def test_what_a_layer_holds_by_hand() -> None:
     assert steps[0].released == one + statistics + one, "input, mean and deviation, and a gradient"
     assert steps[1].released == one + 3 * one, "the normed input, which nothing else reads; q, k and v stay"
     assert steps[2].released == one, "attention's own backward needs what it returned"
-    head = input_half(head_region(run.scene), kept_by(head_region(run.scene), "none"), run.gradient_rule)
+    head = input_half(head_region(run.signature), kept_by(head_region(run.signature), "none"), run.gradient_rule)
     logits = TOKENS * 128 * 4
     assert head.gradients == one + logits
     assert head.detached > logits, "the loss is behind the last weight"
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_computed_for_each_op_that_reads_weights() -> None:
     """Six of GPT-2's: what other nodes save is there six times before it goes, but for the last layer of a stage."""
     case = Case(family="gpt2", stage_layers=(1, 3, 1), schedule="zero-bubble")
     (chunk,) = forecast(told(case, "full")).stages[1].load.chunks
-    region = layer_region(told(case).scene, told(case).model.layers[0])
+    region = layer_region(told(case).signature, told(case).model.layers[0])
     inner = chunk[1].halves
     assert inner is not None
     saved = {b for step in region.tape.steps if not step.learned for b in _saved(region, step)}

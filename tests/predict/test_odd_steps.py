@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from formula.test_formula_encoders import TINY as ENCODERS
-from formula.test_formula_further import TINY as FURTHER
+from formula.test_formula_further import TINY as MTP_FULL
 from formula.test_formula_hybrids import TINY as HYBRIDS
 from formula.test_formula_more import TINY as MORE
 from jettison.dryrun.counter import AllocationCounter, static_tensors
@@ -33,7 +33,7 @@ BLOOM = TinyFamily(
     attentions=("eager",),
 )
 STACKS = ("t5", "mt5", "umt5", "bart", "mbart", "whisper")
-ALL = {**FAMILIES, **ENCODERS, **FURTHER, **MORE, "bloom": BLOOM}
+ALL = {**FAMILIES, **ENCODERS, **MTP_FULL, **MORE, "bloom": BLOOM}
 
 
 @dataclass(frozen=True, kw_only=True)

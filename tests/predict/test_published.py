@@ -128,7 +128,7 @@ def test_the_loss_leaves_room_for_16_bit_logits_that_nothing_fits() -> None:
 def test_every_second_product_goes_and_torch_caches_what_nobody_reads() -> None:
     """A block of Llama 3 8B, bytes a token: input, query, value, attention and its log-sum-exp, gate; and down."""
     run_, _ = described("llama3-8b", seq=1024, recompute=ALTERNATE)
-    program = layer_region(run_.scene, run_.model.layers[0]).program
+    program = layer_region(run_.signature, run_.model.layers[0]).program
     policy = policy_named(ALTERNATE)
     assert isinstance(policy, SelectiveOp)
     kept = policy.kept(program)
@@ -142,7 +142,7 @@ def test_every_second_product_goes_and_torch_caches_what_nobody_reads() -> None:
 
 def test_reduce_scatters_are_not_repeated() -> None:
     run_, _ = described("llama3-8b", seq=1024, tp=2, recompute=ALTERNATE)
-    program = layer_region(run_.scene, run_.model.layers[0]).program
+    program = layer_region(run_.signature, run_.model.layers[0]).program
     scattered = {b for op in program.ops if "reduce_scatter" in op.name for b in op.outputs}
     assert len(scattered) == 2 and scattered <= policy_named(ALTERNATE).named(program)  # type: ignore[attr-defined]
     assert len(scattered & policy_named(ALTERNATE).kept(program)) == 1, "nobody reads the second"

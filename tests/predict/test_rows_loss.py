@@ -53,7 +53,7 @@ def test_a_loss_over_rows_takes_what_the_forecast_says(precision: str, vocabular
 def test_its_kernels_pass_over_logits_eight_times() -> None:
     """Twice in forward and six times in backward, whatever is held meanwhile."""
     run = resolve(preset("llama3-8b"), RunRequest(seq=4096, loss="chunked-cross-entropy")).run
-    listed = work(head_region(run.scene), Execution(), "bfloat16", None)
+    listed = work(head_region(run.signature), Execution(), "bfloat16", None)
     logits = 4096 * 128256 * 4
     assert [k.nbytes for k in listed.forward].count(2 * logits) == 1
     assert [k.nbytes for k in listed.backward].count(6 * logits) == 1

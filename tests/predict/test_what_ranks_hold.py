@@ -112,7 +112,7 @@ def test_keys_and_values_that_are_gathered_stay_in_no_pass() -> None:
         run(layout=Layout(cp=2), kernels=replace(HUGGINGFACE.on_cpu(), cp_comm_type=word))
         for word in (CpCommType.RING, CpCommType.GATHER)
     )
-    one, other = (layer_region(each.scene, LLAMA.layers[0]) for each in (ring, gathered))
+    one, other = (layer_region(each.signature, LLAMA.layers[0]) for each in (ring, gathered))
     assert one.saved_bytes == other.saved_bytes
     (step,) = (s for s in other.tape.steps if s.name == "aten._scaled_dot_product_flash_attention.default")
     keys, queries = 4 * B * KV * S * (H // HEADS), 4 * B * S * H // 2
@@ -122,7 +122,7 @@ def test_keys_and_values_that_are_gathered_stay_in_no_pass() -> None:
 def test_autocast_casts_a_shard_once() -> None:
     """q, k and v keep one copy in 16 bits of the shard that is gathered again."""
     spec = run(layout=Layout(tp=2, sp=True), precision=PRECISIONS["bf16-autocast"])
-    region = layer_region(spec.scene, LLAMA.layers[0])
+    region = layer_region(spec.signature, LLAMA.layers[0])
     kept = {
         s.value.storage
         for step in region.tape.steps
@@ -135,8 +135,8 @@ def test_autocast_casts_a_shard_once() -> None:
 def test_ends_of_a_model_are_as_before() -> None:
     """On one rank nothing is gathered."""
     alone = run()
-    assert not embedding_region(alone.scene).collectives
-    assert not head_region(alone.scene).collectives
+    assert not embedding_region(alone.signature).collectives
+    assert not head_region(alone.signature).collectives
 
 
 def test_buffers_of_frameworks_name_their_source() -> None:

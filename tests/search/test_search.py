@@ -393,7 +393,7 @@ def test_ops_that_run_again_take_no_less_than_one_by_one(data: st.DataObject, ov
     """Of a layer over 4 ranks, whose gatherings hide behind products that run again where products are cut."""
     request = RunRequest(tp=4, sp=True, kernels="megatron", tp_comm_overlap=overlap)
     run = resolve(WIDE, request).run
-    region, how, layout = layer_region(run.scene, WIDE.layers[0]), execution_of(run), run.layout.within_stage
+    region, how, layout = layer_region(run.signature, WIDE.layers[0]), execution_of(run), run.layout.within_stage
     prices = PriceModel(hardware=A100, execution=how, precision=run.precision, layout=layout, visible=1.0)
     least = prices.op_seconds(region)
     again = data.draw(st.frozensets(st.integers(0, len(least) - 1)) | st.just(frozenset(range(len(least)))))

@@ -63,9 +63,9 @@ def test_what_does_not_add_up_is_said(text: str, said: str) -> None:
 
 
 def test_layers_for_further_tokens_are_told_as_often_as_they_are() -> None:
-    assert stage_layers("Et*5|t*4|t*4|t*3mmL", layers=16, chunks=4, further=2) == (5, 4, 4, 3)
+    assert stage_layers("Et*5|t*4|t*4|t*3mmL", layers=16, chunks=4, mtp=2) == (5, 4, 4, 3)
     with pytest.raises(UsageError, match="2 x m, MTP layers, and --mtp-num-layers is 1"):
-        stage_layers("Et*5|t*4|t*4|t*3mmL", layers=16, chunks=4, further=1)
+        stage_layers("Et*5|t*4|t*4|t*3mmL", layers=16, chunks=4, mtp=1)
 
 
 @pytest.mark.parametrize(

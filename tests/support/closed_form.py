@@ -13,7 +13,7 @@ from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
 from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
-from jettison.report.explorer_closed_form import MODES, closed_form_document, form_of, scene_of, sizes_of
+from jettison.report.explorer_closed_form import MODES, closed_form_document, form_of, region_signature, sizes_of
 from jettison.spec.model import Layer, ModelSpec
 
 MODELS = (
@@ -51,8 +51,8 @@ def choices(precision: str = "bf16", *, dropout: tuple[bool, ...] = (True, False
 def walked(model: ModelSpec, layer: Layer, choice: Choices, sizes: Mapping[str, int]) -> dict[str, Any]:
     """The figures of an ordinary walk, on plain numbers."""
     other, changed = resized(model, layer, sizes)
-    scene = scene_of(other, choice, sizes)
-    region = layer_region(scene, changed)
+    signature = region_signature(other, choice, sizes)
+    region = layer_region(signature, changed)
     steps, program = region.tape.steps, region.program
     kept = {mode: kept_by(region, mode) for mode in MODES}
     return {
@@ -68,7 +68,7 @@ def walked(model: ModelSpec, layer: Layer, choice: Choices, sizes: Mapping[str, 
             for mode in MODES
         ],
         "transfers": [
-            [c.kind, int(c.backward), c.nbytes, ring_bytes(c.kind, c.nbytes, scene.layout.tp)]
+            [c.kind, int(c.backward), c.nbytes, ring_bytes(c.kind, c.nbytes, signature.layout.tp)]
             for c in region.collectives
             if c.axis == "tp"
         ],

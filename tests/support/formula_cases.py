@@ -268,11 +268,11 @@ def run_of(case: FormulaCase) -> Run:
 def written(run: Run) -> Ledger:
     """The closed form's ledger, in the layers of `traced`."""
     entries: list[SavedTensor] = []
-    for region, name in ((embedding_region(run.scene), "embedding"), (head_region(run.scene), "head")):
+    for region, name in ((embedding_region(run.signature), "embedding"), (head_region(run.signature), "head")):
         entries += [replace(entry, layer=ROOT) for entry in region.entries(name)]
     layers = [f"layers.{i}" for i in range(run.model.depth)]
     for name, layer in zip(layers, run.model.layers, strict=True):
-        entries += layer_region(run.scene, layer).entries(name)
+        entries += layer_region(run.signature, layer).entries(name)
     return Ledger(tuple(entries), layers=(ROOT, *layers))
 
 

@@ -71,4 +71,4 @@ def _listen(layer: torch.nn.Module, packed: list[list[weakref.ref[_Box]]], given
 def closed_form_bytes(case: FormulaCase) -> list[int]:
     """The same of the formula."""
     run = run_of(case)
-    return [layer_region(run.scene, layer).saved_bytes for layer in run.model.layers]
+    return [layer_region(run.signature, layer).saved_bytes for layer in run.model.layers]

@@ -368,9 +368,9 @@ class Roles:
         maker = self.producer(b)
         ops = self.readers.get(b, []) if not up else [] if maker is None else [maker]
         for op in ops if steps else ():
-            further = op.inputs if up else op.outputs
+            neighbours = op.inputs if up else op.outputs
             if base_name(op) in _SOFTMAX:
                 return True
-            if base_name(op) not in _PRODUCTS and any(self._near_softmax(one, steps - 1, up=up) for one in further):
+            if base_name(op) not in _PRODUCTS and any(self._near_softmax(one, steps - 1, up=up) for one in neighbours):
                 return True
         return False

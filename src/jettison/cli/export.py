@@ -166,8 +166,8 @@ def _of_the_loop(run: Run) -> Iterator[str]:
     """Name the parts of a run that settings of recomputation do not set up."""
     if run.tuning is not None:
         yield f"adapters on frozen weights ({run.tuning}): set them up where the model is built"
-    if run.states_on_host.moves:
-        yield f"optimizer states on the host, as {run.states_on_host} has them: set them up with the optimizer"
+    if run.optimizer_offload.moves:
+        yield f"optimizer states in CPU memory, as {run.optimizer_offload} has them: set them up with the optimizer"
     if run.precision.recipe is not None:
         yield f"low-precision GEMMs ({run.precision.recipe}): set them up with the model"
     for frozen in run.frozen:

@@ -76,13 +76,13 @@ def unsharded(run: Run) -> RegionSignature:
     kernels = replace(run.kernels, loss=Loss.UPCAST)
     if run.packed:
         kernels = replace(kernels, attention=AttentionKernel.FLASH, documents=Documents.BLOCKS)
-    return replace(run.scene, layout=Layout().within_stage, kernels=kernels)
+    return replace(run.signature, layout=Layout().within_stage, kernels=kernels)
 
 
 @lru_cache(maxsize=1024)
-def _forward(scene: RegionSignature) -> tuple[RegionFlops, tuple[tuple[AnyLayer, RegionFlops], ...]]:
-    ends = [region_flops(region) for region in (embedding_region(scene), head_region(scene))]
-    layers = tuple((layer, region_flops(layer_region(scene, layer))) for layer in scene.model.kinds)
+def _forward(signature: RegionSignature) -> tuple[RegionFlops, tuple[tuple[AnyLayer, RegionFlops], ...]]:
+    ends = [region_flops(region) for region in (embedding_region(signature), head_region(signature))]
+    layers = tuple((layer, region_flops(layer_region(signature, layer))) for layer in signature.model.kinds)
     gemms, frozen = sum(end.gemms for end in ends), sum(end.frozen for end in ends)
     return RegionFlops(gemms=gemms, attention=0, frozen=frozen), layers
 
@@ -93,11 +93,11 @@ def forward_flops(run: Run) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _micro_batch_flops(scene: RegionSignature, causal: bool) -> tuple[float, float]:
+def _micro_batch_flops(signature: RegionSignature, causal: bool) -> tuple[float, float]:
     """FLOPs of a forward, and of forward and backward."""
-    ends, layers = _forward(scene)
-    counts = {layer: scene.model.layers.count(layer) for layer, _ in layers}
-    reach = scene.packed or scene.seq
+    ends, layers = _forward(signature)
+    counts = {layer: signature.model.layers.count(layer) for layer, _ in layers}
+    reach = signature.packed or signature.seq
     shares = {layer: visible_share(layer, reach) if causal else 1.0 for layer, _ in layers}
     return (
         ends.forward() + sum(counts[layer] * flops.forward(shares[layer]) for layer, flops in layers),
@@ -129,9 +129,9 @@ def model_flops(run: Run, counting: Counting = Counting.LEDGER) -> float:
         reach = run.packed or run.seq
         each = _token_flops(run.model, reach, attention, run.tuning is not None)
         return tokens(run) * (each + sum(_token_flops(model, reach, attention, False) / PASSES for model in models))
-    scene, causal = unsharded(run), counting is Counting.CAUSAL
-    total = _micro_batch_flops(scene, causal)[1]
-    total += sum(_micro_batch_flops(replace(scene, model=model, tuning=None), causal)[0] for model in models)
+    signature, causal = unsharded(run), counting is Counting.CAUSAL
+    total = _micro_batch_flops(signature, causal)[1]
+    total += sum(_micro_batch_flops(replace(signature, model=model, tuning=None), causal)[0] for model in models)
     return total * run.micro_batches * run.layout.dp
 
 

@@ -90,7 +90,7 @@ IN_ROWS = "rows_cross_entropy"
 ROWS_PASSES = 2, 6
 """Passes over the logits in forward (read, log-softmax written) and in backward: log-softmax recomputed, ``nll_loss``'s
 gradient written, both read and the gradient written. NOTE [ Cross entropy in chunks ] in `runtime.chunked_loss`."""
-CHUNKED, LISTED, FUSED = "chunked_cross_entropy", "listed_cross_entropy", "fused_linear_cross_entropy"
+CHUNKED, LISTED, FUSED = "chunked_cross_entropy", "chunked_output_cross_entropy", "fused_linear_cross_entropy"
 TILED = "tiled_log_probabilities"
 LOSSES = frozenset((CHUNKED, LISTED, FUSED, TILED))
 ALL_TO_ALL = "c10d.all_to_all"

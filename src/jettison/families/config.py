@@ -317,9 +317,9 @@ def left_out_of(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Fami
 
 def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
     """Parts of a configuration that transformers' code does not build, one remark each."""
-    further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
-    if isinstance(further, int) and further > 0:
-        count = "a layer" if further == 1 else f"{further} layers"
+    extra = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
+    if isinstance(extra, int) and extra > 0:
+        count = "a layer" if extra == 1 else f"{extra} layers"
         yield f"{count} {MTP_LEFT_OUT}, as in the code of transformers"
     family = FAMILIES.get(str(inner.get("model_type")))
     if family and family.waveform and (chance := inner.get("layerdrop", family.defaults["layerdrop"])):

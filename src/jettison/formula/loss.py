@@ -27,7 +27,7 @@ def head(w: Writer, x: Value) -> Value:
         return classify(w, x)
     if model.pair is not None:
         return contrast(w, x, model.pair)
-    if model.further:
+    if model.mtp_num_layers:
         return _with_further(w, x)
     if model.final_norm is not None:
         x = norm(w, x, model.final_norm, "norm")
@@ -113,7 +113,7 @@ def score(w: Writer, x: Value) -> Value:
 def _with_further(w: Writer, x: Value) -> Value:
     """One loss for each depth, those of MTP first: NOTE [ Multi-token prediction ] in `formula.region`."""
     model = w.run.model
-    parts = [w.tape.view(x, w.shape(model.hidden)) for _ in range(model.further + 1)]
+    parts = [w.tape.view(x, w.shape(model.hidden)) for _ in range(model.mtp_num_layers + 1)]
     total = _from_logits(w, parts[0])
     weight = next(one for one in w.tape.weights if one.head)
     for part in parts[1:]:
@@ -388,7 +388,7 @@ def _tiled(w: Writer, x: Value) -> Value:
 def _without_logits(w: Writer, x: Value) -> Value:
     """Head and loss together. FUSED makes gradients at once: dx and dW are saved. CHUNKED saves x and recomputes.
 
-    LISTED saves the logits as well: the model returns a list of chunks of them in the matmuls' dtype, and the
+    CHUNKED_OUTPUT saves the logits as well: the model returns a list of chunks of them in the matmuls' dtype, and the
     loss has one chunk in fp32 at a time (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390).
     """
     model = w.run.model
@@ -408,7 +408,7 @@ def _without_logits(w: Writer, x: Value) -> Value:
             made.append(w.tape.empty((*whole.shape[:-1], model.vocab), w.matmul_dtype, places))
             kept_now.append(Saved(made[-1], "logits", "16-bit logits: 2sbV"))
         w.tape.record(
-            f"{w.kernels.loss}_cross_entropy",
+            f"{w.kernels.loss.replace('-', '_')}_cross_entropy",
             [whole, labels],
             made,
             saves=kept_now,

@@ -93,9 +93,9 @@ class Choices:
         return " ".join((self.kernels, self.attention, self.precision, drop, layout))
 
 
-def traced_scene(scene: RegionSignature, layer: Layer, book: GuardBook) -> tuple[RegionSignature, Layer]:
-    """Return the scene and layer with traced sizes. Neither may be used as a cache key."""
-    layout, model = scene.layout, scene.model
+def traced_signature(signature: RegionSignature, layer: Layer, book: GuardBook) -> tuple[RegionSignature, Layer]:
+    """Return the region signature and layer with traced sizes. Neither may be used as a cache key."""
+    layout, model = signature.layout, signature.model
     named_layer = replace(layer, attention=_named(layer.attention, book), mlp=_named(layer.mlp, book))
     sizes = {f: book.size(name, getattr(model, f)) for f, name in MODEL_NAMES.items() if getattr(model, f)}
     named_model = replace(model, layers=(named_layer,), **sizes)  # type: ignore[arg-type]
@@ -113,11 +113,11 @@ def traced_scene(scene: RegionSignature, layer: Layer, book: GuardBook) -> tuple
         gathered_inputs=layout.gathered_inputs,
     )
     traced = replace(
-        scene,
+        signature,
         model=named_model,
         layout=named_layout,
-        seq=book.size("s", scene.seq),
-        micro_batch=book.size("b", scene.micro_batch),
+        seq=book.size("s", signature.seq),
+        micro_batch=book.size("b", signature.micro_batch),
     )
     return traced, named_layer
 

@@ -33,7 +33,7 @@ HELD = "kept for recompute"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
-    """One region of a scene, from its tape. All bytes and FLOPs are one rank's.
+    """One region, from its tape. All bytes and FLOPs are one rank's.
 
     ``output`` is the residual stream, or the loss.
     """
@@ -208,10 +208,10 @@ class RecordedRegions:
 
 
 class RegionRecorder(BlockRecorder):
-    """Records the regions of a scene."""
+    """Records the regions of a signature."""
 
     @abstractmethod
-    def regions(self, scene: RegionSignature) -> RecordedRegions:
+    def regions(self, signature: RegionSignature) -> RecordedRegions:
         """Return all regions.
 
         Raises:
@@ -219,53 +219,53 @@ class RegionRecorder(BlockRecorder):
         """
 
 
-def _recorded(scene: RegionSignature) -> RecordedRegions:
-    recorder = scene.model.recorder
+def _recorded(signature: RegionSignature) -> RecordedRegions:
+    recorder = signature.model.recorder
     assert isinstance(recorder, RegionRecorder), "a recorded layer without its recording"
-    return recorder.regions(scene)
+    return recorder.regions(signature)
 
 
 @lru_cache(maxsize=4096)
-def layer_region(scene: RegionSignature, layer: AnyLayer) -> Region:
+def layer_region(signature: RegionSignature, layer: AnyLayer) -> Region:
     """One transformer layer."""
     if isinstance(layer, RecordedLayer):
-        return _recorded(scene).blocks[layer.call]
+        return _recorded(signature).blocks[layer.call]
     if layer.source:
-        pair = scene.model.pair
-        scene = replace(scene, seq=scene.source_seq, model=scene.model if pair is None else pair.images)
-    writer = Writer.of(scene)
+        pair = signature.model.pair
+        signature = replace(signature, seq=signature.source_seq, model=signature.model if pair is None else pair.images)
+    writer = Writer.of(signature)
     writer.repeats, writer.rules = layer.repeats, layer.gemm_recipes
     hidden = writer.hidden(detached=layer.detached, low_precision=layer.narrow)
-    output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
+    output = mtp_layer(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)
 
 
 @lru_cache(maxsize=1024)
-def embedding_region(scene: RegionSignature) -> Region:
+def embedding_region(signature: RegionSignature) -> Region:
     """Ops before the layers."""
-    if scene.model.recorder is not None:
-        return _recorded(scene).before
-    writer = Writer.of(scene)
+    if signature.model.recorder is not None:
+        return _recorded(signature).before
+    writer = Writer.of(signature)
     return Region(output=embedding(writer), tape=writer.tape)
 
 
 @lru_cache(maxsize=1024)
-def head_region(scene: RegionSignature) -> Region:
+def head_region(signature: RegionSignature) -> Region:
     """Ops after the layers."""
-    if scene.model.recorder is not None:
-        return _recorded(scene).after
-    writer = Writer.of(scene)
-    return Region(output=head(writer, writer.hidden(depths=1 + scene.model.further)), tape=writer.tape)
+    if signature.model.recorder is not None:
+        return _recorded(signature).after
+    writer = Writer.of(signature)
+    return Region(output=head(writer, writer.hidden(depths=1 + signature.model.mtp_num_layers)), tape=writer.tape)
 
 
 @lru_cache(maxsize=64)
-def score_region(scene: RegionSignature) -> Region:
+def score_region(signature: RegionSignature) -> Region:
     """Ops after the layers of a reward model."""
-    writer = Writer.of(scene)
+    writer = Writer.of(signature)
     return Region(output=score(writer, writer.hidden()), tape=writer.tape)
 
 
-# further --------------------------------------------------------------------------------------------------------------
+# multi-token prediction (MTP) -----------------------------------------------------------------------------------------
 #
 # NOTE [ Multi-token prediction ]
 # MTP layers (arXiv 2412.19437 §2.2) as Megatron-Core builds them with `--mtp-num-layers`:
@@ -282,7 +282,7 @@ def score_region(scene: RegionSignature) -> Region:
 JOINED: Final = "joined hidden states"
 
 
-def further(w: Writer, x: Value, spec: Layer) -> Value:
+def mtp_layer(w: Writer, x: Value, spec: Layer) -> Value:
     """MTP layer: from the residual stream, or the depth before, to its hidden states; the last one returns all depths'.
 
     See NOTE [ Multi-token prediction ].
@@ -294,14 +294,14 @@ def further(w: Writer, x: Value, spec: Layer) -> Value:
         tokens = looked_up_tokens(w, tied=True, declared=spec.ahead == 1)
     hidden = layer(w, _joined(w, tokens, x, spec), spec)
     hidden = norm(w, hidden, spec.norm, "mtp_norm")
-    if spec.ahead < model.further:
+    if spec.ahead < model.mtp_num_layers:
         return hidden
     rows = list(hidden.shape)
-    rows[w.seq_dim] *= model.further + 1
+    rows[w.seq_dim] *= model.mtp_num_layers + 1
     parts = [hidden]
     if spec.ahead > 1:  # norms of earlier depths hold their hidden states
         rest = list(hidden.shape)
-        rest[w.seq_dim] *= model.further - 1
+        rest[w.seq_dim] *= model.mtp_num_layers - 1
         parts.append(w.table(JOINED, tuple(rest), w.compute, w.outside()))
     parts.append(x)
     return w.tape.op("aten.cat.default", parts, tuple(rows), places=w.outside())
@@ -325,12 +325,12 @@ def _joined(w: Writer, tokens: Value, hidden: Value, spec: Layer) -> Value:
 
 def regions(model: ModelSpec, tuning: Tuning | None = None) -> Iterator[tuple[Region, int]]:
     """The distinct regions of a model, and how often each occurs."""
-    scene = Run(model=model, seq=model.shortest, source_seq=model.shortest_source, tuning=tuning).scene
-    yield embedding_region(scene), 1
+    signature = Run(model=model, seq=model.shortest, source_seq=model.shortest_source, tuning=tuning).signature
+    yield embedding_region(signature), 1
     counts = Counter(model.layers)
     for kind in model.kinds:
-        yield layer_region(scene, kind), counts[kind]
-    yield head_region(scene), 1
+        yield layer_region(signature, kind), counts[kind]
+    yield head_region(signature), 1
 
 
 def parameter_count(model: ModelSpec) -> int:
@@ -354,10 +354,10 @@ def refuse_idle(model: ModelSpec, tuning: Tuning) -> None:
 
 def active_parameter_count(model: ModelSpec) -> int:
     """Parameters that one token uses: of each layer's experts only the chosen ones."""
-    scene = Run(model=model, seq=model.shortest, source_seq=model.shortest_source).scene
+    signature = Run(model=model, seq=model.shortest, source_seq=model.shortest_source).signature
     idle = 0
     for kind, layers in Counter(model.layers).items():
         if (moe := kind.experts) is not None:
-            experts = sum(w.total for w in layer_region(scene, kind).weights if w.expert)
+            experts = sum(w.total for w in layer_region(signature, kind).weights if w.expert)
             idle += layers * experts * (moe.experts - moe.top_k) // moe.experts
     return parameter_count(model) - idle

@@ -25,8 +25,8 @@ from typing import Final
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Weight
 from jettison.spec.layout import Layout
+from jettison.spec.optimizer_offload import NO_OFFLOAD, OptimizerOffload
 from jettison.spec.precision import Optimizer, Precision
-from jettison.spec.states_on_host import NOT_MOVED, StatesOnHost
 
 SCALE_BLOCK, NARROW_BLOCK = 256, 128
 """8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861), torchao's 4-bit for each 128."""
@@ -102,7 +102,7 @@ def static(
     optimizer: Optimizer,
     layout: Layout,
     in_layer: bool,
-    on_host: StatesOnHost = NOT_MOVED,
+    on_host: OptimizerOffload = NO_OFFLOAD,
 ) -> Static:
     """Parameters, gradients and optimizer state of a region's weights on one rank.
 
@@ -142,7 +142,7 @@ def static(
         if moves and at[0] >= on_host.least_elements:
             # bitsandbytes' two moments: a byte an element plus scales, or fp32, whatever the parameter's dtype
             paged = 2 * at[0] * (1 if optimizer is Optimizer.ADAM8BIT else 4)
-            moved = own if on_host.steps_there else paged
+            moved = own if on_host.steps_on_cpu else paged
             host_state += moved + (copy if on_host.moves_masters else 0)
             host_elements += at[0]
             own, copy = max(0, own - moved), 0 if on_host.moves_masters else copy

@@ -66,9 +66,9 @@ class RecordedConfig(RegionRecorder):
         """Name what is recorded, for a message."""
         return f"the architecture {self.kind}"
 
-    def regions(self, scene: RegionSignature) -> RecordedRegions:
-        """All regions of a scene; one trace for all scenes that it cannot tell apart."""
-        return _recorded(self, self.case(scene.seq, scene.micro_batch, scene.precision))[0]
+    def regions(self, signature: RegionSignature) -> RecordedRegions:
+        """All regions of a signature; one trace for all signatures that it cannot tell apart."""
+        return _recorded(self, self.case(signature.seq, signature.micro_batch, signature.precision))[0]
 
     def case(self, seq: int, micro_batch: int, precision: Precision) -> _Case:
         """Return the key of a region signature's trace. Raise `UsageError` for a precision that no trace has."""

@@ -127,7 +127,7 @@ def _changes(run: Run) -> Iterator[_Setting]:
     if run.layout.tp > 1 and not run.layout.sp:
         yield _Setting(kind="sequence parallelism", flags="--sp", of=partial(_nested, part="layout", sp=True))
     for zero in range(run.layout.zero + 1, 4) if run.layout.shards > 1 else ():
-        if zero in run.states_on_host.zeros:
+        if zero in run.optimizer_offload.zeros:
             yield _Setting(kind="sharding", flags=f"--zero {zero}", of=partial(_nested, part="layout", zero=zero))
     if run.layout.gradient_sync is GradientSync.LAST and not run.layout.stage_buffers:
         each = partial(_nested, part="layout", gradient_sync=GradientSync.EACH)

@@ -126,7 +126,7 @@ class Forecast:
     @property
     def offloaded_optimizer(self) -> OffloadedOptimizer | None:
         """Offloaded optimizer states of the rank with most; None without optimizer offload."""
-        if not self.run.states_on_host.moves:
+        if not self.run.optimizer_offload.moves:
             return None
         return max((offloaded_optimizer(self.run, s.static) for s in self.stages), key=lambda found: found.host_bytes)
 
@@ -260,7 +260,9 @@ def _stage(
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=step_bytes(run, total, chunks),
-        sent=(chunks[0][-1].part.region if chunks[0] else embedding_region(run.scene)).output.nbytes if outputs else 0,
+        sent=(chunks[0][-1].part.region if chunks[0] else embedding_region(run.signature)).output.nbytes
+        if outputs
+        else 0,
         master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
         aside=aside,
         late=late,

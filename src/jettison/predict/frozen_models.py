@@ -107,7 +107,7 @@ def frozen_groups(run: Run, frozen: FrozenModel) -> tuple[RegionGroup, ...]:
     ((groups,),) = outline(own)
     if frozen.role is not Role.REWARD:
         return groups
-    region, last = score_region(own.scene), groups[-1]
+    region, last = score_region(own.signature), groups[-1]
     held = static(
         region.weights, precision=own.precision, optimizer=own.optimizer, layout=own.layout.sharding, in_layer=False
     )
@@ -162,5 +162,5 @@ def _height(region: Region, named: bool) -> tuple[int, int]:
 
 
 _OF_THE_BATCH = ("labels", "token ids", "segment ids")
-_IN_CHUNKS = ("chunked_cross_entropy", "listed_cross_entropy")
+_IN_CHUNKS = ("chunked_cross_entropy", "chunked_output_cross_entropy")
 """Losses whose forward has the logits of one chunk at a time, as its backward has."""

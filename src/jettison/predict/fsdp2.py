@@ -583,7 +583,7 @@ def _made_shards(run: Run, part: StageRegion, apart: Static = NOTHING) -> int:
     of the buffer (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``).
     """
     precision, shard, reduced = run.precision, part.static.gradients, run.precision.reduce_dtype
-    if run.states_on_host.copies_shards:  # reduced on the device, then copied
+    if run.optimizer_offload.copies_shards:  # reduced on the device, then copied
         shard = made = part.static.reduced // run.layout.shards
     else:
         shard -= apart.gradients

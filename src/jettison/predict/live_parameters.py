@@ -76,7 +76,7 @@ def live_parameters(run: Run, parts: Sequence[StageRegion]) -> tuple[Live, ...]:
     there = layout.buckets.buckets * layout.buckets.reduce * width
     if layout.zero == 1:
         return ((0, there),) * len(parts)
-    hosted = layout.shards if run.states_on_host.moves_parameters else 0
+    hosted = layout.shards if run.optimizer_offload.moves_parameters else 0
     again = run.recompute.mode not in (Mode.NONE, Mode.SELECTIVE, Mode.MODULES)  # do modules run once more?
     ends = tuple((part.name == EMBEDDING, part.region) for part in parts)
     gathers = layout.zero == 3 and (layout.shards > 1 or hosted > 0)  # one rank's are views of its own

@@ -43,9 +43,9 @@ from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, local_shape
 from jettison.spec.kernels import Device
 from jettison.spec.layout import ZeroBuckets
+from jettison.spec.optimizer_offload import element_bytes
 from jettison.spec.precision import Gradients, Optimizer
 from jettison.spec.run import Run
-from jettison.spec.states_on_host import element_bytes
 
 WHOLE_TENSORS = (Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
 _ALIGNED = 64
@@ -241,7 +241,7 @@ def step_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
     accelerators, need none. torch's default on CUDA is neither: ``torch/optim/adam.py``, ``_multi_tensor_adam``,
     computes the square roots of all second moments at once (``_foreach_sqrt``).
     """
-    if run.gradients is Gradients.IN_BACKWARD or run.states_on_host.steps_there:
+    if run.gradients is Gradients.IN_BACKWARD or run.optimizer_offload.steps_on_cpu:
         return 0  # counted in backward, or on the host
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
@@ -339,7 +339,7 @@ class OffloadedOptimizer:
 
 def offloaded_optimizer(run: Run, total: Static) -> OffloadedOptimizer:
     """Return the offloaded states of a stage with these totals."""
-    rule, precision = run.states_on_host, run.precision
+    rule, precision = run.optimizer_offload, run.precision
     each = element_bytes(
         rule,
         zero=run.layout.zero,
@@ -347,7 +347,7 @@ def offloaded_optimizer(run: Run, total: Static) -> OffloadedOptimizer:
         parameter=DTYPE_BYTES[precision.parameter],
         gradient=DTYPE_BYTES[precision.gradient],
     )
-    paged = 0 if rule.steps_there else total.host_state
+    paged = 0 if rule.steps_on_cpu else total.host_state
     times, elements = run.micro_batches, total.host_elements
     gathered = times * (1 + run.layout.resharded) * total.host_parameters
     return OffloadedOptimizer(
@@ -360,7 +360,7 @@ def offloaded_optimizer(run: Run, total: Static) -> OffloadedOptimizer:
 
 def host_buffer_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
     """Return ZeRO-Offload's permanent device buffer: a gradient of the largest parameter."""
-    if not run.states_on_host.keeps_buffer or run.layout.zero == 3:
+    if not run.optimizer_offload.keeps_buffer or run.layout.zero == 3:
         return 0
     weights = (w for chunk in chunks for group in chunk for w in group.part.region.weights if not w.frozen)
     return max((w.numel for w in weights), default=0) * DTYPE_BYTES[run.precision.compute]

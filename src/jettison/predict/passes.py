@@ -71,7 +71,7 @@ def sums_apart(run: Run) -> bool:
     gradient, whose base shares it; under autocast the cast makes a new tensor; for several heads, or chunks of one, the
     sum is the engine's own; and a fused loss returns a new tensor.
     """
-    once = run.kernels.loss not in LOSSES_WITH_HEAD and not run.model.further
+    once = run.kernels.loss not in LOSSES_WITH_HEAD and not run.model.mtp_num_layers
     return once and run.model.tied_embeddings and not run.gradient_rule.fused and not run.autocast
 
 

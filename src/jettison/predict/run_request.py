@@ -32,10 +32,10 @@ from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.model_variants import with_mtp, with_quant_recipe, with_starts
+from jettison.spec.optimizer_offload import OptimizerOffload, optimizer_offload
 from jettison.spec.precision import Accumulation, Gradients, Precision, optimizer, precision
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
-from jettison.spec.states_on_host import StatesOnHost, states_on_host
 from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenWords, Role, Tuning, Upcast, When
 
 PAPER: Final = "paper"
@@ -196,7 +196,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         workspaces=workspaces(given_or(request.workspaces, "none")),
         tuning=tuning,
         frozen=frozen,
-        states_on_host=_states_on_host(request),
+        optimizer_offload=_optimizer_offload(request),
         anchor=None if request.anchor is None else read_anchor(Path(request.anchor)),
     )
     _check_upcast(run)
@@ -286,7 +286,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         buckets=ZeroBuckets.parse(given_or(request.zero_buckets, "none"), hidden=model.hidden),
         sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
         stage_layers=() if cut is None else cut_of(cut, model, pp=pp, virtual=found.get("virtual_stages", 1)),
-        further=model.further,
+        mtp_num_layers=model.mtp_num_layers,
         schedule=_word(Schedule, request.schedule, "schedule", Schedule.ONE_F_ONE_B),
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
@@ -433,15 +433,15 @@ def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:
         )
 
 
-def _states_on_host(request: RunRequest) -> StatesOnHost:
+def _optimizer_offload(request: RunRequest) -> OptimizerOffload:
     """Rule for optimizer offload; a `UsageError` for layouts that its framework does not support."""
-    rule = states_on_host(given_or(request.offload_optimizer, "none"))
+    rule = optimizer_offload(given_or(request.offload_optimizer, "none"))
     zero, why = given_or(request.zero, 0), ""
     if rule.keeps_buffer and zero < 2:
         why = f"--zero {zero}; ZeRO-Offload is modelled for --zero 2 and 3"
     elif rule.moves_parameters and zero < 3:
         why = f"--zero {zero}; offloaded parameters need --zero 3"
-    elif rule.steps_there and zero in (1, 2) and not rule.keeps_buffer:
+    elif rule.steps_on_cpu and zero in (1, 2) and not rule.keeps_buffer:
         why = f"--zero {zero}; give --zero 3, or one device"
     elif rule.frees_gradients and given_or(request.pp, 1) > 1:
         why = f"--pp {request.pp}; offloaded gradients are not modelled in pipelines"

@@ -248,7 +248,7 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
-        if run.states_on_host.moves_parameters:  # a shard is copied from the host before its all-gather
+        if run.optimizer_offload.moves_parameters:  # a shard is copied from the host before its all-gather
             fetched = host_seconds(self._static(found).host_parameters, self.hardware)
             found = replace(found, gathered=found.gathered + fetched)
         groups = computing_groups(part.region) if by_torch(run, part) else found.groups
@@ -345,7 +345,7 @@ class Timing:
         layout = self.run.layout
         if layout.pp == 1:
             return 0.0
-        nbytes = embedding_region(self.run.scene).output.nbytes
+        nbytes = embedding_region(self.run.signature).output.nbytes
         if layout.tp == 1 or layout.sp or not self.execution.splits_outputs:
             return point_seconds(nbytes, layout, self.hardware)
         ranks = group(layout, "tp", self.hardware.node)
@@ -464,7 +464,7 @@ class Timing:
             least: a lower bound, without copies that backwards may hide.
         """
         precision = self.run.precision
-        if self.run.states_on_host.steps_there:
+        if self.run.optimizer_offload.steps_on_cpu:
             return self._host_copies(items, least=least)
         nbytes = sum(item.count * item.optimizer_bytes for item in items)
         fused = self.execution.fused_optimizer and self.run.optimizer is not Optimizer.ADAMW_FOREACH
@@ -479,12 +479,12 @@ class Timing:
         The optimizer's time on CPU is not included: hardware files have no rates of the host.
         """
         run = self.run
-        if not run.states_on_host.moves:
+        if not run.optimizer_offload.moves:
             return 0.0
         moved = offloaded_optimizer(run, together((self._static(item), item.count) for item in items))
         updated = moved.to_device_bytes - moved.gathered_bytes  # the others are part of `Item.gathered`
         sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, updated))
-        if not run.states_on_host.steps_there:
+        if not run.optimizer_offload.steps_on_cpu:
             return sent + fetched
         if least:
             return fetched
@@ -500,7 +500,7 @@ class Timing:
             optimizer=run.optimizer,
             layout=run.layout.sharding,
             in_layer=item.in_layer,
-            on_host=run.states_on_host,
+            on_host=run.optimizer_offload,
         )
 
 

@@ -17,13 +17,13 @@ from jettison.solve.modules import OWN, Recomputed, is_mtp, recomputed, sent
 from jettison.solve.policy import COMPILED, COMPILED_QUANTIZED, Compiled, SelectiveOp, kept_apart, policy_named
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
+from jettison.spec.optimizer_offload import OptimizerOffload
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
-from jettison.spec.states_on_host import StatesOnHost
 
 NONE, FULL, PARTS = "none", "full", "parts"
-FURTHER = "modules:mtp"
+MTP_FULL = "modules:mtp"
 """Policy of a full checkpoint of a multi-token prediction (MTP) layer."""
 CONTEXTS = frozenset({str(Mode.SELECTIVE_OP), str(Mode.SELECTIVE_OP_ALTERNATE)})
 """Policies of torch's selective checkpoint contexts in eager mode."""
@@ -131,7 +131,7 @@ def kept_by(region: Region, policy: str) -> frozenset[int]:
         return kept_apart(region.program)
     if policy.startswith(f"{COMPILED} "):
         return policy_named(policy.removeprefix(f"{COMPILED} ")).kept(region.program)
-    found = again_by(region, FURTHER if policy == FULL and is_mtp(region.program) else policy)
+    found = again_by(region, MTP_FULL if policy == FULL and is_mtp(region.program) else policy)
     return policy_named(policy).kept(region.program) if found is None else found.kept
 
 
@@ -337,36 +337,37 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
 def _layer(run: Run, kind: Kind) -> StageRegion:
     number, policy, picked = kind
     table = run.layout.pp > 1 and not run.model.tied_embeddings  # otherwise the stage has one already
-    found = _region(run.scene, number, policy, run.optimizer, run.layout.sharding, table, run.states_on_host)
+    found = _region(run.signature, number, policy, run.optimizer, run.layout.sharding, table, run.optimizer_offload)
     return found if picked is None else replace(found, chosen=picked)
 
 
 def _end(run: Run, name: str) -> StageRegion:
     """The embedding; or final norm, head and loss, with a second copy of a tied weight under pipelines."""
     twice = name == EMBEDDING or run.layout.pp > 1
-    found = _region(run.scene, name, NONE, run.optimizer, run.layout.sharding, twice, run.states_on_host)
+    found = _region(run.signature, name, NONE, run.optimizer, run.layout.sharding, twice, run.optimizer_offload)
     return replace(found, held=found.region.returned) if run.keep_logits and name == HEAD else found
 
 
 @lru_cache(maxsize=65536)
 def _region(
-    scene: RegionSignature,
+    signature: RegionSignature,
     which: int | str,
     policy: str,
     optimizer: Optimizer,
     sharding: Layout,
     tied: bool,
-    on_host: StatesOnHost,
+    on_host: OptimizerOffload,
 ) -> StageRegion:
     """Region of an end by name, or of a layer by the number of its kind; ``tied``: with its copy of tied weights."""
-    layer = scene.model.kinds[which] if isinstance(which, int) else None
+    layer = signature.model.kinds[which] if isinstance(which, int) else None
     if layer is None:
-        name, region = str(which), embedding_region(scene) if which == EMBEDDING else head_region(scene)
+        name, region = str(which), embedding_region(signature) if which == EMBEDDING else head_region(signature)
     else:
-        name, region = scene.model.layer_names[scene.model.kind_numbers.index(which)], layer_region(scene, layer)
+        name = signature.model.layer_names[signature.model.kind_numbers.index(which)]
+        region = layer_region(signature, layer)
         tied = tied and not (isinstance(layer, Layer) and layer.repeats)  # weights of the layer before, on its stage
-    weights = declared([w for w in region.weights if tied or not w.tied], scene.kernels.declared)
-    in_layer, precision = layer is not None, scene.precision
+    weights = declared([w for w in region.weights if tied or not w.tied], signature.kernels.declared)
+    in_layer, precision = layer is not None, signature.precision
     held = static(
         weights, precision=precision, optimizer=optimizer, layout=sharding, in_layer=in_layer, on_host=on_host
     )

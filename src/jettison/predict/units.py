@@ -265,7 +265,7 @@ def _segment_backward(first: Region, plain: Sequence[Passes], gradients: Sequenc
 
 def stream_bytes(run: Run) -> int:
     """Return the bytes of a stage's output for one micro-batch."""
-    return embedding_region(run.scene).output.nbytes
+    return embedding_region(run.signature).output.nbytes
 
 
 def _with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *, handed_on: bool) -> list[Unit]:
@@ -276,7 +276,7 @@ def _with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *,
     """
     first, last = groups[0].part, groups[-1].part
     head = last.name == HEAD
-    own = tables_bytes(run.scene) + mask_bytes(run) if first.is_layer else 0
+    own = tables_bytes(run.signature) + mask_bytes(run) if first.is_layer else 0
     given = returned = arriving = 0
     if run.layout.stage_buffers:  # NOTE [ Buffers of torch.distributed.pipelining ] in `stage_buffers`
         given = 0 if first.name == EMBEDDING else input_kept(first)
@@ -292,15 +292,15 @@ def _with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], *,
 
 
 @lru_cache(maxsize=1024)
-def tables_bytes(scene: RegionSignature) -> int:
+def tables_bytes(signature: RegionSignature) -> int:
     """Return the bytes of rotary tables that a stage computes in its forward; the first stage's are the embedding's.
 
     ``transformers/models/llama/modeling_llama.py``, ``LlamaModel.forward``: ``self.rotary_emb(hidden_states, ...)``.
     Other code has one permanent table.
     """
-    if not scene.kernels.forward_names:
+    if not signature.kernels.forward_names:
         return 0
-    return held_over(embedding_region(scene))
+    return held_over(embedding_region(signature))
 
 
 def input_kept(part: StageRegion) -> int:
@@ -350,7 +350,7 @@ def _masks(run: Run) -> dict[bool, int]:
         return {}  # encoders mask padding only
     each = run.seq * run.seq // run.layout.cp
     if eager:
-        return dict.fromkeys(_masked(model), run.micro_batch * each * DTYPE_BYTES[run.scene.precision.compute])
+        return dict.fromkeys(_masked(model), run.micro_batch * each * DTYPE_BYTES[run.signature.precision.compute])
     if not kernels.tensor_masks:
         return {}
     windows = [a.window for layer in model.described if (a := _causal(layer.attention)) and a.window is not None]
@@ -382,7 +382,7 @@ def _without_masks(run: Run, made: Sequence[Unit]) -> Sequence[Unit]:
     if not run.kernels.forward_names or len(firsts := _masked(run.model)) < 2:
         return made
     later = max(firsts, key=firsts.__getitem__)
-    tables = tables_bytes(run.scene) // 2 if run.kernels.rotary_by_window else 0  # of one kind of layer
+    tables = tables_bytes(run.signature) // 2 if run.kernels.rotary_by_window else 0  # of one kind of layer
     gone = _masks(run).get(later, 0) + tables
     found, end = [], 0
     for unit in made:
@@ -398,8 +398,10 @@ def _with_names(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -
     embedding, read = groups[0].part, 0
     if run.model.source is not None:
         made = list(_with_gradients(run, groups, made))
-        if run.scene.precision.casts:  # the decoder saves casts of the encoder's output, otherwise the output itself
-            each = DTYPE_BYTES[run.scene.precision.compute]
+        if (
+            run.signature.precision.casts
+        ):  # the decoder saves casts of the encoder's output, otherwise the output itself
+            each = DTYPE_BYTES[run.signature.precision.compute]
             read = run.micro_batch * run.source_seq * run.model.hidden * each
             made = list(_with_read(run, groups, made, read))
     made = _with_loss(run, groups, made, read)
@@ -462,11 +464,11 @@ def _rows_gradient(run: Run, groups: Sequence[RegionGroup]) -> int:
 
 def _given_bytes(run: Run, layer: Layer) -> int:
     """Bytes of gradients of the encoder's output and of relative position biases that a layer reads or passes on."""
-    each, rows = DTYPE_BYTES[run.scene.precision.compute], run.source_seq if layer.source else run.seq
+    each, rows = DTYPE_BYTES[run.signature.precision.compute], run.source_seq if layer.source else run.seq
     total = 0 if layer.source else run.micro_batch * run.source_seq * run.model.hidden * each
     for asked, columns in ((layer.attention, rows), (layer.cross, run.source_seq)):
         if isinstance(asked, Attention) and asked.biases in (Biases.FIRST, Biases.GIVEN):
-            learned = (asked.buckets > 0 and run.tuning is None) or run.scene.kernels.learned_zeros
+            learned = (asked.buckets > 0 and run.tuning is None) or run.signature.kernels.learned_zeros
             total += asked.heads * rows * columns * each if learned else 0
     return total
 

@@ -183,7 +183,7 @@ def _options(found: Estimate) -> Iterator[RecomputeOption]:
 def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> list[Trade]:
     """The saved tensors of the run's most frequent layer, largest first, each against all others being kept."""
     layer = max(run.model.kinds, key=run.model.layers.count)
-    region, reached = layer_region(run.scene, layer), hardware.reached.host
+    region, reached = layer_region(run.signature, layer), hardware.reached.host
     prices = Timing(run=run, hardware=hardware, execution=execution or execution_of(run)).prices(layer)
     found = []
     for buffer in dict.fromkeys(slot.buffer for slot in region.program.slots):

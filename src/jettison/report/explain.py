@@ -257,7 +257,7 @@ def _shares(parts: Iterable[tuple[str, int]]) -> tuple[PeakShare, ...]:
 
 def _core(run: Run) -> Core:
     layer = Counter(run.model.layers).most_common(1)[0][0]
-    region = layer_region(run.scene, layer)
+    region = layer_region(run.signature, layer)
     core, rest = _core_and_rest(run, layer, run.seq)
     return Core(
         saved_bytes=core,
@@ -270,7 +270,7 @@ def _core(run: Run) -> Core:
 
 def _core_and_rest(run: Run, layer: AnyLayer, seq: int) -> tuple[int, int]:
     """Bytes that a layer saves without recompute on a sequence of ``seq``, learned positions or not."""
-    region = layer_region(replace(run.scene, seq=seq), layer)
+    region = layer_region(replace(run.signature, seq=seq), layer)
     core = region.program.kept_bytes(attention_core(region.program))
     return core, region.saved_bytes - core
 
@@ -322,7 +322,7 @@ def _sharding(run: Run) -> Changes:
     def changed(zero: int) -> Run:
         return replace(run, layout=run.layout.at_zero(zero))
 
-    stages = [zero for zero in (1, 3) if zero in run.states_on_host.zeros] if run.layout.shards > 1 else []
+    stages = [zero for zero in (1, 3) if zero in run.optimizer_offload.zeros] if run.layout.shards > 1 else []
     return {f"--zero {zero}": partial(changed, zero) for zero in stages}
 
 

@@ -38,7 +38,7 @@ from jettison.cost.flops import to_the_end
 from jettison.cost.kernel import BATCHED, FLASH
 from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
-from jettison.formula.named import Choices, has_names, layer_sizes, model_sizes, resized, structure, traced_scene
+from jettison.formula.named import Choices, has_names, layer_sizes, model_sizes, resized, structure, traced_signature
 from jettison.formula.region import HELD, Region
 from jettison.formula.sums import Factor, GuardBook, Positive, SizeGuard, Sum, sum_of
 from jettison.formula.tape import TapeOp, Value, Writer
@@ -227,8 +227,8 @@ ClosedForm = Mapping[str, Sequence[Table]]
 """The tables of all layers of one structure, by `Choices.key`; of one key as many as have other guards."""
 
 
-def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> RegionSignature:
-    """A scene as a walk takes it. Sizes that do not divide are rounded up, as `Tape.local_shape` does."""
+def region_signature(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> RegionSignature:
+    """A region signature as a walk takes it. Sizes that do not divide are rounded up, as `Tape.local_shape` does."""
     tp = sizes["t"] if choices.parallel else 1
     cp, ep = sizes.get("cp", 1), sizes.get("ep", 1)
     sites = model.dropout_sites
@@ -249,8 +249,8 @@ def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> Re
 def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[str, int]) -> Table:
     """Walk over a layer at these sizes, for everywhere where the walk goes the same way."""
     book = GuardBook()
-    scene, named = traced_scene(scene_of(model, choices, sizes), layer, book)
-    writer = Writer.of(scene)
+    signature, named = traced_signature(region_signature(model, choices, sizes), layer, book)
+    writer = Writer.of(signature)
     region = Region(output=write_layer(writer, writer.hidden(), named), tape=writer.tape)
     kept = {mode: kept_by(region, mode) for mode in MODES}
     again = {mode: frozenset(region.program.recompute_set(kept[mode])) for mode in MODES}

@@ -40,7 +40,7 @@ from jettison.formula.embedding import TOKENS, embedding
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.liveness import begin, forward_levels
 from jettison.formula.loss import head
-from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_scene
+from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_signature
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.sums import Factor, Gemm, GuardBook, Positive, SizeGuard, Sum, collected, sum_of
 from jettison.formula.tape import Weight, Writer
@@ -124,11 +124,11 @@ def _described(subject: PageModel) -> bool:
     model = subject.model
     named = all(isinstance(kind, Layer) and has_names(kind) for kind in model.kinds)
     plain = model.patches is None and model.audio is None and model.pair is None and model.source is None
-    if not (named and plain) or model.further or model.unused_weights or not _longest(model):
+    if not (named and plain) or model.mtp_num_layers or model.unused_weights or not _longest(model):
         return False
-    scene = run_of_page(subject).scene
-    alone = replace(scene, model=replace(model, layers=model.kinds[:1]))
-    return len({embedding_region(each).saved_bytes for each in (scene, alone)}) == 1
+    signature = run_of_page(subject).signature
+    alone = replace(signature, model=replace(model, layers=model.kinds[:1]))
+    return len({embedding_region(each).saved_bytes for each in (signature, alone)}) == 1
 
 
 def run_of_page(subject: PageModel, **asked: Any) -> Run:
@@ -289,11 +289,11 @@ def key_of(precision: str, t: int, cp: int, ep: int, rank: int, base: str, again
 def pass_table(run: Run, layer: AnyLayer, modes: Sequence[str], positions: SizeGrid) -> PassTable:
     """Walk through a model's regions, and replay their passes."""
     assert isinstance(layer, Layer)
-    scene, rule = run.scene, run.gradient_rule
+    signature, rule = run.signature, run.gradient_rule
     book = GuardBook()
-    traced, named = traced_scene(scene, layer, book)
-    if scene.tuning is not None:
-        traced = replace(traced, tuning=replace(scene.tuning, rank=book.size(RANK, scene.tuning.rank)))
+    traced, named = traced_signature(signature, layer, book)
+    if signature.tuning is not None:
+        traced = replace(traced, tuning=replace(signature.tuning, rank=book.size(RANK, signature.tuning.rank)))
     first, last = Writer.of(traced), Writer.of(traced)
     regions = [
         (Region(output=embedding(first), tape=first.tape), (NONE,)),

@@ -21,10 +21,10 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync
 from jettison.spec.model import ModelSpec
+from jettison.spec.optimizer_offload import NO_OFFLOAD, optimizer_offload
 from jettison.spec.precision import MUONS, Gradients
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored
-from jettison.spec.states_on_host import NOT_MOVED, states_on_host
 from jettison.spec.tuning import Base, Upcast
 
 MARGIN: Final = 0.25
@@ -84,7 +84,7 @@ class SearchRequest(CommonRequest):
     def _zero(self) -> tuple[tuple[int, ...], str]:
         """Return the ZeRO stages that are modelled, and the field that restricts them; empty without a restriction."""
         host = self.offload_optimizer
-        moved = NOT_MOVED if host is None or host not in named("states_on_host") else states_on_host(host)
+        moved = NO_OFFLOAD if host is None or host not in named("optimizer_offload") else optimizer_offload(host)
         if moved.one_micro_batch:
             raise UsageError(
                 "got --offload-optimizer torchao-gradients, which takes one micro-batch; to search, give torchao"
@@ -181,7 +181,7 @@ class SearchRequest(CommonRequest):
         if self.kbit_upcast not in (None, Upcast.NONE):  # of an unsharded base
             yield "tp", f" with --kbit-upcast {self.kbit_upcast}, which takes --tp 1"
         alone = [f"--{frozen.role}" for frozen in template.frozen]
-        if template.states_on_host.frees_gradients:
+        if template.optimizer_offload.frees_gradients:
             alone.append(f"--offload-optimizer {self.offload_optimizer}")
         if alone:  # not modelled in a pipeline
             yield "pp", f" with {alone[0]}, which takes --pp 1"

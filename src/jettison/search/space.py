@@ -351,7 +351,9 @@ class Space:
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template
         own = template.layout
-        flags: dict[str, Any] = {name: getattr(own, name) for name in _FLAGS} | {"further": template.model.further}
+        flags: dict[str, Any] = {name: getattr(own, name) for name in _FLAGS} | {
+            "mtp_num_layers": template.model.mtp_num_layers
+        }
         of_template = {name: getattr(own, name) for name in _OF_FULL_SHARDS}
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
@@ -410,7 +412,7 @@ class Space:
     def _orders(self, pp: int) -> Iterator[tuple[int, Schedule, tuple[int, ...]]]:
         """Yield virtual stages, their schedule, and layers of each stage if uneven."""
         model = self.template.model
-        wanted, depth = self.axes.virtual_stages, model.depth - model.further
+        wanted, depth = self.axes.virtual_stages, model.depth - model.mtp_num_layers
         if pp == 1:
             if wanted is None or 1 in wanted:
                 yield 1, Schedule.ONE_F_ONE_B, ()

@@ -3,7 +3,7 @@
 Its sections: ``presets`` (of ``--like``: fields of a request, ``like`` to inherit from another preset, ``when`` for
 fields that depend on the layout), ``targets`` (of ``export --to``), ``runs`` (of ``search --runs-on``), ``trainers``
 (planned live), ``flags`` (the framework's flags and ours; braces hold an example), ``kernels`` (fields of `Kernels`),
-``execution`` (of `cost.execution`), ``states_on_host``, ``stacks`` (software stacks with figures in hardware files),
+``execution`` (of `cost.execution`), ``optimizer_offload``, ``stacks`` (software stacks with figures in hardware files),
 ``stage_rules`` (values of ``--stage-layers``) and ``packages`` (Python's, and which of them wrap optimizers).
 """
 

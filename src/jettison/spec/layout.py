@@ -145,7 +145,7 @@ class Layout:
         micro_batch_group: micro-batches that run on one virtual stage before the next; 0: pp of them.
         wgrad_deferral_limit: micro-batches whose head gradient the last stage defers, and keeps its operands.
         stage_layers: layers of each virtual stage, in the order of the model; empty: even.
-        further: layers for multi-token prediction (MTP), all of them on the last stage in addition to its own.
+        mtp_num_layers: layers for multi-token prediction (MTP), all of them on the last stage in addition to its own.
         reshard: with zero 3, FSDP's ``reshard_after_forward``.
         reshard_ranks: with zero 3, ranks that parameters are sharded over between forward and backward; 0: all.
         gradient_sync: with zero 3, micro-batches that reduce gradients; stages with ``stage_buffers`` reduce after the
@@ -183,7 +183,7 @@ class Layout:
     flat_parameters: bool = False
     buckets: ZeroBuckets | None = None
     stage_layers: tuple[int, ...] = ()
-    further: int = 0
+    mtp_num_layers: int = 0
 
     def __repr__(self) -> str:
         return non_defaults(self)
@@ -442,9 +442,10 @@ class Layout:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
         if self.ep > 1 and not any(layer.experts for layer in model.kinds):
             raise UsageError(f"--ep {self.ep}: {model.name} has no experts")
-        if self.pp > 1 and self.further != model.further:
+        if self.pp > 1 and self.mtp_num_layers != model.mtp_num_layers:
             raise UsageError(
-                f"got a layout with {self.further} MTP layers, and {model.name} has {model.further}; expected as many"
+                f"got a layout with {self.mtp_num_layers} MTP layers, and {model.name} has {model.mtp_num_layers}; "
+                "expected as many"
             )
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
@@ -468,8 +469,8 @@ class Layout:
         Raises:
             UsageError: they do not divide either way.
         """
-        *others, last = self._own_layers_per_chunk(layers - self.further)
-        return (*others, last + self.further)
+        *others, last = self._own_layers_per_chunk(layers - self.mtp_num_layers)
+        return (*others, last + self.mtp_num_layers)
 
     def _own_layers_per_chunk(self, layers: int) -> tuple[int, ...]:
         """Layers of each virtual stage, without MTP layers."""
@@ -560,9 +561,9 @@ def cut_of(text: str, model: ModelSpec, *, pp: int, virtual: int) -> tuple[int, 
     Raises:
         UsageError: of `stage_layers` or `stages_by_cost`, or a model or pipeline that nanotron does not have.
     """
-    layers = model.depth - model.further
+    layers = model.depth - model.mtp_num_layers
     if text not in named("stage_rules"):
-        return stage_layers(text, layers=layers, chunks=pp * virtual, further=model.further)
+        return stage_layers(text, layers=layers, chunks=pp * virtual, mtp=model.mtp_num_layers)
     first = model.layers[0]
     if not (isinstance(first, Layer) and isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)):
         raise UsageError(f"got --stage-layers {text}; its rule is for dense Llamas, and {model.name} is none")
@@ -573,7 +574,7 @@ def cut_of(text: str, model: ModelSpec, *, pp: int, virtual: int) -> tuple[int, 
     return stages_by_cost(layers=layers, layer_cost=layer_cost, head_cost=model.vocab * h, stages=pp)
 
 
-def stage_layers(text: str, *, layers: int, chunks: int, further: int = 0) -> tuple[int, ...]:
+def stage_layers(text: str, *, layers: int, chunks: int, mtp: int = 0) -> tuple[int, ...]:
     """Layers of each virtual stage, in the order of the model.
 
     Args:
@@ -583,7 +584,7 @@ def stage_layers(text: str, *, layers: int, chunks: int, further: int = 0) -> tu
             a stage, ``(t|)*3`` repeats.
         layers: number of the model's layers.
         chunks: pp x virtual stages.
-        further: number of MTP layers, m in a layout string; without m they belong to the last stage.
+        mtp: number of MTP layers, m in a layout string; without m they belong to the last stage.
 
     Raises:
         UsageError: another format, or a wrong number of layers or stages.
@@ -593,7 +594,7 @@ def stage_layers(text: str, *, layers: int, chunks: int, further: int = 0) -> tu
     elif re.fullmatch(r"(first:\d+)?,?(last:\d+)?", text) and ":" in text:
         found = _ends(text, layers, chunks)
     elif re.fullmatch(rf"[{_LETTERS}|()*\d,]+", text):
-        found = _pattern(text, further)
+        found = _pattern(text, mtp)
     else:
         raise UsageError(
             f"got --stage-layers {text!r}; expected layers of each stage (5,4,4,3), of the first and the last "
@@ -684,7 +685,7 @@ def _ends(text: str, layers: int, chunks: int) -> tuple[int, ...]:
     return (*first, *(left // inner,) * inner, *last)
 
 
-def _pattern(text: str, further: int) -> tuple[int, ...]:
+def _pattern(text: str, mtp: int) -> tuple[int, ...]:
     """Layers of each stage of a layout string, whose repetitions are expanded innermost first."""
     flat, before = text.replace(",", ""), ""
     while flat != before:
@@ -706,9 +707,9 @@ def _pattern(text: str, further: int) -> tuple[int, ...]:
             "then MTP layers m, with the head L on the last stage"
         )
     told = flat.count("m")
-    if told and told != further:
+    if told and told != mtp:
         raise UsageError(
-            f"--stage-layers {text} has {told} x m, MTP layers, and --mtp-num-layers is {further}; give the same number"
+            f"--stage-layers {text} has {told} x m, MTP layers, and --mtp-num-layers is {mtp}; give the same number"
         )
     return tuple(stage.count("t") for stage in flat.split("|"))
 

@@ -675,11 +675,11 @@ class ModelSpec:
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
         """Names of the layers in ledgers."""
-        own = self.depth - self.further
-        return (*(f"layers.{index}" for index in range(own)), *(f"mtp.{index}" for index in range(self.further)))
+        own = self.depth - self.mtp_num_layers
+        return (*(f"layers.{index}" for index in range(own)), *(f"mtp.{index}" for index in range(self.mtp_num_layers)))
 
     @cached_property
-    def further(self) -> int:
+    def mtp_num_layers(self) -> int:
         """Number of layers for multi-token prediction (MTP), which come last."""
         return sum(layer.ahead > 0 for layer in self.layers)
 

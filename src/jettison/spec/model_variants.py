@@ -69,9 +69,9 @@ def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool 
     if why:
         raise UsageError(f"got --mtp-num-layers {depths} {why}")
     assert isinstance(last, Layer)
-    further = tuple(replace(last, ahead=ahead, repeats=repeated and ahead > 1) for ahead in range(1, depths + 1))
+    extra = tuple(replace(last, ahead=ahead, repeats=repeated and ahead > 1) for ahead in range(1, depths + 1))
     stays = tuple(remark for remark in model.left_out if MTP_LEFT_OUT not in remark)
-    return replace(model, layers=(*model.layers, *further), left_out=stays)
+    return replace(model, layers=(*model.layers, *extra), left_out=stays)
 
 
 def _pattern(model: ModelSpec) -> Layer | None:
@@ -96,7 +96,7 @@ def with_quant_recipe(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSp
     if recipe.library is not Library.TE:
         instead = f"give --kernels {sets_with('te_gemms')}"
         raise UsageError(f"got --quant-recipe with {recipe.library}'s recipe {recipe.name}; {instead}")
-    own = model.depth - model.further
+    own = model.depth - model.mtp_num_layers
     wide: set[int] = set()
     rules: list[Rule] = []
     for item in text.split(","):
@@ -111,7 +111,7 @@ def with_quant_recipe(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSp
                 raise UsageError(f"got --quant-recipe {item!r}; expected 0 to {own} layers, in bf16")
             wide |= set(range(number)) if end == "first" else set(range(own - number, own))
         elif where == _MTP:
-            if not model.further or found != BF16_GEMMS:
+            if not model.mtp_num_layers or found != BF16_GEMMS:
                 raise UsageError(f"got --quant-recipe {item!r}; expected --mtp-num-layers with it, and bf16")
             wide |= set(range(own, model.depth))
         else:

@@ -26,6 +26,7 @@ from jettison.spec.kernels import (
 from jettison.spec.layout import GradientSync, Layout, exchange_misfit, whole_flags
 from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, ModelSpec, Moe, Pooling, SelectiveScan
 from jettison.spec.model_variants import with_starts
+from jettison.spec.optimizer_offload import NO_OFFLOAD, OptimizerOffload
 from jettison.spec.precision import (
     MUONS,
     PRECISIONS,
@@ -38,7 +39,6 @@ from jettison.spec.precision import (
     under_autocast,
 )
 from jettison.spec.recompute import NOTHING_AGAIN, Mode, Recompute, check_parts
-from jettison.spec.states_on_host import NOT_MOVED, StatesOnHost
 from jettison.spec.tuning import Base, FrozenModel, Tuning, Upcast
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Run:
         packed: tokens of a document in packed sequences; 0: sequences are not packed.
         tuning: adapters of frozen weights; None: full training.
         frozen: reference and reward models, of which a step runs the forward.
-        states_on_host: the framework's rule for optimizer offload.
+        optimizer_offload: the framework's rule for optimizer offload.
         compiled: each layer is compiled separately; torch's partitioner decides what it saves.
         anchor: a measured run of the same stack; ledger and peak do not change.
 
@@ -134,7 +134,7 @@ class Run:
     tuning: Tuning | None = None
     source_seq: int = 0
     frozen: tuple[FrozenModel, ...] = ()
-    states_on_host: StatesOnHost = NOT_MOVED
+    optimizer_offload: OptimizerOffload = NO_OFFLOAD
     compiled: bool = False
     anchor: RunAnchor | None = None
 
@@ -198,7 +198,7 @@ class Run:
     @property
     def gathers_parameters(self) -> bool:
         """Whether parameters are unsharded only while in use, by all-gather or from the host's memory."""
-        return self.states_on_host.moves_parameters or self.layout.shards_parameters
+        return self.optimizer_offload.moves_parameters or self.layout.shards_parameters
 
     @property
     def gradients_pile_up(self) -> bool:
@@ -208,7 +208,7 @@ class Run:
     @property
     def frees_gradients(self) -> bool:
         """Whether backward frees each gradient once it is computed."""
-        freed = self.states_on_host.frees_gradients or self.layout.buckets_gradients
+        freed = self.optimizer_offload.frees_gradients or self.layout.buckets_gradients
         return self.gradients is Gradients.IN_BACKWARD or freed
 
     @property
@@ -232,7 +232,7 @@ class Run:
         return self.uses_autocast and self.model.recorder is None
 
     @property
-    def _scene_kernels(self) -> Kernels:
+    def _region_kernels(self) -> Kernels:
         """Kernels with the schedule's loss under pipelines, on logits that the last stage returned, and with the
         encoder-decoder code for checkpoints: `formula.attention`.
         """
@@ -244,7 +244,7 @@ class Run:
         return _adjusted(found, outside, handed_on) if outside or handed_on else found
 
     @cached_property
-    def scene(self) -> RegionSignature:
+    def signature(self) -> RegionSignature:
         """Signature of the regions."""
         layout = self.layout
         return RegionSignature(
@@ -253,7 +253,7 @@ class Run:
             micro_batch=self.micro_batch,
             layout=layout.within_stage,
             precision=under_autocast(self.precision) if self.autocast else self.precision,
-            kernels=self._scene_kernels if self.kernels.tensor_masks else self.kernels,  # of transformers' code
+            kernels=self._region_kernels if self.kernels.tensor_masks else self.kernels,  # of transformers' code
             dropout=self.dropout,
             capacity_factor=self.capacity_factor,
             padding=self.padding,
@@ -306,7 +306,7 @@ def _sizes(run: Run) -> Iterator[str]:
             f"got --expert-imbalance {run.imbalance:g}; expected 1 (even) to {run.layout.ep}, the size of --ep "
             "(all rows on one rank)"
         )
-    run.precision.check(run.optimizer, on_host=run.states_on_host.moves)
+    run.precision.check(run.optimizer, on_host=run.optimizer_offload.moves)
 
 
 def _pairs(run: Run) -> Iterator[str]:
@@ -349,7 +349,7 @@ def _source(run: Run) -> Iterator[str]:
     source, name = run.model.source, run.model.name
     models = [run.model, *(one.model for one in run.frozen if one.model is not None)]
     kinds = [one.name for one in models if one.two_stacks or not one.words]
-    for flag, given in (("--packed", run.packed), ("a frozen model", run.frozen), ("--mtp", run.model.further)):
+    for flag, given in (("--packed", run.packed), ("a frozen model", run.frozen), ("--mtp", run.model.mtp_num_layers)):
         if kinds and given:
             yield f"got {flag} with {kinds[0]}, which is not a text-only decoder: drop it"
     if run.model.audio is not None:
@@ -565,12 +565,12 @@ def _in_backward(run: Run) -> Iterator[str]:
 
 def _host(run: Run) -> Iterator[str]:
     """Reject optimizer offload that the rule's framework does not support."""
-    rule, why = run.states_on_host, ""
+    rule, why = run.optimizer_offload, ""
     if not rule.moves:
         return
     own = run.precision.master is None
     ours = (Optimizer.ADAMW, Optimizer.ADAMW_ON_COPIES)
-    kinds = ours if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
+    kinds = ours if rule.steps_on_cpu else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
     packed = run.tuning is not None and run.tuning.base.packed
     if rule.moves_parameters and (run.precision.recipe is not None or (packed and not rule.moves_packed)):
         why = "weights in fewer than 16 bits, whose offload is not modelled: give --offload-optimizer none"
@@ -582,7 +582,7 @@ def _host(run: Run) -> Iterator[str]:
         why = f"--optimizer {run.optimizer}; expected {' or '.join(kinds)}"
     elif rule.one_micro_batch and run.micro_batches > 1:
         why = f"--micro-batches {run.micro_batches}; each gradient is freed in its backward: 1, or torchao"
-    elif rule.steps_there and run.gradients is not Gradients.ONE_BY_ONE:
+    elif rule.steps_on_cpu and run.gradients is not Gradients.ONE_BY_ONE:
         why = f"gradients {run.gradients}; give --gradients one-by-one"
     if why:
         yield f"got --offload-optimizer {rule} with {why}"

@@ -353,13 +353,13 @@ def _pattern(keys: Keys) -> str:
     """Read the letters of a hybrid model's layers, without MTP."""
     name = "hybrid_layer_pattern" if keys.has("hybrid_layer_pattern") else "hybrid_override_pattern"
     pattern = str(keys.get(name, ""))
-    own, *further = pattern.split("/")
+    own, *extra = pattern.split("/")
     letters = own.replace("|", "")
     if set(letters) - set("M*-E"):
         keys.refuse(name, "expected layers of M, *, - and E")
         return ""
-    if further:
-        keys.give("mtp_num_layers", len(further), name)
+    if extra:
+        keys.give("mtp_num_layers", len(extra), name)
     if "|" in own:
         stages = own.split("|")
         keys.give("stage_layers", ",".join(str(len(stage)) for stage in stages), name)

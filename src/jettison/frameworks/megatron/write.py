@@ -277,10 +277,10 @@ def layout_settings(run: Run) -> dict[str, Value]:
         "global_batch_size": run.micro_batch * run.micro_batches * layout.dp,
         "seq_length": run.seq,
         "use_distributed_optimizer": layout.zero > 0,
-        "num_layers": run.model.depth - run.model.further,
+        "num_layers": run.model.depth - run.model.mtp_num_layers,
     }
-    if run.model.further:
-        found["mtp_num_layers"] = run.model.further
+    if run.model.mtp_num_layers:
+        found["mtp_num_layers"] = run.model.mtp_num_layers
     if any(layer.repeats for layer in run.model.described):
         found["mtp_use_repeated_layer"] = True
     if layout.stage_layers:
@@ -297,7 +297,7 @@ def layout_settings(run: Run) -> dict[str, Value]:
 def layout_string(layout: Layout) -> str:
     """Megatron's layout string, with the embedding on the first stage and the loss on the last."""
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layout.stage_layers]
-    return f"E{'|'.join(stages)}{'m' * layout.further}L"
+    return f"E{'|'.join(stages)}{'m' * layout.mtp_num_layers}L"
 
 
 def flags_text(settings: Mapping[str, Value]) -> str:

@@ -1,6 +1,6 @@
 """Optimizer offload: states and parameters that move to CPU memory, copies of each step, tensors that stay.
 
-A framework's ``defaults.toml`` has its rules, section ``states_on_host``, with the framework code of each.
+A framework's ``defaults.toml`` has its rules, section ``optimizer_offload``, with the framework code of each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jettison.spec.frameworks import named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StatesOnHost:
+class OptimizerOffload:
     """Rule for optimizer offload; by default nothing moves. Each rule is one object, since rules are cache keys.
 
     Args:
@@ -30,7 +30,7 @@ class StatesOnHost:
     framework: str = ""
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     least_elements: int = 4096  # states of smaller parameters stay
-    steps_there: bool = False  # the optimizer step runs on CPU
+    steps_on_cpu: bool = False  # the optimizer step runs on CPU
     frees_gradients: bool = False  # gradients are offloaded and freed during backward
     moves_masters: bool = False
     moves_parameters: bool = False
@@ -40,27 +40,27 @@ class StatesOnHost:
     one_micro_batch: bool = False
     moves: bool = True  # whether anything is offloaded
 
-    def __reduce__(self) -> tuple[Callable[[str], StatesOnHost], tuple[str]]:
-        return states_on_host, (self.name,)
+    def __reduce__(self) -> tuple[Callable[[str], OptimizerOffload], tuple[str]]:
+        return optimizer_offload, (self.name,)
 
     def __str__(self) -> str:
         return self.name
 
 
-NOT_MOVED: Final = StatesOnHost(moves=False)
+NO_OFFLOAD: Final = OptimizerOffload(moves=False)
 
 
 @cache
-def states_on_host(name: str) -> StatesOnHost:
+def optimizer_offload(name: str) -> OptimizerOffload:
     """Return a rule by name, or raise a `UsageError`."""
-    rules = named("states_on_host")
+    rules = named("optimizer_offload")
     if name == "none":
-        return NOT_MOVED
+        return NO_OFFLOAD
     if name not in rules:
         raise UsageError(f"got --offload-optimizer {name!r}; expected one of {', '.join(('none', *rules))}")
     fields = {key: value for key, value in rules[name].items() if key not in ("order", "folder")}
-    zeros = tuple(fields.pop("zeros", NOT_MOVED.zeros))
-    return StatesOnHost(name=name, zeros=zeros, **fields)
+    zeros = tuple(fields.pop("zeros", NO_OFFLOAD.zeros))
+    return OptimizerOffload(name=name, zeros=zeros, **fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +79,16 @@ class ElementBytes:
     fetched: int = 0
 
 
-def element_bytes(rule: StatesOnHost, *, zero: int, micro_batches: int, parameter: int, gradient: int) -> ElementBytes:
+def element_bytes(
+    rule: OptimizerOffload, *, zero: int, micro_batches: int, parameter: int, gradient: int
+) -> ElementBytes:
     """CPU memory and transfers of a rule without the states.
 
     Args:
         parameter, gradient: bytes of one element on the device.
     """
     updated = 0 if rule.moves_parameters else parameter  # parameters come back once a step
-    if not rule.steps_there:
+    if not rule.steps_on_cpu:
         return ElementBytes(host=0)
     if not rule.moves_masters:
         return ElementBytes(host=updated + gradient, sent_each=gradient, fetched=updated)

@@ -19,7 +19,7 @@ from jettison.predict.time import estimate
 from jettison.report.explain import explain
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware
-from jettison.spec.states_on_host import states_on_host
+from jettison.spec.optimizer_offload import optimizer_offload
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 
 N = 8_030_261_248
@@ -157,7 +157,7 @@ def test_the_peak_of_a_backward_whose_gradients_go(rule: str, family: str) -> No
             hooks.callback(parameter.register_post_accumulate_grad_hook(moved).remove)
         with AllocationCounter([*static_tensors(model, ids), *small, *host.values()]) as counter:
             model(input_ids=ids, labels=ids).loss.backward()
-    said = forecast(replace(run_of(case), states_on_host=states_on_host(rule)))
+    said = forecast(replace(run_of(case), optimizer_offload=optimizer_offload(rule)))
     assert said.stages[0].load.state == sum(moment.nbytes for moment in small)
     assert said.peak_bytes == pytest.approx(counter.peak_bytes - sum(p.nbytes for p in large), rel=0.01)
 
