@@ -11,10 +11,12 @@ import pytest
 from jettison.cli.app import GROUPS
 from jettison.cli.main import VERB_GROUPS, VERBS, app, run
 from jettison.cli.suggestions import _flags
-from jettison.core.objects import current_value, former_names, renamed
+from jettison.core.errors import UsageError
+from jettison.core.objects import former_names, renamed
 from jettison.predict.run_fields import CommonRequest, RunRequest
-from jettison.predict.run_request import flag_of
+from jettison.predict.run_request import flag_of, run_of
 from jettison.search.request import SearchRequest
+from jettison.spec.kernels import FORMER_VALUES
 from jettison.spec.layout import AS_BUILT
 
 MOST_LINES = 60
@@ -84,17 +86,14 @@ def test_settings_of_older_files_are_read_by_their_former_names() -> None:
     assert renamed(RunRequest, {"holds_output": True, "keep_logits": False}) == {"keep_logits": False}
 
 
-@pytest.mark.parametrize(
-    ("name", "former", "now"),
-    [
-        ("loss", "rows", "chunked-cross-entropy"),
-        ("gradients", "added", "fp32-accumulator"),
-        ("accumulation", "whole", "autograd"),
-        ("ssm_kernels", "written", "eager"),
-    ],
-)
-def test_a_former_value_is_still_taken(name: str, former: str, now: str) -> None:
-    assert current_value(RunRequest, name, former) == current_value(RunRequest, name, now) == now
+@pytest.mark.parametrize("name", ["loss", "gradients", "accumulation"])
+def test_former_values_of_a_flag_are_still_taken(name: str) -> None:
+    more = {"precision": "bf16-grad32"} if name == "gradients" else {}
+    for former, now in FORMER_VALUES[name].items():
+        runs = [run_of("llama3-8b", RunRequest(**{name: value}, **more)) for value in (former, now)]
+        assert runs[0] == runs[1]
+    with pytest.raises(UsageError, match="got --ssm-kernels eager; llama3-8b has no state-space"):
+        run_of("llama3-8b", RunRequest(ssm_kernels="written"))
 
 
 def test_options_that_recorded_models_refuse_are_options() -> None:

@@ -49,13 +49,6 @@ def renamed(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def current_value(kind: type[Any], name: str, value: str) -> str:
-    """Return a field's value under its new name, if it is a former one (metadata ``former_values``)."""
-    (field,) = (field for field in fields(kind) if field.name == name)
-    found: str = field.metadata.get("former_values", {}).get(value, value)
-    return found
-
-
 def each_renamed(kind: type[Any], values: Any) -> Any:
     """Return a list of JSON objects with their fields' names, see `renamed`; anything else as it is."""
     if not isinstance(values, list):

@@ -1,6 +1,6 @@
 """Allocated bytes over a step, in few enough points for a JSON document.
 
-A dry run and a real step have different clocks but allocate in the same order. So a phase is cut into phase_levels of
+A dry run and a real step have different clocks but allocate in the same order. So a phase is cut into intervals of
 equally many levels, and the lowest and the highest level of each interval are kept: no peak gets lost.
 """
 
@@ -16,7 +16,7 @@ POINTS = 240
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseLevels:
-    """One phase: its number of levels, and the extremes of each of its phase_levels, in order."""
+    """One phase: its number of levels, and the extremes of each of its intervals, in order."""
 
     phase: str
     levels: int

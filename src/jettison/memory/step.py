@@ -110,9 +110,8 @@ class StageLoad:
     @property
     def gradient_bytes(self) -> int:
         """Gradients of all units that are kept between passes."""
-        if self.gradients is Gradients.ACCUMULATOR:
-            return 0
-        return sum(total_bytes(units, "gradient") for units in self.own)
+        kept = self.gradients is not Gradients.ACCUMULATOR
+        return kept * sum(total_bytes(units, "gradient") for units in self.own)
 
     def adds(self, state: Occupancy) -> bool:
         """Does the coming backward add to gradients that its chunk already has?"""

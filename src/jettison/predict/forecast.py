@@ -248,6 +248,7 @@ def _stage(
     received = 2 * stream_bytes(run) if layout.keeps_received and layout.pp > 1 else 0
     in_flight = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
     outputs = layout.keeps_stage_outputs and not layout.stage_buffers and index < layout.pp - 1
+    last = chunks[0][-1].part.region if chunks[0] else embedding_region(run.signature)
     load = StageLoad(
         chunks=made,
         order=order,
@@ -260,9 +261,7 @@ def _stage(
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=step_bytes(run, total, chunks),
-        sent=(chunks[0][-1].part.region if chunks[0] else embedding_region(run.signature)).output.nbytes
-        if outputs
-        else 0,
+        sent=last.output.nbytes if outputs else 0,
         master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
         aside=aside,
         late=late,

@@ -10,7 +10,6 @@ from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import Region
 from jettison.predict.stages import CONTEXTS, FULL, PARTS, StageRegion, kept_by
 from jettison.solve.policy import ops_of_parts
-from jettison.spec.kernels import LOSSES_WITH_HEAD
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
 
@@ -71,7 +70,7 @@ def sums_apart(run: Run) -> bool:
     gradient, whose base shares it; under autocast the cast makes a new tensor; for several heads, or chunks of one, the
     sum is the engine's own; and a fused loss returns a new tensor.
     """
-    once = run.kernels.loss not in LOSSES_WITH_HEAD and not run.model.mtp_num_layers
+    once = not run.kernels.loss.computes_head and not run.model.mtp_num_layers
     return once and run.model.tied_embeddings and not run.gradient_rule.fused and not run.autocast
 
 

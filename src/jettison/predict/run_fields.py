@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Final
 
 from jettison.core.objects import non_defaults
 from jettison.core.parse_units import Tokens
-
-_FORMER_LOSSES: Final = {"outside": "in-loop", "rows": "chunked-cross-entropy", "listed": "chunked-output"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -45,9 +42,8 @@ class CommonRequest:
             huggingface-4.57, -4.48, -4.45, -4.30 (up to that version), torchtune, liger, foak, unsloth, axolotl,
             axolotl-liger, llamafactory-v1 or nanotron [default: pytorch; gpt-22b to gpt-1t megatron].
         attention: eager, sdpa, flash, flex or flash-attn (the library, with its copies) [default: as --kernels].
-        loss: upcast, in-loop (of the logits that the model returns), chunked-cross-entropy, in-place, compiled,
-            dtensor, vocab-parallel, sharded, native, te, fused, chunked, chunked-output, tiled or dpo [default: as
-            --kernels].
+        loss: upcast, in-loop, chunked-cross-entropy, in-place, compiled, dtensor, vocab-parallel, sharded, native, te,
+            fused, chunked, chunked-output, tiled or dpo [default: as --kernels].
         dropout: Dropout probability, wherever the architecture has dropout [default: the model's].
         workspaces: cuBLAS workspaces: none, torch-ampere, torch-hopper, torch-blackwell, te-ampere, te-hopper or
             te-blackwell (before pytorch#175344) [default: none].
@@ -66,8 +62,7 @@ class CommonRequest:
     Gradients:
         gradients: Allocation of gradients: one-by-one (in backward), upfront (Megatron's buffers), buckets (DDP),
             fp32-accumulator (nanotron) or in-backward (optimizer step in backward) [default: as --kernels].
-        accumulation: Gradient accumulation over micro-batches: autograd (in their dtype), cast (to a wider buffer),
-            fused (in the GEMM) or fused-dummy [default: autograd].
+        accumulation: Gradient accumulation: autograd, cast (of each), fused or fused-dummy [default: autograd].
 
     Mixture of experts:
         dispatcher: Token dispatch to experts: alltoall, flex (DeepEP, HybridEP) or allgather [default: as --kernels].
@@ -135,7 +130,7 @@ class CommonRequest:
     quant_recipe: str | None = field(default=None, metadata={"former": "products"})
     optimizer: str | None = None
     kernels: str | None = None
-    loss: str | None = field(default=None, metadata={"former_values": _FORMER_LOSSES})
+    loss: str | None = None
     capacity_factor: float | None = None
     expert_imbalance: float | None = None
     dispatcher: str | None = None
@@ -147,8 +142,8 @@ class CommonRequest:
     stack: str | None = None
     gathered_inputs: bool | None = None
     keep_stage_outputs: bool | None = None
-    gradients: str | None = field(default=None, metadata={"former_values": {"added": "fp32-accumulator"}})
-    accumulation: str | None = field(default=None, metadata={"former_values": {"whole": "autograd"}})
+    gradients: str | None = None
+    accumulation: str | None = None
     workspaces: str | None = None
     keep_received: bool | None = None
     stage_buffers: bool | None = None
@@ -163,7 +158,7 @@ class CommonRequest:
     dataloader_attention_mask: bool | None = field(default=None, metadata={"former": "loader_masks"})
     keep_batches: bool | None = None
     keep_logits: bool | None = field(default=None, metadata={"former": "holds_output"})
-    ssm_kernels: str | None = field(default=None, metadata={"former": "scans", "former_values": {"written": "eager"}})
+    ssm_kernels: str | None = field(default=None, metadata={"former": "scans"})
     cp_comm_type: str | None = field(default=None, metadata={"former": "context_exchange"})
     packed: Tokens | None = None
     lora: str | None = None

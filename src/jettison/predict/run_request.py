@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
-from jettison.core.objects import current_value
 from jettison.families.config import read_config
 from jettison.families.family import kernels_for
 from jettison.families.presets import PRESETS, hub_config, is_hub_id, preset, unknown_preset
@@ -27,7 +26,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.spec.anchor import read_anchor
 from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software
-from jettison.spec.kernels import LOSSES_WITH_HEAD, CpCommType, Dispatcher, Kernels, Loss, SsmKernels, workspaces
+from jettison.spec.kernels import FORMER_VALUES, CpCommType, Dispatcher, Kernels, Loss, SsmKernels, workspaces
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
@@ -73,7 +72,7 @@ def given_or(value: _T | None, default: _T) -> _T:
 def _word(kind: type[_Word], text: str | None, name: str, default: _Word) -> _Word:
     if text is None:
         return default
-    text = current_value(RunRequest, name.replace("-", "_"), text)
+    text = FORMER_VALUES.get(name, {}).get(text, text)
     if text not in set(kind):
         raise UsageError(f"got --{name} {text!r}; expected one of {', '.join(kind)}")
     return kind(text)
@@ -159,7 +158,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
             raise UsageError(f"got --quant-recipe {request.quant_recipe!r} without a recipe; give --fp8-recipe as well")
         model = with_quant_recipe(model, request.quant_recipe, recipe)
     layout = _layout(request, model)
-    if layout.wgrad_deferral_limit and kernels.loss in LOSSES_WITH_HEAD:
+    if layout.wgrad_deferral_limit and kernels.loss.computes_head:
         raise UsageError(
             f"got --wgrad-deferral-limit with --loss {kernels.loss}, which has no gradients of logits that could wait"
         )
@@ -370,7 +369,7 @@ GRADIENTS: Final = MappingProxyType({str(each).replace(" ", "-"): each for each 
 def _gradients(text: str | None, kernels: Kernels) -> Gradients:
     if text is None:
         return Gradients.UPFRONT if kernels.upfront_gradients else Gradients.ONE_BY_ONE
-    text = current_value(RunRequest, "gradients", text)
+    text = FORMER_VALUES["gradients"].get(text, text)
     if text not in GRADIENTS:
         raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(GRADIENTS)}")
     return GRADIENTS[text]

@@ -129,7 +129,7 @@ class LayerOffload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternatives:
+class StepAlternatives:
     """Parts of a step's time, and the alternatives."""
 
     kinds: tuple[tuple[Class, float], ...]  # of the busiest stage's compute
@@ -139,7 +139,7 @@ class Alternatives:
     sentences: tuple[str, ...]
 
 
-def alternatives_of(found: Estimate) -> Alternatives:
+def alternatives_of(found: Estimate) -> StepAlternatives:
     """Everything that `--explain` adds to an estimate."""
     timing = Timing(run=found.run, hardware=found.hardware, execution=found.execution)
     options, offload = tuple(_options(found)), _offload(timing)
@@ -147,7 +147,7 @@ def alternatives_of(found: Estimate) -> Alternatives:
     for item in (item for chunk in walk(found.run)[found.busiest] for item in timing.items(chunk)):
         for kind, seconds in item.prices.by_class(item.region).items():
             totals[kind] += item.count * found.run.micro_batches * seconds
-    return Alternatives(
+    return StepAlternatives(
         kinds=tuple(totals.items()),
         options=options,
         trades=tuple(trades(found.run, found.hardware, found.execution)),

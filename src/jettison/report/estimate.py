@@ -24,7 +24,7 @@ from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
 from jettison.spec.kernels import SsmKernels
 
 if TYPE_CHECKING:  # asked for rarely
-    from jettison.report.alternatives import Alternatives, LayerOffload, RecomputeOption, Trade
+    from jettison.report.alternatives import LayerOffload, RecomputeOption, StepAlternatives, Trade
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class EstimateReport:
     found: Estimate
     memory: Forecast
     available_bytes: int
-    alternatives: Alternatives | None = None
+    alternatives: StepAlternatives | None = None
     wanted: Wanted = NOTHING_WANTED
     eager_memory: str = ""
     fit_rule: FitRule | None = None
@@ -155,7 +155,7 @@ class EstimateReport:
         return Group(*(part for table in tables for part in ("", table)))
 
 
-def _explanation(alternatives: Alternatives) -> dict[str, Any]:
+def _explanation(alternatives: StepAlternatives) -> dict[str, Any]:
     from jettison.report.alternatives import LINKS
 
     return {
@@ -228,7 +228,7 @@ def _stages_table(found: Estimate) -> FittedTable:
     )
 
 
-def _explanation_tables(alternatives: Alternatives) -> Iterator[RenderableType]:
+def _explanation_tables(alternatives: StepAlternatives) -> Iterator[RenderableType]:
     whole = sum(seconds for _, seconds in alternatives.kinds) or 1.0
     kinds = alternatives.kinds
     rows = [(str(kind), format_seconds(seconds), format_percent(seconds / whole)) for kind, seconds in kinds]

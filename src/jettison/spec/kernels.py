@@ -16,6 +16,14 @@ from jettison.core.errors import UsageError
 from jettison.core.units import KIB, MIB
 from jettison.spec.frameworks import named
 
+FORMER_VALUES: Final = {
+    "loss": {"outside": "in-loop", "rows": "chunked-cross-entropy", "listed": "chunked-output"},
+    "gradients": {"added": "fp32-accumulator"},
+    "accumulation": {"whole": "autograd"},
+    "ssm-kernels": {"written": "eager"},
+}
+"""Present values of renamed ones, by flag; former ones are read until 1.0."""
+
 
 class AttentionKernel(StrEnum):
     """Attention kernel."""
@@ -43,9 +51,10 @@ class Loss(StrEnum):
     TILED = "tiled"  # log-probabilities of tiles of logits, recomputed in backward: TRL's trainers
     DPO = "dpo"  # the same for chosen and rejected sequences
 
-
-LOSSES_WITH_HEAD: Final = frozenset({Loss.FUSED, Loss.CHUNKED, Loss.CHUNKED_OUTPUT, Loss.TILED, Loss.DPO})
-"""Losses that compute the head by parts themselves."""
+    @property
+    def computes_head(self) -> bool:
+        """Whether it computes the head, too, by parts."""
+        return self in (Loss.FUSED, Loss.CHUNKED, Loss.CHUNKED_OUTPUT, Loss.TILED, Loss.DPO)
 
 
 class Documents(StrEnum):
