@@ -90,6 +90,7 @@ def strategy(name: str, **arguments: str) -> tuple[str, str]:
             },
         ),
         ((("precision: bf16-mixed", "precision: bf16-true"),), {"zero": 0, "precision": "bf16-pure"}),
+        ((("precision: bf16-mixed", "precision: 16-mixed"),), {"zero": 0, "precision": "bf16-autocast"}),
         ((("  precision: bf16-mixed\n", ""),), {"zero": 0, "precision": "fp32"}),
         ((("{lr: 1e-4}}\n", "{lr: 1e-4, fused: true}}\n"),), {"zero": 0, "optimizer": "adamw"}),
     ],
@@ -109,7 +110,7 @@ def test_keys_under_fit_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ((("precision: bf16-mixed", "precision: 16-mixed"),), "16-mixed"),
+        ((("precision: bf16-mixed", "precision: 64-true"),), "64-true"),
         ((("strategy: ddp", "strategy: horovod"),), "expected auto, ddp, fsdp"),
         ((("strategy: ddp", "plugins: [x]\n  strategy: ddp"),), "plugins"),
         ((("lr: 1e-4}}\ndata", "lr: 1e-4, depth: 99}}\ndata"),), r"depth = 99 \(unknown key"),

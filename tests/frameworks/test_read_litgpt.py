@@ -60,6 +60,7 @@ OUTER = {"zero": 3, "reshard_after_forward": "always", "fsdp_wrap_layers_only": 
         ((), {"zero_replicas": 2}),
         ((("num_nodes: 2", "num_nodes: 1"),), {}),
         ((("bf16-true", "bf16-mixed"),), {"precision": "bf16-autocast", "loss": "upcast", "zero_replicas": 2}),
+        ((("bf16-true", "16-mixed"),), {"precision": "bf16-autocast", "loss": "upcast", "zero_replicas": 2}),
         ((("torch.optim.AdamW", "bitsandbytes.optim.AdamW8bit"),), {"optimizer": "adam8bit", "zero_replicas": 2}),
     ],
 )
@@ -148,7 +149,7 @@ def test_a_model_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("changes", "message"),
     [
         ((("lora_head: false", "lora_head: true"),), "adapters of the head"),
-        ((("precision: bf16-true", "precision: 16-mixed"),), "16-mixed"),
+        ((("precision: bf16-true", "precision: 64-true"),), "64-true"),
         ((("lora_r: 16", "lora_r: 16\nquantize: bnb.fp4"),), r"bnb\.fp4"),
         ((("global_batch_size: 8", "global_batch_size: 1"),), "at least 2 sequences"),
         ((("lora_r: 16", "lora_r: many"),), "expected a whole number"),

@@ -373,6 +373,13 @@ def test_files_that_come_with_a_framework(
         read_run(write(values, **{name: f"{file}x"}), gpus=gpus or 1)
 
 
+def test_defaults_of_older_transformers(write: Any) -> None:
+    values = {**SFT, "fsdp": "full_shard auto_wrap"}
+    assert read_run(write(values), gpus=8).request.fsdp_version is None
+    request = read_run(write(values, evaluation_strategy="no"), gpus=8).request
+    assert (request.fsdp_version, request.optimizer) == (1, "adamw-foreach")
+
+
 def test_an_older_name_of_ligers_kernels(write: Any) -> None:
     request = read_run(write(SFT, use_liger=True)).request
     assert (request.kernels, request.loss) == ("liger", "fused")
@@ -393,6 +400,7 @@ def test_a_script_after_alpacas(tmp_path: Path) -> None:
     found = read_run(script)
     request = found.request
     assert (request.seq, request.dp, request.zero, request.micro_batch, found.unread) == (1024, 8, 3, 2, ())
+    assert (request.fsdp_version, request.optimizer) == (1, "adamw")  # a key that transformers 5 does not have
     assert any("modules.env" in note and "no argument is left to it" in note for note in found.notes)
     script.write_text(script.read_text().replace("d.json", "d.json $MORE"))
     with pytest.raises(UsageError, match=r"modules\.env"):  # it may set MORE

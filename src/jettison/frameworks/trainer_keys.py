@@ -27,6 +27,11 @@ _HARMLESS: Final = (
 )
 """FSDP settings that do not change memory, and hardly time."""
 
+_BEFORE_5: Final = (
+    *("evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params", "group_by_length", "no_cuda"),
+    *("half_precision_backend", "save_safetensors", "use_mps_device", "jit_mode_eval"),
+)
+"""Arguments that transformers 5 does not have; the first went in 4.46."""
 _ZERO_SIZES: Final = {
     "reduce": "reduce_bucket_size",
     "live": "stage3_max_live_parameters",
@@ -142,7 +147,12 @@ def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
 
 
 def optimizer(keys: Keys, key: str, default: str) -> None:
-    """Set the default optimizer unless a key sets one; under DeepSpeed any AdamW steps on copies of gradients."""
+    """Set the default optimizer unless a key sets one; under DeepSpeed any AdamW steps on copies of gradients.
+
+    Before transformers 4.54 AdamW was torch's, by foreach kernels, and not the fused one (``OptimizerNames``).
+    """
+    if keys.has("evaluation_strategy") and default == "adamw":
+        default = "adamw-foreach"
     if not keys.has(key) and keys.field("optimizer") is None:
         keys.give("optimizer", default)
     if keys.said("like") == "deepspeed" and keys.field("optimizer") in ("adamw", "adamw-foreach"):
@@ -244,8 +254,10 @@ def sharding(keys: Keys, *, version: int = 2) -> None:
     """Read FSDP or DeepSpeed from the Trainer's own keys, from accelerate's or from a second file.
 
     Args:
-        version: default of FSDP (``training_args.py``, ``_process_fsdp_args``).
+        version: default of FSDP (``training_args.py``, ``_process_fsdp_args``): 1 before transformers 5.
     """
+    if older := next(filter(keys.has, _BEFORE_5), ""):
+        version = 1
     given = keys.some("deepspeed.*")
     for key in ("deepspeed", "deepspeed_config_file", "deepspeed_config"):
         follow(keys, key, "deepspeed", "deepspeed.")
@@ -263,6 +275,8 @@ def sharding(keys: Keys, *, version: int = 2) -> None:
         follow(keys, "fsdp_config", "accelerate", "fsdp_config.")
         keys.read("fsdp")
         fsdp(keys, "fsdp_config.", words=words, version=version)
+        if older and keys.said("fsdp_version") == 1:
+            keys.note(f"{keys.written(older)} means transformers before 5, whose FSDP is FSDP1")
     elif any(keys.on(key) for key in keys.matching("use_fsdp")):
         fsdp(keys, "fsdp_", version=1)
 
