@@ -49,7 +49,7 @@ def read(keys: Keys) -> None:
             keys.give("loss", "fused", "use_liger_kernel")  # TRL has its own head with Liger's norms and gates
     else:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
-    if trl and keys.on("use_liger"):  # before TRL 0.17, ``sft_trainer.py``: liger_kernel's AutoLigerKernelForCausalLM
+    if trl and keys.on("use_liger"):  # before TRL 0.18, ``sft_trainer.py``: liger_kernel's AutoLigerKernelForCausalLM
         keys.give("kernels", "liger", "use_liger")
         keys.give("loss", "fused", "use_liger")
     if trl and keys.field("loss") is None:
