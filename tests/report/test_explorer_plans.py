@@ -27,6 +27,7 @@ from jettison.spec.hardware import hardware
 from support.patience import PATIENCE
 
 FACTS = Path(__file__).resolve().parents[1] / "facts"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "explore_plans.md"
 SMALL = "gpt2"
 
 
@@ -210,6 +211,40 @@ def test_a_link_is_what_a_hardware_file_with_it_answers(tmp_path: Path, monkeypa
         assert document["predicted"]["peak_bytes"] == row["mix"]["peak"]
     slow, quick = (row["mix"]["seconds"] for row in model["rows"])
     assert model["none_seconds"] < quick < slow < model["again"]["seconds"]
+
+
+# the page -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_page_has_the_panels_numbers() -> None:
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    for one in time_data()["models"]:
+        full, selective, auto = one["rows"]
+        seconds = [f"{row['seconds']:.2f} ({row['published_seconds']:.2f})" for row in (full, selective)]
+        mfus = ", ".join(f"{100 * row['mfu']:.1f}" for row in (full, selective, auto))
+        assert " | ".join([f"| {one['name']}", *seconds, f"{auto['seconds']:.2f}", f"{mfus} % |"]) in text
+    for layout in steps()[:4]:
+        assert f"| {layout['step_seconds']:.2f} s | {layout['peak_bytes'] / GIB:.2f} GiB, stage" in text
+    recomputed, offloaded = (sweep["points"] for sweep in front_data()["models"][0]["ways"])
+    assert (
+        f"the smallest budget is {recomputed[0]['budget'] / GIB:.2f} GiB and adds {_added(recomputed, 0):.0f} %" in text
+    )
+    assert f"With offload it is {offloaded[0]['budget'] / GIB:.2f} GiB and adds {_added(offloaded, 0):.0f} %" in text
+    place = [point["budget"] for point in offloaded].index(39 * GIB)
+    other = [point["budget"] for point in recomputed].index(39 * GIB)
+    assert f"adds {_added(offloaded, place):.1f} % and recompute alone {_added(recomputed, other):.1f} %" in text
+    links = offload_data()["models"][0]
+    alone = f"{links['again']['seconds']:.2f} s |"
+    for row in links["rows"][1:-1]:
+        mix, everything = row["mix"], f"{row['all_seconds']:.2f} s"
+        assert f"| {mix['seconds']:.2f} s | {mix['host'] / GIB:.2f} GiB | {everything} | {alone}" in text
+    assert f"{links['none_seconds']:.2f} s and {links['none_peak'] / GIB:.2f} GiB" in text
+
+
+def _added(points: list[dict[str, Any]], place: int) -> float:
+    """Percent of a step that a plan adds."""
+    return 100 * (points[place]["seconds"] / points[-1]["seconds"] - 1)
 
 
 # will it fit ----------------------------------------------------------------------------------------------------------
