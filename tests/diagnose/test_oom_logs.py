@@ -25,7 +25,7 @@ from support.recorded_snapshots import Mode, Recorder
 
 GIB = 1 << 30
 CASES = (*REPORTED, *OWN, *ELSEWHERE)
-FIGURES = ("asked", "allocated", "unused", "free", "total")
+FIGURES = ("requested", "allocated", "unused", "free", "total")
 
 
 def read(case: Case) -> tuple[MemoryFacts, Finding]:

@@ -41,7 +41,7 @@ class Case:
     text: str | bytes
     kind: FindingKind
     device: str = "cuda"
-    asked: float | None = None
+    requested: float | None = None
     allocated: float | None = None
     unused: float | None = None
     free: float | None = None
@@ -56,7 +56,7 @@ class Case:
 
 
 def new(
-    asked: str,
+    requested: str,
     total: str,
     free: str,
     allocated: str,
@@ -69,7 +69,7 @@ def new(
     """torch 2.1 and later."""
     own = f"Including non-PyTorch memory, this process has {own} memory in use. " if own else ""
     return (
-        f"torch.OutOfMemoryError: {device} out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of "
+        f"torch.OutOfMemoryError: {device} out of memory. Tried to allocate {requested}. GPU 0 has a total capacity of "
         f"{total} "
         f"of which {free} is free. {others}{own}Of the allocated memory {allocated} is allocated by PyTorch, and "
         f"{unused} "
@@ -78,12 +78,12 @@ def new(
 
 
 def old(
-    asked: str, total: str, allocated: str, free: str, reserved: str, *, active: str = "", device: str = "CUDA"
+    requested: str, total: str, allocated: str, free: str, reserved: str, *, active: str = "", device: str = "CUDA"
 ) -> str:
     """torch 1.4 to 2.0."""
     unit = "NPU" if device == "NPU" else "GPU"
     return (
-        f"RuntimeError: {device} out of memory. Tried to allocate {asked} ({unit} 0; {total} total capacity; "
+        f"RuntimeError: {device} out of memory. Tried to allocate {requested} ({unit} 0; {total} total capacity; "
         f"{allocated} "
         f"already allocated; {active}{free} free; {reserved} reserved in total by PyTorch){OLD_HINT}\n"
     )
@@ -94,7 +94,7 @@ def each(prefix: str, text: str) -> str:
 
 
 PLAIN = new("2.00 GiB", "79.15 GiB", "0.75 GiB", "76.50 GiB", "0.40 GiB", own="78.39 GiB")
-PLAIN_IS = {"asked": 2.0, "allocated": 76.5, "unused": 0.4, "free": 0.75, "total": 79.15}
+PLAIN_IS = {"requested": 2.0, "allocated": 76.5, "unused": 0.4, "free": 0.75, "total": 79.15}
 OUTSIDE, OTHERS = "this process, outside PyTorch", "other processes"
 UNNAMED = "another process, or this one outside PyTorch"
 NO_CUDA = ("nvidia-smi", "NCCL", "CUDA", "PYTORCH_CUDA_ALLOC_CONF")
@@ -144,7 +144,7 @@ REPORTED = (
         "for memory allocations (may cause system failure).\n",
         kind=FindingKind.OUTSIDE,
         device="mps",
-        asked=375.4 / 1024,
+        requested=375.4 / 1024,
         allocated=11.14,
         total=18.13,
         free=18.13 - 11.14 - 6.65,
@@ -159,7 +159,7 @@ REPORTED = (
         text=traceback(ME) + new("16.00 GiB", "16.48 GiB", "16.07 GiB", "0 bytes", "0 bytes", device="XPU"),
         kind=FindingKind.UNKNOWN,
         device="xpu",
-        asked=16.0,
+        requested=16.0,
         allocated=0.0,
         free=16.07,
         total=16.48,
@@ -175,7 +175,7 @@ REPORTED = (
         "Please use `empty_cache` to release all unoccupied cached memory.\n",
         kind=FindingKind.PEAK,
         device="xpu",
-        asked=4.0,
+        requested=4.0,
         allocated=10.1,
         unused=3.47,
         free=13.74 - 10.1 - 3.47,
@@ -187,7 +187,7 @@ REPORTED = (
         name="a T4 of which PyTorch has next to nothing",
         text=old("256.00 MiB", "15.56 GiB", "421.00 MiB", "112.00 MiB", "460.00 MiB"),
         kind=FindingKind.OTHERS,
-        asked=0.25,
+        requested=0.25,
         allocated=421 / 1024,
         unused=39 / 1024,
         free=112 / 1024,
@@ -204,7 +204,7 @@ REPORTED = (
         "MiB is "
         f"reserved by PyTorch but unallocated.{HINT}\n",
         kind=FindingKind.PEAK,
-        asked=30 / 1024,
+        requested=30 / 1024,
         allocated=16.98,
         unused=696.75 / 1024,
         free=0.0,
@@ -219,7 +219,7 @@ REPORTED = (
         + new("4.50 GiB", "15.98 GiB", "1.40 GiB", "1.26 GiB", "152.50 MiB", device="HIP"),
         kind=FindingKind.OTHERS,
         device="hip",
-        asked=4.5,
+        requested=4.5,
         allocated=1.26,
         free=1.4,
         total=15.98,
@@ -239,7 +239,7 @@ REPORTED = (
         "Loading checkpoint shards:  42%|████      | 16/38 [00:14<00:19,  1.13it/s]\n",
         kind=FindingKind.PEAK,
         device="npu",
-        asked=386 / 1024,
+        requested=386 / 1024,
         allocated=59.57,
         unused=60.06 - 59.57,
         free=16.54 / 1024,
@@ -258,7 +258,7 @@ REPORTED = (
         "memory try setting max_split_size_mb to avoid fragmentation.  See documentation for Memory Management and \n"
         "PYTORCH_CUDA_ALLOC_CONF\n",
         kind=FindingKind.FRAGMENTATION,
-        asked=1.25,
+        requested=1.25,
         allocated=76.13,
         unused=77.47 - 76.13,
         free=290.12 / 1024,
@@ -272,7 +272,7 @@ REPORTED = (
         "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1296, "
         "unhandled cuda error, NCCL version 2.18.1\n",
         kind=FindingKind.OUTSIDE,
-        asked=6 / 1024,
+        requested=6 / 1024,
         says=("NCCL found no room", "set_per_process_memory_fraction"),
         never=("auto_checkpoint",),
     ),
@@ -280,7 +280,7 @@ REPORTED = (
         name="an absurd size",
         text=old("130674.91 GiB", "79.15 GiB", "27.53 GiB", "37.61 GiB", "28.21 GiB"),
         kind=FindingKind.SIZE,
-        asked=130674.91,
+        requested=130674.91,
         allocated=27.53,
         total=79.15,
         says=("130674.9 GiB", "no plan helps"),
@@ -294,7 +294,7 @@ REPORTED = (
         "Free (according to CUDA): 0 bytes\nPyTorch limit (set by user-supplied memory fraction)\n"
         "                        : 17179869184.00 GiB\n",
         kind=FindingKind.PEAK,
-        asked=512 / 1024**2,
+        requested=512 / 1024**2,
         allocated=15.16,
         free=0.0,
         total=15.99,
@@ -318,7 +318,7 @@ ALLOCATORS = (
             others="Process 3712345 has 75.68 GiB memory in use. Process 3712811 has 2.50 GiB memory in use. ",
         ),
         kind=FindingKind.OTHERS,
-        asked=1.5,
+        requested=1.5,
         allocated=71.02,
         free=0.9,
         total=79.15,
@@ -337,7 +337,7 @@ ALLOCATORS = (
             others="Process 912 has 75.68 GiB memory in use. ",
         ),
         kind=FindingKind.PEAK,
-        asked=4.0,
+        requested=4.0,
         allocated=71.02,
         holders={OUTSIDE: 75.68 - 71.14},
         says=("4.5 GiB of this process are not PyTorch's",),
@@ -355,7 +355,7 @@ ALLOCATORS = (
             "Process 19060 has 4.93 GiB memory in use. Process 19063 has 894.00 MiB memory in use. ",
         ),
         kind=FindingKind.OTHERS,
-        asked=2.11,
+        requested=2.11,
         free=1.65,
         holders={OUTSIDE: 0.23, OTHERS: (514 + 894) / 1024 + 4.99},
         says=("other processes hold 6.4 GiB",),
@@ -373,7 +373,7 @@ ALLOCATORS = (
             others="Process 7478 has 20.08 GiB memory in use. ",
         ),
         kind=FindingKind.OTHERS,
-        asked=9.0,
+        requested=9.0,
         holders={OTHERS: 20.08, OUTSIDE: 52.02 - 46.9},
         phase=StepPhase.FORWARD,
         says=("other processes hold 20.1 GiB", "CUDA_VISIBLE_DEVICES", "54200MiB"),
@@ -391,7 +391,7 @@ ALLOCATORS = (
             others="Process 9500 has 148.91 MiB memory in use. ",
         ),
         kind=FindingKind.PEAK,
-        asked=20 / 1024,
+        requested=20 / 1024,
         allocated=6.81,
         free=40.75 / 1024,
         holders={OTHERS: 148.91 / 1024},
@@ -403,7 +403,7 @@ ALLOCATORS = (
         text=traceback(*MODEL)
         + new("1.95 GiB", "8.00 GiB", "0 bytes", "13.67 GiB", "9.62 MiB", own="17179869184.00 GiB"),
         kind=FindingKind.PEAK,
-        asked=1.95,
+        requested=1.95,
         allocated=13.67,
         total=8.0,
         holders={"shared or virtual memory": -(13.67 + 9.62 / 1024 - 8.0)},
@@ -415,7 +415,7 @@ ALLOCATORS = (
         text=new("4.00 GiB", "15.49 GiB", "84.98 GiB", "1.67 GiB", "8.08 GiB", device="HIP"),
         kind=FindingKind.UNKNOWN,
         device="hip",
-        asked=4.0,
+        requested=4.0,
         free=15.49 - 1.67 - 8.08,
         total=15.49,
         says=("shared with the host",),
@@ -425,7 +425,7 @@ ALLOCATORS = (
         name="one tensor is larger than the device",
         text=traceback(*MODEL) + new("256.00 GiB", "79.15 GiB", "60.00 GiB", "17.50 GiB", "0.40 GiB", own="19.15 GiB"),
         kind=FindingKind.PEAK,
-        asked=256.0,
+        requested=256.0,
         says=("256.0 GiB is larger than the device", "scaled_dot_product_attention"),
         never=("auto_checkpoint", "jettison plan"),
     ),
@@ -436,7 +436,7 @@ ALLOCATORS = (
             "capacity", "capacty"
         ),
         kind=FindingKind.PEAK,
-        asked=1.0,
+        requested=1.0,
         total=23.69,
         free=0.51,
         phase=StepPhase.BACKWARD,
@@ -455,7 +455,7 @@ ALLOCATORS = (
         text="RuntimeError: CUDA out of memory. Tried to allocate 294.00 MiB (GPU 0; 7.79 GiB total capacity; 6.27 GiB "
         "already allocated; 61.62 MiB free; 617.88 MiB cached)\n",
         kind=FindingKind.FRAGMENTATION,
-        asked=294 / 1024,
+        requested=294 / 1024,
         allocated=6.27,
         unused=617.88 / 1024,
         free=61.62 / 1024,
@@ -465,7 +465,7 @@ ALLOCATORS = (
         name="torch 1.8",
         text=traceback(*MODEL) + old("20.00 MiB", "10.76 GiB", "9.61 GiB", "4.44 MiB", "9.62 GiB"),
         kind=FindingKind.PEAK,
-        asked=20 / 1024,
+        requested=20 / 1024,
         allocated=9.61,
         total=10.76,
         phase=StepPhase.FORWARD,
@@ -493,7 +493,7 @@ ALLOCATORS = (
         "allocate 281474976710656 bytes.\n",
         kind=FindingKind.SIZE,
         device="cpu",
-        asked=262144.0,
+        requested=262144.0,
         says=("262144.0 GiB",),
     ),
     Case(
@@ -506,7 +506,7 @@ ALLOCATORS = (
         f"PyTorch but "
         f"unallocated.{HINT}\n",
         kind=FindingKind.FRAGMENTATION,
-        asked=10.74,
+        requested=10.74,
         allocated=24.52,
         unused=18.59 - 12.03,
         holders={"private pools": 12.03, OUTSIDE: 43.44 - 24.52 - 18.59},
@@ -519,7 +519,7 @@ ALLOCATORS = (
         .replace("Of the allocated", "39.57 GiB allowed; Of the allocated")
         .replace("1.00 GiB. GPU", "2.00 GiB. GPU"),
         kind=FindingKind.PEAK,
-        asked=2.0,
+        requested=2.0,
         total=39.57,
         free=39.57 - 37.9 - 0.3,
         says=("a memory fraction is set",),
@@ -529,7 +529,7 @@ ALLOCATORS = (
         text=old("512.00 MiB", "79.64 GiB", "78.02 GiB", "160.00 MiB", "78.10 GiB", device="MLU"),
         kind=FindingKind.PEAK,
         device="mlu",
-        asked=0.5,
+        requested=0.5,
         never=("nvidia-smi", "CUDA_", "NCCL"),
     ),
     Case(
@@ -558,7 +558,7 @@ ALLOCATORS = (
         ),
         kind=FindingKind.OTHERS,
         device="npu",
-        asked=640 / 1024,
+        requested=640 / 1024,
         holders={UNNAMED: 60.97 - 10.65 - 19.52 / 1024},
         says=("50.3 GiB", "npu-smi", "ASCEND_RT_VISIBLE_DEVICES"),
         never=NO_CUDA,
@@ -571,7 +571,7 @@ ALLOCATORS = (
         "GB). Tried to allocate 1024.00 MB on private pool.\n",
         kind=FindingKind.PEAK,
         device="mps",
-        asked=1.0,
+        requested=1.0,
         allocated=17.68,
         total=18.13,
         says=("18.7 GiB at once", "auto_checkpoint"),
@@ -582,7 +582,7 @@ ALLOCATORS = (
         text=traceback(*MODEL) + "RuntimeError: Invalid buffer size: 27.83 GB\n",
         kind=FindingKind.UNKNOWN,
         device="mps",
-        asked=27.83,
+        requested=27.83,
         says=("single buffer",),
         never=NO_CUDA,
     ),
@@ -592,7 +592,7 @@ ALLOCATORS = (
         ": 22.43 GiB\n"
         "Requested               : 4.07 GiB\nDevice limit            : 16.00 GiB\nFree (according to CUDA): 0 bytes\n",
         kind=FindingKind.PEAK,
-        asked=4.07,
+        requested=4.07,
         allocated=22.43,
         total=16.0,
         holders={"shared or virtual memory": -6.43},
@@ -997,7 +997,7 @@ HOST = (
         "allocate 67108864 bytes. Error code 12 (Cannot allocate memory)\n",
         kind=FindingKind.HOST,
         device="cpu",
-        asked=64 / 1024,
+        requested=64 / 1024,
         phase=StepPhase.FORWARD,
         says=("64.0 MiB", "the host's memory"),
     ),
@@ -1008,7 +1008,7 @@ HOST = (
         "data type float64\n",
         kind=FindingKind.HOST,
         device="cpu",
-        asked=12.5,
+        requested=12.5,
     ),
     Case(
         name="pinned memory",
@@ -1088,7 +1088,7 @@ TRAPS = (
         text="ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async "
         "4194304 bytes\n",
         kind=FindingKind.OUTSIDE,
-        asked=4 / 1024,
+        requested=4 / 1024,
     ),
     Case(
         name="THC",
@@ -1129,7 +1129,7 @@ TRAPS = (
             others="Process 77 has 78.40 GiB memory in use. ",
         ).replace("20.00 MiB", "512.00 MiB"),
         kind=FindingKind.OTHERS,
-        asked=0.5,
+        requested=0.5,
         holders={OTHERS: 78.4},
         says=("other processes hold 78.4 GiB", "nvidia-smi"),
         never=("auto_checkpoint", "another number"),
@@ -1187,7 +1187,7 @@ TRAPS = (
         text=traceback(*MODEL) + new("2.00 GiB", "0 bytes", "0 bytes", "1.00 GiB", "0 bytes", device="HIP"),
         kind=FindingKind.PEAK,
         device="hip",
-        asked=2.0,
+        requested=2.0,
         allocated=1.0,
         says=("3.0 GiB at once",),
         never=("above the device", "auto_checkpoint"),

@@ -118,18 +118,18 @@ def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
     unused = facts.unused_bytes or 0
     evidence = [
         f"{format_gib(facts.requested_bytes or 0)} were asked for; {format_gib(facts.free_bytes or 0)} are free on the "
-        f"device and {format_gib(unused)} lie unused between tensors: enough together"
+        f"device and {format_gib(unused)} are reserved but unused: enough together"
     ]
     if facts.largest_piece_bytes is not None:
-        evidence.append(f"the largest of these pieces has {format_gib(facts.largest_piece_bytes)}")
+        evidence.append(f"the largest of these blocks has {format_gib(facts.largest_piece_bytes)}")
     if facts.expandable:
         evidence.append("expandable segments are switched on already")
     advised = advice.against_fragmentation(facts)
     if facts.total_bytes and unused < LITTLE * facts.total_bytes:
         share = format_percent(unused / facts.total_bytes)
-        evidence.append(f"the pieces are {share} of the device: it is all but full, and the next request fails as well")
+        evidence.append(f"these are {share} of the device: it is all but full, and the next request fails as well")
         advised += advice.against_peak(facts, short, shape=False)
-    claim = f"fragmentation: {format_gib(short)} beyond what is free are there, in pieces"
+    claim = f"fragmentation: free memory lacks {format_gib(short)}, which reserved but unused blocks have"
     return _finding(FindingKind.FRAGMENTATION, claim, facts, advised, evidence)
 
 

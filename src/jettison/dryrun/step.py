@@ -48,7 +48,7 @@ class StepPeaks:
     host_bytes: int = 0  # on the host at a time, before pinning rounds them up
     pinned_bytes: int = 0  # what is taken from the host for them
     levels: StepLevels | None = None  # over the step
-    composed: bool = False  # of phase_levels of other steps (dryrun/composed.py), and not run itself
+    composed: bool = False  # of parts of other steps (dryrun/composed.py), and not run itself
 
     @classmethod
     def of(
