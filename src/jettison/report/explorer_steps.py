@@ -40,11 +40,10 @@ LEAST_SHARE: Final = 0.01
 
 
 def step_data(models: Sequence[str] = ()) -> dict[str, Any]:
-    """By layout, every stage's passes, what they hold, and the peak broken down."""
-    asked = [(f"{MODEL}: {name}", MODEL, flags) for name, flags in LAYOUTS]
-    for model in models:
-        layout = usual_layout(model, hardware(GPU)) | {"recompute": "full"}
-        asked.insert(0, (f"{model}, full recomputation", model, layout))
+    """By layout, every stage's passes, what they hold, and a breakdown of the peak."""
+    full = {"recompute": "full"}
+    asked = [(f"{name}, full recomputation", name, usual_layout(name, hardware(GPU)) | full) for name in models]
+    asked += [(f"{MODEL}: {name}", MODEL, flags) for name, flags in LAYOUTS]
     return {"layouts": [_layout(name, model, flags) for name, model, flags in asked]}
 
 

@@ -4,7 +4,8 @@ NOTE [ What a page may do ]
 A page is opened from a disk, by people who were handed it, and shows names out of files that somebody else wrote. Its
 policy (CSP) admits the scripts that are in it, by their digests, and nothing from elsewhere: no request leaves it. Data
 lie in script elements of type application/json, whose text cannot end the element, and reach the page as text nodes;
-large ones are compressed (application/json+deflate, in base64).
+large ones are compressed (application/json+deflate, in base64), as the libraries are: ``kit/base.js`` puts them into
+script elements, which the policy admits by the digests of their texts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import html
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any, Final
@@ -24,6 +25,7 @@ from jettison import __version__
 
 VENDOR: Final = ("vendor/d3.min.js", "vendor/plot.min.js")
 INFLATE: Final = "vendor/pako_inflate.min.js"
+LIBRARY: Final = "application/javascript+deflate"
 PLAIN_CHARACTERS: Final = 32_000
 """Data that may stand in a page as they are; more are compressed, by ten and more where they repeat themselves."""
 KIT: Final = (
@@ -67,16 +69,17 @@ def page(
         styles: files in ``report/assets``, after the kit's.
         served: by a server of ours, whose own origin the page may ask.
     """
-    blocks, packed = _data_blocks(data)
-    inflate = (INFLATE,) if packed else ()
-    code = [_script_text(name) for name in (*VENDOR, *inflate, *KIT, *scripts, *LAST)]
+    libraries, code = ([*map(_script_text, names)] for names in (VENDOR, (INFLATE, *KIT, *scripts, *LAST)))
+    blocks = [f'<script type="{LIBRARY}">{_deflated(text)}</script>\n' for text in libraries]
+    blocks += [*_data_blocks(data), *(f"<script>{text}</script>\n" for text in code)]
+    policy = html.escape(_policy([*libraries, *code], served=served))
     css = "\n".join(asset(name) for name in (*STYLES, *styles))
     shown = _CODE.sub(r"<code>\1</code>", html.escape(intro))
     paragraphs = "".join(f"<p>{text.strip()}</p>\n" for text in shown.split("\n\n") if text.strip())
     return (
         "<!doctype html>\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(_policy(code, served=served))}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer">\n'
         f'<meta name="generator" content="jettison {html.escape(__version__)}">\n'
@@ -86,20 +89,22 @@ def page(
         "<noscript><p>The figures of this page are drawn by scripts in it; this browser does not run them.</p>"
         "</noscript>\n</header>\n<main></main>\n"
         f"<footer>Made by jettison {html.escape(__version__)}.</footer>\n"
-        f"{''.join(blocks)}{''.join(f'<script>{text}</script>{chr(10)}' for text in code)}</body>\n</html>\n"
+        f"{''.join(blocks)}</body>\n</html>\n"
     )
 
 
-def _data_blocks(data: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """An element for each; and whether some are compressed, in base64."""
-    found, packed = [], False
+def _data_blocks(data: Mapping[str, Any]) -> Iterator[str]:
+    """An element for each."""
     for name, value in data.items():
         assert _NAME.fullmatch(name), f"{name!r} cannot be a name of data: small letters, digits, - and _"
         kind, text = "json", json_for_html(value)
         if len(text) > PLAIN_CHARACTERS:
-            kind, text, packed = "json+deflate", base64.b64encode(zlib.compress(text.encode(), 9)).decode(), True
-        found.append(f'<script type="application/{kind}" id="data-{name}">{text}</script>\n')
-    return found, packed
+            kind, text = "json+deflate", _deflated(text)
+        yield f'<script type="application/{kind}" id="data-{name}">{text}</script>\n'
+
+
+def _deflated(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def json_for_html(value: Any) -> str:

@@ -17,14 +17,24 @@ J.el = (tag, attributes = {}, ...children) => {
 // A text's words as nodes, those with hyphens whole: a line would end behind the hyphens of a flag.
 J.words = (text) => text.split(" ").flatMap((word, i) => [i ? " " : "", word.includes("-") ? J.el("span", { class: "whole" }, word) : word]);
 
+J.inflated = (text) => {
+  const binary = atob(text), bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i += 1) bytes[i] = binary.charCodeAt(i);
+  return new TextDecoder().decode(pako.inflate(bytes));
+};
+for (const packed of document.querySelectorAll('script[type="application/javascript+deflate"]')) { // d3 and Plot
+  const script = J.el("script");
+  script.textContent = J.inflated(packed.textContent);
+  packed.replaceWith(script);
+}
+
 J.data = (() => {
   const read = new Map();
-  const inflated = (text) => new TextDecoder().decode(pako.inflate(Uint8Array.from(atob(text), (c) => c.charCodeAt(0))));
   return (name) => {
     if (!read.has(name)) {
       const node = document.getElementById(`data-${name}`);
       if (!node) throw new Error(`this page has no data called ${name}`);
-      read.set(name, JSON.parse(node.type.endsWith("+deflate") ? inflated(node.textContent) : node.textContent));
+      read.set(name, JSON.parse(node.type.endsWith("+deflate") ? J.inflated(node.textContent) : node.textContent));
     }
     return read.get(name);
   };

@@ -8,7 +8,7 @@
     show();
     return { key, node, value };
   };
-  const field = (kind, id, label, ...rest) =>
+  const field = (kind, id, label, ...rest) => // a long one has a row of its own on a phone
     J.el("div", { class: `control ${kind}${label.length > 14 ? " long" : ""}` }, J.el("label", { for: id }, label), ...rest);
 
   // Over min, max, step, or over a list of values (any numbers in ascending order).
@@ -47,7 +47,7 @@
       "select", { id, onchange: () => J.state.set(key, entries[input.selectedIndex].value) },
       entries.map((o) => J.el("option", { value: String(o.value) }, o.label ?? String(o.value))),
     );
-    return bound(key, field("select", id, label, input), current, () => {
+    return bound(key, field(label.length + Math.max(...entries.map((o) => (o.label ?? String(o.value)).length)) > 16 ? "select long" : "select", id, label, input), current, () => {
       input.selectedIndex = entries.findIndex((o) => o.value === current());
     });
   };

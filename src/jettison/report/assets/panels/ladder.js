@@ -27,7 +27,7 @@
     controls: [controls.ranks(2, 64, 8), controls.attention(), controls.dropout(), controls.layer()],
     draw(values, { width }) {
       const bars = all(values), names = [...new Set(bars.map((bar) => shown(bar.layer)))], wide = width >= 620;
-      const marginLeft = wide ? Math.min(230, 20 + 6.6 * Math.max(...names.map((name) => name.length))) : 8;
+      const marginLeft = wide ? Math.min(width * 0.36, 20 + 6.6 * Math.max(...names.map((name) => name.length))) : 8;
       const drawing = J.plot({
         width, height: 44 + names.length * (wide ? 108 : 126), marginLeft, marginRight: 64, marginTop: wide ? 8 : 20, marginBottom: 40,
         fy: { label: null, domain: names, padding: wide ? 0.12 : 0.24, axis: wide ? "left" : null },
@@ -36,7 +36,7 @@
         marks: [
           Plot.barX(bars, { fy: (bar) => shown(bar.layer), y: (bar) => bar.rung.name, x: "percent", fill: (bar) => J.marks.hatch(hatch(bar.rung), color(bar.rung)), stroke: (bar) => color(bar.rung) }),
           Plot.text(bars, { fy: (bar) => shown(bar.layer), y: (bar) => bar.rung.name, x: "percent", text: (bar) => `${bar.percent.toFixed(1)} %`, textAnchor: "start", dx: 5, fill: "currentColor" }),
-          ...(wide ? [] : [Plot.text(names, { fy: (name) => name, text: (name) => name, frameAnchor: "top-left", dy: -14, fontWeight: 600, fill: "currentColor" })]),
+          ...(wide ? [] : [Plot.text(names, { fy: (name) => name, text: (name) => name, frameAnchor: "top-left", dy: -14, lineWidth: (width - 16) / 15, textOverflow: "ellipsis", fontWeight: 600, fill: "currentColor" })]),
         ],
       });
       return J.el("div", {}, J.legend(rungs.map((rung) => ({ label: rung.name, color: color(rung), hatch: hatch(rung) })), { width }), drawing);

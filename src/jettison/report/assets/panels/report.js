@@ -62,7 +62,7 @@
         return J.plot({
           height: 46 + amounts.length * 30, marginLeft: narrow ? 132 : 176, marginRight: narrow ? 70 : 90, marginTop: 6,
           x: { ...J.byteAxis("bytes allocated at one moment of a step", most, narrow ? 3 : 6), domain: [0, most], grid: true },
-          y: { label: null, domain: amounts.map((a) => a.name), tickFormat: (text) => (narrow ? short(text, 19) : text) },
+          y: { label: null, domain: amounts.map((a) => a.name), tickFormat: (text) => (narrow ? short(text.replace("peak of plain", "plain"), 19) : text) },
           marks: [
             Plot.barX(amounts, { x: "nbytes", y: "name", insetTop: 3, insetBottom: 3, fill: (a) => J.marks.hatch(AMOUNTS[a.what]?.hatch ?? 0, AMOUNTS[a.what]?.color ?? J.color(7)), stroke: (a) => AMOUNTS[a.what]?.color ?? J.color(7) }),
             Plot.text(amounts, { x: "nbytes", y: "name", text: (a) => F.bytes(a.nbytes), dx: 6, textAnchor: "start", fill: "currentColor" }),
@@ -164,10 +164,11 @@
         if (!rows.length) return J.el("p", {}, "This document says nothing about it.");
         const kinds = [...new Set(rows.map((row) => row.which))], budget = subject.amounts.find((a) => a.what === "budget")?.nbytes;
         const most = Math.max(d3.max(rows, (row) => row.high), budget ?? 0);
+        const crowded = bands.some((band) => (band.to - band.from) * (width - 70) < 7 * band.phase.length);
         return stacked(
           J.legend([...kinds.map((which) => ({ ...SERIES[which], hatch: undefined, symbol: undefined, line: true })), ...(budget ? [{ label: "budget", color: "var(--limit)", dash: "12 4", line: true }] : [])]),
           J.plot({
-            height: Math.min(400, Math.max(260, width * 0.42)), marginBottom: 34,
+            height: Math.min(400, Math.max(260, width * 0.42)), marginBottom: crowded ? 48 : 34,
             x: { domain: [0, 1], axis: null },
             y: J.byteAxis("allocated", most),
             marks: [
@@ -175,7 +176,7 @@
               kinds.map((which) => Plot.areaY(rows.filter((row) => row.which === which), { x: "x", y1: "low", y2: "high", fill: SERIES[which].color, fillOpacity: which === "predicted" ? 0.16 : 0.1 })),
               kinds.map((which) => Plot.lineY(rows.filter((row) => row.which === which), { x: "x", y: "high", stroke: SERIES[which].color, strokeDasharray: SERIES[which].dash, strokeWidth: SERIES[which].width })),
               budget ? [Plot.ruleY([budget], { stroke: "var(--limit)", strokeDasharray: "12 4", strokeWidth: 1.5 })] : [],
-              Plot.text(bands, { x: (band) => (band.from + band.to) / 2, text: "phase", frameAnchor: "bottom", dy: 18, fill: "currentColor" }),
+              [0, 1].map((odd) => Plot.text(bands.filter((_, i) => (crowded ? i % 2 : 0) === odd), { x: (band) => (band.from + band.to) / 2, text: "phase", frameAnchor: "bottom", dy: 18 + 13 * odd, fill: "currentColor" })),
               Plot.ruleY([0]),
             ].flat(2),
           }),
@@ -302,7 +303,7 @@
         svg.append(J.el("svg:text", { x: labels, y: 14, fill: "currentColor" }, grid.layers.length > 1 ? "layer" : grid.title));
         grid.tensors.forEach((t, i) => {
           const wide = width >= 560 && t.nbytes > 0, y = top + high * i + high / 2;
-          const label = (text, x) => J.el("svg:text", { x, y, dy: "0.35em", "text-anchor": "end", fill: "currentColor" }, text);
+          const label = (text, x) => J.el("svg:text", { x, y, dy: "0.35em", "text-anchor": "end", fill: "currentColor", "font-size": width < 560 ? 10.5 : null }, text);
           svg.append(label(short(words(t), width < 560 ? 19 : 46), labels - (wide ? 82 : 8)));
           if (wide) svg.append(label(F.bytes(t.nbytes), labels - 8));
           grid.policies[i].forEach((policy, j) => {

@@ -204,7 +204,7 @@
     id: "step", title: "One step: schedule and memory of each stage", controls: [layoutOf, first], draw, table,
     caption: (values) => {
       const layout = find(values);
-      return `${layout.name}, on ${layout.gpu}: ${J.format.bytes(layout.usable_bytes)} can be allocated, ${J.format.bytes(layout.available_bytes)} of it for tensors. The triangle marks the peak, the ledger's to the byte (of GPipe's and interleaved schedules the ledger is an upper bound). Transients are gradients of activations, recomputed tensors, all-gathered parameters and workspace.`;
+      return `${layout.name}, on ${layout.gpu}: ${J.format.bytes(layout.usable_bytes)} can be allocated, ${J.format.bytes(layout.available_bytes)} of it for tensors. The triangle marks the peak, the ledger's to the byte. Transients are gradients of activations, recomputed tensors, all-gathered parameters and workspace.`;
     },
     command: (values) => find(values).command,
   });

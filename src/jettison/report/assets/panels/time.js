@@ -7,12 +7,13 @@
   const way = J.select({ key: "time-way", label: "Command line of", options: data.ways.map((w) => ({ value: w.key, label: w.label })), value: "auto" });
   const fills = data.parts.map((_, i) => J.marks.hatch(i, J.color(i)));
   const chosen = (values) => data.models.filter((m) => values["time-model"] === ALL || m.name === values["time-model"]);
+  const text = (s) => (s < 1 ? J.format.seconds(s) : `${s.toFixed(2)} s`);
   const words = (row, narrow) => {
     if (row.seconds === null) return `does not fit: ${J.format.bytes(row.minimum_bytes)} at least`;
-    const range = row.range.map((end) => end.toFixed(2)).join(" to "), fits = row.fits ? "" : ", does not fit";
+    const seconds = text(row.seconds), range = row.range.map(text).join(" to "), fits = row.fits ? "" : ", does not fit";
     return narrow
-      ? `${row.seconds.toFixed(2)} s (${range}), MFU ${J.format.percent(row.mfu)}${fits}`
-      : `${row.seconds.toFixed(2)} s (${range} s, 80 % range), MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${fits}`;
+      ? `${seconds} (${range}), MFU ${J.format.percent(row.mfu)}${fits}`
+      : `${seconds} (${range}, 80 % range), MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${fits}`;
   };
 
   const draw = (values, { width }) => {

@@ -12,20 +12,20 @@
   const controls = [
     J.select({ key: "run-model", label: "Model", value: first, options: data.models.map((m, i) => ({ value: i, label: m.label })) }),
     J.select({ key: "run-gpu", label: "GPU", value: "h100-80gb", options: data.gpus.map(([name]) => name) }),
+    J.select({ key: "run-precision", label: "Precision", value: "bf16", options: Object.keys(data.precisions) }),
     J.slider({ key: "run-s", label: "Sequence s", values: data.sequences, value: usual.seq, format: (s) => `${J.format.count(s)} tokens` }),
     J.slider({ key: "run-b", label: "Micro-batch b", values: data.micro_batches, value: 1 }),
     J.slider({ key: "run-n", label: "Micro-batches", values: data.accumulated, value: 0, format: (n) => (n ? String(n) : "as PP") }),
     J.slider({ key: "run-tp", label: "TP", values: powers(data.models.flatMap((m) => m.ranks)), value: 1 }),
     J.slider({ key: "run-pp", label: "PP", values: stageCounts, value: 1 }),
-    J.select({ key: "run-split", label: "Stages", value: "even", options: Object.keys(SPLITS) }),
     J.slider({ key: "run-dp", label: "DP", values: data.replicas, value: 8 }),
     J.slider({ key: "run-cp", label: "CP", values: data.contexts, value: 1 }),
     J.slider({ key: "run-ep", label: "EP", values: powers(data.models.flatMap((m) => m.expert_ranks)), value: 1 }),
+    J.select({ key: "run-lora", label: "LoRA rank", value: 0, options: options(data.adapters).map((o) => (o.value ? o : { ...o, label: "none" })) }),
+    J.select({ key: "run-split", label: "Stages", value: "even", options: Object.keys(SPLITS) }),
     J.select({ key: "run-zero", label: "ZeRO", value: 3, options: [{ value: 0, label: "0: replicas (DDP)" }, { value: 1, label: "1: optimizer" }, { value: 2, label: "2: and gradients" }, { value: 3, label: "3: and parameters (FSDP)" }] }),
     J.select({ key: "run-recompute", label: "Recompute", value: "none", options: data.modes }),
-    J.select({ key: "run-precision", label: "Precision", value: "bf16", options: Object.keys(data.precisions) }),
     J.select({ key: "run-optimizer", label: "Optimizer", value: "adamw", options: data.optimizers }),
-    J.select({ key: "run-lora", label: "LoRA rank", value: 0, options: options(data.adapters).map((o) => (o.value ? o : { ...o, label: "none" })) }),
     J.select({ key: "run-base", label: "LoRA base", value: "plain", options: data.bases }),
   ];
   const PARTS = [
