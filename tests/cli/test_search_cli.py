@@ -237,6 +237,9 @@ def test_compiled_layers_are_priced_as_estimate_prices_them(capsys) -> None:
 def test_for_people(capsys) -> None:
     code, out, _ = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB")
     assert code == 0
+    rows = [line for line in out.splitlines() if line.startswith(" 1 ")]
+    (expected,) = (line.removeprefix("expected ").strip() for line in out.splitlines() if line.startswith("expected"))
+    assert f" {expected.partition(' (')[0]} " in rows[0], "one number for a step, in a row and in words"
     words = (
         "The fastest 10",
         "Rank 2, ",

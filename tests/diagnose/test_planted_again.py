@@ -255,6 +255,7 @@ def small(*settings: str) -> Callable[[Trace, int], None]:
         for _ in range(1500):
             trace.host += 9
             trace.launch("triton_poi_fused_add_0" if "compile" in settings else "elementwise", 3)
+        trace.span("Optimizer.step#AdamW.step", "user_annotation", trace.host - 25, 20)
         if "fused" in settings:
             trace.span("aten::_fused_adamw_", "cpu_op", trace.host - 20, 10)
         trace.span(f"ProfilerStep#{number}", "user_annotation", begin, trace.host - begin)
@@ -271,6 +272,17 @@ def test_nothing_is_advised_that_is_switched_on(settings: tuple[str, ...], advis
     (found,) = findings(small(*settings))
     assert found.kind is FindingKind.SMALL_KERNELS
     assert [word in change.line for word, change in zip(advised, found.changes, strict=True)] == [True] * len(advised)
+
+
+def test_advice_names_the_optimizer_and_sees_compiled_code() -> None:
+    def step(trace: Trace, number: int) -> None:
+        small()(trace, number)
+        trace.span("CompiledFunction", "cpu_op", trace.host - 30, 1)
+        for event in trace.events:
+            event["name"] = event["name"].replace("AdamW", "SGD")
+
+    (found,) = findings(step)
+    assert [change.line for change in found.changes] == ["torch.optim.SGD(model.parameters(), fused=True)"]
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,9 @@ def test_blocks_segments_and_stacks_are_read() -> None:
     assert [len(device.stacks[n]) for n in device.stack_of] == [0, 2, 5, 1, 2]
     (grown,) = device.reserved_changes
     assert (grown.event, grown.address, grown.nbytes, grown.is_mapped) == (2, 1 << 21, second.total_bytes, False)
+    trace = small_snapshot()
+    trace["device_traces"][0].append({**event("segment_free", 1 << 22, 512, [], 90), "stream": 7})
+    assert snapshot_of(trace, "x").devices[0].reserved_changes[-1].stream == 7
 
 
 def test_a_frame_without_a_line() -> None:

@@ -93,7 +93,7 @@ def test_further_tokens_have_attention_and_experts() -> None:
 def test_ranks_that_cannot_share_are_refused() -> None:
     with pytest.raises(UsageError, match=r"--tp 8 does not divide 8 heads in 4 groups of a scan"):
         asked(tp=8)
-    with pytest.raises(UsageError, match="whose heads only other kernels shard: give --kernels megatron"):
+    with pytest.raises(UsageError, match="does not shard: give --kernels megatron"):
         resolve(MODEL, RunRequest(seq=S, tp=2))
     with pytest.raises(UsageError, match="got --cp 2; layers of tiny have a state-space scan"):
         asked(cp=2)

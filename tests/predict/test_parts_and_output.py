@@ -138,6 +138,7 @@ def test_automodel_sets_what_its_recipe_does() -> None:
     assert found.run.keep_logits
     assert "--keep-logits" in found.like
     assert not resolve(model_spec("llama3-8b"), RunRequest(like="automodel", keep_logits=False)).run.keep_logits
+    assert not resolve(model_spec("llama3-8b"), RunRequest(like="automodel", pp=2)).run.keep_logits
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_stages_of_megatrons_schedules(
 
 
 def test_of_two_ways_one_is_given() -> None:
-    with pytest.raises(UsageError, match="--stage-buffers and --keep-received, which are of two frameworks"):
+    with pytest.raises(UsageError, match="--keep-received, of schedules without these buffers"):
         resolve(preset("llama3-8b"), RunRequest(pp=2, stage_buffers=True, keep_received=True))
 
 

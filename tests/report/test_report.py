@@ -213,6 +213,8 @@ def test_the_command_writes_a_page_and_does_not_replace_one(
     assert len(page.encode()) < 1_000_000
     assert run(["report", "proof.json"]) == 2
     assert "report.html is there already; give --force" in capsys.readouterr().err
+    assert run(["report", "missing.json"]) == 2
+    assert "missing.json cannot be read" in capsys.readouterr().err
     assert run(["report", "proof.json", "--force", "--out", "other.html"]) == 0
 
 

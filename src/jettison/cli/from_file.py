@@ -76,8 +76,12 @@ def sourced(
         if model is None:
             raise UsageError("expected a model: a preset such as llama3-8b, a config.json, or --from FILE of a trainer")
         if own_gpus is not None or source.allow_unread:
-            flag = "--allow-unread" if own_gpus is None else f"--gpus {own_gpus}"
-            raise UsageError(f"got {flag} without --from; expected --from FILE of a trainer as well")
+            if own_gpus is not None:
+                instead = f"a layout such as --dp {own_gpus} --zero 3 in place of --gpus"
+                raise UsageError(
+                    f"got --gpus {own_gpus} without --from; expected --from FILE of a trainer, or {instead}"
+                )
+            raise UsageError("got --allow-unread without --from; expected --from FILE of a trainer as well")
         if Path(model).is_file() and Path(model).suffix != ".json":
             from jettison.cli.file_kinds import describes_run
 

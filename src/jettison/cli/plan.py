@@ -221,7 +221,7 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
                 "--to megatron` says a plan in such lists; `jettison ledger` and `estimate` say what a list takes"
             )
     from jettison.predict.auto_recompute import choose_within
-    from jettison.report.alternatives import layer_reasons
+    from jettison.report.alternatives import MOST_STEPS, layer_reasons
     from jettison.report.alternatives import what_if as next_gib
     from jettison.report.ledger import idle
 
@@ -247,7 +247,8 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
         reasons=layer_reasons(choice),
         solver_seconds=seconds,
         made_by=_made_by(model, request, flags),
-        what_if=tuple(next_gib(choice)) if flags.what_if else None,
+        what_if=tuple(next_gib(choice, steps=MOST_STEPS if flags.what_if else 1)),
+        all_next=flags.what_if,
         limit=limit,
         idle=tuple(idle(resolved)),
     )

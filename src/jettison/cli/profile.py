@@ -19,8 +19,9 @@ from jettison.core.process import uncollected
 from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.diagnose.facts import MemoryFacts
+from jettison.diagnose.finding import FindingKind
 from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
-from jettison.diagnose.slow import slow_findings, slow_first, snapshot_findings
+from jettison.diagnose.slow import slow_findings, snapshot_findings
 from jettison.diagnose.snapshot import Snapshot, facts_of_snapshot, is_snapshot, read_snapshot
 from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.diagnose.trace_modules import ROLES, ModuleProfile, profile_modules
@@ -108,8 +109,8 @@ def profile_run(
         report = profile_files([path], gpu, progress)
     first, usual = seconds[0], median(seconds[1:])  # the first step is not in the trace: it was timed
     rows = [*report.facts, ("first step", f"{format_seconds(first)}; {format_seconds(usual)} the others")]
-    findings = (*report.findings, *slow_first(0, first, usual))
-    return replace(report, facts=rows, more=report.more | {"step_seconds": seconds}, findings=findings)
+    useful = tuple(finding for finding in report.findings if finding.kind is not FindingKind.FIRST_STEP)  # it warmed up
+    return replace(report, facts=rows, more=report.more | {"step_seconds": seconds}, findings=useful)
 
 
 def profile_files(files: Sequence[Path], gpu: Hardware | None = None, progress: Progress = silent) -> FindingsReport:

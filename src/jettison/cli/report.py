@@ -33,12 +33,12 @@ def command(
 ) -> None:
     """Report a plan, proof, training run or memory snapshot as one HTML page, and as tables or JSON."""
     target = out or Path("report.html")
-    refuse_to_overwrite(target, force=force)
     if figures is not None:
         require_browser()
     with progress() as say:
         say("reading " + ", ".join(map(str, files)))
         made = report(files)
+        refuse_to_overwrite(target, force=force)  # a file that is no input is the first thing to mend
         say("writing the page")
         html = made.html()
     deliver(made.document, made.table, form=form, request=asked(files=files))

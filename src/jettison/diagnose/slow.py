@@ -5,7 +5,7 @@ A finding needs a share of the steps' time: `LEAST`, or a threshold of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Final
 
@@ -24,8 +24,12 @@ MANY_KERNELS: Final = 300
 ONE_PAUSE: Final = 0.5
 """Share of the time that a device waits for the host, and the fewest steps with such a pause."""
 FEWEST_FOR_A_PAUSE: Final = 3
+FUSED: Final = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Optimizers of torch's with ``fused=True``."""
 HELD_UNUSED: Final = 0.2
 LEAST_UNUSED_BYTES: Final = 64 * MIB
+SAME_LENGTHS: Final = 1.02
+"""Largest peak of a step over the smallest, below which lengths do not vary."""
 STATE: Final = 0.05
 """Share of the peak in the optimizer's first step; and at least `LEAST_STATE_BYTES`."""
 LEAST_STATE_BYTES: Final = 32 * MIB
@@ -37,9 +41,10 @@ def slow_findings(profile: StepProfile) -> tuple[Finding, ...]:
     steps = list(profile.step_ns.items())
     if len(steps) > 2:
         (number, first), *others = steps
-        found += slow_first(number, first / 1e9, median(ns for _, ns in others) / 1e9)
+        found += _slow_first(number, first / 1e9, median(ns for _, ns in others) / 1e9)
     found += _state(profile.state_bytes, max(profile.peak_bytes.values(), default=0))
-    return (*found, *(_held(*profile.reserved_at_peak, False) if profile.reserved_at_peak else ()))
+    held = profile.reserved_at_peak
+    return (*found, *(_held(*held, False, profile.step_peaks) if held else ()))
 
 
 def snapshot_findings(facts: MemoryFacts, device: DeviceSnapshot) -> tuple[Finding, ...]:
@@ -48,7 +53,8 @@ def snapshot_findings(facts: MemoryFacts, device: DeviceSnapshot) -> tuple[Findi
     kept = [found] if facts.failed or found.kind is FindingKind.LEAK else []
     allocated = facts.allocated_bytes or 0
     if not facts.failed and facts.unused_bytes is not None:
-        kept += _held(allocated, allocated + facts.unused_bytes, facts.expandable is True)
+        peaks = [step.peak_bytes or 0 for step in facts.steps]
+        kept += _held(allocated, allocated + facts.unused_bytes, facts.expandable is True, peaks)
     timeline = device.timeline
     alive = (n for n in timeline.alive(len(timeline.allocation) - 1).tolist() if timeline.born[n] >= 0)
     state = [n for n in alive if timeline.labels[timeline.label_of[n]].role == "optimizer"]
@@ -70,7 +76,7 @@ def _communication(profile: StepProfile) -> Iterator[Finding]:
         evidence.append("most of it runs after the last computation of backward")
     advised = {"AllGather": "fully_shard", "ReduceScatter": "fully_shard", "AllReduce": "buckets"}
     claim = f"exposed communication takes {_share(profile, profile.exposed_ns)}"
-    changed = changes("communication", advised.get(next(iter(profile.collectives), ""), "search"))
+    changed = changes("communication", advised.get(next(iter(profile.collectives), ""), "exchange"))
     yield Finding(kind=FindingKind.EXPOSED_COMMUNICATION, claim=claim, evidence=tuple(evidence), changes=changed)
 
 
@@ -137,17 +143,19 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
         number = next((number for number, (start, end) in spans if start <= at < end), None)
         where = "between steps" if number is None else f"in step {number}"
         evidence.append(f"{format_seconds(waiting.longest_ns / 1e9)} of it are one pause, {where}")
-    settings = [setting for setting in ("compile", "fused") if setting not in profile.settings] or ["graphs"]
+    able = {"compile": True, "fused": profile.optimizer in FUSED}
+    missing = [setting for setting, does in able.items() if does and setting not in profile.settings]
+    advised = ["pause"] if once else (missing or ["graphs"]) if small else ["stacks"]
     claim = f"the device waits for the host to launch kernels: {_share(profile, waiting.host_ns)}"
     yield Finding(
         kind=FindingKind.SMALL_KERNELS if small else FindingKind.GAPS,
         claim=f"many small kernels: {claim}" if small else claim,
         evidence=tuple(evidence),
-        changes=changes("gaps", *(["pause"] if once else settings if small else ["stacks"])),
+        changes=tuple(change(f"gaps.{name}", optimizer=profile.optimizer) for name in advised),
     )
 
 
-def slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[Finding]:
+def _slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[Finding]:
     """Report a first step that takes much longer than those after it."""
     if seconds <= SLOW_FIRST * others_seconds:
         return
@@ -170,13 +178,14 @@ def _state(nbytes: int, peak_bytes: int) -> Iterator[Finding]:
     )
 
 
-def _held(allocated: int, reserved: int, expandable: bool) -> Iterator[Finding]:
-    unused = reserved - allocated
+def _held(allocated: int, reserved: int, expandable: bool, peaks: Sequence[int]) -> Iterator[Finding]:
+    """Report reserved memory that is not used; ``peaks``: of steps, which differ where lengths do."""
+    unused, vary = reserved - allocated, len(peaks) < 2 or max(peaks) > SAME_LENGTHS * min(peaks)
     if unused < LEAST_UNUSED_BYTES or unused < HELD_UNUSED * reserved:
         return
     yield Finding(
         kind=FindingKind.FRAGMENTATION,
         claim=f"{format_bytes(unused)} of {format_bytes(reserved)} are held and not used where most is allocated",
         evidence=(f"{format_percent(unused / reserved)} of what PyTorch has from the driver lies between tensors",),
-        changes=changes("steps", *([] if expandable else ["expandable"]), "lengths"),
+        changes=tuple(change(f"steps.{name}") for name in [*["expandable"] * (not expandable), *["lengths"] * vary]),
     )

@@ -39,6 +39,7 @@ from jettison.diagnose.plain_pickle import load_plain
 from jettison.memory.timeline import Ints, Label, MemoryTimeline, TimelineWriter
 
 GRADIENTS: Final = "gradients"
+BEFORE: Final = "before the recording"
 LEAST_TO_GROW: Final = 6
 """Steps after the first ones that a report of a growing line needs: in fewer, batch sizes may rise by chance."""
 MOST_LOOKED: Final = 30
@@ -113,13 +114,15 @@ class OutOfMemory:
 class ReservedChange:
     """Segments grow (or shrink, with ``nbytes`` below 0) before event ``event``.
 
-    ``is_mapped``: a part of an expandable segment, which is mapped and unmapped piece by piece.
+    ``is_mapped``: a part of an expandable segment, which is mapped and unmapped piece by piece. An event has a
+    segment's stream, and not its pool.
     """
 
     event: int
     address: int
     nbytes: int
     is_mapped: bool
+    stream: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +151,11 @@ class DeviceSnapshot:
 
     @cached_property
     def with_gradients(self) -> MemoryTimeline:
-        """The timeline, with gradients under a role of their own: what backward, whose thread has no Python stack,
-        allocates in a step and is still there when the step's optimizer first allocates.
+        """The timeline, with two more roles.
+
+        Gradients: what backward, whose thread has no Python stack, allocates in a step and is still there when the
+        step's optimizer first allocates. `BEFORE`: what has no stack and was there when the recording began, most often
+        parameters.
         """
         timeline = self.timeline
         roles = np.array([label.role for label in timeline.labels] or [""])[timeline.label_of]
@@ -165,6 +171,11 @@ class DeviceSnapshot:
         for old in np.unique(label_of[made]).tolist():
             label_of[made & (timeline.label_of == old)] = len(labels)
             labels.append(own[old])
+        unlabelled = [place for place, label in enumerate(timeline.labels) if label == _NO_STACK.label]
+        early = (timeline.born < 0) & np.isin(timeline.label_of, unlabelled)
+        if early.any():
+            label_of[early] = len(labels)
+            labels.append(Label(module="", role=BEFORE))
         return replace(timeline, labels=tuple(labels), label_of=label_of)
 
     @property
@@ -450,7 +461,11 @@ def _device(
         elif action in _GROWN or action in _SHRUNK:
             address, nbytes = reader.whole(event, "addr"), reader.whole(event, "size") * (1 if action in _GROWN else -1)
             mapped = action in ("segment_map", "segment_unmap")
-            reserved.append(ReservedChange(event=writer.events, address=address, nbytes=nbytes, is_mapped=mapped))
+            stream = reader.whole(event, "stream", 0)
+            change = ReservedChange(
+                event=writer.events, address=address, nbytes=nbytes, is_mapped=mapped, stream=stream
+            )
+            reserved.append(change)
         elif action == "oom":
             asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
             writer.mark(f"out of memory: {format_bytes(asked)} asked for, {format_bytes(free)} free")

@@ -35,6 +35,8 @@ _ALLOCATES: Final = (
     "cudaMemGetInfo",
 )
 _WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+_COMPILED: Final = ("CompiledFunction", "CompiledFunctionBackward")
+"""Operators around code of torch.compile."""
 _COPIES: Final = ("aten::copy_", "aten::_to_copy")
 _LEAST_GAP_NS: Final = 2_000
 
@@ -82,9 +84,10 @@ class StepProfile:
         window: from the beginning of the first steady step to the end of the last.
         has_device: kernels were recorded; otherwise times are of the host's operators.
         settings: settings in use: ``compile``, ``fused`` (the optimizer), ``workers`` (of data loaders).
+        optimizer: its class, where the trace names it.
         collectives: exposed time by name.
         flops: of all ops; ``again_flops``: of recomputation.
-        peak_bytes: by phase.
+        peak_bytes: by phase; ``step_peaks``: of each step.
     """
 
     steps: int
@@ -92,6 +95,7 @@ class StepProfile:
     window: Span
     has_device: bool
     settings: frozenset[str]
+    optimizer: str
     phase_ns: Mapping[str, int]
     recompute_ns: int
     busy_ns: int
@@ -107,6 +111,7 @@ class StepProfile:
     flops: int
     again_flops: int
     peak_bytes: Mapping[str, int]
+    step_peaks: tuple[int, ...]
     state_bytes: int
     reserved_at_peak: tuple[int, int] | None
 
@@ -147,6 +152,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         window=(start, end),
         has_device=has_device,
         settings=_settings(trace),
+        optimizer=_optimizer(trace),
         phase_ns={name: total(within(spans, start, end)) for name, spans in phases.items()},
         recompute_ns=total(within(joined(ran_again), start, end)),
         busy_ns=total(busy),
@@ -162,6 +168,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         flops=_flops((one for name in _COUNTED for one in trace.named_ops.get(name, ())), start, end),
         again_flops=_flops(again, start, end),
         peak_bytes=_peaks(points, phases),
+        step_peaks=tuple(_peaks(points, {str(n): [(one.start_ns, one.end_ns)] for n, one in trace.steps}).values()),
         state_bytes=_state(trace, points),
         reserved_at_peak=max(((allocated, reserved) for _, allocated, reserved in points if reserved), default=None),
     )
@@ -170,11 +177,18 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
 def _settings(trace: ProfilerTrace) -> frozenset[str]:
     """Settings in use, found by names of events that only they have."""
     signs = {
-        "compile": any(name.startswith("triton_") for name in {one.name for one in trace.device}),
+        "compile": any(name.startswith("triton_") for name in {one.name for one in trace.device})
+        or any(name in _COMPILED or name.startswith("Torch-Compiled Region") for name in trace.named_ops),
         "fused": any(name.startswith("aten::_fused_") for name in trace.named_ops),
         "workers": any("_MultiProcessingDataLoaderIter" in one.name for one in trace.annotations),
     }
     return frozenset(name for name, seen in signs.items() if seen)
+
+
+def _optimizer(trace: ProfilerTrace) -> str:
+    """``AdamW`` of ``Optimizer.step#AdamW.step``."""
+    steps = (one.name for one in trace.annotations if one.name.startswith(OPTIMIZER_STEP))
+    return next(steps, "").removeprefix(OPTIMIZER_STEP).partition(".")[0]
 
 
 def _spans(slices: Iterable[ProfilerSlice]) -> list[Span]:

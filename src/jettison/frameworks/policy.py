@@ -22,15 +22,11 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from jettison.core.objects import with_former_names
-from jettison.core.units import listed
 from jettison.ledger.program import Op, Program, Source
 from jettison.predict.auto_recompute import AutoForecast
 from jettison.solve.plan import PolicyWord
 from jettison.solve.policy import Full
 from jettison.spec.hardware import Hardware
-
-MOST_NAMED = 4
-"""Tensors named in a sentence; JSON has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +83,9 @@ class Decision:
 
     @property
     def words(self) -> str:
-        """The policy, and which tensors are recomputed and offloaded where the policy does not say it."""
+        """The policy, and all tensors that are recomputed and offloaded where the policy does not say it."""
         tensors = {"recomputed": self.recomputed, "offloaded": tensor_names(self.program, self.moved)}
-        parts = [f"{verb} {listed(names, MOST_NAMED)}" for verb, names in tensors.items() if names]
+        parts = [f"{verb} {', '.join(names)}" for verb, names in tensors.items() if names]
         return f"{self.policy} ({'; '.join(parts)})" if self.policy == PolicyWord.MIXED and parts else self.policy
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.core.units import format_percent, format_seconds
 from jettison.predict.forecast import forecast_sizes
-from jettison.predict.ranges import FitBudget, FitRule
+from jettison.predict.ranges import FitBudget, FitRule, time_residual
 from jettison.predict.time import estimate
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
@@ -42,7 +42,7 @@ class FittingChange:
 
     Args:
         flags: their flags.
-        step_seconds: of a step of as many sequences; None: a figure is missing in the hardware's file.
+        step_seconds: expected, of a step of as many sequences; None: a figure is missing in the hardware's file.
         added_fraction: added time as a share of the step without it; negative: faster.
         rule: rule of the budget that it fits.
     """
@@ -180,6 +180,6 @@ def _tried(
 
 def _seconds(run: Run, hardware: Hardware) -> float:
     try:
-        return estimate(run, hardware).step_seconds
+        return time_residual(run, hardware.name).expected * estimate(run, hardware).step_seconds
     except UsageError:  # a figure missing in the hardware's file
         return 0.0

@@ -230,6 +230,8 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     if given_or(request.zero, said.get("zero", 0)) != 3:
         for field in ("reshard_after_forward", "reduce_dtype", "gradient_sync"):
             said.pop(field, None)  # no all-gathers
+    if given_or(request.pp, 1) > 1:
+        said.pop("keep_logits", None)  # the schedule calls the model
     if given_or(request.pp, 1) > 1 or request.gradients not in (None, "one-by-one"):
         said.pop("gradient_sync", None)
     if given_or(request.pp, 1) * given_or(request.ep, 1) > 1 or (request.reshard_after_forward or "").isdecimal():

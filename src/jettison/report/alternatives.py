@@ -22,7 +22,7 @@ from jettison.cost.layer import Class
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import Limit, available_bytes
 from jettison.predict.forecast import forecast
-from jettison.predict.ranges import FitRule, fit_budgets
+from jettison.predict.ranges import FitRule, fit_budgets, time_residual
 from jettison.predict.stage_time import Item, Timing
 from jettison.predict.stages import RegionGroup, StageRegion, walk
 from jettison.predict.time import Estimate, estimate
@@ -57,8 +57,9 @@ LINKS: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecomputeOption:
-    """The run under one recompute setting. ``fits``: the device, with its allowance, by ``rule``; None where it does
-    not.
+    """The run under one recompute setting; ``step_seconds`` and ``mfu`` as expected.
+
+    ``fits``: the device, with its allowance, by ``rule``; None where it does not.
     """
 
     recompute: str
@@ -158,7 +159,7 @@ def alternatives_of(found: Estimate) -> StepAlternatives:
 
 def _options(found: Estimate) -> Iterator[RecomputeOption]:
     """None, selective of both kinds, full and offloading, and the run as it is."""
-    run = found.run
+    run, times = found.run, time_residual(found.run, found.hardware.name).expected
     modes = [Recompute(mode=mode) for mode in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.FULL)]
     if found.hardware.host_bytes_per_second is not None:
         modes.append(Recompute(offload=True))
@@ -172,9 +173,9 @@ def _options(found: Estimate) -> Iterator[RecomputeOption]:
         yield RecomputeOption(
             recompute=f"{mode} + offload" if mode.offload else replace(mode, whole=0).words,
             current=mode == current,
-            step_seconds=timed.step_seconds,
+            step_seconds=times * timed.step_seconds,
             peak_bytes=peak,
-            mfu=timed.mfu,
+            mfu=timed.mfu / times,
             fits=rule is not None,
             rule=rule,
         )
@@ -268,8 +269,9 @@ def _sentences(found: Estimate, options: tuple[RecomputeOption, ...], offload: L
     }
     largest = max(named, key=lambda name: named[name])
     yield (
-        f"Of a step of {format_seconds(found.step_seconds)}, {format_percent(parts.compute / found.step_seconds)} is "
-        f"compute; the largest other part is {largest}, {format_seconds(named[largest])}."
+        f"Of the {format_seconds(found.step_seconds)} as modelled, "
+        f"{format_percent(parts.compute / found.step_seconds)} is compute; the largest other part is {largest}, "
+        f"{format_seconds(named[largest])}."
     )
     fitting = [option for rule in FitRule for option in options if option.rule is rule]
     if not fitting:

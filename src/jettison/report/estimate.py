@@ -177,17 +177,17 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     took = report.figures.step_seconds
     assert took is not None  # of an estimate
     tokens_per_second = found.tokens_per_second_per_gpu * found.step_seconds
-    yield "step", f"{format_seconds(found.step_seconds)}, as modelled"
-    yield "expected", f"{took.words(format_seconds)}: {report.sure.words}"
+    yield "step", f"{took.words(format_seconds)}: {report.sure.words}"
+    yield "as modelled", f"{format_seconds(found.step_seconds)}, to which the parts below add up"
     yield (
         "throughput",
-        f"{tokens_per_second / took.expected:,.0f} tokens a second on each GPU expected "
-        f"({tokens_per_second / took.high:,.0f} to {tokens_per_second / took.low:,.0f}), "
-        f"{found.tokens_per_second_per_gpu:,.0f} as modelled",
+        f"{tokens_per_second / took.expected:,.0f} tokens a second on each GPU "
+        f"({tokens_per_second / took.high:,.0f} to {tokens_per_second / took.low:,.0f})",
     )
-    palm = found.mfu_by(Counting.PALM)
-    by = f"{format_percent(palm)} by {4 if run.tuning else 6}N + 12Lhs"
-    yield "MFU", f"{format_percent(found.mfu)} ({by}); HFU {format_percent(found.hfu)}"
+    mfu, palm, hfu = (
+        format_percent(u / report.sure.expected) for u in (found.mfu, found.mfu_by(Counting.PALM), found.hfu)
+    )
+    yield "MFU", f"{mfu} ({palm} by {4 if run.tuning else 6}N + 12Lhs); HFU {hfu}"
     yield "model FLOPs", f"{format_flops(found.model_flops())} a step; {format_flops(found.hardware_flops)} run"
     if report.training is not None:
         yield "training", f"{report.training.amount}: {report.training.duration}"
@@ -206,7 +206,7 @@ def _parts_table(found: Estimate) -> FittedTable:
     for name, seconds in asdict(found.breakdown).items():
         table.add_row(name, format_seconds(seconds), format_percent(seconds / found.step_seconds))
     table.add_section()
-    table.add_row("step", format_seconds(found.step_seconds), "")
+    table.add_row("step, as modelled", format_seconds(found.step_seconds), "")
     return table
 
 

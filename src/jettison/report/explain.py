@@ -189,7 +189,7 @@ def peak_parts(stage: Stage) -> tuple[PeakShare, ...]:
     return _shares((name, nbytes) for name, nbytes in found.items() if nbytes or name != ASIDE)
 
 
-ASIDE: Final = "set aside, received and sent"
+ASIDE: Final = "workspaces, pipeline buffers"
 """Workspaces, and what a pipeline's schedule keeps in addition to micro-batches in flight."""
 _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {

@@ -123,8 +123,8 @@ class LayerChoice:
 class ForecastPlan:
     """A planner's choice for a run, for people and as a document.
 
-    ``reasons`` are by layer; ``what_if`` is what each next GiB would change, None where nobody asked. ``made_by`` is
-    what was asked for, by flag: enough to make the plan again.
+    ``reasons`` are by layer; ``what_if`` is what each next GiB would change, of one where not all were asked for
+    (``all_next``). ``made_by`` is what was asked for, by flag: enough to make the plan again.
     """
 
     model: str
@@ -133,7 +133,8 @@ class ForecastPlan:
     reasons: dict[str, Reason]
     solver_seconds: float
     made_by: dict[str, Any] = field(default_factory=dict)
-    what_if: tuple[NextGiB, ...] | None = None
+    what_if: tuple[NextGiB, ...] = ()
+    all_next: bool = False
     limit: Limit | None = None
     idle: tuple[str, ...] = ()  # flags without an effect
 
@@ -202,9 +203,7 @@ class ForecastPlan:
             ],
             reasons=data(tuple(self.reasons.values())),
             warnings=list(self.warnings),
-            what_if=None
-            if self.what_if is None
-            else [
+            what_if=[
                 part(
                     "PlanNextGiB",
                     row.answer,
@@ -242,7 +241,7 @@ class ForecastPlan:
             rows.append(("kept whole", f"{recompute.whole} of each window of micro-batches in flight"))
         rows.append(("solver", f"gap {format_percent(choice.gap)}, {format_seconds(self.solver_seconds)}"))
         parts: list[RenderableType] = [facts(rows), self._layers_table()]
-        if self.what_if is not None:
+        if self.all_next:
             parts.append(_what_if_table(self.what_if))
         return Group(*parts)
 

@@ -90,18 +90,17 @@ def _bytes(value: int | None) -> str:
     return "" if value is None else format_bytes(value)
 
 
-_SIDES: Final = ("predicted", "measured", "baseline")
-
-
 def _phases(subjects: Sequence[ReportSubject]) -> FittedTable:
     two = len(subjects) > 1
+    every = [(mark, row) for mark, subject in zip(_NAMES, subjects, strict=False) for row in subject.phases]
+    kinds = {"predicted": "predicted_bytes", "measured": "measured_bytes", "plain autograd": "baseline_bytes"}
+    known = {name: key for name, key in kinds.items() if any(getattr(row, key) is not None for _, row in every)}
     rows = [
-        (row.phase, *([mark] if two else []), *map(_bytes, (getattr(row, f"{side}_bytes") for side in _SIDES)))
-        for mark, subject in zip(_NAMES, subjects, strict=False)
-        for row in subject.phases
+        (row.phase, *([mark] if two else []), *(_bytes(getattr(row, key)) for key in known.values()))
+        for mark, row in every
     ]
     left = ("phase", "document") if two else ("phase",)
-    return grid("Peak by phase", left, ("predicted", "measured", "plain autograd"), rows)
+    return grid("Peak by phase", left, tuple(known), rows)
 
 
 def _of_one(subject: ReportSubject, mark: str) -> Iterable[RenderableType]:
@@ -145,7 +144,8 @@ def _policies(found: Grid, mark: str) -> FittedTable:
     """Tensors by what happens to them: layers in short."""
     alone = found.title == ROOT_NAME
     whose, happens = (found.title, "happens") if alone else ("each layer", "happens in layers")
-    table = grid(f"{mark}Saved tensors of {whose}", ("tensor", happens), ("bytes",))
+    sizes = ("bytes",) if any(tensor.dtype for tensor in found.tensors) else ()
+    table = grid(f"{mark}Saved tensors of {whose}", ("tensor", happens), sizes)
     for tensor, policies in zip(found.tensors, found.policies, strict=True):
         groups: dict[TensorPolicy, list[str]] = {}
         for layer, policy in zip(found.layers, policies, strict=True):
@@ -153,7 +153,7 @@ def _policies(found: Grid, mark: str) -> FittedTable:
                 groups.setdefault(policy, []).append(layer)
         words = [str(policy) if alone else f"{policy} {span(names, brief=True)}" for policy, names in groups.items()]
         name = f"{tensor.name}{f' of {tensor.path}' if tensor.path else ''}"
-        table.add_row(name, "; ".join(words), format_bytes(tensor.nbytes) if tensor.dtype else "")
+        table.add_row(name, "; ".join(words), *[format_bytes(tensor.nbytes) if tensor.dtype else ""][: len(sizes)])
     return table
 
 

@@ -1,4 +1,8 @@
-"""Answers of searches: a document for programs; for people the fastest, why, and what more would buy."""
+"""Answers of searches: a document for programs; for people the fastest, why, and what more would buy.
+
+Texts and tables have the expected step time, as those of `plan` and `estimate` do; ``step_seconds`` of the document is
+the modelled one.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,10 @@ from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted,
 from jettison.report.schemas import data, document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
 from jettison.search.branch_and_bound import REACH
-from jettison.search.evaluate import Evaluated
+from jettison.search.evaluate import Evaluated, Seconds
 from jettison.search.request import ANY
 from jettison.search.search import ALIKE, NothingFits, SearchAnswer, WithMore
+from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import Mode
@@ -57,18 +62,24 @@ class SearchReport:
         return summary(
             self,
             f"{self.model} on {self.answer.space.gpus} × {self.hardware.name}: {best.candidate.setup.layout!r}, "
-            f"{format_seconds(best.seconds.step)} a step",
+            f"{format_seconds(self.sure.expected * best.seconds.step)} a step",
         )
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Parts of the configuration that are not in the figures, and how an anchor differs."""
         template = self.answer.space.template
-        found = (*template.model.left_out, *unlike_anchor(template, self.hardware.name))
+        found = (*template.model.left_out, *unlike_anchor(template, self.hardware.name), *self._beyond_preset())
         if (closest := self.answer.closest) is None:
             return found
         lacks = f"the closest, {closest.candidate.flags}, lacks {format_bytes(closest.lacks)}"
         return (*found, f"nothing is expected to fit ({lacks}): those listed are {FitVerdict.CLOSE}")
+
+    def _beyond_preset(self) -> Iterator[str]:
+        """Say that plans of any framework are listed, though a framework preset was given."""
+        own = named("presets").get(self.request.get("like", ""), {}).get("folder")
+        if own in named("runs") and self.request.get("runs_on") is None:
+            yield f"a flag asks for what {own} cannot run: plans are of any framework; --runs-on {own} names the flag"
 
     @property
     def sure(self) -> Residual:
@@ -145,7 +156,7 @@ class SearchReport:
             flags=rival.candidate.flags,
             lost_seconds=rival.seconds.step - best.seconds.step,
             more=parts,
-            summary=_difference(best, rival),
+            summary=_difference(*(found.scaled(self.sure.expected) for found in (best.seconds, rival.seconds))),
             more_allocated_bytes=rival.needed_bytes - best.needed_bytes,
             more_device_bytes=round(theirs.device.expected - ours.device.expected),
             memory_summary=self._memory(rival),
@@ -162,7 +173,7 @@ class SearchReport:
 
     def sentences(self) -> Iterator[str]:
         """The answer in words, and which candidate fits without doubt where the first may not."""
-        yield from sentences(self.answer, self._memory)
+        yield from sentences(self.answer.scaled(self.sure.expected), self._memory)
         doubtful = self.verdict(self.answer.best)
         if doubtful is FitVerdict.FITS:
             return
@@ -171,13 +182,16 @@ class SearchReport:
         sure = next((found for found in every if self.verdict(found) is FitVerdict.FITS), None)
         other = "none of these fits without doubt"
         if sure is not None:
-            other = f"the first that fits without doubt is {sure.candidate.flags}, {format_seconds(sure.seconds.step)}"
+            took = format_seconds(self.sure.expected * sure.seconds.step)
+            other = f"the first that fits without doubt is {sure.candidate.flags}, {took}"
         yield f"Whether the fastest fits is {doubtful}: it needs {needs}; {other}."
 
     def table(self) -> RenderableType:
         """The fastest, why, and the front."""
         answer, count = self.answer, len(self.answer.ranked)
-        ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked, self)
+        order = f"; within {format_percent(ALIKE)} of each other, the one with more free memory comes first"
+        several = f"The fastest {count}, one plan each{order}"
+        ranking = _table(several if count > 1 else "The fastest", answer.ranked, self)
         front = _table("Pareto front: memory against step time", _thinned(answer.front), self)
         return Group(facts(self._facts()), "", ranking, "", *(Text(line) for line in self.sentences()), "", front)
 
@@ -250,7 +264,7 @@ def sentences(answer: SearchAnswer, memory: Callable[[Evaluated], str]) -> Itera
             less = format_bytes(found.limit_bytes - found.needed_bytes)
             yield f"{place}, {found.candidate.flags}, is as fast within {format_percent(ALIKE)}, and leaves {less}."
         else:
-            yield f"{place}, {found.candidate.flags}, loses {_difference(best, found)}."
+            yield f"{place}, {found.candidate.flags}, loses {_difference(best.seconds, found.seconds)}."
         yield f"Memory of {place.lower()} against rank 1: {memory(found)}."
     yield _more_memory(answer)
     yield _more_gpus(answer)
@@ -299,16 +313,14 @@ def _more_gpus(answer: SearchAnswer) -> str:
     )
 
 
-def _difference(best: Evaluated, other: Evaluated) -> str:
+def _difference(best: Seconds, other: Seconds) -> str:
     """Seconds in words: what costs it more, and what less."""
-    lost = other.seconds.step - best.seconds.step
-    least = WORTH_SAYING * best.seconds.step
-    parts = other.seconds.parts
-    changes = sorted((parts[name] - took, _WORDS.get(name, name)) for name, took in best.seconds.parts.items())
+    lost, least, parts = other.step - best.step, WORTH_SAYING * best.step, other.parts
+    changes = sorted((parts[name] - took, _WORDS.get(name, name)) for name, took in best.parts.items())
     more = [f"{format_seconds(change)} more {word}" for change, word in reversed(changes) if change > least]
     less = [f"{format_seconds(-change)} less {word}" for change, word in changes if change < -least]
     words = ", but ".join(", ".join(words) for words in (more, less) if words)
-    return f"{format_seconds(lost)} ({format_percent(lost / best.seconds.step)}): {words or 'a little of everything'}"
+    return f"{format_seconds(lost)} ({format_percent(lost / best.step)}): {words or 'a little of everything'}"
 
 
 _WORDS: Final = {"communication": "exposed communication", "other": "optimizer and dispatch"}
@@ -330,7 +342,8 @@ def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> Fitte
     columns = ("batch", "step", "range", "MFU", "tokens/s/GPU", "allocated", "device")
     table = grid(title, ("", "recompute", "fits"), (*(name for name, _ in axes), *columns))
     for number, found in enumerate(rows):
-        setup, seconds, whole = found.candidate.setup, found.seconds, found.figures.whole
+        setup, modelled, whole = found.candidate.setup, found.seconds, found.figures.whole
+        seconds = modelled.scaled(report.sure.expected)
         table.add_row(
             str(number + 1),
             replace(found.candidate.recompute, whole=0).words
@@ -340,7 +353,7 @@ def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> Fitte
             *(values[number] for _, values in axes),
             f"{setup.micro_batch} x {setup.micro_batches}",
             format_seconds(seconds.step),
-            _between(report.sure.seconds(seconds.step)),
+            _between(report.sure.seconds(modelled.step)),
             format_percent(seconds.mfu),
             format_count(round(seconds.tokens_per_second_per_gpu)),
             format_bytes(found.needed_bytes),
@@ -378,6 +391,7 @@ def training_facts(found: Sequence[TrainingCost]) -> Iterator[tuple[str, str]]:
 
 _AXES: Final[tuple[tuple[str, Callable[[Layout], str]], ...]] = (
     ("tp", lambda layout: str(layout.tp)),
+    ("sp", lambda layout: "no" if layout.tp > 1 and not layout.sp else ""),
     ("pp", lambda layout: str(layout.pp)),
     ("virtual", lambda layout: str(layout.virtual_stages)),
     ("layers", lambda layout: ",".join(map(str, layout.stage_layers))),

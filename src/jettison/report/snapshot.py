@@ -239,7 +239,8 @@ def packed_device(device: DeviceSnapshot) -> dict[str, Any]:
             for one in device.segments
         ],
         "changes": [
-            [min(one.event, last), one.address, one.nbytes, int(one.is_mapped)] for one in device.reserved_changes
+            [min(one.event, last), one.address, one.nbytes, int(one.is_mapped), one.stream]
+            for one in device.reserved_changes
         ],
     }
     return packed_timeline(device.with_gradients) | {"memory": memory}

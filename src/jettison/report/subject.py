@@ -544,7 +544,10 @@ def _described_subject(plan: _DescribedPlan, name: str) -> ReportSubject:
         ("hardware", plan.hardware),
         ("recompute", f"{format_percent(plan.predicted.overhead_fraction)} of a step's time, predicted"),
         ("step", modelled if expected is None else expected.words(format_seconds)),
-        ("layers", f"{format_count(len(plan.layers))} on {len(plan.stages)} pipeline stages"),
+        (
+            "layers",
+            f"{format_count(len(plan.layers))} on {len(plan.stages)} pipeline stage{'s' * (len(plan.stages) != 1)}",
+        ),
         ("hash", plan.hash),
     ]
     return ReportSubject(

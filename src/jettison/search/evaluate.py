@@ -82,6 +82,12 @@ class Seconds:
             **{name: getattr(found.breakdown, name) for name in _PARTS},
         )
 
+    def scaled(self, times: float) -> Seconds:
+        """Every part ``times`` as long, such as the expected seconds of modelled ones."""
+        longer = {name: times * getattr(self, name) for name in ("step", "least", *_PARTS)}
+        rates = {name: getattr(self, name) / times for name in ("mfu", "tokens_per_second_per_gpu")}
+        return replace(self, **longer, **rates)
+
     @property
     def parts(self) -> dict[str, float]:
         """Breakdown by name; the parts add up to the step."""

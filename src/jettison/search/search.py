@@ -84,6 +84,25 @@ class SearchAnswer:
     budget_bytes: int | None = None
     closest: Evaluated | None = None
 
+    def scaled(self, times: float) -> SearchAnswer:
+        """The answer with every step ``times`` as long."""
+
+        def longer(found: Evaluated) -> Evaluated:
+            seconds = found.figures.seconds
+            return replace(found, figures=replace(found.figures, seconds=seconds and seconds.scaled(times)))
+
+        def more(found: WithMore) -> WithMore:
+            return replace(found, best=longer(found.best))
+
+        return replace(
+            self,
+            ranked=tuple(map(longer, self.ranked)),
+            front=tuple(map(longer, self.front)),
+            plain=longer(self.plain),
+            more_memory=more(self.more_memory),
+            more_gpus=self.more_gpus if isinstance(self.more_gpus, str) else more(self.more_gpus),
+        )
+
     @property
     def best(self) -> Evaluated:
         """The first: the fastest, or as fast within `ALIKE` with more room left."""

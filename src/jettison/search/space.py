@@ -174,7 +174,8 @@ def compiled(space: Space, *, given: bool) -> Space:
 def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -> Run:
     """Return a setup's run, with the template's other fields; without a mode, nothing is recomputed.
 
-    A sharded base is not upcast: NOTE [ What is not packed ] in `spec.tuning`.
+    A sharded base is not upcast: NOTE [ What is not packed ] in `spec.tuning`. A pipeline's schedule calls the model,
+    so that no loop references its logits.
     """
     recompute = recompute or Recompute()
     layout, template = setup.layout, template.recomputed(recompute)
@@ -190,6 +191,7 @@ def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -
         precision=setup.precision or template.precision,
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
+        keep_logits=template.keep_logits and layout.pp == 1,
     )
 
 

@@ -210,7 +210,10 @@ class Layout:
         if self.schedule is Schedule.ZERO_BUBBLE_V:
             self._check_v()
         if self.stage_buffers and self.keeps_received:
-            raise UsageError("got --stage-buffers and --keep-received, which are of two frameworks; give one of them")
+            raise UsageError(
+                "got --stage-buffers, of torch.distributed.pipelining, and --keep-received, of schedules without "
+                "these buffers; give one of them"
+            )
         self._check_experts()
         if self.expert_shards * self.zero_replicas < 1 or (self.dp * self.cp // self.ep) % self.zero_replicas:
             raise UsageError(
@@ -227,8 +230,8 @@ class Layout:
             )
         if self.keeps_received or self.keeps_stage_outputs:
             raise UsageError(
-                f"got the schedule {self.schedule} with --keep-received or --keep-stage-outputs, which other "
-                "frameworks have; expected --stage-buffers, or none"
+                f"got the schedule {self.schedule} with --keep-received or --keep-stage-outputs, which "
+                "torch.distributed.pipelining does not have; give --stage-buffers, or none of them"
             )
 
     def _check_groups(self) -> None:

@@ -59,7 +59,7 @@ def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool 
     if not kernels.builds_mtp:
         why = f"with --kernels {kernels.name}, whose code does not build them: give --kernels {sets_with('builds_mtp')}"
     elif kernels.loss in _WITHOUT_LOGITS:
-        why = f"with --loss {kernels.loss}, which the framework does not have; give vocab-parallel, native or te"
+        why = f"with --loss {kernels.loss}, which these kernels do not have; give vocab-parallel, native or te"
     elif not isinstance(last, Layer) or last.arrangement is not Arrangement.PRE or model.final_norm is None:
         why = f"and {model.name}, whose layers are not pre-norm with a final norm"
     elif not _pattern(model) and any(one.lone or one.scan is not None for one in model.described):

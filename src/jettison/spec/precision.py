@@ -88,8 +88,8 @@ class Precision:
         if self.moment and (on_host or optimizer not in (Optimizer.ADAMW, Optimizer.NONE)):
             where = " and --offload-optimizer" if on_host else ""
             raise UsageError(
-                f"got --precision {self.name} with --optimizer {optimizer}{where}; its precision-aware optimizer is "
-                "adamw, on the device"
+                f"got --precision {self.name} with --optimizer {optimizer}{where}; the precision-aware optimizer is "
+                f"AdamW on the device: give --optimizer adamw{' alone' * on_host}, or --precision bf16"
             )
 
     def with_recipe(self, recipe: Fp8Recipe) -> Precision:

@@ -320,7 +320,7 @@ def _pairs(run: Run) -> Iterator[str]:
         )
     if run.layout.tp * run.layout.cp > 1:
         ways = f"--tp {run.layout.tp}" if run.layout.tp > 1 else f"--cp {run.layout.cp}"
-        yield f"got --loss dpo with {ways}; its head is not sharded: give another --loss"
+        yield f"got --loss dpo with {ways}; its head is not sharded: give --tp 1 and --cp 1, or another --loss"
 
 
 def _packed(run: Run) -> Iterator[str]:
@@ -425,8 +425,9 @@ def _parts(run: Run) -> Iterator[str]:
         and not (run.kernels.shards_ssm_heads and run.kernels.ssm_kernels is SsmKernels.FUSED)
     ):
         yield (
-            f"got --tp {run.layout.tp}; layers of {model.name} have a {scans[0]}, whose heads only other kernels "
-            f"shard: give --kernels {sets_with('shards_ssm_heads')} with --ssm-kernels fused, or drop --tp"
+            f"got --tp {run.layout.tp}; layers of {model.name} have a {scans[0]}, whose heads --kernels "
+            f"{run.kernels.name} does not shard: give --kernels {sets_with('shards_ssm_heads')} with --ssm-kernels "
+            "fused, or drop --tp"
         )
     if names := (*run.recompute.modules, *run.recompute.sent):
         check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))

@@ -329,10 +329,11 @@
       ];
     },
     estimate(found) {
+      const times = found.prediction_error.expected; // a step's seconds as modelled and as expected
       return [
-        facts([["step", seconds(found.step_seconds)], ["range", range(found.step_range_seconds, found.prediction_error)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu)], ["MFU, HFU", `${percent(found.mfu)}, ${percent(found.hfu)}`],
+        facts([["step", seconds(times * found.step_seconds)], ["range", range(found.step_range_seconds, found.prediction_error)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu / times)], ["MFU, HFU", `${percent(found.mfu / times)}, ${percent(found.hfu / times)}`],
           ["peak", J.format.exact(found.peak_bytes)], ...expected(found.figures), ["verdict", `${found.verdict}: ${bytes(found.available_bytes)} for tensors`]]),
-        table("Where the time goes", ["part", asSeconds("time"), { label: "share", format: percent }],
+        table(`Where the time goes: ${seconds(found.step_seconds)} as modelled`, ["part", asSeconds("time"), { label: "share", format: percent }],
           Object.entries(found.breakdown).map(([name, time]) => [name.replace("_seconds", ""), time, time / found.step_seconds])),
       ];
     },
@@ -347,7 +348,8 @@
       ];
     },
     search(found) {
-      const row = (c) => [c.step_seconds, c.mfu, c.peak_bytes, c.verdict, c.flags]; // numbers first: flags are wider than a phone
+      const times = found.prediction_error?.expected;
+      const row = (c) => [times * c.step_seconds, c.mfu / times, c.peak_bytes, c.verdict, c.flags]; // numbers first: flags are wider than a phone
       const flags = (text) => J.el("code", { style: "white-space: nowrap" }, text); // a hyphen is no place to break
       const columns = [asSeconds("step"), { label: "MFU", format: percent }, asBytes("allocated"), { label: "verdict", format: unbroken }, { label: "layout, batch and recompute", format: flags }];
       if (!found.feasible) return [facts([["verdict", "does not fit"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.over_budget_bytes)]])];

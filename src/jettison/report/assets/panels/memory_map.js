@@ -34,7 +34,7 @@ J.timeline.memory = (data) => {
     const found = new Map(atEnd.map(({ blocks, ...range }) => [range.at, range]));
     const put = (range) => range.size > 0 && found.set(range.at, range);
     for (let i = changes.length - 1; i >= 0 && changes[i][0] > event; i -= 1) {
-      const [, at, size, isExpandable] = changes[i], around = (range) => range.at <= at && at + size <= range.at + range.size;
+      const [, at, size, isExpandable, stream] = changes[i], around = (range) => range.at <= at && at + size <= range.at + range.size;
       if (size > 0) {
         const range = found.get(at)?.size === size ? found.get(at) : [...found.values()].find(around);
         if (!range) continue;
@@ -42,9 +42,9 @@ J.timeline.memory = (data) => {
         put({ ...range, size: at - range.at });
         put({ ...range, at: at + size, size: range.at + range.size - at - size });
       } else {
-        let range = { at, size: -size, stream: 0, isPrivate: 0, isExpandable };
+        let range = { at, size: -size, stream, isPrivate: 0, isExpandable };
         for (const other of isExpandable ? [...found.values()] : []) {
-          if (other.isExpandable && (other.at + other.size === range.at || other.at === range.at + range.size)) {
+          if (other.isExpandable && other.stream === stream && (other.at + other.size === range.at || other.at === range.at + range.size)) {
             found.delete(other.at);
             range = { ...other, at: Math.min(other.at, range.at), size: other.size + range.size };
           }

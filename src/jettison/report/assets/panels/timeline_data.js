@@ -5,11 +5,8 @@ J.timeline = {};
 
 J.timeline.read = (packed) => {
   const CELL = 64, FAN = 4;
-  const { events, allocations, before, order } = packed, labels = [...packed.labels];
+  const { events, allocations, before, order, labels } = packed;
   const time = Float64Array.from(packed.time), nbytes = Float64Array.from(packed.nbytes), labelOf = Int32Array.from(packed.label_of);
-  // without a stack, and there when the recording began: parameters, most often
-  const early = labels.push(["", "before the recording", ""]) - 1;
-  for (let i = 0; i < before; i += 1) if (!labels[labelOf[i]][0] && labels[labelOf[i]][1] === "unknown") labelOf[i] = early;
   const used = new Set(labelOf);
   const which = new Int32Array(events), isBirth = new Uint8Array(events);
   const born = new Int32Array(allocations).fill(-1), died = new Int32Array(allocations).fill(events);
