@@ -107,9 +107,8 @@ def fitting_changes(
 
 
 def _changes(run: Run) -> Iterator[_Setting]:
-    layers = run.model.depth
     for word in _RECOMPUTE:
-        mode = Recompute.parse(word, layers=layers, offload=run.recompute.offload)
+        mode = Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)
         if mode != run.recompute:
             yield _Setting(kind="recompute", flags=f"--recompute {word}", of=partial(Run.recomputed, recompute=mode))
     if not run.recompute.to_host:
@@ -118,8 +117,7 @@ def _changes(run: Run) -> Iterator[_Setting]:
         if run.kernels.loss is not loss:
             yield _Setting(kind="loss", flags=f"--loss {loss}", of=partial(_nested, part="kernels", loss=loss))
     for optimizer in _OPTIMIZERS.get(run.optimizer, ()):
-        of = partial(replace, optimizer=optimizer)
-        yield _Setting(kind="optimizer", flags=f"--optimizer {optimizer}", of=of)
+        yield _Setting(kind="optimizer", flags=f"--optimizer {optimizer}", of=partial(replace, optimizer=optimizer))
     for count in (n for n in range(run.micro_batch - 1, 0, -1) if run.micro_batch % n == 0):
         times = run.micro_batches * run.micro_batch // count
         of = partial(replace, micro_batch=count, micro_batches=times)
