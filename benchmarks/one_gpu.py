@@ -28,7 +28,7 @@ BLIND: Final = {
 }
 FILES: Final = ("one_gpu_memory.csv", "one_gpu_more.csv")
 FRAMEWORKS: Final = {
-    "litgpt": "litgpt's own modules, which no kernel set describes: --kernels pytorch",
+    "litgpt": "first: --kernels pytorch; litgpt's own modules since (--kernels litgpt)",
     "fsdp_qlora": "24 GB without expandable segments; the policy wraps layers and adapters alone "
     "(--fsdp-wrap-layers-only)",
     "Qwen": "the figure is not named; 1.8B in full has more than DeepSpeed's states",

@@ -202,7 +202,7 @@ def test_bytes_of_a_gptq_matrix() -> None:
     qweight, qzeros = inputs // 8 * outputs * 4, inputs // 128 * (outputs // 8) * 4
     scales, g_idx = inputs // 128 * outputs * 2, inputs * 4
     assert Base.GPTQ.packed_bytes(inputs * outputs, outputs) == qweight + qzeros + scales + g_idx
-    assert Base.GPTQ.extra_bytes(inputs * outputs, outputs) == scales + g_idx
+    assert Base.GPTQ.scale_bytes(inputs * outputs, outputs) == scales + g_idx
     run = resolve(preset("llama3-8b"), RunRequest(like="huggingface-4.48", lora="16", base="gptq")).run
     assert run.tuning is not None and str(run.tuning.upcast) == "none", "nothing is cast for training"
 

@@ -73,6 +73,7 @@ def test_pretraining(tmp_path: Path, changes: tuple[tuple[str, str], ...], field
         "dp": 16,
         "precision": "bf16-pure",
         "loss": "chunked-output",
+        "kernels": "litgpt",
     }
     plain["gradient_sync"] = "last"
     assert given(found) == {**plain, "optimizer": "adamw", **SHARED, **fields}
@@ -111,6 +112,7 @@ def test_fine_tuning(tmp_path: Path, changes: tuple[tuple[str, str], ...], field
         "dp": 1,
         "precision": "bf16-pure",
         "loss": "chunked-output",
+        "kernels": "litgpt",
     }
     assert given(found) == {**plain, "recompute": "none", **fields}
     assert (found.compile, found.model) == (False, "llama3-8b")

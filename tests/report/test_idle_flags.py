@@ -92,7 +92,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "micro_batches_without_recompute": ("1",),
     "max_position_embeddings": (8192,),
 }
-UNTRIED = {"family", "like", "anchor"}  # other models, presets and files
+UNTRIED = {"model_type", "like", "anchor"}  # other models, presets and files
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "one GPU": ("llama3-8b", {}),
     "DDP": ("llama3-8b", {"dp": 8}),

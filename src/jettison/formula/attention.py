@@ -136,7 +136,8 @@ def _project(
             x = norm(w, x, replace(norm_spec, bias=False), f"{names[number]}_norm", apiece=True)
         return x
 
-    if spec.fused_qkv or w.kernels.fused_projections:
+    if spec.fused_qkv or w.kernels.fused_projections or w.kernels.joint_qkv:
+        more["parts"] = tuple(zip(names, widths, strict=True)) if w.kernels.joint_qkv else ()
         joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
         if w.kernels.packed_heads:

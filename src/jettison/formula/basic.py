@@ -87,6 +87,7 @@ def linear(
     head: bool = False,
     weight: Weight | None = None,
     original: bool = False,
+    parts: Sequence[tuple[str, int]] = (),
 ) -> Value:
     """x @ W^T (+ bias). Backward needs x, for the weight's gradient.
 
@@ -97,6 +98,7 @@ def linear(
         head: the matmul of the head, which is torch's whatever library computes those of layers.
         weight: a weight that an earlier matmul of the region has declared.
         original: another op saves the same tensor without quantizing it.
+        parts: names and widths of a joint matmul's parts, which share an adapter.
     """
     width = x.shape[-1]
     with w.tape.scope(name):
@@ -152,9 +154,12 @@ def linear(
         if weight.packed_bytes:
             out = cast(w, out, given.dtype)
         tuning = w.run.tuning
-        if tuning is not None and tuning.adapts(name) and not head:
-            own_class = weight.packed_bytes > 0 and w.base is not Base.FP8  # of the adapter, in PEFT
-            out = _adapted(w, given, kept, out, features, split, packed=own_class)
+        adapts = (lambda _: False) if tuning is None or head else tuning.adapts
+        widths = [size for part, size in parts or ((name, features),) if adapts(part) or adapts(name)]
+        if widths:
+            # a class of the adapter's own, in PEFT
+            own_class = weight.packed_bytes > 0 and w.base is not Base.FP8 and not w.kernels.joint_qkv
+            out = _adapted(w, given, kept, out, widths, split, packed=own_class)
     return out
 
 
@@ -176,10 +181,18 @@ def unpacked(w: Writer, weight: Weight, shape: tuple[int, ...]) -> list[Value]:
     return [w.tape.op("dequantise.nf4", [held], shape, w.matmul_dtype, grad=False)]
 
 
-def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split: str | None, *, packed: bool) -> Value:
-    """out + B(A(dropout(x))) · alpha / r: NOTE [ Adapters as PEFT places them ] in `spec.tuning`."""
-    tuning = w.run.tuning
+def _adapted(
+    w: Writer, x: Value, kept: Value, out: Value, widths: Sequence[int], split: str | None, *, packed: bool
+) -> Value:
+    """out + B(A(dropout(x))) · alpha / r: NOTE [ Adapters as PEFT places them ] in `spec.tuning`.
+
+    Args:
+        widths: of the adapted parts of ``out``. litgpt 26857050, ``lora.py``, ``LoRAQKVLinear``: their updates are made
+            by one convolution and padded with zeros by ``index_copy_``, which saves them.
+    """
+    tuning, features = w.run.tuning, sum(widths)
     assert tuning is not None
+    ranks = tuning.rank * len(widths)
     if w.kernels.fused_adapters and w.tp == 1:
         return _fused_adapter(w, x, out, features, tuning)
     autocast = w.run.precision.parameter != w.matmul_dtype
@@ -196,14 +209,14 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     last = len(x.shape) - 1
     row, column = split == "row" and w.tp > 1, split == "column" and w.tp > 1
     rest = tuple(p for p in x.places if p[1] != last)
-    down = w.parameter("lora_A", tuning.rank, x.shape[-1], split=1 if row else None, adapter=True, gemm=True)
+    down = w.parameter("lora_A", ranks, x.shape[-1], split=1 if row else None, adapter=True, gemm=True)
     copies = [] if alone else cast_weights(w, [down])
     read = cast(w, dropped, product)
     kept = read if autocast and not (packed and read is given) else kept
     low = w.tape.op(
         "aten.mm.default",
         [read, *copies],
-        (*x.shape[:-1], tuning.rank),
+        (*x.shape[:-1], ranks),
         places=rest,
         saves=[Saved(kept, "adapter input"), *(Saved(c, ADAPTER_COPY) for c in copies if x.grad)],
         weights=[down],
@@ -216,7 +229,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
     high = w.tape.op(
         "aten.mm.default",
         [low, *copies],
-        out.shape,
+        (*out.shape[:-1], features),
         places=out.places,
         saves=[Saved(low, "adapter output"), *(Saved(c, ADAPTER_COPY) for c in copies)],
         weights=[up],
@@ -224,6 +237,10 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         contracted=tuning.rank,
         copied=bool(copies),
     )
+    if features < out.shape[-1]:
+        index = w.tape.source("adapter index", (features,), "int64")
+        saved = [Saved(high, "adapter update"), Saved(index, "adapter index")]
+        high = w.tape.op("aten.index_copy.default", [high, index], out.shape, places=out.places, saves=saved)
     high = scale(w, high)
     if alone:
         summed = cast(w, w.tape.op("aten.add.Tensor", [out, high], dtype=product, passes=True), out.dtype)

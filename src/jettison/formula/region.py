@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.dtypes import tensor_bytes
 from jettison.core.errors import UsageError
@@ -20,6 +20,7 @@ from jettison.formula.norm import norm
 from jettison.formula.tape import GATHER, NAMES, Collective, Tape, Value, Weight, Writer
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.ledger.record import Origin, Placement, SavedTensor
+from jettison.spec.kernels import Kernels
 from jettison.spec.model import AnyLayer, BlockRecorder, Layer, ModelSpec, RecordedLayer
 from jettison.spec.run import RegionSignature, Run
 from jettison.spec.tuning import ALL, TARGETS, Tuning
@@ -323,9 +324,9 @@ def _joined(w: Writer, tokens: Value, hidden: Value, spec: Layer) -> Value:
 # Parameter counts: sums over regions, each weight once ----------------------------------------------------------------
 
 
-def regions(model: ModelSpec, tuning: Tuning | None = None) -> Iterator[tuple[Region, int]]:
+def regions(model: ModelSpec, **tuned: Any) -> Iterator[tuple[Region, int]]:
     """The distinct regions of a model, and how often each occurs."""
-    signature = Run(model=model, seq=model.shortest, source_seq=model.shortest_source, tuning=tuning).signature
+    signature = Run(model=model, seq=model.shortest, source_seq=model.shortest_source, **tuned).signature
     yield embedding_region(signature), 1
     counts = Counter(model.layers)
     for kind in model.kinds:
@@ -338,14 +339,15 @@ def parameter_count(model: ModelSpec) -> int:
     return sum(n * sum(w.total for w in region.weights if not w.tied) for region, n in regions(model))
 
 
-def trained_parameter_count(model: ModelSpec, tuning: Tuning) -> int:
+def trained_parameter_count(model: ModelSpec, tuning: Tuning, kernels: Kernels) -> int:
     """Parameters of the adapters."""
-    return sum(n * sum(w.total for w in region.weights if not w.frozen) for region, n in regions(model, tuning))
+    found = regions(model, tuning=tuning, kernels=kernels)
+    return sum(n * sum(w.total for w in region.weights if not w.frozen) for region, n in found)
 
 
-def refuse_idle(model: ModelSpec, tuning: Tuning) -> None:
+def refuse_idle(model: ModelSpec, tuning: Tuning, kernels: Kernels) -> None:
     """Refuse adapters whose target modules a model does not have: nothing would be trained."""
-    if ALL not in tuning.targets and not trained_parameter_count(model, tuning):
+    if ALL not in tuning.targets and not trained_parameter_count(model, tuning, kernels):
         raise UsageError(
             f"got --lora targets={'+'.join(sorted(tuning.targets))}; {model.name} has none of these modules, so that "
             f"nothing would be trained: expected {ALL}, or others of {', '.join(TARGETS)}"

@@ -118,7 +118,7 @@ def half(keys: Keys, *, default: bool = False) -> bool:
         keys.note("fp16 is counted as bf16, which takes the same bytes; its loss scale is not counted")
     if asked == "fp8":
         for key in ("accelerate.mixed_precision", "mixed_precision"):
-            keys.refuse(key, "FP8 by accelerate is not read")
+            keys.refuse(key, "FP8 by accelerate (torchao under autocast, or TransformerEngine) is not modelled")
     return bf16 or fp16 or asked in ("bf16", "fp16")
 
 

@@ -40,7 +40,7 @@ class CommonRequest:
     Kernels and numerics:
         kernels: Implementation of the layers: megatron, pytorch, pytorch-2.8 (or older), huggingface or
             huggingface-4.57, -4.48, -4.45, -4.30 (up to that version), torchtune, liger, foak, unsloth, axolotl,
-            axolotl-liger, llamafactory-v1 or nanotron [default: pytorch; gpt-22b to gpt-1t megatron].
+            axolotl-liger, litgpt, llamafactory-v1 or nanotron [default: pytorch; gpt-22b to gpt-1t megatron].
         attention: eager, sdpa, flash, flex or flash-attn (the library, with its copies) [default: as --kernels].
         loss: upcast, in-loop, chunked-cross-entropy, in-place, compiled, dtensor, vocab-parallel, sharded, native, te,
             fused, chunked, chunked-output, tiled or dpo [default: as --kernels].

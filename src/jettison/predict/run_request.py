@@ -168,7 +168,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         narrow = tuning.upcast is Upcast.NORMS and model.embedding_norm is None
         if narrow or not tuning.inputs_need_gradients:
             model = with_starts(model, narrow=narrow, detached=not tuning.inputs_need_gradients)
-        refuse_idle(model, tuning)
+        refuse_idle(model, tuning, kernels)
     gradients = _gradients(request.gradients, kernels)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)

@@ -201,7 +201,7 @@ def _tuning_text(run: Run) -> str:
     """Adapters, and their share of the model."""
     tuning = run.tuning
     assert tuning is not None
-    trained = trained_parameter_count(run.model, tuning)
+    trained = trained_parameter_count(run.model, tuning, run.kernels)
     share = 100 * trained / parameter_count(run.model)
     experts = "; experts have none" if any(layer.experts for layer in run.model.layers) else ""
     return f"{tuning}: {trained:,} parameters, {share:.2g} % of the model's{experts}"

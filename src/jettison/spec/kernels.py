@@ -125,6 +125,7 @@ class AttentionChoices:
     bidirectional_masks: bool = False  # and a mask for bidirectional attention
     made_masks: bool = False  # and a mask in every case; with ALiBi one for each head
     fused_projections: bool = False  # one QKV GEMM, one gate-up GEMM
+    joint_qkv: bool = False  # one QKV GEMM, and one adapter for those of its parts that have one: litgpt
     split_projections: bool = False  # a joint projection is cut by split, chunk or unbind, not by slices
     packed_heads: bool = False  # query, key and value are copied as one tensor: NOTE [ Packed heads ] in `formula`
     copied_heads: bool = False  # queries are scaled before heads are split; each head is made contiguous: Whisper

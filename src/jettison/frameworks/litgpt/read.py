@@ -43,7 +43,7 @@ def read(keys: Keys) -> None:
         if packed:
             keys.give("offload_optimizer", "bitsandbytes", "quantize")  # instantiate_bnb_optimizer: paged
     if adapted:
-        _adapters(keys, config)
+        _adapters(keys)
     else:
         keys.drop("base")
         keys.refuse("quantize", "full fine-tuning quantizes nothing")
@@ -136,12 +136,7 @@ def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) 
         keys.give("seq", longest)
 
 
-def _adapters(keys: Keys, config: Mapping[str, Any]) -> None:
+def _adapters(keys: Keys) -> None:
     chosen = [module for end, (module, default) in _ADAPTED.items() if keys.on(f"lora_{end}", default)]
-    if config.get("model_type") in models("litgpt")["joined"]["families"]:
-        joined = any(module in ("q_proj", "k_proj", "v_proj") for module in chosen)
-        chosen = ["qkv"] * joined + [module for module in chosen if module in ("mlp",)]
-        if keys.on("lora_projection"):
-            chosen.append("attention")
     came_from = (f"lora_{end}" for end in _ADAPTED)
     low_rank(keys, "lora_r", 8, "lora_dropout", 0.05, "+".join(chosen), *came_from)
