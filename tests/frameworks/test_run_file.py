@@ -213,6 +213,19 @@ def test_sourced_files_are_read_where_they_lie_beside(tmp_path: Path) -> None:
     assert "conf/sizes.sh, which the script sources, is read too" in values[NOTES]
 
 
+def test_a_flag_that_a_refusal_asks_for_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "run.args"
+    file.write_text(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --bf16 "
+        "--vocab-size 128 --micro-batch-size 1 --global-batch-size 8 --reset-attention-mask"
+    )
+    with pytest.raises(UsageError, match="reset-attention-mask = true .*give --packed"):
+        read_run(file, gpus=8)
+    found = read_run(file, gpus=8, asked={"packed": 16})
+    assert (found.request.packed, found.unread) == (16, ())
+    assert {key.name: key.why for key in found.used}["reset-attention-mask"] == "the command line says it"
+
+
 def test_references_of_yaml_to_its_own_keys(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(

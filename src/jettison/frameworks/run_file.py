@@ -446,6 +446,11 @@ class Keys:
             if why == "":
                 ignored.append(key)
                 continue
+            given = re.search(r"\bgive (--[a-z-]+)", why or "")
+            if given and any(flag_of(name) == given[1] for name in self.asked):
+                self._refused.pop(key, None)
+                self.read(key, why="the command line says it")
+                continue
             unread.append(Key(name=self.written(key), value=value, why=why or UNKNOWN))
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
