@@ -187,6 +187,11 @@ LOGS = {
         "'memory/device_reserved (GiB)': 12.0}\n",
         MeasuredRun(allocated=int(9.5 * GIB), reserved=12 * GIB),
     ),
+    "axolotl's summary": (
+        "{'train_runtime': '80.0', 'train_steps_per_second': '0.5', 'memory/max_allocated (GiB)': '9.5'}\n"
+        '{"memory/device_reserved (GiB)": 12.0}\n',
+        MeasuredRun(allocated=int(9.5 * GIB), reserved=12 * GIB, step=2.0),
+    ),
     "axolotl, older": (
         "[RANK:0] GPU memory usage while training: 10.000GB (+4.500GB cache, +1.500GB misc)\n",
         MeasuredRun(reserved=int(14.5 * GIB), device=16 * GIB),

@@ -219,11 +219,18 @@ def test_a_flag_that_a_refusal_asks_for_is_enough(tmp_path: Path) -> None:
         "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --bf16 "
         "--vocab-size 128 --micro-batch-size 1 --global-batch-size 8 --reset-attention-mask"
     )
-    with pytest.raises(UsageError, match="reset-attention-mask = true .*give --packed"):
+    with pytest.raises(UsageError, match=r"reset-attention-mask = true .*give --packed"):
         read_run(file, gpus=8)
     found = read_run(file, gpus=8, asked={"packed": 16})
     assert (found.request.packed, found.unread) == (16, ())
     assert {key.name: key.why for key in found.used}["reset-attention-mask"] == "the command line says it"
+
+
+def test_a_template_is_said_to_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("tokenizer:\n  path: {{folder}}/tokenizer.model\n")
+    with pytest.raises(UsageError, match=r"is not YAML: it is a template: fill in \{\{folder\}\}"):
+        read_config_file(file)
 
 
 def test_references_of_yaml_to_its_own_keys(tmp_path: Path) -> None:

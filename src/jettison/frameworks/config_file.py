@@ -73,7 +73,9 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
     except UsageError as error:
         raise UsageError(f"got --from {path}: {error}") from None
     except (ValueError, RecursionError, SyntaxError) as error:
-        raise UsageError(f"{path} is not {syntax.upper()}: {' '.join(str(error).split())}") from None
+        template = re.search(r"\{\{.+?\}\}", text)
+        why = f"it is a template: fill in {template[0]}" if template else " ".join(str(error).split())
+        raise UsageError(f"{path} is not {syntax.upper()}: {why}") from None
     return ConfigFile(path=path, text=text, syntax=syntax, values=values)
 
 
