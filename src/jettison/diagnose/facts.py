@@ -57,7 +57,6 @@ class MemoryPart:
     module: str
     role: str
     nbytes: int
-    count: int = 1
     site: str = ""
     """The innermost line of it outside of torch."""
 

@@ -573,14 +573,12 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
 
 def _parts(timeline: MemoryTimeline, moment: int) -> tuple[MemoryPart, ...]:
     """Bytes by module and role, the largest first; each with its largest site."""
-    found: dict[tuple[str, str], list[tuple[int, int, str]]] = {}
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for share in timeline.shares(moment):
         one = share.label
-        found.setdefault((one.module, one.role), []).append((share.nbytes, share.count, one.site))
+        found.setdefault((one.module, one.role), []).append((share.nbytes, one.site))
     parts = [
-        MemoryPart(
-            module=module, role=role, nbytes=sum(n for n, _, _ in own), count=sum(c for _, c, _ in own), site=own[0][2]
-        )
+        MemoryPart(module=module, role=role, nbytes=sum(n for n, _ in own), site=own[0][1])
         for (module, role), own in found.items()
     ]
     return tuple(sorted(parts, key=lambda part: (-part.nbytes, part.module, part.role)))

@@ -53,11 +53,6 @@ class DeviceWaits:
     """Longest gap due to the host; it begins at ``longest_at_ns``."""
     longest_at_ns: int = 0
 
-    @property
-    def ns(self) -> int:
-        """Total idle time."""
-        return self.data_ns + self.allocator_ns + self.sync_ns + self.host_ns
-
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
