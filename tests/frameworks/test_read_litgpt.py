@@ -145,6 +145,14 @@ def test_a_model_of_the_files_own(tmp_path: Path, capsys: pytest.CaptureFixture[
     typed = json.loads(capsys.readouterr().out)
     assert typed.pop("from") is None
     assert typed == read
+    text = file.read_text()
+    for before, after, why in (
+        (", bias: false", "", "block_size = 256 .only Llama's blocks are read, and these have bias true;"),
+        ("mlp_class_name: LLaMAMLP, ", "", "these have mlp_class_name gptneoxmlp;"),
+        ("bias: false", "bias: false, sliding_window_size: 4096", "these have sliding_window_size 4096;"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            read_run(written(tmp_path, text, (before, after)), gpus=16)
 
 
 @pytest.mark.parametrize(

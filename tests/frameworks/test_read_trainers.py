@@ -550,7 +550,8 @@ def test_llamafactory_field_by_field(write: Any) -> None:
         ),
         (SFT, {"gradient_checkpointing_kwargs": {"selective": True}}, "selective checkpoints of a Trainer"),
         (QLORA, {"unfrozen_parameters": ["lm_head"]}, "frozen by name"),
-        (QLORA, {"adapter": "relora"}, r"adapter = relora \(expected lora"),
+        (QLORA, {"adapter": "relora"}, r": 1 key .* is not read: adapter = relora \(expected lora"),
+        (QLORA, {"adapter": None}, r"load_in_4bit = true \(quantized weights cannot be trained without an adapter"),
         (QLORA, {"lora_modules_to_save": ["lm_head"]}, "trained in full along with adapters"),
         (QLORA, {"adapter": None, "load_in_4bit": False, "flash_attention": False}, r"head and norms are fp32"),
         (QLORA, {"rl": "grpo"}, r"rl = grpo \(grpo is not modelled"),
@@ -559,6 +560,7 @@ def test_llamafactory_field_by_field(write: Any) -> None:
         (FACTORY, {"stage": "ppo"}, r"stage = ppo \(ppo is not modelled"),
         (FACTORY, {"use_galore": True}, "GaLore is not modelled"),
         (FACTORY, {"quantization_bit": 3}, r"quantization_bit = 3 \(expected 4 or 8"),
+        (FACTORY, {"quantization_bit": 4, "finetuning_type": "full"}, r"quantization_bit = 4 \(quantized weights"),
     ],
 )
 def test_what_is_not_read_is_named(write: Any, values: Any, more: Mapping[str, Any], message: str) -> None:

@@ -75,6 +75,7 @@ def _adapters(keys: Keys) -> None:
                 keys.refuse(key, "quantized weights cannot be trained without an adapter")
         return
     if adapter not in ("lora", "qlora"):
+        keys.read(*keys.matching("lora_*", "load_in_?bit"))
         keys.refuse("adapter", "expected lora, qlora or nothing")
         return
     targets = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)

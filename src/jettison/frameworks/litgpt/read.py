@@ -25,6 +25,20 @@ _ADAPTED: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType(
     }
 )
 """Module, and its default, by the end of the key."""
+_SIZES: Final = MappingProxyType({"num_hidden_layers": 16, "num_attention_heads": 32, "hidden_size": 4096})
+_BLOCKS: Final = MappingProxyType(
+    {
+        "mlp_class_name": ("GptNeoxMLP", "llamamlp"),
+        "norm_class_name": ("LayerNorm", "rmsnorm"),
+        "bias": ("true", "false"),
+        "parallel_residual": ("true", "false"),
+        **dict.fromkeys(("attn_bias", "lm_head_bias", "norm_qk", "scale_embeddings"), ("false", "false")),
+        **dict.fromkeys(("post_attention_norm", "post_mlp_norm"), ("false", "false")),
+        **dict.fromkeys(("attention_logit_softcapping", "final_logit_softcapping"), ("none", "none")),
+        "sliding_window_size": ("none", "none"),
+    }
+)
+"""By name, litgpt's default and Llama's."""
 
 
 def read(keys: Keys) -> None:
@@ -71,10 +85,9 @@ def read(keys: Keys) -> None:
 
 def _model(keys: Keys) -> Mapping[str, Any]:
     """Find the model, and return its sizes; empty if a file or a Hub id has them."""
-    own = {ours: keys.whole(key) for key, ours in keys.table["sizes"].items()}
-    if None not in (own["hidden_size"], own["num_attention_heads"], own["num_hidden_layers"]):
+    if keys.some("model_config.*"):
         keys.read("model_name")
-        return _described(keys, {name: size for name, size in own.items() if size is not None})
+        return _described(keys)
     key = "checkpoint_dir" if keys.has("checkpoint_dir") else "model_name"
     name = str(keys.get(key, "")).rstrip("/")
     sizes = models("litgpt")["models"].get(name.rpartition("/")[2].lower())
@@ -86,20 +99,24 @@ def _model(keys: Keys) -> Mapping[str, Any]:
     return {}
 
 
-def _described(keys: Keys, sizes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Read a `litgpt.Config` in the file, with Llama's blocks."""
-    for name, wanted in (("mlp_class_name", "llamamlp"), ("norm_class_name", "rmsnorm")):
-        if keys.text(f"model_config.{name}") != wanted:
-            keys.refuse(f"model_config.{name}", "only Llama's is read; give the model's config.json")
-    for name in ("bias", "parallel_residual", "attn_bias", "norm_qk", "post_mlp_norm", "scale_embeddings"):
-        if keys.on(f"model_config.{name}", name in ("bias", "parallel_residual")):
-            keys.refuse(f"model_config.{name}", "Llama's blocks do not have it; give the model's config.json")
+def _described(keys: Keys) -> Mapping[str, Any]:
+    """Read a `litgpt.Config` in the file, with Llama's blocks; its defaults (``litgpt/config.py``) are not Llama's."""
+    prefix = "model_config."
+    given = tuple(keys.matching(f"{prefix}*"))
+    found = {name: keys.text(f"{prefix}{name}", usual) for name, (usual, _) in _BLOCKS.items()}
+    unlike = [name for name, (_, wanted) in _BLOCKS.items() if found[name] != wanted]
+    if unlike:
+        shown = next((key for key in given if key.removeprefix(prefix) in unlike), given[0])
+        blocks = ", ".join(f"{name} {found[name]}" for name in unlike)
+        keys.refuse(shown, f"only Llama's blocks are read, and these have {blocks}; give the model's config.json")
+    sizes = {ours: keys.whole(key, _SIZES.get(ours)) for key, ours in keys.table["sizes"].items()}
     vocabulary = keys.whole("model_config.vocab_size", 50254) or 1
     multiple = keys.whole("model_config.padding_multiple", 512) or 1
     padded = keys.whole("model_config.padded_vocab_size") or -(-vocabulary // multiple) * multiple
-    keys.read(*keys.matching("model_config.*"))
+    keys.read(*given)
+    stated = {name: size for name, size in sizes.items() if size is not None}
     return keys.take_model(
-        {"like": "llama2-7b", "num_key_value_heads": sizes["num_attention_heads"], **sizes, "vocab_size": padded}
+        {"like": "llama2-7b", "num_key_value_heads": sizes["num_attention_heads"], **stated, "vocab_size": padded}
     )
 
 

@@ -52,6 +52,7 @@ def _adapters(keys: Keys) -> None:
         keys.refuse("finetuning_type", f"{kind} is not modelled; expected lora or full")
     if kind != "lora":
         keys.read("lora_rank", "lora_dropout", "lora_target")
+        keys.refuse("quantization_bit", "quantized weights cannot be trained without an adapter")
         return
     targets = trainer.targets(keys, "lora_target", "all-linear")
     trainer.low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, targets, "finetuning_type", "lora_target")

@@ -79,7 +79,7 @@ def _precision(keys: Keys) -> None:
     """Read the precision. ``optim/gradient_accumulator.py``: fp32 accumulation adds fp32 weights and gradients."""
     dtype = keys.text("model.dtype", "bfloat16")
     wide = keys.on("optimizer.accumulate_grad_in_fp32")
-    if dtype in ("float32", "double"):
+    if dtype == "float32":
         keys.give("precision", "fp32", "model.dtype")
         keys.give("gradients", "one-by-one")
     elif dtype == "bfloat16":
