@@ -131,6 +131,14 @@ def test_trainers_have_something_to_say() -> None:
     assert trainer_of(["/work/run/train.py"]) == ""
 
 
+def test_the_first_of_several_devices_is_named() -> None:
+    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {0}.00 GiB. GPU {0} has a total capacity of"
+    text = "\n".join(f"[rank{rank}]: {message.format(rank)} 79.00 GiB of which 1.00 GiB is free." for rank in (5, 3))
+    facts = facts_of_log(text, "x")
+    assert facts.requested_bytes == 5 << 30
+    assert facts.notes == ("memory ran out 2 times in this log: this is the first, on GPU 5",)
+
+
 def test_files_are_read_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = next(case for case in OWN if isinstance(case.text, bytes))
     assert isinstance(case.text, bytes)

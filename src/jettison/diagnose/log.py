@@ -82,7 +82,9 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
     notes = list(figures.pop("notes", ()))
     times = count_messages(text)
     if times > 1:
-        notes.append(f"memory ran out {times} times in this log: this is the first")
+        device = re.search(r"\bGPU (\d+)\b", joined(text, at, 200)[0])
+        where = f", on GPU {device[1]}" if device else ""
+        notes.append(f"memory ran out {times} times in this log: this is the first{where}")
     if trace.get("phase") is StepPhase.PARAMETERS:  # a model's progress bar, before or after the traceback
         bars = _SHARDS.findall(text[max(0, at - 20_000) : at + 20_000])
         notes += [f"{bars[-1][0]} of {bars[-1][1]} shards of the checkpoint were loaded"] if bars else []
