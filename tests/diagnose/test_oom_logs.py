@@ -132,7 +132,7 @@ def test_trainers_have_something_to_say() -> None:
 
 
 def test_the_first_of_several_devices_is_named() -> None:
-    message = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {0}.00 GiB. GPU {0} has a total capacity of"
+    message = "OutOfMemoryError: CUDA out of memory. Tried to allocate {0}.00 GiB. GPU {0} has a total capacity of"
     text = "\n".join(f"[rank{rank}]: {message.format(rank)} 79.00 GiB of which 1.00 GiB is free." for rank in (5, 3))
     facts = facts_of_log(text, "x")
     assert facts.requested_bytes == 5 << 30
