@@ -116,7 +116,7 @@ def hidden() -> str:
     """How much of the forward the copies of the plan on PCIe 5 fill."""
     found = row("llama3-70b", PCIE5, **SEVENTY).joint
     assert found is not None
-    reasons = [reason for reason in layer_reasons(found).values() if reason.moved_bytes]
+    reasons = [reason for reason in layer_reasons(found).values() if reason.offloaded_bytes]
     share = sum(r.transfer_seconds for r in reasons) / sum(r.forward_seconds for r in reasons)
     return f"{share:.0%}"
 

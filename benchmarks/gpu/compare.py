@@ -97,16 +97,16 @@ class Comparison:
         self.expect = max(self.expect, 0.8 * case.seconds)
         return case
 
-    def at_peaks_of(self, cases: Sequence[Case], *, beside_bytes: int = 0, **options: Any) -> list[Case]:
+    def at_peaks_of(self, cases: Sequence[Case], *, extra_bytes: int = 0, **options: Any) -> list[Case]:
         """Jettison under the measured peak of each, with further options of `auto_checkpoint`.
 
         Args:
-            beside_bytes: on top of each peak: what plans leave for what they do not see.
+            extra_bytes: on top of each peak: what plans leave for what they do not see.
         """
         made = []
         for case in cases:
             if "peak_bytes" in case.figures:
-                budget_bytes = case.figures["peak_bytes"] + beside_bytes
+                budget_bytes = case.figures["peak_bytes"] + extra_bytes
                 rival = at_peak(case.name.removesuffix(self.label), budget_bytes, **options)
                 made.append(self.row(rival, budget_bytes, peer=case))
         return made

@@ -43,7 +43,7 @@ def run(setting: Setting, log: Log, *, quick: bool) -> None:
     for budget in BUDGETS[:1] if quick else BUDGETS:
         torch._dynamo.reset()
         theirs = compared.row(Rival(name=f"compiled blocks, budget {budget}", apply=compiled_blocks(budget)))
-        compared.at_peaks_of([theirs], beside_bytes=UNSEEN_BYTES, compile="blocks")
+        compared.at_peaks_of([theirs], extra_bytes=UNSEEN_BYTES, compile="blocks")
     compared.close()
 
 

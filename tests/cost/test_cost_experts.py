@@ -283,7 +283,8 @@ def test_what_graphs_leave_to_the_host_is_counted_by_experts() -> None:
         device = replace(hardware("b200-192gb").under("nemo"), memory_bytes_per_second=10**18)
         prices = PriceModel(
             hardware=replace(
-                device, delays=replace(device.delays, gemm=1.0, dispatch=1e-3, experts=0.0, link=0.0, network=0.0)
+                device,
+                delays=replace(device.delays, expert_gemm=1.0, dispatch=1e-3, experts=0.0, link=0.0, network=0.0),
             ),
             execution=execution_of(run),
             precision=run.precision,

@@ -80,7 +80,7 @@ def same_as_plain(found: Exported, factory: str, change: Callable[[Any], Any]) -
 @pytest.mark.parametrize(("factory", "share"), [("stack", 0.7), ("noisy", 0.7), ("stack", 1.0)])
 def test_plain_torch_holds_what_was_said_to_the_byte(factory: str, share: float) -> None:
     found = exported("torch", factory, share)
-    assert same_as_plain(found, factory, lambda model: applied(found, model)) == found.cost.held_bytes
+    assert same_as_plain(found, factory, lambda model: applied(found, model)) == found.cost.activation_bytes
     assert found.cost.peak_bytes <= found.subject.budget_bytes
     assert found.cost.layer_bytes == sum(policy.kept_bytes for policy in found.policies)
 
@@ -109,7 +109,7 @@ def test_what_is_written_in_place_is_not_handed_out_again() -> None:
         wanted = {op.index for op in ops if op.name.startswith("aten.topk")}
         assert wanted and savable(policy.program, frozenset(range(len(ops)))).isdisjoint(wanted)
     assert any(policy.action is LayerAction.SELECT for policy in found.policies)
-    assert same_as_plain(found, "routed", lambda model: applied(found, model)) == found.cost.held_bytes
+    assert same_as_plain(found, "routed", lambda model: applied(found, model)) == found.cost.activation_bytes
 
 
 def test_a_layer_that_can_be_said_keeps_what_the_plan_keeps() -> None:
@@ -138,8 +138,10 @@ def test_nothing_in_place_is_saved_and_no_part_of_what_is_drawn() -> None:
 def test_two_counts_agree_on_what_checkpoints_free() -> None:
     """What the steps hold differs by what the layers' programs say."""
     plain, found = exported("torch", "stack", 1.0), exported("torch", "stack", 0.7)
-    assert plain.cost.held_bytes is not None and found.cost.held_bytes is not None
-    assert plain.cost.held_bytes - found.cost.held_bytes == plain.cost.layer_bytes - found.cost.layer_bytes > 0
+    assert plain.cost.activation_bytes is not None and found.cost.activation_bytes is not None
+    assert (
+        plain.cost.activation_bytes - found.cost.activation_bytes == plain.cost.layer_bytes - found.cost.layer_bytes > 0
+    )
 
 
 def test_lightning_wraps_the_layers_that_are_marked() -> None:
@@ -164,7 +166,7 @@ def test_lightning_wraps_the_layers_that_are_marked() -> None:
         wrapped.extend(hasattr(layer, "_checkpoint_wrapped_module") for layer in model.layers)
         return model
 
-    assert same_as_plain(found, "noisy", seen) == found.cost.held_bytes
+    assert same_as_plain(found, "noisy", seen) == found.cost.activation_bytes
     assert wrapped == chosen
 
 
@@ -259,7 +261,7 @@ def test_transformers_carries_out_the_mask_and_its_trainer_takes_the_arguments(t
     plain(**loaded.batch).loss.backward()
     held, output = held_bytes(applied(found, loaded.model), loaded.batch)
     output.loss.backward()
-    assert held == found.cost.held_bytes
+    assert held == found.cost.activation_bytes
     assert [layer.gradient_checkpointing for layer in loaded.model.model.layers] == chosen
     assert compare_gradients(plain, loaded.model).identical
     _trainer_takes(found, loaded.model, tmp_path)
@@ -304,10 +306,12 @@ def test_inputs_of_checkpoints_wait_on_the_host_where_nothing_else_fits(
     here = written(to, "many_rows", 10**9)
     assert here.policies[0].action is LayerAction.KEEP
     full = written(to, "many_rows", document("many_rows", 0.7)["budget_bytes"])
-    assert full.cost.held_bytes is not None and full.cost.host_bytes == 0
+    assert full.cost.activation_bytes is not None and full.cost.host_bytes == 0
     there = written(to, "many_rows", full.cost.peak_bytes - 1)
     inputs = DEPTH * 64 * TOKENS * WIDTH * 4
-    assert there.cost.held_bytes == full.cost.held_bytes - inputs * (DEPTH - 1) // DEPTH  # the batch itself stays
+    assert (
+        there.cost.activation_bytes == full.cost.activation_bytes - inputs * (DEPTH - 1) // DEPTH
+    )  # the batch itself stays
     assert there.cost.host_bytes == inputs
     assert there.cost.peak_bytes < full.cost.peak_bytes and there.cost.layer_bytes == 0
     if target == "deepspeed":

@@ -138,7 +138,7 @@ def test_plain_torch_moves_what_the_plan_moves(case: str) -> None:
     found = written(exporter("torch"), factory, *ways)
     there = run(found, factory, away=True)
     here = run(found, factory, away=False)
-    assert there == found.cost.held_bytes < here  # on a CPU the file's own host is the device
+    assert there == found.cost.activation_bytes < here  # on a CPU the file's own host is the device
     assert [policy.action for policy in found.policies] == [expected(way) for way in ways]
     moved = sum(policy.program.kept_bytes(policy.moved) for policy in found.policies)
     assert found.cost.host_bytes == moved > 0
@@ -152,7 +152,7 @@ def test_targets_of_whole_layers_move_what_the_plan_moves(target: str, case: str
     to = exporter(target)
     factory, ways = CASES[case]
     found = written(to, factory, *ways)
-    assert run(found, factory, away=True) == found.cost.held_bytes
+    assert run(found, factory, away=True) == found.cost.activation_bytes
     partly = ways.index(given_of_selective) if given_of_selective in ways else None
     actions = [policy.action for policy in found.policies]
     if partly is None:  # nothing that it cannot say, and all of it is said
@@ -164,7 +164,7 @@ def test_targets_of_whole_layers_move_what_the_plan_moves(target: str, case: str
         assert LayerAction.SELECT not in actions and not found.exact
         smallest = written(to, factory, *ways, budget=written_least(to, factory, ways))
         assert smallest.policies[partly].words == "full, its input on the host"
-        assert run(smallest, factory, away=True) == smallest.cost.held_bytes < found.cost.held_bytes
+        assert run(smallest, factory, away=True) == smallest.cost.activation_bytes < found.cost.activation_bytes
 
 
 def written_least(to: Any, factory: str, ways: Any) -> int:
@@ -190,8 +190,10 @@ def test_transformers_moves_what_checkpoints_are_given_where_nothing_else_fits(
     full = written(exporter("transformers"), str(file), *(unmoved,) * 4)
     found = written(exporter("transformers"), str(file), *ways, budget=full.cost.peak_bytes - 1)
     hidden = 32 * 64 * 32 * 4
-    assert full.cost.held_bytes is not None
-    assert found.cost.held_bytes == full.cost.held_bytes - 4 * hidden and found.cost.host_bytes >= 4 * hidden
+    assert full.cost.activation_bytes is not None
+    assert (
+        found.cost.activation_bytes == full.cost.activation_bytes - 4 * hidden and found.cost.host_bytes >= 4 * hidden
+    )
 
     def save_on_cpu(*, pin_memory: bool, device_type: str) -> Any:
         def fetched(array: Any) -> torch.Tensor:
@@ -206,5 +208,5 @@ def test_transformers_moves_what_checkpoints_are_given_where_nothing_else_fits(
     plain(**loaded.batch).loss.backward()
     held, output = held_bytes(applied(found, loaded.model), loaded.batch)
     output.loss.backward()
-    assert held == found.cost.held_bytes
+    assert held == found.cost.activation_bytes
     assert compare_gradients(plain, loaded.model).identical

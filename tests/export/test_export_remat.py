@@ -69,7 +69,7 @@ def test_held_bytes_are_those_said_and_gradients_those_of_a_copy(factory: str, s
     plain = independent_copy(loaded.model)
     without = step(plain, loaded.batch)
     held = step(applied(found, loaded.model), loaded.batch)
-    assert held == found.cost.held_bytes
+    assert held == found.cost.activation_bytes
     assert compare_gradients(plain, loaded.model).identical
     assert found.cost.peak_bytes <= found.subject.budget_bytes
     kept = sum(kept_whole(policy.decision).kept_bytes for policy in found.policies)
@@ -212,5 +212,5 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     plain(**loaded.batch).loss.backward()
     held, output = held_bytes(applied(found, loaded.model), loaded.batch)
     output.loss.backward()
-    assert held == found.cost.held_bytes
+    assert held == found.cost.activation_bytes
     assert compare_gradients(plain, loaded.model).identical

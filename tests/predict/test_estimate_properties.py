@@ -229,7 +229,7 @@ def test_options_are_the_run_with_another_mode() -> None:
     peaks = [option.peak_bytes for option in told.options[:4] if option.recompute != "selective-op"]
     assert peaks == sorted(peaks, reverse=True)
     kinds = dict(told.kinds)
-    assert kinds[Class.PRODUCTS] > kinds[Class.ATTENTION] > 0
+    assert kinds[Class.GEMMS] > kinds[Class.ATTENTION] > 0
     assert sum(kinds.values()) == pytest.approx(found.breakdown.compute, rel=0.01)
 
 

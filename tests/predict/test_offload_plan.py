@@ -157,7 +157,7 @@ def test_70b_on_pcie_5_moves_what_the_link_hides_and_no_more() -> None:
     answer = seventy(PCIE5)
     assert answer.stalled_seconds == 0.0
     assert seconds_of(seventy(GB200)) < seconds_of(answer) < seconds_of(seventy(PCIE5, offload=False))
-    reasons = [reason for reason in layer_reasons(answer).values() if reason.moved_bytes]
+    reasons = [reason for reason in layer_reasons(answer).values() if reason.offloaded_bytes]
     assert len(reasons) == 79, "all but the last layer"
     for reason in reasons:
         assert reason.transfer_seconds <= min(reason.forward_seconds, reason.backward_seconds)

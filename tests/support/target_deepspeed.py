@@ -78,7 +78,7 @@ def stepped(factory: str) -> dict[str, Any]:
     engine.step()
     return {
         "settings": settings,
-        "said": found.cost.held_bytes,
+        "said": found.cost.activation_bytes,
         "held": held,
         "layers": len(model.layers),
         "same": same,

@@ -88,7 +88,7 @@ def live() -> dict[str, Any]:
     loss.backward()
     theirs = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
     return {
-        "said": found.cost.held_bytes,
+        "said": found.cost.activation_bytes,
         "held": held,
         "without": without,
         "selective": sum(bool(policy.saves) for policy in found.policies),
@@ -128,7 +128,7 @@ def moving() -> dict[str, Any]:
     loss.backward()
     theirs = [p.grad for p in model.parameters()]
     return {
-        "said": found.cost.held_bytes,
+        "said": found.cost.activation_bytes,
         "held": held,
         "host": found.cost.host_bytes,
         "same": all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), theirs, strict=True)),
