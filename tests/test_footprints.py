@@ -81,14 +81,14 @@ LLAMA_LIKE = {
 FRAMEWORK = '[presets.example]\norder = 99\nlike = "torchtitan"\nzero = 2\n'
 WRITER = '''"""Which layers are checkpoints, one a line."""
 
-from jettison.frameworks.export import Written
+from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest import Nearest
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """See `jettison.frameworks.export.exporter`."""
     planned = [decision.policy for decision in nearest.subject.decisions]
-    return Written(
+    return TargetOutput(
         files={"layers.txt": "\\n".join(planned)}, policies=(), cost=nearest.pricer.plan(), lost=None, notes=()
     )
 '''

@@ -18,7 +18,7 @@ from torch.nn import functional
 from benchmarks.gpu.cases import Column, Found, Log, Skip, mib
 from benchmarks.gpu.setting import Setting, milliseconds
 from jettison.dryrun.counter import measured_peak
-from jettison.runtime.chunked_loss import Hold, whole_losses
+from jettison.runtime.chunked_loss import ChunkedLossPatch, whole_losses
 from jettison.verify.gradients import same_bits
 
 COLUMNS = (
@@ -79,7 +79,7 @@ def _one(setting: Setting, kind: Kind) -> Found:
         logits.backward(logits.detach())
 
     alone = measured_peak(matmul, static_tensors=[x, head, target])
-    hold = Hold()
+    hold = ChunkedLossPatch()
     try:
         found, peaks = [], []
         for function in (whole, step):

@@ -21,7 +21,7 @@ _LOOK_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class TargetOutput:
     """A piece of output, and the processor seconds that were spent since the one before it."""
 
     text: str
@@ -33,7 +33,7 @@ class Run:
     """A command that has ended."""
 
     code: int = 0
-    pieces: list[Written] = field(default_factory=list)
+    pieces: list[TargetOutput] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -41,7 +41,7 @@ class Run:
         return "".join(piece.text for piece in self.pieces)
 
     @property
-    def longest(self) -> Written:
+    def longest(self) -> TargetOutput:
         """The piece before which it was silent for longest; what comes after the last one is a piece without text."""
         return max(self.pieces, key=lambda piece: piece.silence)
 
@@ -63,7 +63,7 @@ def on_terminal(command: Sequence[str], folder: Path, env: Mapping[str, str], *,
                     text = os.read(master, 65536).decode(errors="replace")
                 except OSError:  # whoever had the other end has closed it
                     break
-                run.pieces.append(Written(text=text, silence=now - spent))
+                run.pieces.append(TargetOutput(text=text, silence=now - spent))
                 spent = now
             elif process.poll() is not None:
                 break

@@ -19,7 +19,7 @@ from jettison.planner.host import with_moves_of_compiled
 from jettison.planner.points import compiled_points
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.plan import Plan
-from jettison.solve.problem import SentTensor
+from jettison.solve.problem import OffloadedTensor
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, peak
@@ -135,7 +135,7 @@ def test_only_what_a_point_keeps_is_sent_and_no_parameter() -> None:
     made = traced.classes[key].compiled
     assert made is not None
     points = compiled_points(made, linked())
-    every = {b.index: SentTensor(nbytes=b.nbytes) for b in made.program.buffers if b.nbytes}
+    every = {b.index: OffloadedTensor(nbytes=b.nbytes) for b in made.program.buffers if b.nbytes}
     found = list(with_moves_of_compiled(traced, key, points, {p.key: every for p in points}, [200_000]))
     assert [p for p in found if not p.moved] == points
     assert len(found) > len(points)

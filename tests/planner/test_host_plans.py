@@ -21,7 +21,7 @@ from jettison.planner import host as planner_host
 from jettison.planner.host import Host, host_of, is_timed, movable
 from jettison.planner.planner import _times, make_planner
 from jettison.runtime.device import power_of_two, whole_pages
-from jettison.solve.plan import Plan, PolicyWord
+from jettison.solve.plan import Plan, PolicyName
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 from jettison.verify.gradients import independent_copy
@@ -92,8 +92,8 @@ def test_what_a_fast_link_hides_is_sent_and_nothing_is_computed_again() -> None:
         assert peak_of(model, x) == made.predicted.peak_bytes <= budget
         assert handle.offload.pool.peak_bytes == made.predicted.host_bytes
     words = [entry.policy for entry in made.layers]
-    assert set(words) <= {PolicyWord.OFFLOAD, PolicyWord.NONE} and PolicyWord.OFFLOAD in words
-    assert words[-1] is PolicyWord.NONE and not made.layers[-1].offloaded  # backward begins there
+    assert set(words) <= {PolicyName.OFFLOAD, PolicyName.NONE} and PolicyName.OFFLOAD in words
+    assert words[-1] is PolicyName.NONE and not made.layers[-1].offloaded  # backward begins there
     assert made.predicted.added_seconds < 1e-3
     sent = sum(entry.offloaded_bytes for entry in made.layers)
     assert made.predicted.host_bytes == sent == 0 or made.predicted.host_bytes == sent
@@ -105,7 +105,7 @@ def test_a_slow_link_is_left_alone() -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     with jettison.auto_checkpoint(model, x, Bytes(middle(line(), x)), offload=True, hardware=linked(1.3e6)) as handle:
         assert handle.plan is not None and handle.offload is None
-        assert {entry.policy for entry in handle.plan.layers} <= {PolicyWord.MIXED, PolicyWord.FULL, PolicyWord.NONE}
+        assert {entry.policy for entry in handle.plan.layers} <= {PolicyName.MIXED, PolicyName.FULL, PolicyName.NONE}
 
 
 def test_a_plan_that_fits_without_it_moves_nothing() -> None:
@@ -113,7 +113,7 @@ def test_a_plan_that_fits_without_it_moves_nothing() -> None:
     budget = 2 * peak_of(independent_copy(model), x)
     with jettison.auto_checkpoint(model, x, Bytes(budget), offload=True, hardware=linked()) as handle:
         assert handle.plan is not None and handle.offload is None
-        assert {entry.policy for entry in handle.plan.layers} == {PolicyWord.NONE}
+        assert {entry.policy for entry in handle.plan.layers} == {PolicyName.NONE}
 
 
 class Gemm(nn.Module):

@@ -104,7 +104,7 @@ def test_more_state_than_that_of_the_optimizer_that_was_planned_with() -> None:
     found.remove()
 
 
-class Around(torch.optim.Optimizer):
+class WeightReadPeaks(torch.optim.Optimizer):
     """As Accelerate's wrapper."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -122,7 +122,7 @@ class Around(torch.optim.Optimizer):
 def test_what_a_wrapper_steps_inside_is_known() -> None:
     of = model()
     inner = adam(of)
-    around = Around(inner)
+    around = WeightReadPeaks(inner)
     found = watch(of, around, 0)
     assert steps(of, inner) == []
     found.remove()

@@ -176,7 +176,7 @@ def test_a_batch_that_is_seen_as_complex_numbers(see: Callable[[Tensor], Tensor]
         assert abs(peak - handle.plan.predicted.peak_bytes) <= 64
 
 
-def _some_blocks_without_hooks(net: Around, x: Tensor) -> Tensor:
+def _some_blocks_without_hooks(net: WeightReadPeaks, x: Tensor) -> Tensor:
     x = net.blocks[0](x)
     with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
         for block in net.blocks[1:]:
@@ -184,29 +184,29 @@ def _some_blocks_without_hooks(net: Around, x: Tensor) -> Tensor:
     return net.head(net.blocks[0](x))
 
 
-def _the_head_without_hooks(net: Around, x: Tensor) -> Tensor:
+def _the_head_without_hooks(net: WeightReadPeaks, x: Tensor) -> Tensor:
     for block in net.blocks:
         x = block(x)
     with torch.autograd.graph.disable_saved_tensors_hooks("none in here"):
         return net.head(x).sin().exp()
 
 
-def _a_gradient_around_blocks(net: Around, x: Tensor) -> Tensor:
+def _a_gradient_around_blocks(net: WeightReadPeaks, x: Tensor) -> Tensor:
     for block in net.blocks:
         x = block(x)
     return x + func.vmap(func.grad(lambda row: net.head(row).tanh().sum()))(x)
 
 
-def _a_tangent_around_blocks(net: Around, x: Tensor) -> Tensor:
+def _a_tangent_around_blocks(net: WeightReadPeaks, x: Tensor) -> Tensor:
     for block in net.blocks:
         x = block(x)
     return x + func.jvp(lambda rows: net.head(rows).tanh(), (x,), (torch.ones_like(x),))[1]
 
 
-class Around(nn.Module):
+class WeightReadPeaks(nn.Module):
     """Switches hooks off itself, or by a transform, around its blocks."""
 
-    def __init__(self, run: Callable[[Around, Tensor], Tensor]) -> None:
+    def __init__(self, run: Callable[[WeightReadPeaks, Tensor], Tensor]) -> None:
         super().__init__()
         block = lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))  # noqa: E731
         self.blocks, self.head = nn.ModuleList(block() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
@@ -220,9 +220,9 @@ class Around(nn.Module):
     "run", [_some_blocks_without_hooks, _the_head_without_hooks, _a_gradient_around_blocks, _a_tangent_around_blocks]
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_may_switch_hooks_off_around_its_blocks(run: Callable[[Around, Tensor], Tensor]) -> None:
+def test_a_model_may_switch_hooks_off_around_its_blocks(run: Callable[[WeightReadPeaks, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    model, x = Around(run), torch.randn(ROWS, WIDTH)
+    model, x = WeightReadPeaks(run), torch.randn(ROWS, WIDTH)
     plain = copy.deepcopy(model)
     plain(x).backward()
     with pytest.raises(Infeasible) as refused:
@@ -252,7 +252,7 @@ class Later(Pair):
 def test_hooks_that_are_switched_off_later_stop_one_step_by_name(where: str) -> None:
     """In a block, which has hooks; around the blocks, where everything stays, there are none."""
     torch.manual_seed(0)
-    model, x = Around(lambda net, x: net.head(net.blocks[1](net.blocks[0](x)))), torch.randn(ROWS, WIDTH)
+    model, x = WeightReadPeaks(lambda net, x: net.head(net.blocks[1](net.blocks[0](x)))), torch.randn(ROWS, WIDTH)
     model.blocks, model.head = nn.ModuleList(Later() for _ in range(2)), Later()  # type: ignore[assignment]
     model.get_submodule(where).last = True  # type: ignore[assignment]
     plain = copy.deepcopy(model)

@@ -46,7 +46,7 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Around(nn.Module):
+class WeightReadPeaks(nn.Module):
     """A reentrant checkpoint around a unit, as transformers had them until 4.52."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -103,7 +103,7 @@ def wrapped(vocabulary: int, tuning: Tuning | None, recompute: str, monkeypatch:
     model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
     if recompute == "around":
         for place, layer in enumerate(layers):
-            layers[place] = Around(layer)
+            layers[place] = WeightReadPeaks(layer)
     return model, run
 
 

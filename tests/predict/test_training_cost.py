@@ -10,7 +10,7 @@ from jettison.families.presets import preset
 from jettison.predict.ranges import Residual, kind_of, time_residual
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.predict.training_cost import Wanted, training_cost
+from jettison.predict.training_cost import TrainingBudget, training_cost
 from jettison.report.search import training_facts
 
 SURE = Residual(kind="a", runs=12, sources=5, low=0.5, expected=1.0, high=2.0)
@@ -24,7 +24,7 @@ def sure_of(model: str, gpu: str, **request: object) -> Residual:
 def test_whole_steps_days_hours_and_money() -> None:
     """A million tokens in steps of 3000 are 334; of 864 s each they take 3.34 days of 10 devices."""
     found = training_cost(
-        Wanted(tokens=1e6, price_per_gpu_hour=2.0), step_seconds=864.0, step_tokens=3000, gpus=10, sure=SURE
+        TrainingBudget(tokens=1e6, price_per_gpu_hour=2.0), step_seconds=864.0, step_tokens=3000, gpus=10, sure=SURE
     )
     assert found is not None
     document = found.document()
@@ -50,7 +50,7 @@ def test_whole_steps_days_hours_and_money() -> None:
 def test_a_search_says_what_the_devices_take_that_were_asked_for(
     seconds: tuple[float, float], names: list[str]
 ) -> None:
-    wanted = Wanted(tokens=1e6, price_per_gpu_hour=2.0)
+    wanted = TrainingBudget(tokens=1e6, price_per_gpu_hour=2.0)
     made = [
         training_cost(wanted, step_seconds=each, step_tokens=3000, gpus=gpus, sure=SURE)
         for each, gpus in zip(seconds, (10, 20), strict=True)
@@ -61,10 +61,10 @@ def test_a_search_says_what_the_devices_take_that_were_asked_for(
 
 
 def test_without_a_price_there_are_hours_and_without_tokens_nothing() -> None:
-    found = training_cost(Wanted(tokens=3000), step_seconds=36.0, step_tokens=3000, gpus=100, sure=SURE)
+    found = training_cost(TrainingBudget(tokens=3000), step_seconds=36.0, step_tokens=3000, gpus=100, sure=SURE)
     assert found is not None
     assert found.expense == "1 GPU hours" and found.document()["price"] is None
-    assert training_cost(Wanted(), step_seconds=1.0, step_tokens=1, gpus=1, sure=SURE) is None
+    assert training_cost(TrainingBudget(), step_seconds=1.0, step_tokens=1, gpus=1, sure=SURE) is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_without_a_price_there_are_hours_and_without_tokens_nothing() -> None:
 )
 def test_what_makes_no_sense_is_refused(tokens: float | None, price: float | None, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Wanted(tokens=tokens, price_per_gpu_hour=price)
+        TrainingBudget(tokens=tokens, price_per_gpu_hour=price)
 
 
 def test_classes_are_stacks_kinds_and_hardware() -> None:

@@ -11,7 +11,7 @@ from jettison.cli.estimate import EstimateFlags, estimate
 from jettison.core.errors import UsageError
 from jettison.memory.step import Event, actions
 from jettison.predict.clock import SliceKind, host_copies, nanoseconds, step_slices
-from jettison.predict.forecast import played_load
+from jettison.predict.forecast import replayed_load
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.units import sent_to_host
 from jettison.report.chrome_trace import (
@@ -158,7 +158,7 @@ def test_copies_move_what_is_sent(name: str) -> None:
 def test_a_step_leaves_gradients_alone(name: str) -> None:
     report = made(name)
     for stage in report.memory.stages:
-        load = played_load(report.memory.run, stage)
+        load = replayed_load(report.memory.run, stage)
         found = actions(load)
         gradients = load.gradient_bytes - found.actions[0].gradients - sum(load.freed)
         stays = load.there(Event.BACKWARD) - load.there(Event.FORWARD) + load.micro_batches * sum(load.transfers)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jettison.families.presets import preset
 from jettison.formula.named import Choices, resized
-from jettison.formula.sums import GuardBook, Sum, constant, positive, sum_of, symbol
+from jettison.formula.sums import SizeGuards, Sum, constant, positive, sum_of, symbol
 from jettison.report.explorer_closed_form import closed_form_document, form_of, sizes_of, table_of
 from jettison.report.explorer_fit import SizeGrid
 from jettison.spec.model import Moe
@@ -148,7 +148,7 @@ def test_a_guard_keeps_a_table_from_sizes_at_which_the_walk_goes_another_way() -
 
 
 def test_a_traced_size_refuses_what_a_sum_cannot_say() -> None:
-    size = GuardBook().size("s", 12)
+    size = SizeGuards().size("s", 12)
     assert sum_of(-(-size // 5)) == symbol("s").divided(constant(5), up=True)
     assert sum_of(size * 3 // size) == constant(3)
     assert sum_of(size % 5).value({"s": 13}) == 3
@@ -159,7 +159,7 @@ def test_a_traced_size_refuses_what_a_sum_cannot_say() -> None:
 
 
 def test_what_is_above_zero_is_no_guard() -> None:
-    book = GuardBook()
+    book = SizeGuards()
     size, rows = book.size("s", 12), book.size("b", 30)
     above, below = positive(size - rows), positive(rows - size)
     assert (int(above), int(below)) == (0, 18)
@@ -171,7 +171,7 @@ def test_what_is_above_zero_is_no_guard() -> None:
 
 
 def test_the_highest_of_several_sums_at_some_position() -> None:
-    book = GuardBook()
+    book = SizeGuards()
     size, rows = book.size("s", 12), book.size("b", 30)
     levels = [size + rows, 2 * size, size, 3 * rows, positive(size - rows) - -(-size // 7), 0]
     positions = SizeGrid([{"s": n, "b": 30} for n in (12, 90, 1)])
@@ -183,7 +183,7 @@ def test_the_highest_of_several_sums_at_some_position() -> None:
 
 
 def test_what_no_size_can_change_is_no_guard() -> None:
-    book = GuardBook()
+    book = SizeGuards()
     size, ranks = book.size("s", 12), book.size("t", 1)
     assert size > 0
     assert not size * 2 < 1

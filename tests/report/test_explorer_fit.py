@@ -17,7 +17,7 @@ from jettison.predict.clock import step_slices
 from jettison.report.explorer import PANELS, explorer_page
 from jettison.report.explorer_fit import described, key_of, will_it_fit_data
 from jettison.report.explorer_models import answered, run_of
-from jettison.report.explorer_steps import PlayedStage
+from jettison.report.explorer_steps import StagePasses
 from jettison.spec.hardware import hardware
 from support.browser import (
     Open,
@@ -143,7 +143,7 @@ def test_the_parts_are_those_of_the_highest_moment(
     device = hardware("h100-80gb")
     memory, time = answered(run_of("mixtral-8x7b", seq=8192, micro_batch=2, **flags), device)
     stage, slices = memory.worst, step_slices(memory, time)
-    peak = PlayedStage(memory, stage, slices[stage.index]).peak
+    peak = StagePasses(memory, stage, slices[stage.index]).peak
     wanted = (stage.load.fixed, peak.gradients, stage.load.state, peak.held, peak.transient)
     assert dict(zip(PARTS, shown["parts"], strict=True)) == dict(zip(PARTS, wanted, strict=True))
 

@@ -22,7 +22,7 @@ from jettison.predict.ranges import FitVerdict
 from jettison.report import explorer_steps
 from jettison.report.explorer_models import answered, run_of, usual_layout
 from jettison.report.explorer_plans import budgets, fit_data, front_data, offload_data, segments_data
-from jettison.report.explorer_steps import ITERATIONS, LAYOUTS, MODEL, PlayedStage, step_data, time_data
+from jettison.report.explorer_steps import ITERATIONS, LAYOUTS, MODEL, StagePasses, step_data, time_data
 from jettison.spec.hardware import hardware
 from support.patience import PATIENCE
 
@@ -116,7 +116,7 @@ def test_what_is_held_at_the_peak_is_the_sum_of_its_roles(index: int) -> None:
     memory, time = answered(run_of(MODEL, **LAYOUTS[index][1]), device)
     slices = step_slices(memory, time)
     for stage, own in zip(memory.stages, steps()[index]["stages"], strict=True):
-        peak = PlayedStage(memory, stage, slices[stage.index]).peak
+        peak = StagePasses(memory, stage, slices[stage.index]).peak
         assert sum(nbytes for _, nbytes in own["roles"]) == peak.held
         assert all(nbytes > 0 for _, nbytes in own["roles"])
         names = [name for name, _ in own["roles"]]

@@ -12,7 +12,7 @@ from jettison.core.units import format_bytes, format_seconds
 from jettison.predict.clock import step_slices
 from jettison.report.explorer_models import answered, run_of
 from jettison.report.explorer_plans import fit_data, front_data, offload_data, segments_data
-from jettison.report.explorer_steps import LAYOUTS, MODEL, PlayedStage, step_data, time_data
+from jettison.report.explorer_steps import LAYOUTS, MODEL, StagePasses, step_data, time_data
 from jettison.report.page import json_for_html, page
 from jettison.spec.hardware import hardware
 from support.browser import (
@@ -90,10 +90,10 @@ def test_every_panel_draws_whatever_is_chosen(file: Path, open_page: Open) -> No
 
 
 @cache
-def played(index: int) -> tuple[PlayedStage, ...]:
+def played(index: int) -> tuple[StagePasses, ...]:
     memory, time = answered(run_of(MODEL, **LAYOUTS[index][1]), hardware("h100-80gb"))
     slices = step_slices(memory, time)
-    return tuple(PlayedStage(memory, stage, slices[stage.index]) for stage in memory.stages)
+    return tuple(StagePasses(memory, stage, slices[stage.index]) for stage in memory.stages)
 
 
 def test_the_steps_bytes_are_pythons_to_the_byte(file: Path, open_page: Open) -> None:

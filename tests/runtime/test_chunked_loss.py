@@ -17,7 +17,7 @@ import jettison
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import AllocationCounter, measured_peak, static_tensors
 from jettison.runtime import chunked_loss
-from jettison.runtime.chunked_loss import Hold, rows_of, whole_losses
+from jettison.runtime.chunked_loss import ChunkedLossPatch, rows_of, whole_losses
 from jettison.solve.plan import Plan
 from jettison.verify.gradients import independent_copy, same_bits
 
@@ -33,8 +33,8 @@ LOGITS = ROWS * COLUMNS * 4
 
 
 @pytest.fixture
-def hold() -> Iterator[Hold]:
-    held = Hold()
+def hold() -> Iterator[ChunkedLossPatch]:
+    held = ChunkedLossPatch()
     yield held
     held.let_go()
     assert not is_chunking()
@@ -63,7 +63,7 @@ def rows(count: int, columns: int, dtype: torch.dtype = torch.float32, seed: int
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("columns", [64, 257])
 def test_loss_and_gradient_have_the_bits_of_torchs_own(
-    dtype: torch.dtype, reduction: str, columns: int, hold: Hold, at_any_size: None
+    dtype: torch.dtype, reduction: str, columns: int, hold: ChunkedLossPatch, at_any_size: None
 ) -> None:
     values, target = rows(75, columns, dtype)  # four chunks and a piece
     weights = torch.linspace(0.1, 2, 75).to(dtype)
@@ -80,7 +80,7 @@ def test_loss_and_gradient_have_the_bits_of_torchs_own(
 
 
 @pytest.mark.parametrize("again", ["retained", "derivative"])
-def test_a_graph_that_is_used_again_gives_the_same_bits(again: str, hold: Hold, at_any_size: None) -> None:
+def test_a_graph_that_is_used_again_gives_the_same_bits(again: str, hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(40, 64)
     direction = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
     found = []
@@ -112,7 +112,7 @@ def bytes_beside(function: Callable[..., Tensor], *, keeps: bool) -> tuple[int, 
     return forward - 2 * LOGITS, taken[0] - 2 * LOGITS  # the leaf, and what was made of it
 
 
-def test_one_copy_of_the_logits_where_torch_has_three(hold: Hold) -> None:
+def test_one_copy_of_the_logits_where_torch_has_three(hold: ChunkedLossPatch) -> None:
     whole, chunked = (bytes_beside(function, keeps=False) for function in (TORCHS, functional.cross_entropy))
     small = 4096  # classes, a loss for each row
     assert LOGITS <= whole[0] < LOGITS + small and LOGITS <= whole[1] + LOGITS < 2 * LOGITS + small
@@ -122,7 +122,7 @@ def test_one_copy_of_the_logits_where_torch_has_three(hold: Hold) -> None:
     assert 0 <= chunked[1] < small  # the logits are their gradient by then
 
 
-def test_logits_that_somebody_holds_stay_as_they_are(hold: Hold) -> None:
+def test_logits_that_somebody_holds_stay_as_they_are(hold: ChunkedLossPatch) -> None:
     values, target = rows(ROWS, COLUMNS)
     held = values.clone().requires_grad_() + 0.0
     before = held.detach().clone()
@@ -133,7 +133,7 @@ def test_logits_that_somebody_holds_stay_as_they_are(hold: Hold) -> None:
     assert 0 <= bytes_beside(functional.cross_entropy, keeps=True)[1] - LOGITS < 4096
 
 
-def test_logits_that_another_op_saved_stay_as_they_are(hold: Hold, at_any_size: None) -> None:
+def test_logits_that_another_op_saved_stay_as_they_are(hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(64, 128)
     found = []
     for function in (TORCHS, functional.cross_entropy):
@@ -149,7 +149,9 @@ def test_logits_that_another_op_saved_stay_as_they_are(hold: Hold, at_any_size: 
 
 
 @pytest.mark.parametrize("held", ["storage", "array"])
-def test_memory_that_somebody_holds_without_a_tensor_stays_as_it_is(held: str, hold: Hold, at_any_size: None) -> None:
+def test_memory_that_somebody_holds_without_a_tensor_stays_as_it_is(
+    held: str, hold: ChunkedLossPatch, at_any_size: None
+) -> None:
     values, target = rows(64, 128)
     made = values.clone().requires_grad_() * 1.5
     kept: Any = made.untyped_storage() if held == "storage" else made.detach().numpy()
@@ -160,7 +162,7 @@ def test_memory_that_somebody_holds_without_a_tensor_stays_as_it_is(held: str, h
     assert same_bits(left, values * 1.5)
 
 
-def test_memory_that_is_numpys_stays_as_it_is(hold: Hold, at_any_size: None) -> None:
+def test_memory_that_is_numpys_stays_as_it_is(hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(64, 128)
     leaf = values.clone().requires_grad_()
     array = np.zeros((64, 128), np.float32)
@@ -169,7 +171,7 @@ def test_memory_that_is_numpys_stays_as_it_is(hold: Hold, at_any_size: None) -> 
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_what_hooks_give_from_numpy_stays_as_it_is(swapped: bool, hold: Hold, at_any_size: None) -> None:
+def test_what_hooks_give_from_numpy_stays_as_it_is(swapped: bool, hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(64, 128)
     kept: list[Any] = []
 
@@ -187,7 +189,7 @@ def test_what_hooks_give_from_numpy_stays_as_it_is(swapped: bool, hold: Hold, at
 
 
 @pytest.mark.parametrize("how", ["data", "numpy"])
-def test_logits_that_are_written_to_unseen_stop_the_step(how: str, hold: Hold, at_any_size: None) -> None:
+def test_logits_that_are_written_to_unseen_stop_the_step(how: str, hold: ChunkedLossPatch, at_any_size: None) -> None:
     """torch's own saved what it needs of them; here the gradient would be another one."""
     values, target = rows(64, 128)
     made = values.requires_grad_() * 1.5
@@ -202,7 +204,7 @@ def test_logits_that_are_written_to_unseen_stop_the_step(how: str, hold: Hold, a
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_logits_that_are_no_numbers_give_torchs_bits(value: float, hold: Hold, at_any_size: None) -> None:
+def test_logits_that_are_no_numbers_give_torchs_bits(value: float, hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(64, 128)
     values[3, 5] = value
     found = []
@@ -214,7 +216,7 @@ def test_logits_that_are_no_numbers_give_torchs_bits(value: float, hold: Hold, a
     assert torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
 
 
-def test_gradients_in_batches_are_torchs(hold: Hold, at_any_size: None) -> None:
+def test_gradients_in_batches_are_torchs(hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(20, 64)
     found = []
     for function in (TORCHS, functional.cross_entropy):
@@ -224,7 +226,7 @@ def test_gradients_in_batches_are_torchs(hold: Hold, at_any_size: None) -> None:
     assert hold.used and same_bits(*found)
 
 
-def test_where_hooks_are_forbidden_torchs_own_is_taken(hold: Hold, at_any_size: None) -> None:
+def test_where_hooks_are_forbidden_torchs_own_is_taken(hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(32, 64)
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert not is_chunked(functional.cross_entropy(values.requires_grad_(), target))
@@ -248,7 +250,9 @@ def left_to_torch() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
 
 @pytest.mark.parametrize("kind", left_to_torch())
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
-def test_what_is_more_than_classes_and_a_reduction_is_left_to_torch(kind: str, hold: Hold, at_any_size: None) -> None:
+def test_what_is_more_than_classes_and_a_reduction_is_left_to_torch(
+    kind: str, hold: ChunkedLossPatch, at_any_size: None
+) -> None:
     values, target = rows(32, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "narrow autocast"):
         loss = left_to_torch()[kind](values.requires_grad_() * 1.5, target)
@@ -256,7 +260,7 @@ def test_what_is_more_than_classes_and_a_reduction_is_left_to_torch(kind: str, h
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_transforms_and_losses_without_gradients_are_left_to_torch(hold: Hold, at_any_size: None) -> None:
+def test_transforms_and_losses_without_gradients_are_left_to_torch(hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(32, 64)
     expected = TORCHS(values, target)
     assert same_bits(functional.cross_entropy(values, target), expected)
@@ -274,13 +278,13 @@ def test_transforms_and_losses_without_gradients_are_left_to_torch(hold: Hold, a
     assert is_chunked(functional.cross_entropy(leaf, target))
 
 
-def test_small_logits_are_left_to_torch(hold: Hold) -> None:
+def test_small_logits_are_left_to_torch(hold: ChunkedLossPatch) -> None:
     values, target = rows(ROWS - 1, COLUMNS)
     assert not is_chunked(functional.cross_entropy(values.requires_grad_(), target))
 
 
 def test_where_bits_would_differ_torchs_own_is_taken(
-    hold: Hold, at_any_size: None, monkeypatch: pytest.MonkeyPatch
+    hold: ChunkedLossPatch, at_any_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_loss, "_same_bits", {})
     tried = chunked_loss._same
@@ -290,7 +294,7 @@ def test_where_bits_would_differ_torchs_own_is_taken(
     assert not hold.used, "chunks that were tried are no loss of a step"
 
 
-def test_a_class_that_is_not_there_is_said_as_torch_says_it(hold: Hold, at_any_size: None) -> None:
+def test_a_class_that_is_not_there_is_said_as_torch_says_it(hold: ChunkedLossPatch, at_any_size: None) -> None:
     values, target = rows(32, 64)
     target[20] = 64
     with pytest.raises(IndexError, match="Target 64 is out of bounds"):
@@ -298,7 +302,7 @@ def test_a_class_that_is_not_there_is_said_as_torch_says_it(hold: Hold, at_any_s
 
 
 def test_torch_has_its_own_back_once_nobody_holds_it() -> None:
-    first, second = Hold(), Hold()
+    first, second = ChunkedLossPatch(), ChunkedLossPatch()
     first.let_go()
     assert is_chunking()
     second.let_go()
@@ -449,7 +453,7 @@ def test_small_losses_leave_torch_alone() -> None:
     handle.remove()
 
 
-def test_a_model_that_holds_the_loss_can_be_pickled(hold: Hold) -> None:
+def test_a_model_that_holds_the_loss_can_be_pickled(hold: ChunkedLossPatch) -> None:
     model = nn.Linear(2, 2)
     model.loss = functional.cross_entropy
     copied = pickle.loads(pickle.dumps(model))

@@ -146,7 +146,7 @@ def test_backward_from_another_thread(x: Tensor) -> None:
 def test_looks_of_several_threads_meet_at_the_end() -> None:
     """The engine's threads each have their own docket, and any of them may end the backward."""
     seen = torch.arange(100.0)
-    waits = witness.Waiting()
+    waits = witness.PendingSamples()
     left = Witness(seen, spots_of((100,), (1,)), 0, full=False)
     waits.append((left, left.look(seen + 1), None, lambda: WrongValue("late")))
     raised = []

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.core.errors import PlanMismatch, UsageError
-from jettison.solve.plan import LayerPlan, Plan, PolicyWord, Predicted, SolverReport
+from jettison.solve.plan import LayerPlan, Plan, PolicyName, Predicted, SolverReport
 
 
 def layer_plan(layer: str, kept: tuple[int, ...] = (0, 3)) -> LayerPlan:
     return LayerPlan(
         layer=layer,
-        policy=PolicyWord.MIXED,
+        policy=PolicyName.MIXED,
         kept_bytes=4096,
         recompute_flops=10**6,
         digest="0123456789abcdef",
@@ -63,7 +63,7 @@ def test_round_trip() -> None:
 @given(st.text(), st.lists(st.integers(0, 10**6), unique=True), st.floats(0, 1e300), st.integers(0, 10**30))
 def test_round_trip_of_anything(name: str, kept: list[int], price: float, flops: int) -> None:
     entry = dataclasses.replace(
-        layer_plan(f"layer {name}", tuple(sorted(kept))), price=price, recompute_flops=flops, policy=PolicyWord.OFFLOAD
+        layer_plan(f"layer {name}", tuple(sorted(kept))), price=price, recompute_flops=flops, policy=PolicyName.OFFLOAD
     )
     one = dataclasses.replace(plan(), layers=(entry,), segments=(), model=name)
     assert Plan.from_json(one.to_json()) == one

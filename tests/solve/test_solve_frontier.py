@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, fewest_bytes_point, pareto_frontier, plain_point
-from jettison.solve.plan import PolicyWord, policy_word
+from jettison.solve.plan import PolicyName, policy_name
 from support.plan_cases import all_kept_sets, programs
 from support.work import calls
 
@@ -130,12 +130,12 @@ def test_arguments_are_checked(seconds: list[float], points: int) -> None:
 
 def test_policy_words() -> None:
     program = chain_program(3)
-    words = {kept: policy_word(program, frozenset(kept)) for kept in [(1, 2, 3), (0,), (0, 2), (1,)]}
+    words = {kept: policy_name(program, frozenset(kept)) for kept in [(1, 2, 3), (0,), (0, 2), (1,)]}
     assert words == {
-        (1, 2, 3): PolicyWord.NONE,
-        (0,): PolicyWord.FULL,
-        (0, 2): PolicyWord.MIXED,
-        (1,): PolicyWord.MIXED,
+        (1, 2, 3): PolicyName.NONE,
+        (0,): PolicyName.FULL,
+        (0, 2): PolicyName.MIXED,
+        (1,): PolicyName.MIXED,
     }
 
 

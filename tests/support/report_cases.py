@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jettison.ledger.levels import StepLevels
 from jettison.report.proof import LayerProof, Proof
-from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyWord, Predicted, SolverReport
+from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyName, Predicted, SolverReport
 
 HOSTILE = "x</script><img src=x onerror=boom()>\x1b[31m\u202e"
 """A name that ends elements, colours a terminal and turns the direction of writing."""
@@ -103,7 +103,7 @@ def plan(*, layers: int = 4) -> Plan:
         first = i == 0
         return LayerPlan(
             layer=f"layers.{i}",
-            policy=PolicyWord.MIXED if first else PolicyWord.NONE,
+            policy=PolicyName.MIXED if first else PolicyName.NONE,
             kept_bytes=1536 if first else 7680,
             offloaded_bytes=4096 if first else 0,
             recompute_flops=1000 if first else 0,
@@ -115,7 +115,7 @@ def plan(*, layers: int = 4) -> Plan:
         )
 
     root = LayerPlan(
-        layer="", policy=PolicyWord.NONE, kept_bytes=8192, recompute_flops=0, digest="r", option="none", kept=(0,)
+        layer="", policy=PolicyName.NONE, kept_bytes=8192, recompute_flops=0, digest="r", option="none", kept=(0,)
     )
     return Plan(
         budget_bytes=9000,

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from jettison.runtime.offload import Group, Moved, OffloadEngine
+from jettison.runtime.offload import Group, OffloadedStorage, OffloadEngine
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def _note(engine: OffloadEngine, transfer: Transfer) -> None:
         found.append(transfer)
 
 
-def _sending(engine: OffloadEngine, source: Tensor, group: Group) -> Moved:
+def _sending(engine: OffloadEngine, source: Tensor, group: Group) -> OffloadedStorage:
     before = len(group.moved)
     moved = _send(engine, source, group)
     if len(group.moved) > before:  # else its bytes are on their way already
@@ -57,7 +57,7 @@ def _sending(engine: OffloadEngine, source: Tensor, group: Group) -> Moved:
     return moved
 
 
-def _loading(engine: OffloadEngine, moved: Moved) -> None:
+def _loading(engine: OffloadEngine, moved: OffloadedStorage) -> None:
     _load(engine, moved)
     _note(engine, Transfer(Direction.BACK, moved.span.nbytes))
 

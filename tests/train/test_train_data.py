@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from jettison.core.errors import UsageError
-from jettison.train.data import Batches, Corpus, ShuffledOrder, Survey, open_corpus
+from jettison.train.data import Batches, Corpus, ShuffledOrder, TextDigest, open_corpus
 from jettison.train.recipe import DataSection
 
 
-def whole(corpus: Corpus) -> Survey:
-    return Survey.of([corpus.block(number) for number in range(corpus.blocks)])
+def whole(corpus: Corpus) -> TextDigest:
+    return TextDigest.of([corpus.block(number) for number in range(corpus.blocks)])
 
 
 def test_text_files_are_bytes_in_the_order_of_their_names(tmp_path: Path) -> None:

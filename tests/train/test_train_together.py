@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from jettison.cli.train import train
 from jettison.core.errors import JettisonError
-from jettison.train.ranks import Beat, hanging
+from jettison.train.ranks import Heartbeat, hanging
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -260,10 +260,12 @@ def test_the_command_names_a_rank_that_hangs(tmp_path: Path) -> None:
     assert "internal error" not in out and "rank 0 (" not in out
 
 
-def beats(*begun: dict[str, int], moved: bool = True, gave_up: tuple[int, ...] = ()) -> tuple[list[Beat], list[Beat]]:
-    before = [Beat(number=1, begun=counts) for counts in begun]
+def beats(
+    *begun: dict[str, int], moved: bool = True, gave_up: tuple[int, ...] = ()
+) -> tuple[list[Heartbeat], list[Heartbeat]]:
+    before = [Heartbeat(number=1, begun=counts) for counts in begun]
     now = [
-        Beat(number=2 if moved or rank != 1 else 1, begun=counts, gave_up=rank in gave_up)
+        Heartbeat(number=2 if moved or rank != 1 else 1, begun=counts, gave_up=rank in gave_up)
         for rank, counts in enumerate(begun)
     ]
     return before, now

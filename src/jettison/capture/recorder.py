@@ -253,7 +253,7 @@ BY_HAND = "it moves torch's random generator by hand (a seed, a saved state, for
 _GUESSED = "it decides by values that are not known before it runs"
 _MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
 """Op that `torch.tensor` and assignments of numbers apply to the tensor that they have just made."""
-Written = tuple[tuple[int, int], ...]
+TargetOutput = tuple[tuple[int, int], ...]
 """Buffers that are overwritten, each with its successor."""
 
 
@@ -529,7 +529,7 @@ class OpRecorder:
                 self._read_value(tensor)
         ran = _Ran(func, args, kwargs, given, out, self.has_numbers and op_traits.takes_number(func, args, kwargs))
         makes: tuple[TensorRef, ...] = ()
-        written: Written = ()
+        written: TargetOutput = ()
         if pieces or not all(map(self.knows, _tensors(out))):
             written = self._record(ran, pieces)
             makes = tuple(map(self.ref, _tensors(out)))
@@ -537,7 +537,7 @@ class OpRecorder:
             self.sequence.append(self._expected(ran, makes, written))
         return out
 
-    def _record(self, ran: _Ran, pieces: Mapping[int, list[Tensor]]) -> Written:
+    def _record(self, ran: _Ran, pieces: Mapping[int, list[Tensor]]) -> TargetOutput:
         func, args, kwargs, given, out, numbers = ran
         device = next((t.device.type for t in _tensors(out, args)), "cpu")
         anchor = op_traits.anchor_of(func, kwargs, given[0], device)
@@ -550,7 +550,7 @@ class OpRecorder:
         if random and self.follows(device):
             move = movement_of(func, args, kwargs, out, device, numbers_known=anchor is None)
             state = None if move is None else self.move_state(move, device)
-        statistics: Written = ()
+        statistics: TargetOutput = ()
         pure_args = op_traits.without_statistics(func, given[0]) if pieces else None
         if pure_args is not None:
             statistics, given, pieces = self._statistics(func, pieces), (pure_args, given[1]), {}
@@ -603,7 +603,7 @@ class OpRecorder:
             refs.append(ref if ref is not None and ref.buffer in outputs else None)
         return refs
 
-    def _expected(self, ran: _Ran, makes: tuple[TensorRef, ...], written: Written) -> Expected:
+    def _expected(self, ran: _Ran, makes: tuple[TensorRef, ...], written: TargetOutput) -> Expected:
         func, args, kwargs, given, out, numbers = ran
         reads = tuple(_refs(given))
         places = {ref.buffer: place for place, ref in enumerate(reads)}
@@ -649,7 +649,7 @@ class OpRecorder:
             self.names[new] = self.names[old]
         return new
 
-    def _statistics(self, func: Any, pieces: Mapping[int, list[Tensor]]) -> Written:
+    def _statistics(self, func: Any, pieces: Mapping[int, list[Tensor]]) -> TargetOutput:
         """Record a batch norm's running statistics as an op of their own, which is never recomputed."""
         index = len(self.ops)
         written = tuple((old, self._overwrite_of_others(old, parts[0], index)) for old, parts in pieces.items())

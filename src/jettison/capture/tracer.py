@@ -396,7 +396,7 @@ class Tracer:
                 what = "shapes in it hang" if read.shape_only else "its Python goes by numbers that hang"
                 raise TraceError(f"{what} on the values of what the batch gives it")
             state.refuse_unseen()
-            self.memory.trails.append(Trail(recorder))
+            self.memory.trails.append(RecordingMemory(recorder))
         except TraceError as error:
             state.restore_streams()
             problem = str(error)
@@ -419,14 +419,14 @@ class Tracer:
 
 
 @dataclass(kw_only=True)
-class Late:
+class LaterWrites:
     """Later writes to memory of one block call: arguments and outputs, and buffers of its recording."""
 
     places: set[Place] = field(default_factory=set)
     inside: set[int] = field(default_factory=set)
 
 
-class Trail:
+class RecordingMemory:
     """Memory of a finished recording. Storages are known by their addresses, which are not reused as long as they are
     referenced. Fake ones cost nothing to keep; real ones (masks, positions) would add up over the blocks, and are
     referenced weakly: freed memory cannot be written to.
@@ -446,11 +446,11 @@ class MemoryUses:
 
     given: list[dict[int, int]] = field(default_factory=list)  # leaf position of an argument -> storage
     made: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # storage -> (call, output leaf)
-    trails: list[Trail | None] = field(default_factory=list)  # None: unknown
+    trails: list[RecordingMemory | None] = field(default_factory=list)  # None: unknown
 
-    def late(self, root: OpRecorder) -> list[Late]:
+    def late(self, root: OpRecorder) -> list[LaterWrites]:
         """By call, its memory that the root or another block writes to later."""
-        found = [Late() for _ in self.given]
+        found = [LaterWrites() for _ in self.given]
         writes = dict.fromkeys(root.writes)  # (storage, number of calls before)
         for call, trail in enumerate(self.trails):
             writes.update(dict.fromkeys((storage, call) for storage in (trail.writes if trail else ())))
@@ -476,9 +476,9 @@ class MemoryUses:
 
 def mark_overwritten(trace: ModelTrace, memory: MemoryUses, root: OpRecorder) -> None:
     """Mark memory of a block that others write to before backward."""
-    late: dict[str, Late] = {}
+    late: dict[str, LaterWrites] = {}
     for call, found in zip(trace.calls, memory.late(root), strict=True):
-        of_class = late.setdefault(call.class_key, Late())
+        of_class = late.setdefault(call.class_key, LaterWrites())
         of_class.places |= found.places
         of_class.inside |= found.inside
     for key, found in late.items():

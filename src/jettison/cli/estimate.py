@@ -30,7 +30,7 @@ from jettison.predict.ranges import fit_budgets
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import is_live, resolve
 from jettison.predict.time import estimate as estimate_run
-from jettison.predict.training_cost import Wanted
+from jettison.predict.training_cost import TrainingBudget
 from jettison.predict.whole_micro_batches import settled
 from jettison.report.console import hint, progress
 from jettison.report.estimate import EstimateReport
@@ -100,7 +100,7 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
     """
     if is_live(model):
         raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
-    wanted = Wanted(tokens=flags.tokens, price_per_gpu_hour=flags.price_per_gpu_hour)
+    wanted = TrainingBudget(tokens=flags.tokens, price_per_gpu_hour=flags.price_per_gpu_hour)
     asked, device = resolve(spec_of(model, request), request), hardware(flags.gpu)
     run = placed(asked.run, device)
     if flags.explain and run.recompute.mode is Mode.AUTO:

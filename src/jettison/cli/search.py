@@ -33,7 +33,7 @@ from jettison.core.process import cores
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import flag_of, is_live
-from jettison.predict.training_cost import Wanted
+from jettison.predict.training_cost import TrainingBudget
 from jettison.report.console import hint, json_text, progress
 from jettison.report.search import SearchReport, nothing_document
 from jettison.search.evaluate import Journal
@@ -177,7 +177,7 @@ def search(
     """
     if is_live(model):
         raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
-    wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
+    wanted = TrainingBudget(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
     budget_bytes = None if budget is None else parse_bytes(budget)
     device = hardware(gpu)
     if request.anchor is not None:

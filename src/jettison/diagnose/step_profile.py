@@ -42,7 +42,7 @@ _LEAST_GAP_NS: Final = 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceWaits:
+class DeviceIdle:
     """Idle time of the device, by the host's work."""
 
     data_ns: int = 0
@@ -98,7 +98,7 @@ class StepProfile:
     exposed_ns: int
     exposed_after_backward_ns: int
     collectives: Mapping[str, int]
-    waiting: DeviceWaits
+    waiting: DeviceIdle
     data_ns: int
     copies: Copies
     kernels: int
@@ -155,7 +155,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         exposed_ns=total(within(exposed, start, end)),
         exposed_after_backward_ns=_after(exposed, compute, phases, start, end),
         collectives=_by_name(talk, exposed, start, end),
-        waiting=_waiting(trace, busy, phases[DATA], start, end) if has_device else DeviceWaits(),
+        waiting=_waiting(trace, busy, phases[DATA], start, end) if has_device else DeviceIdle(),
         data_ns=total(within(phases[DATA], start, end)),
         copies=_copies(trace, compute, start, end),
         kernels=len(kernels),
@@ -292,7 +292,7 @@ def _after(exposed: list[Span], compute: list[Span], phases: Mapping[str, list[S
     return found
 
 
-def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: int, end: int) -> DeviceWaits:
+def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: int, end: int) -> DeviceIdle:
     gaps = [gap for gap in without([(start, end)], busy) if gap[1] - gap[0] >= _LEAST_GAP_NS]
     allocator = joined(_spans(one for one in trace.runtime if one.name in _ALLOCATES))
     calls = [one for one in trace.runtime if one.name.startswith(_WAITS)]
@@ -310,7 +310,7 @@ def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: in
             stopped = max(min(length, sum(waited for _, waited in inside)), overlap(gap, waiting))
             found.update(sync_ns=stopped, host_ns=length - stopped)
             longest = max(longest, (length - stopped, -start_ns))
-    return DeviceWaits(**found, longest_ns=longest[0], longest_at_ns=-longest[1])
+    return DeviceIdle(**found, longest_ns=longest[0], longest_at_ns=-longest[1])
 
 
 def _copies(trace: ProfilerTrace, compute: list[Span], start: int, end: int) -> Copies:

@@ -32,7 +32,7 @@ from jettison.dryrun.counter import allocation_deltas, quiet_gc
 from jettison.dryrun.levels import BlockLevels, forward_alone, given_to_block
 from jettison.runtime.compiled import compiled, first_lines, kept_buffers, looking, one_graph
 from jettison.solve.policy import CheckpointPolicy, KeepAll
-from jettison.solve.problem import RegionOption, SentTensor
+from jettison.solve.problem import OffloadedTensor, RegionOption
 
 WARM_UPS = 2  # the first compiles, the second fills caches of libraries
 ROUNDS = 5
@@ -52,7 +52,7 @@ class MeasuredChoice(NamedTuple):
     backward_peak_bytes: int
     lasting_bytes: int
     seconds: float
-    saved: Mapping[int, SentTensor] = MappingProxyType({})
+    saved: Mapping[int, OffloadedTensor] = MappingProxyType({})
 
 
 def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> CompiledProgram:
@@ -119,7 +119,7 @@ def _measured(
     block = _CompiledBlock(trace, cls)
     own, settings = block.module.forward, cls.compiled.settings
     forwards = {key: compiled(own, settings, policy, says=may_move) for key, policy in choices.items()}
-    saved: dict[str, Mapping[int, SentTensor]] = {}
+    saved: dict[str, Mapping[int, OffloadedTensor]] = {}
     bytes_of: dict[str, tuple[int, int, int, int]] = {}
     for number, (key, forward) in enumerate(forwards.items(), 1):
         progress(f"compiling blocks like {cls.example}: way {number} of {len(forwards)}")
@@ -155,7 +155,7 @@ class _CompiledBlock:
         for phase in self._phases():
             phase()
 
-    def saved(self) -> dict[int, SentTensor]:
+    def saved(self) -> dict[int, OffloadedTensor]:
         """Tensors that a forward saves and that could be offloaded."""
         leaves, spec = tree_flatten(opaque_copy(self.call))
         given = given_to_block(leaves, self.shared)

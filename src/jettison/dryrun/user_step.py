@@ -132,7 +132,7 @@ class ModelUse:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeenStep:
+class ObservedStep:
     """Observations of a step."""
 
     uses: list[ModelUse]  # of each module
@@ -157,7 +157,7 @@ def observe(
     copied: torch.optim.Optimizer | None = None,
     counted: Counted | None = None,
     real: Sequence[nn.Module] = (),
-) -> SeenStep:
+) -> ObservedStep:
     """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
     computed with, nothing stays behind.
 
@@ -223,7 +223,7 @@ def observe(
             )
         if all(len(watcher.unasked) == watcher.calls for watcher in watchers):
             raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
-    return SeenStep(uses=uses, inside=frozenset(inside), left=frozenset(left))
+    return ObservedStep(uses=uses, inside=frozenset(inside), left=frozenset(left))
 
 
 @contextlib.contextmanager
@@ -388,7 +388,7 @@ class UserStep:
         gradients_preallocated: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         copied: torch.optim.Optimizer | None = None,
-        seen: SeenStep | None = None,
+        seen: ObservedStep | None = None,
         real: Sequence[nn.Module] = (),
     ) -> None:
         self.step, self.batches, self.mode, self.gradients_preallocated = step, batches, mode, gradients_preallocated

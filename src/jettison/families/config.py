@@ -164,7 +164,7 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
         token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
         embedding_norm=norm if family.embedding_norm else None,
         embedding_scale=family.embedding_scale or (family.encoder_decoder and fields.flag("scale_embedding")),
-        wide_stream=fields.flag("residual_in_fp32"),
+        fp32_residual=fields.flag("residual_in_fp32"),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
             bias=family.head_bias or fields.flag("decoder_bias") or fields.flag("lm_head_bias"),

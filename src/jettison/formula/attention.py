@@ -56,13 +56,13 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
             if not w.kernels.fused_rotary:  # `apply_rotary_pos_emb` keeps references to both until it returns
                 w.tape.name(*given)
-        if spec.qk_norm is QkNorm.HEAD and w.kernels.late_norms:
+        if spec.qk_norm is QkNorm.HEAD and w.kernels.norms_after_rotary:
             q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
         if spec.qk_norm is QkNorm.LENGTH:
             q, k = (norm(w, x, _LENGTH, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
         if spec.scaled_queries:
             q = _scaled(w, q)
-        joined = bool(spec.rotary_dim) and w.kernels.joined_rotary and not w.kernels.fused_rotary
+        joined = bool(spec.rotary_dim) and w.kernels.concatenated_rotary and not w.kernels.fused_rotary
         joined = joined or w.kernels.copied_heads
         joined = joined or (w.kernels.packed_heads and w.run.micro_batch > 1)
         context = core(w, q, k, v, spec, joined=joined)
@@ -130,7 +130,7 @@ def _project(
         if number < 2 and spec.qk_norm is QkNorm.WIDTH:
             x = norm(w, x, norm_spec, f"{names[number]}_norm", split=True)
         x = heads_of(w, x, heads[number], d)
-        if number < 2 and spec.qk_norm is QkNorm.HEAD and not w.kernels.late_norms:
+        if number < 2 and spec.qk_norm is QkNorm.HEAD and not w.kernels.norms_after_rotary:
             x = norm(w, x, norm_spec, f"{names[number]}_norm")
         if number < 2 and spec.qk_norm is QkNorm.APIECE:
             x = norm(w, x, replace(norm_spec, bias=False), f"{names[number]}_norm", apiece=True)
@@ -173,7 +173,7 @@ def _indexed(w: Writer, x: Value, spec: Attention) -> Value:
 def _scaled(w: Writer, q: Value) -> Value:
     """Queries times a factor of their position, which each block computes itself."""
     positions = w.table("positions", (w.run.seq,), "float32")
-    dtype = "float32" if w.kernels.wide_positions else q.dtype
+    dtype = "float32" if w.kernels.fp32_position_scales else q.dtype
     factor = w.tape.op("aten.log1p.default", [positions], (w.run.seq, 1), dtype)
     return cast(w, multiply(w, q, factor, ("", "factor of positions"), dtype), q.dtype)
 
@@ -333,7 +333,7 @@ def _gathered(w: Writer, q: Value, k: Value, v: Value) -> tuple[list[Value], int
 
 def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
     """The additive mask of 0 and minus infinity, made from all layers' boolean mask, or the one with distances."""
-    if alibi and w.kernels.made_masks:
+    if alibi and w.kernels.always_masks:
         given = w.table(MASK, (*q.shape[:ROWS], q.shape[ROWS], keys), w.compute, head_places(w))
         return for_matmul(w, given)  # each layer's kernel casts an fp32 mask
     shape = (w.run.micro_batch, 1, q.shape[ROWS], keys)
@@ -386,8 +386,8 @@ def eager(
     if w.run.layout.cp > 1:  # keys of all ranks
         whole = tuple(p for p in k.places if p[0] != "cp")
         k, v = (w.tape.collective(GATHER, "cp", x, whole, backward=SCATTER) for x in (k, v))
-    dtype = "float32" if w.kernels.wide_scores else q.dtype
-    out_dtype = v.dtype if w.kernels.wide_scores else q.dtype
+    dtype = "float32" if w.kernels.fp32_scores else q.dtype
+    out_dtype = v.dtype if w.kernels.fp32_scores else q.dtype
     q, k = (cast(w, x, dtype) if joined else as_batch(w, cast(w, x, dtype)) for x in (q, k))
     roles = ("attention query", "attention key")
     scores = batched_matmul(w, q, k, scores_shape, places, q.shape[-1], roles, CORE, dtype=dtype)
@@ -503,7 +503,7 @@ def has_mask_tensor(w: Writer, spec: Attention) -> bool:
     both_ways = w.kernels.bidirectional_masks and not spec.causal
     if w.run.packed:
         return w.kernels.documents is Documents.MASK
-    return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.made_masks)
+    return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.always_masks)
 
 
 def document_bounds(w: Writer) -> Iterator[Value]:
@@ -584,21 +584,21 @@ def packed_heads(w: Writer, joint: Value, spec: Attention) -> tuple[Value, Value
 def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     """Rotary positions (arXiv 2104.09864) on the first ``dim`` of each head; backward needs the tables only."""
     casts = w.run.precision.casts is not None
-    wide = w.kernels.wide_rotary or (casts and not w.kernels.rotary_apiece)  # those tables take the dtype of keys
+    wide = w.kernels.fp32_rotary or (casts and not w.kernels.rotary_per_tensor)  # those tables take the dtype of keys
     dtype = "float32" if wide else x.dtype
-    back = w.kernels.complex_rotary or (w.kernels.wide_rotary and not w.kernels.wide_scores)
+    back = w.kernels.complex_rotary or (w.kernels.fp32_rotary and not w.kernels.fp32_scores)
     out_dtype = dtype if casts and not back else x.dtype
     cosine, sine = (_table(w, f"rotary {name}", dim, dtype, whose) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
     part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
-    if w.kernels.narrow_tables:
+    if w.kernels.half_rotary_tables:
         part, dtype = cast(w, part, "float32"), "float32"
     straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
     half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2), workspace=_still_joined(w, part) // 2)
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
     out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), out_dtype)
-    if dim == x.shape[-1] and not w.kernels.joined_rotary:
+    if dim == x.shape[-1] and not w.kernels.concatenated_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
 
@@ -614,11 +614,11 @@ def _still_joined(w: Writer, x: Value) -> int:
 
 def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
     """Cosines or sines: what all layers read, or a block's own, which it makes once, or once for what it rotates."""
-    if w.kernels.looked_up_rotary and w.run.packed:
+    if w.kernels.indexed_rotary and w.run.packed:
         return _looked_up(w, name, dim, whose)
-    if not w.kernels.spread_rotary or w.kernels.fused_rotary:
+    if not w.kernels.expanded_rotary or w.kernels.fused_rotary:
         return w.table(name, (w.run.seq, dim), dtype)
-    key = f"{whose} {name}" if w.kernels.rotary_apiece else name
+    key = f"{whose} {name}" if w.kernels.rotary_per_tensor else name
     if key not in w.spread:
         half = w.table(name, (w.run.seq, dim // 2), dtype)
         w.spread[key] = w.tape.op("aten.repeat_interleave.self_int", [half], (w.run.seq, dim))

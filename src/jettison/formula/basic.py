@@ -106,7 +106,7 @@ def linear(
         if weight is None:
             weight = w.parameter("weight", features, width, split=dim, tied=tied, gemm=True, head=head)
         biases = [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
-        apart = w.kernels.biases_apart and not head
+        apart = w.kernels.separate_biases and not head
         weights = [weight] if apart else [weight, *biases]
         last = len(x.shape) - 1
         places = tuple(p for p in x.places if p[1] != last)

@@ -37,7 +37,7 @@ _NORM = Norm(kind=NormKind.LAYER, bias=True)
 def embedding(w: Writer) -> Value:
     """The input of the first layer. The vocabulary is sharded over tp."""
     model = w.run.model
-    if not (w.kernels.fused_rotary or w.kernels.spread_rotary or w.kernels.looked_up_rotary):
+    if not (w.kernels.fused_rotary or w.kernels.expanded_rotary or w.kernels.indexed_rotary):
         rotary_tables(w)
     if model.patches is not None:
         return _patched(w, model.patches)
@@ -48,7 +48,7 @@ def embedding(w: Writer) -> Value:
     if model.source is not None:
         read_source(w, model.source)
     eager = w.kernels.attention is AttentionKernel.EAGER
-    if (w.kernels.filled_masks and eager) or (w.kernels.made_masks and not eager):
+    if (w.kernels.filled_masks and eager) or (w.kernels.always_masks and not eager):
         _masks(w)
     if w.run.padding and any(layer.scan is not None for layer in model.described):
         w.tape.hold(w.tape.source("token mask", w.shape(), "int64"), "token mask")
@@ -204,7 +204,7 @@ def rotary_tables(w: Writer) -> None:
                     continue
                 for function in ("cos", "sin"):
                     table = w.tape.op(f"aten.{function}.default", [angles])
-                    w.tape.hold(table if w.kernels.wide_rotary else cast(w, table, w.compute), "rotary table")
+                    w.tape.hold(table if w.kernels.fp32_rotary else cast(w, table, w.compute), "rotary table")
 
 
 def _rotation(w: Writer, attention: Attention | LatentAttention) -> tuple[int, bool]:

@@ -40,7 +40,7 @@ B = TypeVar("B", bound="Backward")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Around:
+class WeightReadPeaks:
     """Peaks of a region's passes before and after the last step that reads a weight (after it may come a loss).
 
     Args:
@@ -66,7 +66,7 @@ class Passes:
     gradient: int  # weight gradients that remain after backward
     recompute_flops: int  # recomputed in one backward
     output: int
-    around: Around  # peaks before and after the last read of a weight
+    around: WeightReadPeaks  # peaks before and after the last read of a weight
     opening: int  # bytes in backward when a weight is first read
 
 
@@ -97,7 +97,7 @@ def replay(
     backward = begin(Backward, region, kept, again, rule, accumulates=accumulates, frames=frames, held=held)
     last, owned = region.last_read, [w for w in region.weights if not w.tied and not w.frozen]
     forward = _forward_peaks(region, kept | {*program.outputs}, region.last_ops, last)
-    around = Around(forward=forward, backward=backward.run(last, reentrant=reentrant))
+    around = WeightReadPeaks(forward=forward, backward=backward.run(last, reentrant=reentrant))
     return Passes(
         resident=resident,
         forward_peak=max(around.forward),

@@ -31,7 +31,7 @@ def head(w: Writer, x: Value) -> Value:
         return _with_further(w, x)
     if model.final_norm is not None:
         x = norm(w, x, model.final_norm, "norm")
-        x = cast(w, x, w.compute) if model.wide_stream else x
+        x = cast(w, x, w.compute) if model.fp32_residual else x
     x = dropout(w, x, site=model.dropout_sites.output)
     if model.audio is not None:
         return align(w, x, model.audio)
@@ -166,7 +166,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     logits = _gathered(w, logits)
     outside = w.kernels.loss is Loss.IN_LOOP
     wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 else logits
-    named = [wide if w.kernels.widened_logits else logits]
+    named = [wide if w.kernels.fp32_logits else logits]
     if _copies_logits(w) and not outside:
         named.append(wide)
         wide, labels = _without_last(w, wide, labels)
@@ -287,7 +287,7 @@ def _in_place(w: Writer, logits: Value, labels: Value) -> Value:
     after the cast and the copy of transformers (``kernels/unsloth/cross_entropy_loss.py``, ``FastForCausalLMLoss``).
     """
     wide = cast(w, logits, "float32") if w.kernels.copied_logits and w.kernels.loss_float32 else logits
-    named = [wide if w.kernels.widened_logits else logits]
+    named = [wide if w.kernels.fp32_logits else logits]
     if _copies_logits(w):
         named.append(wide)
         wide, labels = _without_last(w, wide, labels)

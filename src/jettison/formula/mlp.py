@@ -22,7 +22,7 @@ def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
         routed = name != "mlp" and "shared_experts" not in w.run.again  # the router saves the input
         hidden = _hidden(w, whole, kept, spec, routed)
         hidden = dropout(w, hidden, site=w.run.model.dropout_sites.inner)
-        if w.kernels.widened_down and w.run.precision.casts:
+        if w.kernels.cast_down_input and w.run.precision.casts:
             hidden = cast(w, hidden, w.held(frozen=w.run.tuning is not None))
         out = linear(w, hidden, w.run.model.hidden, "down", bias=spec.bias, split="row", reference=f"{PAPER}: 8sbh")
         out = leave(w, out)

@@ -354,22 +354,22 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
         weights, choice = _scored(w, logits, shape, spec)
         if spec.normalise_top_k:
             weights = _normalise(w, weights, clamped=spec.clamped_sum)
-        as_logits = w.kernels.wide_routers and w.run.precision.casts  # logits of a 16-bit matmul
+        as_logits = w.kernels.fp32_router and w.run.precision.casts  # logits of a 16-bit matmul
         return (weights if w.kernels.weights_float32 and not as_logits else cast(w, weights, dtype)), choice
 
 
 def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
     """T × e, never from fp8. In fp32, casts of tokens and weight are saved for each other's gradient."""
     with w.tape.scope("gate"):
-        wide = w.kernels.router_float32 or w.kernels.wide_routers
-        weight = w.parameter("weight", spec.experts, tokens.shape[-1], wide=w.kernels.wide_routers)
+        wide = w.kernels.router_float32 or w.kernels.fp32_router
+        weight = w.parameter("weight", spec.experts, tokens.shape[-1], wide=w.kernels.fp32_router)
         weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
         tokens = cast(w, tokens, "float32") if wide else tokens
-        casts = w.run.precision.casts is not None and not w.kernels.routers_apart
+        casts = w.run.precision.casts is not None and not w.kernels.router_outside_autocast
         copies = weight_copies(w, weights) if casts else []
         x = for_matmul(w, tokens) if casts else tokens
         inputs, kept = [x, *copies], [] if weight.frozen else [Saved(x, "router input", REFERENCE)]
-        if wide and not copies and not w.kernels.wide_routers:
+        if wide and not copies and not w.kernels.fp32_router:
             inputs.append(cast(w, w.read(weight), "float32"))
             kept += [Saved(inputs[-1], "router weight")] if x.grad else []
         kept += [Saved(c, "router weight") for c in copies[:1] if x.grad]
@@ -383,7 +383,7 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
 
 def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:
     """Scores of all experts in fp32, and the scores that choose experts."""
-    wide = logits if w.kernels.narrow_routers else cast(w, logits, "float32")
+    wide = logits if w.kernels.half_router_scores else cast(w, logits, "float32")
     if spec.router is Router.SOFTMAX_TOPK:
         scores = _softmax(w, wide)
         if spec.groups > 1:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from jettison.formula.sums import GuardBook
+from jettison.formula.sums import SizeGuards
 from jettison.spec.layout import Layout
 from jettison.spec.model import Attention, LatentAttention, Layer, Mlp, ModelSpec, Moe
 from jettison.spec.run import RegionSignature
@@ -93,7 +93,7 @@ class Choices:
         return " ".join((self.kernels, self.attention, self.precision, drop, layout))
 
 
-def traced_signature(signature: RegionSignature, layer: Layer, book: GuardBook) -> tuple[RegionSignature, Layer]:
+def traced_signature(signature: RegionSignature, layer: Layer, book: SizeGuards) -> tuple[RegionSignature, Layer]:
     """Return the region signature and layer with traced sizes. Neither may be used as a cache key."""
     layout, model = signature.layout, signature.model
     named_layer = replace(layer, attention=_named(layer.attention, book), mlp=_named(layer.mlp, book))
@@ -122,7 +122,7 @@ def traced_signature(signature: RegionSignature, layer: Layer, book: GuardBook) 
     return traced, named_layer
 
 
-def _named(part: Any, book: GuardBook) -> Any:
+def _named(part: Any, book: SizeGuards) -> Any:
     """An attention or feed-forward block with traced sizes."""
     sizes = {field: getattr(part, field) for field in NAMES[type(part)]}
     return replace(part, **{f: book.size(NAMES[type(part)][f], n) for f, n in sizes.items() if n})

@@ -23,11 +23,11 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, split: bool = False, api
         if not spec.weight:
             if spec.kind is NormKind.RMS and not w.kernels.fused_norm:
                 return cast(w, root_mean_square(w, x), x.dtype)
-            return cast(w, _fused(w, cast(w, x, "float32") if w.kernels.wide_norm else x, spec, []), x.dtype)
+            return cast(w, _fused(w, cast(w, x, "float32") if w.kernels.fp32_norm_scale else x, spec, []), x.dtype)
         shape = (x.shape[1], size) if apiece else (size,)
         weight = w.parameter("weight", *shape, split=0 if split or apiece else None)
         weights = [weight] + ([w.parameter("bias", size)] if spec.bias else [])
-        if spec.kind is NormKind.LAYER and w.kernels.written_layer_norm:
+        if spec.kind is NormKind.LAYER and w.kernels.eager_layer_norm:
             return _written_layer(w, x, weight)
         if spec.kind is NormKind.LAYER and spec.offset:
             return _fused(w, x, spec, weights, shifted=_shifted(w, weight, w.held(frozen=weight.frozen)))
@@ -37,7 +37,7 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, split: bool = False, api
         if spec.offset:  # (x / rms(x) * (1 + weight)).to(dtype), all in fp32: transformers' GemmaRMSNorm
             shifted = _shifted(w, weight, "float32")
             return cast(w, multiply(w, normal, shifted, ("normalised input", "norm weight")), x.dtype)
-        if w.kernels.wide_norm:  # (weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm
+        if w.kernels.fp32_norm_scale:  # (weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm
             return cast(w, _weighed_wide(w, normal, weight), x.dtype)
         # weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value is saved for the weight
         return weigh(w, cast(w, normal, x.dtype), weight, "normalised input")
@@ -89,7 +89,9 @@ def root_mean_square(w: Writer, x: Value) -> Value:
     square = power(w, wide, "norm input", REFERENCE)
     mean = w.tape.op("aten.mean.dim", [square], rows, places=places)
     root = _reciprocal_root(w, mean)
-    return multiply(w, x if w.kernels.unwidened_norm else wide, root, ("norm input", "norm statistics"), "float32")
+    return multiply(
+        w, x if w.kernels.fp32_norm_statistics else wide, root, ("norm input", "norm statistics"), "float32"
+    )
 
 
 def _reciprocal_root(w: Writer, mean: Value) -> Value:

@@ -218,7 +218,7 @@ ZERO: Final = Sum(())
 # The walk over a layer (NOTE [ One walk, every figure ]) multiplies, adds and divides whole numbers. Given `Traced`
 # ones it does the same, and each number of bytes and FLOPs carries its `Sum`, so no formula is written down
 # a second time. Each decision by a size (more than one rank? heads that share keys?) compares the numbers, and is noted
-# in a `GuardBook` as a guard: the formulas hold at all sizes at which every guard has the same outcome. Guards with one
+# in `SizeGuards` as a guard: the formulas hold at all sizes at which every guard has the same outcome. Guards with one
 # possible outcome (a size of 1 or more is above 0) are left out.
 #
 # A traced number equals a plain one, and hashes like it: never use one as a cache key.
@@ -244,7 +244,7 @@ class SizeGuard:
 
 
 @dataclass(slots=True)
-class GuardBook:
+class SizeGuards:
     """Decisions of one walk by sizes, in order, each once."""
 
     guards: dict[SizeGuard, None] = field(default_factory=dict)
@@ -269,9 +269,9 @@ class Traced(int):
     """A whole number with its formula. Unsupported arithmetic raises, so that no formula is lost."""
 
     sum: Sum
-    book: GuardBook
+    book: SizeGuards
 
-    def __new__(cls, value: int, made: Sum, book: GuardBook) -> Self:
+    def __new__(cls, value: int, made: Sum, book: SizeGuards) -> Self:
         """Return a number with its formula."""
         self = super().__new__(cls, value)
         self.sum, self.book = made, book

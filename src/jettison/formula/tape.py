@@ -430,7 +430,7 @@ class Writer:
         model = self.run.model
         if model.audio is not None and self.run.precision.casts and not (self.listed and model.embedding_norm):
             return self.matmul_dtype
-        return "float32" if model.wide_stream else self.compute
+        return "float32" if model.fp32_residual else self.compute
 
     @property
     def listed(self) -> bool:

@@ -26,7 +26,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class TargetOutput:
     """Output of a target: files by name, the most important first.
 
     Args:
@@ -42,7 +42,7 @@ class Written:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported(Written):
+class Exported(TargetOutput):
     """Export of a plan, with all losses; ``checked_with``: versions whose own parser or class accepted such output."""
 
     target: str
@@ -112,7 +112,7 @@ def exporter(target: str) -> Exporter:
     if target not in targets:
         raise UsageError(f"got --to {target!r}; expected one of {', '.join(targets)}")
     entry = targets[target]
-    write: Callable[[Nearest], Written] = import_module(f"jettison.frameworks.{entry['folder']}.write").write
+    write: Callable[[Nearest], TargetOutput] = import_module(f"jettison.frameworks.{entry['folder']}.write").write
 
     def export(subject: Subject, pricer: Pricer) -> Exported:
         found = write(Nearest(subject=subject, pricer=pricer, target=target))

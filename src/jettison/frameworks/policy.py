@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from jettison.core.objects import with_former_names
 from jettison.ledger.program import Op, Program, Source
 from jettison.predict.auto_recompute import AutoForecast
-from jettison.solve.plan import PolicyWord
+from jettison.solve.plan import PolicyName
 from jettison.solve.policy import Full
 from jettison.spec.hardware import Hardware
 
@@ -86,7 +86,7 @@ class Decision:
         """The policy, and all tensors that are recomputed and offloaded where the policy does not say it."""
         tensors = {"recomputed": self.recomputed, "offloaded": tensor_names(self.program, self.moved)}
         parts = [f"{verb} {', '.join(names)}" for verb, names in tensors.items() if names]
-        return f"{self.policy} ({'; '.join(parts)})" if self.policy == PolicyWord.MIXED and parts else self.policy
+        return f"{self.policy} ({'; '.join(parts)})" if self.policy == PolicyName.MIXED and parts else self.policy
 
     @property
     def again(self) -> tuple[int, ...]:

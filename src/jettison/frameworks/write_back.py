@@ -43,7 +43,7 @@ ALIKE: Final = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrittenBack:
+class UpdatedFile:
     """New text of a file.
 
     Args:
@@ -78,7 +78,7 @@ class WrittenBack:
 
 def write_back(
     found: RunFile, choice: AutoForecast, *, limit: Limit | None = None, others: tuple[Path, ...] = ()
-) -> WrittenBack:
+) -> UpdatedFile:
     """Write the fastest recomputation settings that the file can express and that fit the plan's budget.
 
     Args:
@@ -125,7 +125,7 @@ def write_back(
     text = edited(file, changed)
     _check(text, found, best.request, others, changed)
     decided = {name: getattr(best.request, name) for name in DECIDED}
-    return WrittenBack(
+    return UpdatedFile(
         text=text,
         words=" ".join(flags_of(RunRequest(**decided))) or "--recompute none",
         changed=changed,

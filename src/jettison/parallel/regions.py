@@ -114,7 +114,7 @@ def _check_divides(x: Tensor, axis: Axis, dim: int) -> None:
 _Move = Callable[[Tensor, Axis, int], Tensor]
 
 
-class _Border(torch.autograd.Function):
+class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, ahead: _Move, back: _Move) -> Tensor:
         ctx.where, ctx.back = (axis, dim), back
@@ -126,7 +126,7 @@ class _Border(torch.autograd.Function):
 
 
 def _cross(x: Tensor, axis: Axis, dim: int, ahead: _Move, back: _Move) -> Tensor:
-    crossed: Tensor = x if axis.size == 1 else _Border.apply(x, axis, dim, ahead, back)
+    crossed: Tensor = x if axis.size == 1 else _Boundary.apply(x, axis, dim, ahead, back)
     return crossed
 
 

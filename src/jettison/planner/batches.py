@@ -62,7 +62,7 @@ class ShapeReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Treatment:
+class InstalledPlan:
     """Plans that are installed under one number. ``trained``: one byte for each parameter of the models, 1 if it is
     trained; then again, 1 if it ever was. ``policies``: for each model, a function that gives another trace of it the
     same policies.
@@ -84,7 +84,7 @@ class Cover:
 
     shape: BatchShape
     trained: bytes
-    treatment: Treatment
+    treatment: InstalledPlan
     peak_bytes: int
 
     def covers(self, shape: BatchShape, trained: bytes) -> bool:
@@ -113,7 +113,7 @@ class BatchPlans:
     planning_seconds: float
     progress: Progress
     host_budget_bytes: int | None = None
-    treatments: list[Treatment] = field(default_factory=list)
+    treatments: list[InstalledPlan] = field(default_factory=list)
     covers: list[Cover] = field(default_factory=list)
     now: Cover | None = None
     _ever: bytes = b""
@@ -248,9 +248,9 @@ class BatchPlans:
 
     def _treatment(
         self, number: int, shape: BatchShape, trained: bytes, parts: Sequence[ModulePolicy], plans: Sequence[Plan]
-    ) -> Treatment:
+    ) -> InstalledPlan:
         like = [(part.policies, part.root, part.segments) for part in parts]  # without their traces, which hold a batch
-        made = Treatment(
+        made = InstalledPlan(
             number=number,
             shape=shape,
             trained=trained,

@@ -25,8 +25,8 @@ from jettison.dryrun.user_step import (
     Counted,
     ModelCall,
     ModelUse,
+    ObservedStep,
     Scheduled,
-    SeenStep,
     Step,
     UserStep,
     modules_of,
@@ -111,7 +111,7 @@ class OwnStep(Described):
     modules: Sequence[nn.Module]
     copies: Copies
     batches: Sequence[Any]
-    seen: SeenStep
+    seen: ObservedStep
     gradients: Mapping[nn.Parameter, Tensor]
     mode: FakeTensorMode
     loop: Loop

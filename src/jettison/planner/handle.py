@@ -17,10 +17,10 @@ from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import ONE_PLAN, Attempt
 from jettison.planner.watch import PLANNING, CudaPeaks, MemoryReport, OptimizerWatch, PeakWatch, phase_hooks
-from jettison.runtime.chunked_loss import Hold, holding
+from jettison.runtime.chunked_loss import ChunkedLossPatch, holding
 from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.report import Live, RegionReport
+from jettison.runtime.report import PendingCalls, RegionReport
 from jettison.runtime.witness import tell_replays
 from jettison.solve.plan import Plan
 
@@ -45,7 +45,7 @@ class Applied:
     _again: Callable[[Applied, Any], None] | None = None
     watch: PeakWatch | None = None
     hooks: list[Any] = field(default_factory=list)
-    losses: Hold | None = None
+    losses: ChunkedLossPatch | None = None
 
     def __repr__(self) -> str:
         return summary(self, f"{'removed; ' if self._removed else ''}{figures(self)}")
@@ -174,7 +174,7 @@ class Applied:
         """The plan as JSON; empty for a policy."""
         return "" if self.plan is None else self.plan.to_json()
 
-    def live(self) -> dict[str, Live]:
+    def live(self) -> dict[str, PendingCalls]:
         """Calls between their forward and their backward, by region. Regions that keep everything are counted
         after the first call of this.
         """
@@ -208,7 +208,7 @@ WRITTEN_TO: Final = "modified by an inplace operation"
 """Autograd's error message (torch/csrc/autograd/saved_variable.cpp)."""
 
 
-def with_losses(make: Callable[[Hold | None], Applied], *, chunked: bool) -> Applied:
+def with_losses(make: Callable[[ChunkedLossPatch | None], Applied], *, chunked: bool) -> Applied:
     """Apply a plan with chunked losses if requested and present in the step; else with torch's own function.
 
     torch saves a log-softmax, which the step cannot access; chunks save the logits. If the step writes to these in
@@ -228,13 +228,13 @@ def with_losses(make: Callable[[Hold | None], Applied], *, chunked: bool) -> App
     return applied
 
 
-def keep_losses(applied: Applied, losses: Hold) -> None:
+def keep_losses(applied: Applied, losses: ChunkedLossPatch) -> None:
     """Keep losses chunked as long as the plan is applied and its model exists."""
     applied.losses = losses
     losses.until_gone(next(region.module for region in applied.regions if region.is_root))
 
 
-def note_losses(traces: Iterable[ModelTrace], losses: Hold | None) -> None:
+def note_losses(traces: Iterable[ModelTrace], losses: ChunkedLossPatch | None) -> None:
     """Set ``losses`` from traces, which show whether their losses were chunked."""
     for traced in traces:
         traced.loop = replace(traced.loop, chunked_loss=losses is not None and losses.used)

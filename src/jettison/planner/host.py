@@ -24,12 +24,12 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.actions import parts_to_send
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.policy import SMALLEST_BYTES, can_move
-from jettison.solve.problem import ChoiceLevels, Link, RegionOption, SentTensor, StepProblem
+from jettison.solve.problem import ChoiceLevels, Link, OffloadedTensor, RegionOption, StepProblem
 from jettison.spec.hardware import Hardware, hardware
 
 SEND: Final = "-send-"
 ALL: Final = "all"
-Saved = Mapping[str, Mapping[int, SentTensor]]
+Saved = Mapping[str, Mapping[int, OffloadedTensor]]
 """Tensors of a compiled block, by point and buffer, that could be offloaded, as seen when measured."""
 LESS: Final = 0.9
 """Share of the offloaded bytes that is tried next if pinning them needs too much host memory."""
@@ -167,7 +167,7 @@ def with_parts_sent(
     point: FrontierPoint,
     free: frozenset[int],
     kinks: Sequence[int],
-    seen: Mapping[int, SentTensor] = MappingProxyType({}),
+    seen: Mapping[int, OffloadedTensor] = MappingProxyType({}),
 ) -> Iterator[FrontierPoint]:
     """Yield a point with parts of its kept tensors offloaded: of the ``free`` buffers. ``seen``: buffers of which
     Inductor saved other bytes.

@@ -37,7 +37,7 @@ from jettison.planner.planner import make_planner
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.together import PlanningRanks, together
-from jettison.runtime.chunked_loss import Hold
+from jettison.runtime.chunked_loss import ChunkedLossPatch
 from jettison.runtime.offload import place_of
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
@@ -321,7 +321,11 @@ class _Request:
         return with_losses(lambda losses: self._applied(losses, batches, asked, plan), chunked=self.chunked_loss)
 
     def _applied(
-        self, losses: Hold | None, batches: Sequence[Any], asked: AskedBudget, plan: str | os.PathLike[str] | None
+        self,
+        losses: ChunkedLossPatch | None,
+        batches: Sequence[Any],
+        asked: AskedBudget,
+        plan: str | os.PathLike[str] | None,
     ) -> Applied:
         with together(self.given, self.group) as ranks, seldom_collected():
             steps, how = as_one(self.optimizer), check_of(self.check)
@@ -457,7 +461,7 @@ class _Planning:
     ranks: PlanningRanks
     hardware: Hardware | None
     host: Host | None
-    losses: Hold | None
+    losses: ChunkedLossPatch | None
 
     def described(
         self,

@@ -35,7 +35,7 @@ from jettison.planner.options import Options, OptionsBuilder
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.solve.actions import is_lean
 from jettison.solve.frontier import FrontierPoint
-from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyWord, Predicted, SolverReport, policy_word
+from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyName, Predicted, SolverReport, policy_name
 from jettison.solve.policy import Full
 from jettison.solve.problem import Choice, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.solver import Offer, Solution, fastest, refine
@@ -349,8 +349,8 @@ def digests_of(traced: ModelTrace, plan: Plan) -> dict[str, str]:
 
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
     named = point.key in ("none", "full")
-    policy = PolicyWord(point.key) if named else policy_word(program, point.kept, point.moved, point.narrowed)
-    again = () if policy is PolicyWord.NONE else program.recompute_set(point.kept)
+    policy = PolicyName(point.key) if named else policy_name(program, point.kept, point.moved, point.narrowed)
+    again = () if policy is PolicyName.NONE else program.recompute_set(point.kept)
     return LayerPlan(
         layer=name,
         policy=policy,

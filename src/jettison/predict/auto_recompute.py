@@ -23,7 +23,7 @@ from jettison.predict.stage_time import Timing
 from jettison.predict.stages import KeptBuffers, kept_by, pipeline_shape
 from jettison.predict.time import Estimate, estimate, recomputing
 from jettison.predict.whole_micro_batches import with_whole
-from jettison.solve.plan import PolicyWord, policy_word
+from jettison.solve.plan import PolicyName, policy_name
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run
@@ -200,11 +200,11 @@ def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
         if part.is_layer:
             moved = frozenset() if part.chosen is None else part.chosen.moved
             program = part.program
-            word = policy_word(program, part.kept, moved)
-            if word is PolicyWord.MIXED and not moved:
+            word = policy_name(program, part.kept, moved)
+            if word is PolicyName.MIXED and not moved:
                 core = program.recompute_set(kept_by(part.region, Mode.SELECTIVE))
                 if set(program.recompute_set(part.kept)) <= set(core):  # all that is recomputed
-                    word = PolicyWord.SELECTIVE
+                    word = PolicyName.SELECTIVE
             yield part.name, str(word)
 
 

@@ -299,7 +299,7 @@ def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:
     return device_order(pipeline_shape(run), index, whole=run.recompute.whole, walk=walk, every=every)
 
 
-def played_load(run: Run, stage: Stage) -> StageLoad:
+def replayed_load(run: Run, stage: Stage) -> StageLoad:
     """Return a stage's load with the order of all micro-batches, for `memory.step.actions`."""
     return replace(stage.load, order=stage_order(run, stage.index, every=True))
 

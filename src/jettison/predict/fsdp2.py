@@ -151,7 +151,7 @@ class FsdpGroups:
             kept=(first, *(layers if not layout.resharded else layers[-1:] if late else ())),
             outer=ends.gathered,
             late=_unsharded(run, last) + tied,
-            late_again=(_unsharded(run, last) if run.gradients_come_whole else 0) + tied,
+            late_again=(_unsharded(run, last) if run.allocates_unsharded_gradients else 0) + tied,
             late_shards=0 if run.keeps_unsharded_gradients else last.static.gradients,
             last=_last_gradient(run, last),
             tied=2 * tied if sums_apart(run) else tied,
@@ -463,7 +463,7 @@ class _Sharded:
         adding = first + unit.adding_peak - unit.backward_peak
         if run.keeps_unsharded_gradients:
             late, own = 0 if head else chunk.late_again, passes
-            if not run.gradients_come_whole:
+            if not run.allocates_unsharded_gradients:
                 own = passes_of(self.treated, run.gradient_rule, accumulates=True)
             highest = rise(own) + unit.adding_peak - own.backward_peak
             closing = self._closing(part, before, there + kept_buffers, again=True) + level
@@ -488,7 +488,7 @@ class _Sharded:
             reduced = made + buffer + _made_shards(run, part)
             return given + max(2 * made + weights, reduced if self.reduces else 0)
         if not self.reduces:
-            return 0 if again or not run.gradients_come_whole else given + self._turned(part)
+            return 0 if again or not run.allocates_unsharded_gradients else given + self._turned(part)
         there, dtype = (buffer, run.precision.reduce_dtype) if self.reducing else (0, run.precision.compute)
         named = self.place.chunk.named(run, part) * DTYPE_BYTES[dtype]
         most = max(0 if self.reducing else made, named + _made_shards(run, part, apart) - there)
@@ -525,7 +525,7 @@ class _Sharded:
         run, place, chunk, own = self.run, self.place, self.place.chunk, self.place.own
         plain = [named_passes(part.region, NONE, run.gradient_rule, False) for part in own]
         adding = plain
-        if again and not run.gradients_come_whole:
+        if again and not run.allocates_unsharded_gradients:
             adding = [named_passes(part.region, NONE, run.gradient_rule, True) for part in own]
         first, there = own[0].region, not chunk.in_flight
         level = -first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))

@@ -35,7 +35,7 @@ from jettison.spec.optimizer_offload import OptimizerOffload, optimizer_offload
 from jettison.spec.precision import Accumulation, Gradients, Precision, optimizer, precision
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
-from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenWords, Role, Tuning, Upcast, When
+from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenModelOptions, Role, Tuning, Upcast, When
 
 PAPER: Final = "paper"
 """Family of arXiv 2205.05198's GPTs."""
@@ -417,7 +417,7 @@ def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:
         text: str | None = getattr(request, role)
         if text is None:
             continue
-        words = FrozenWords.parse(text, f"--{role}")
+        words = FrozenModelOptions.parse(text, f"--{role}")
         if words.model == BASE and (request.lora is None or role is Role.REWARD or words.dtype or words.sharded):
             raise UsageError(
                 f"got --{role} {text}; base is the policy with its adapters disabled: --reference base, with --lora"

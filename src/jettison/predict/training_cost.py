@@ -14,7 +14,7 @@ HOUR_SECONDS = 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class TrainingBudget:
     """Tokens of a training run and the price of a GPU hour.
 
     Raises:
@@ -34,7 +34,7 @@ class Wanted:
                 )
 
 
-NOTHING_WANTED: Final = Wanted()
+NOTHING_WANTED: Final = TrainingBudget()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ class TrainingCost:
 
 
 def training_cost(
-    wanted: Wanted, *, step_seconds: float, step_tokens: int, gpus: int, sure: Residual
+    wanted: TrainingBudget, *, step_seconds: float, step_tokens: int, gpus: int, sure: Residual
 ) -> TrainingCost | None:
     """Return the cost of a training run; None without a number of tokens."""
     if wanted.tokens is None:

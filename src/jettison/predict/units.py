@@ -133,7 +133,7 @@ class _How(NamedTuple):
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
     size = segment_length(run)
-    how = _How(run.frees_gradients, run.gradients_pile_up, run.gradient_rule, caches_copies(run))
+    how = _How(run.frees_gradients, run.gradients_coexist, run.gradient_rule, caches_copies(run))
     if size > 1 or any(group.part.chosen is not None and group.part.chosen.layers > 1 for group in groups):
         return list(_segments(run, groups, size, how))
     # alternating layers of two kinds have a group each, of the same two regions
@@ -224,7 +224,7 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
     rule = run.gradient_rule
     full = [passes_of(part, rule) for part in parts]
     plain = [named_passes(part.region, NONE, rule, False) for part in parts]
-    adding = plain if run.gradients_pile_up else [named_passes(part.region, NONE, rule, True) for part in parts]
+    adding = plain if run.gradients_coexist else [named_passes(part.region, NONE, rule, True) for part in parts]
     held, nothing = full[0].resident, [0] * len(parts)
     passing = _segment_backward(parts[0].region, adding, nothing)
     kept = [part.kept if number == 0 else frozenset[int]() for number, part in enumerate(parts)]
@@ -346,7 +346,7 @@ def _masks(run: Run) -> dict[bool, int]:
     if run.packed or run.recompute.mode not in CHECKPOINTS:
         return {}
     eager = kernels.attention is AttentionKernel.EAGER
-    if kernels.filled_masks or (kernels.made_masks and not eager) or model.pair or model.audio:
+    if kernels.filled_masks or (kernels.always_masks and not eager) or model.pair or model.audio:
         return {}  # encoders mask padding only
     each = run.seq * run.seq // run.layout.cp
     if eager:

@@ -25,7 +25,7 @@ from jettison.memory.schedule import PASSES, ScheduledPass, Work
 from jettison.memory.step import StageAction, actions
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.predict.clock import PassSlices, SliceKind, host_copies, nanoseconds, step_slices
-from jettison.predict.forecast import Forecast, Stage, played_load
+from jettison.predict.forecast import Forecast, Stage, replayed_load
 from jettison.predict.stages import kept_by
 from jettison.predict.time import Estimate
 from jettison.predict.units import sent_to_host
@@ -239,7 +239,7 @@ def stage_memory(
         passes: of the stage, as `clock.step_slices` has them.
         by_tensor: what is saved for backward one tensor at a time, under the ledger's words.
     """
-    player = _Player(memory.run, memory.stages[index], by_tensor)
+    player = _StageReplay(memory.run, memory.stages[index], by_tensor)
     for number in range(STEPS):
         player.step(passes, number, number * step_ns, (number + 1) * step_ns)
     return player.writer.timeline()
@@ -265,10 +265,10 @@ def peak_by_role(memory: Forecast, found: Estimate, index: int) -> dict[str, int
     return dict(roles.most_common())
 
 
-class _Player:
+class _StageReplay:
     def __init__(self, run: Run, stage: Stage, by_tensor: bool) -> None:
         self.run, self.stage, self.by_tensor = run, stage, by_tensor
-        self.load = played_load(run, stage)
+        self.load = replayed_load(run, stage)
         self.writer = TimelineWriter(f"stage {stage.index}")
         self.live = 0
         self.sizes: dict[int, int] = {}

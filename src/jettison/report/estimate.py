@@ -16,7 +16,7 @@ from jettison.predict.forecast import Forecast
 from jettison.predict.ranges import FitRule, FitVerdict, Residual, RunFigures, figures, time_residual, unlike_anchor
 from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
-from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
+from jettison.predict.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
 from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
 from jettison.report.schemas import data, document, part
@@ -42,7 +42,7 @@ class EstimateReport:
     memory: Forecast
     available_bytes: int
     alternatives: StepAlternatives | None = None
-    wanted: Wanted = NOTHING_WANTED
+    wanted: TrainingBudget = NOTHING_WANTED
     eager_memory: str = ""
     fit_rule: FitRule | None = None
 

@@ -40,7 +40,7 @@ from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.named import Choices, has_names, layer_sizes, model_sizes, resized, structure, traced_signature
 from jettison.formula.region import HELD, Region
-from jettison.formula.sums import Factor, GuardBook, Positive, SizeGuard, Sum, sum_of
+from jettison.formula.sums import Factor, Positive, SizeGuard, SizeGuards, Sum, sum_of
 from jettison.formula.tape import TapeOp, Value, Writer
 from jettison.ledger.program import Source
 from jettison.predict.stages import kept_by
@@ -248,7 +248,7 @@ def region_signature(model: ModelSpec, choices: Choices, sizes: Mapping[str, int
 
 def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[str, int]) -> Table:
     """Walk over a layer at these sizes, for everywhere where the walk goes the same way."""
-    book = GuardBook()
+    book = SizeGuards()
     signature, named = traced_signature(region_signature(model, choices, sizes), layer, book)
     writer = Writer.of(signature)
     region = Region(output=write_layer(writer, writer.hidden(), named), tape=writer.tape)

@@ -42,7 +42,7 @@ from jettison.formula.liveness import begin, forward_levels
 from jettison.formula.loss import head
 from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_signature
 from jettison.formula.region import Region, embedding_region
-from jettison.formula.sums import Factor, Gemm, GuardBook, Positive, SizeGuard, Sum, collected, sum_of
+from jettison.formula.sums import Factor, Gemm, Positive, SizeGuard, SizeGuards, Sum, collected, sum_of
 from jettison.formula.tape import Weight, Writer
 from jettison.predict.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.predict.fsdp2 import PhasedBackward
@@ -290,7 +290,7 @@ def pass_table(run: Run, layer: AnyLayer, modes: Sequence[str], positions: SizeG
     """Walk through a model's regions, and replay their passes."""
     assert isinstance(layer, Layer)
     signature, rule = run.signature, run.gradient_rule
-    book = GuardBook()
+    book = SizeGuards()
     traced, named = traced_signature(signature, layer, book)
     if signature.tuning is not None:
         traced = replace(traced, tuning=replace(signature.tuning, rank=book.size(RANK, signature.tuning.rank)))

@@ -16,7 +16,7 @@ from jettison.memory.schedule import PASSES, Work
 from jettison.memory.step import StageAction, actions
 from jettison.predict.allowance import available_bytes
 from jettison.predict.clock import PassSlices, SliceKind, host_copies, step_slices
-from jettison.predict.forecast import Forecast, Stage, played_load
+from jettison.predict.forecast import Forecast, Stage, replayed_load
 from jettison.predict.ranges import time_residual
 from jettison.predict.time import Breakdown
 from jettison.predict.units import sent_to_host
@@ -59,7 +59,7 @@ def _layout(name: str, model: str, flags: dict[str, Any]) -> dict[str, Any]:
         "step_seconds": rounded(time.step_seconds),
         "peak_bytes": memory.peak_bytes,
         "command": line("estimate", model, {"gpu": GPU} | flags),
-        "stages": [PlayedStage(memory, stage, slices[stage.index]).document(device) for stage in memory.stages],
+        "stages": [StagePasses(memory, stage, slices[stage.index]).document(device) for stage in memory.stages],
     }
 
 
@@ -78,7 +78,7 @@ class Instant(NamedTuple):
         return self.gradients + self.held + self.transient
 
 
-class PlayedStage:
+class StagePasses:
     """One stage over a step: its passes on the clock, each with the bytes of its units.
 
     Args:
@@ -87,7 +87,7 @@ class PlayedStage:
 
     def __init__(self, memory: Forecast, stage: Stage, passes: Sequence[PassSlices]) -> None:
         self.memory, self.stage, self.all_slices = memory, stage, passes
-        self.load = played_load(memory.run, stage)
+        self.load = replayed_load(memory.run, stage)
         self.actions = [one for one in actions(self.load).actions if one.kind.work in PASSES]
         self.passes = list(zip(self.actions, (own for own in passes if own.step is not None), strict=True))
         self.sent = [sent_to_host(memory.run, chunk) for chunk in stage.groups]
@@ -168,7 +168,7 @@ def _unit_rows(one: StageAction) -> Iterator[tuple[str, int, int, int]]:
         yield where, *before, rise
 
 
-def _held_roles(played: PlayedStage) -> list[tuple[str, int]]:
+def _held_roles(played: StagePasses) -> list[tuple[str, int]]:
     """Bytes held for backward at the peak, by role, largest first.
 
     What other micro-batches hold is whole; of the one at work, the regions up to the one at work: a forward has made

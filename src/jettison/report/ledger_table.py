@@ -166,7 +166,7 @@ def layout_text(layout: Layout) -> str:
     text += f", ep {layout.ep}" if layout.ep > 1 else ""
     text += f", expert tp {layout.expert_tp}" if layout.splits_tp else ""
     groups = f" in {layout.zero_replicas} groups" if layout.zero_replicas > 1 else ""
-    wrapped = f", reshard after forward: {layout.reshard_word}" if layout.resharding_differs else ""
+    wrapped = f", reshard after forward: {layout.reshard_after_forward}" if layout.resharding_differs else ""
     wrapped += ", FSDP groups of layers only" if layout.fsdp_wrap_layers_only else ""
     wrapped += ", gradients reduced in the last micro-batch" if layout.gradient_sync is GradientSync.LAST else ""
     return text + (f", ZeRO {layout.zero}{groups}{wrapped}" if layout.zero else "")

@@ -17,7 +17,7 @@ from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 from jettison.predict.allowance import available_to
 from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, scaled, time_residual, unlike_anchor
-from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
+from jettison.predict.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
 from jettison.report.schemas import data, document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
 from jettison.search.branch_and_bound import REACH
@@ -54,7 +54,7 @@ class SearchReport:
     hardware: Hardware
     answer: SearchAnswer
     seconds: float
-    wanted: Wanted = NOTHING_WANTED
+    wanted: TrainingBudget = NOTHING_WANTED
     request: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:

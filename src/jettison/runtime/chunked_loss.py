@@ -63,12 +63,12 @@ _code = _replaced.__code__
 _torchs = types.FunctionType(_code, _replaced.__globals__, _replaced.__name__, _replaced.__defaults__)
 """Torch's function, also while it is replaced."""
 _lock = threading.Lock()
-_holders: set[Hold] = set()
+_holders: set[ChunkedLossPatch] = set()
 _local = threading.local()
 _same_bits: dict[tuple[str, torch.dtype, int], bool] = {}
 
 
-class Hold:
+class ChunkedLossPatch:
     """Replaces ``torch.nn.functional.cross_entropy`` in the whole process until every hold is released: in chunks, with
     the same bits. It stays the same object, so that models with it can be pickled. ``used``: a loss was computed.
     """
@@ -95,12 +95,12 @@ class Hold:
 
 
 @contextlib.contextmanager
-def holding(wanted: bool) -> Iterator[Hold | None]:
+def holding(wanted: bool) -> Iterator[ChunkedLossPatch | None]:
     """Take a hold that outlives this context, unless an exception leaves it; None if none is wanted."""
     if not wanted:
         yield None
         return
-    hold = Hold()
+    hold = ChunkedLossPatch()
     try:
         yield hold
     except BaseException:
@@ -181,7 +181,7 @@ def _fits(input: Any, target: Any) -> bool:
 
 
 def _chunked(input: Tensor, target: Tensor, ignore_index: int, reduction: str, rows: int | None = None) -> Tensor:
-    asked = _LossRequest(ignore_index, REDUCTIONS[reduction], rows or rows_of(input), _Twin.apply(input))
+    asked = _LossRequest(ignore_index, REDUCTIONS[reduction], rows or rows_of(input), _LogitsStub.apply(input))
     loss: Tensor = _CrossEntropy.apply(input, target, asked)
     return loss
 
@@ -246,7 +246,7 @@ def _alone() -> dict[bool, Holders]:
     with _apart():
         for setting in (contextlib.nullcontext(), swapped):
             logits = torch.zeros(1, 2, requires_grad=True) + 0
-            asked = _LossRequest(IGNORED, REDUCTIONS["sum"], ROWS, _Twin.apply(logits), found)
+            asked = _LossRequest(IGNORED, REDUCTIONS["sum"], ROWS, _LogitsStub.apply(logits), found)
             with setting:
                 loss = _CrossEntropy.apply(logits, torch.zeros(1, dtype=torch.int64), asked)
             del logits
@@ -347,7 +347,7 @@ def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Te
     return found
 
 
-class _Twin(Function):
+class _LogitsStub(Function):
     """A tensor with the logits' shape and position in the graph, without memory."""
 
     @staticmethod

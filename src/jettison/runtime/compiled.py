@@ -39,7 +39,7 @@ from jettison.runtime.report import RegionReport
 from jettison.runtime.without_recipe import OffloadHooks, run_moving
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll, Offload, can_move, offloaded_by, packed_by
-from jettison.solve.problem import SentTensor
+from jettison.solve.problem import OffloadedTensor
 
 if TYPE_CHECKING:
     from jettison.runtime.partition import Split
@@ -503,7 +503,7 @@ class Looked:
         self.tensors.append(tensor)
         return tensor
 
-    def alone(self, alive: Iterable[Any], given: Sequence[Any], returned: Sequence[Any]) -> dict[int, SentTensor]:
+    def alone(self, alive: Iterable[Any], given: Sequence[Any], returned: Sequence[Any]) -> dict[int, OffloadedTensor]:
         """By buffer, in the order of places, saved tensors that own their storage and are only alive as such.
         ``alive``: parameters, and other tensors that stay allocated anyway; ``given``, ``returned``: leaves of the
         arguments and the results.
@@ -522,7 +522,7 @@ class Looked:
             nbytes = tensor.untyped_storage().nbytes()
             if not more and owners[storage] == {b} and storage not in living and nbytes:
                 place_of = _place(storage, given, is_result=False) or _place(storage, returned, is_result=True)
-                found[b] = SentTensor(nbytes=nbytes, place=place_of)
+                found[b] = OffloadedTensor(nbytes=nbytes, place=place_of)
         return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from jettison.capture.tensor_subclasses import QuantizedWrapping, version_of
-from jettison.runtime.moves import Away, Transit
+from jettison.runtime.moves import Away, OffloadableBox
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import Recipe, SlotAction
@@ -72,7 +72,7 @@ class Box:
 
 def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Away:
     if buffer in recipe.moved:
-        return Transit(recipe.moved[buffer], group)
+        return OffloadableBox(recipe.moved[buffer], group)
     return Packed(recipe.packed[buffer]) if buffer in recipe.packed else Box()
 
 

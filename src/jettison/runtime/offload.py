@@ -54,10 +54,10 @@ class Group:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self.engine = engine
-        self.moved: list[weakref.ref[Moved]] = []
+        self.moved: list[weakref.ref[OffloadedStorage]] = []
         self.before: weakref.ref[Group] | None = None
 
-    def alive(self) -> Iterator[Moved]:
+    def alive(self) -> Iterator[OffloadedStorage]:
         """Its offloaded ranges that are still referenced."""
         return (moved for each in self.moved if (moved := each()) is not None)
 
@@ -69,7 +69,7 @@ class Group:
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Moved:
+class OffloadedStorage:
     """Offloaded bytes of a storage, which may be fetched repeatedly. ``source`` is held until its copy was waited for,
     ``loaded`` from the start of a fetch until the bytes are read.
     """
@@ -106,11 +106,11 @@ class OffloadEngine:
 
     def __init__(self, device: StreamDevice, pool: HostPool, place: torch.device) -> None:
         self.device, self.pool, self.place = device, pool, place
-        self._moving: dict[int, weakref.ref[Moved]] = {}  # by storage
+        self._moving: dict[int, weakref.ref[OffloadedStorage]] = {}  # by storage
         self._behind: deque[Group] = deque()  # ended groups whose sources may still be held
         self._latest: weakref.ref[Group] | None = None
         self._asked: weakref.ref[Group] | None = None
-        self._gone: deque[Moved] = deque()
+        self._gone: deque[OffloadedStorage] = deque()
         self._lock = threading.RLock()
         self._depth = 0
 
@@ -128,7 +128,7 @@ class OffloadEngine:
                 for moved in self._behind.popleft().alive():
                     self._release(moved)
 
-    def send(self, source: Tensor, group: Group) -> Moved:
+    def send(self, source: Tensor, group: Group) -> OffloadedStorage:
         """Start to offload flat bytes, once per range. Raises `HostBudgetExceeded` without room in CPU memory."""
         with self._working():
             known = self._known(source)
@@ -142,12 +142,12 @@ class OffloadEngine:
             device.send(source, span.slab, span.offset)
             sent, storage = device.record(device.sends), source.untyped_storage()
             at = storage._cdata, weakref.ref(storage), source.storage_offset(), version_of(source)
-            moved = Moved(self, source, span, stream, sent, *at)
+            moved = OffloadedStorage(self, source, span, stream, sent, *at)
             self._moving[moved.key] = weakref.ref(moved)
             group.moved.append(weakref.ref(moved))
             return moved
 
-    def _known(self, source: Tensor) -> Moved | None:
+    def _known(self, source: Tensor) -> OffloadedStorage | None:
         """The running offload of the same bytes, if any. An address alone says nothing: memory is reused."""
         reference = self._moving.get(source.untyped_storage()._cdata)
         moved = reference() if reference is not None else None
@@ -160,7 +160,7 @@ class OffloadEngine:
             return None
         return moved
 
-    def _release(self, moved: Moved) -> None:
+    def _release(self, moved: OffloadedStorage) -> None:
         if moved.source is not None:
             self.device.wait(moved.stream, moved.sent)  # edge 3
             moved.written = version_of(moved.source)
@@ -183,7 +183,7 @@ class OffloadEngine:
                         self._load(moved)
                 group = before
 
-    def open(self, moved: Moved) -> Tensor:
+    def open(self, moved: OffloadedStorage) -> Tensor:
         with self._working():
             now = version_of(moved.source) if moved.source is not None else moved.written
             if now != moved.version:
@@ -202,7 +202,7 @@ class OffloadEngine:
             self.device.wait(moved.loaded_on, self.device.record(stream))  # edge 7
             return copied
 
-    def _load(self, moved: Moved) -> None:
+    def _load(self, moved: OffloadedStorage) -> None:
         device, stream = self.device, self.device.current_stream()
         into = device.allocate(moved.span.nbytes, self.place)
         device.wait(device.fetches, device.record(stream))  # edge 4
@@ -211,7 +211,7 @@ class OffloadEngine:
         moved.loaded, moved.loaded_on = into, stream
         moved.arrived = device.record(device.fetches)
 
-    def let_go(self, moved: Moved) -> None:
+    def let_go(self, moved: OffloadedStorage) -> None:
         """Free bytes that nothing references any more. The garbage collector may call this at any moment."""
         self._gone.append(moved)
         with self._working():
@@ -229,7 +229,7 @@ class OffloadEngine:
                     self._take_apart(self._gone.popleft())
                 self._depth -= 1
 
-    def _take_apart(self, moved: Moved) -> None:
+    def _take_apart(self, moved: OffloadedStorage) -> None:
         self._release(moved)  # edge 8, while being offloaded
         if moved.loaded is not None:
             self.device.wait(moved.loaded_on, moved.arrived)  # edge 8, while being fetched

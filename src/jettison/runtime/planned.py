@@ -51,7 +51,7 @@ from jettison.runtime.handles import Diverged
 from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, RegionPlan
-from jettison.runtime.report import Live, RegionReport
+from jettison.runtime.report import PendingCalls, RegionReport
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, KeepAll
@@ -331,11 +331,11 @@ class PlannedForward:
         self.plan.link.forget()
         self.unwatch()
 
-    def live(self) -> Live:
+    def live(self) -> PendingCalls:
         """Calls between forward and backward; in a region that keeps everything, counted from the first request on."""
         self.counted = True
         frames = list(self.frames)
-        return Live(calls=len(frames), nbytes=sum(frame.held_bytes for frame in frames))
+        return PendingCalls(calls=len(frames), nbytes=sum(frame.held_bytes for frame in frames))
 
     def nested(self, run: Callable[[], Any]) -> Any:
         """Result that a stand-in for a nested region returns inside this one."""

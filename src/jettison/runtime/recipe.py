@@ -32,7 +32,7 @@ from jettison.runtime.moves import BufferRange, moves_of
 from jettison.runtime.packing import Pack, packs_of
 from jettison.runtime.recompute_code import RecomputeCode
 from jettison.runtime.views import Within, within
-from jettison.runtime.witness import Cut, Spots, spots_of
+from jettison.runtime.witness import Cut, SamplePositions, spots_of
 
 AWAY: Final = frozenset({"drop", "offload", "pack"})  # kinds of slots that leave a handle in place of their tensor
 
@@ -55,7 +55,7 @@ class SlotAction:
     cell: int | None = None  # index of its buffer in a frame's tables, if this slot leaves the buffer's witness
 
     @cached_property
-    def spots(self) -> Spots:
+    def spots(self) -> SamplePositions:
         return spots_of(tuple(self.ref.size), tuple(self.ref.stride))
 
 

@@ -24,7 +24,7 @@ class SlotReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Live:
+class PendingCalls:
     """Calls of a region whose backward is not over, and the bytes that their recipes keep."""
 
     calls: int

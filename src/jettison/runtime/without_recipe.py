@@ -44,7 +44,7 @@ from jettison.runtime.device import is_capturing
 from jettison.runtime.frame import compute_less_again, is_asked_again
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Held, opened
-from jettison.runtime.moves import BufferRange, Transit
+from jettison.runtime.moves import BufferRange, OffloadableBox
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recompute_code import OutsideOfVmap
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Verdict
@@ -596,7 +596,7 @@ class _SharedRange:
 
     __slots__ = ("box", "count", "flat", "left", "lock", "written")
 
-    def __init__(self, box: Transit) -> None:
+    def __init__(self, box: OffloadableBox) -> None:
         self.box = box
         self.written: tuple[int, int] | None = None  # versions when it was saved and when its offload began
         self.count = self.left = 0
@@ -666,7 +666,7 @@ class OffloadHooks:
         key = (part.untyped_storage()._cdata, part._version, begin, nbytes)
         shared = self.boxes.get(key)
         if shared is None:
-            box = Transit(BufferRange(seen=TensorRef.of(0, part), begin=begin, nbytes=nbytes), self.group)
+            box = OffloadableBox(BufferRange(seen=TensorRef.of(0, part), begin=begin, nbytes=nbytes), self.group)
             shared = self.boxes[key] = _SharedRange(box)
             self.waiting.append((shared, part, part._version))
         shared.count += 1

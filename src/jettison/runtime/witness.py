@@ -85,7 +85,7 @@ if the start may move along one line, the number of its positions and the elemen
 
 
 @dataclass(frozen=True, slots=True)
-class Spots:
+class SamplePositions:
     """Sampled positions of a tensor of some layout: ``size`` and ``stride`` pick the elements; ``slack`` has the
     possible shifts of their start, as pairs of a number of positions and the elements between them.
     """
@@ -114,22 +114,22 @@ class Spots:
 
 
 @functools.lru_cache(maxsize=4096)
-def spots_of(size: tuple[int, ...], stride: tuple[int, ...]) -> Spots:
+def spots_of(size: tuple[int, ...], stride: tuple[int, ...]) -> SamplePositions:
     """Positions to sample in a tensor of this size and stride: spread over all of it, never outside of it."""
     dims = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1 and (step or n == 0)]
     count = prod(n for n, _ in dims)
     if count <= WHOLE_BELOW:
-        return Spots(tuple(n for n, _ in dims), tuple(step for _, step in dims), ())
+        return SamplePositions(tuple(n for n, _ in dims), tuple(step for _, step in dims), ())
     if _is_dense(dims):
         step = (count // LOOKS - 1) | 1  # odd: rows have lengths with many factors of two
-        return Spots((LOOKS,), (step,), ((count - (LOOKS - 1) * step, 1),))
+        return SamplePositions((LOOKS,), (step,), ((count - (LOOKS - 1) * step, 1),))
     looks = LOOKS
     chosen = []  # a grid, with as many positions in each dim as their product needs
     for left, (n, step) in zip(range(len(dims), 0, -1), sorted(dims), strict=True):
         places = min(n, ceil(looks ** (1 / left) - 1e-9))
         looks = ceil(looks / places)
         chosen.append((places, n // places, n - (places - 1) * (n // places), step))
-    return Spots(
+    return SamplePositions(
         tuple(places for places, _, _, _ in chosen),
         tuple(by * step for _, by, _, step in chosen),
         tuple((slack, step) for _, _, slack, step in chosen),
@@ -145,7 +145,7 @@ def _is_dense(dims: Sequence[tuple[int, int]]) -> bool:
     return True
 
 
-def look(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
+def look(tensor: Tensor, spots: SamplePositions, salt: int) -> Tensor:
     """Sample a plain tensor's elements, as a new tensor. ``salt`` shifts the positions; the same for both samples of
     one tensor.
     """
@@ -159,7 +159,7 @@ def look(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
     return torch.as_strided_copy(tensor, spots.size, spots.stride, start)  # one call, to save launches on a GPU
 
 
-def peek(tensor: Tensor, spots: Spots, salt: int) -> bytes | None:
+def peek(tensor: Tensor, spots: SamplePositions, salt: int) -> bytes | None:
     """Return the bytes of the same elements, read in place without calls of torch, of a plain tensor on the CPU or a
     subclass of one. None without NumPy, and for tensors without memory or of a dtype that NumPy lacks.
     """
@@ -178,7 +178,7 @@ def peek(tensor: Tensor, spots: Spots, salt: int) -> bytes | None:
     return found
 
 
-def _start(spots: Spots, salt: int) -> int:
+def _start(spots: SamplePositions, salt: int) -> int:
     start = 0
     for places, step in spots.slack:
         start += salt % places * step
@@ -186,11 +186,11 @@ def _start(spots: Spots, salt: int) -> int:
     return start
 
 
-def _strided(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
+def _strided(tensor: Tensor, spots: SamplePositions, salt: int) -> Tensor:
     return tensor.as_strided(spots.size, spots.stride, tensor.storage_offset() + _start(spots, salt))
 
 
-def digest(tensor: Tensor, spots: Spots) -> Tensor:
+def digest(tensor: Tensor, spots: SamplePositions) -> Tensor:
     """Digest of a plain tensor that changes with any element and position, with probability 1 - 2^-32."""
     if spots.slack == ():
         return look(tensor, spots, 0)
@@ -273,7 +273,7 @@ class Witness:
 
     __slots__ = ("dtype", "full", "salt", "seen", "spots")
 
-    def __init__(self, tensor: Tensor, spots: Spots, salt: int, *, full: bool) -> None:
+    def __init__(self, tensor: Tensor, spots: SamplePositions, salt: int, *, full: bool) -> None:
         self.spots = spots
         self.salt = salt
         self.full = full
@@ -281,7 +281,7 @@ class Witness:
         self.seen: Seen = self._bytes(tensor) if is_told_at_once(tensor) else self.look(tensor)
 
     @classmethod
-    def of_bytes(cls, seen: bytes, spots: Spots, salt: int, dtype: torch.dtype) -> Witness:
+    def of_bytes(cls, seen: bytes, spots: SamplePositions, salt: int, dtype: torch.dtype) -> Witness:
         """Build from the bytes that `peek` returned."""
         found = object.__new__(cls)
         found.seen, found.spots, found.salt, found.dtype, found.full = seen, spots, salt, dtype, False
@@ -328,18 +328,18 @@ class Rounded:
 Look: TypeAlias = tuple[Witness, Tensor, Rounded | None, Describe]
 
 
-class Waiting(list[Look]):
+class PendingSamples(list[Look]):
     """Samples to compare at the end of their backward. Its callback owns them: a failing backward frees them."""
 
 
-class _Docket(threading.local):
+class _PendingByTask(threading.local):
     """Waiting samples of this thread, by graph task. A backward may run in several threads, and end in another one."""
 
     def __init__(self) -> None:
-        self.waiting: weakref.WeakValueDictionary[int, Waiting] = weakref.WeakValueDictionary()
+        self.waiting: weakref.WeakValueDictionary[int, PendingSamples] = weakref.WeakValueDictionary()
 
 
-_docket = _Docket()
+_docket = _PendingByTask()
 
 
 def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe: Describe) -> None:
@@ -355,7 +355,7 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
         return
     waiting = _docket.waiting.get(task)
     if waiting is None:
-        waiting = _docket.waiting[task] = Waiting()
+        waiting = _docket.waiting[task] = PendingSamples()
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(settle, waiting))
     waiting.append((witness, witness.look(tensor), rounded, describe))
 
@@ -370,7 +370,7 @@ def is_told_at_once(tensor: Tensor) -> bool:
     return tensor.is_cpu or tensor.is_meta
 
 
-def settle(waiting: Waiting) -> None:
+def settle(waiting: PendingSamples) -> None:
     """Compare all samples of a backward, at its end. Raises `WrongValue` for the first tensor that was recomputed
     wrongly, or one in a replayed graph; `UsageError` in a capture without a backward before.
     """

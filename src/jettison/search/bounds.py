@@ -389,7 +389,7 @@ def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _UNIFORM_MODES
     """
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
-    adds, execution = not run.gradients_pile_up, execution_of(run)
+    adds, execution = not run.gradients_coexist, execution_of(run)
     return SetupBounds(
         plans={mode: _plan_bound(inner, mode, hardware) for mode in modes},
         shard=_shard_bound(replace(run, layout=alone, recompute=Recompute()), hardware),

@@ -34,7 +34,7 @@ KEYS = (
 ROOT_LAYER = ""
 
 
-class PolicyWord(StrEnum):
+class PolicyName(StrEnum):
     """A layer's policy in one word of the command line's contract."""
 
     NONE = "none"  # nothing is recomputed
@@ -44,18 +44,18 @@ class PolicyWord(StrEnum):
     MIXED = "mixed"  # any other mix, or some of it is packed
 
 
-def policy_word(
+def policy_name(
     program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset(), packed: frozenset[int] = frozenset()
-) -> PolicyWord:
+) -> PolicyName:
     """Return the word for a region's kept, offloaded and packed buffers."""
     again = program.recompute_set(kept)
     if packed:
-        return PolicyWord.MIXED
+        return PolicyName.MIXED
     if moved:
-        return PolicyWord.MIXED if again else PolicyWord.OFFLOAD
+        return PolicyName.MIXED if again else PolicyName.OFFLOAD
     if not again:
-        return PolicyWord.NONE
-    return PolicyWord.MIXED if any(_could_run_again(program, b) for b in kept) else PolicyWord.FULL
+        return PolicyName.NONE
+    return PolicyName.MIXED if any(_could_run_again(program, b) for b in kept) else PolicyName.FULL
 
 
 def _could_run_again(program: Program, b: int) -> bool:
@@ -74,7 +74,7 @@ class LayerPlan:
     """
 
     layer: str
-    policy: PolicyWord
+    policy: PolicyName
     kept_bytes: int
     offloaded_bytes: int = 0
     recompute_flops: int

@@ -50,7 +50,7 @@ from typing import TypeVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SentTensor:
+class OffloadedTensor:
     """One offloaded tensor: whether it is an argument or a result of its region, if either, and its position there."""
 
     nbytes: int
@@ -72,7 +72,7 @@ class RegionOption:
     seconds: float
     offloaded_bytes: int = 0
     lasting_bytes: int = 0  # part of ``resident_bytes`` that its backward does not free
-    sent: tuple[SentTensor, ...] = ()
+    sent: tuple[OffloadedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

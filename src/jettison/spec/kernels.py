@@ -111,7 +111,7 @@ class AttentionChoices:
     attention: AttentionKernel = AttentionKernel.FLASH
     scores_float32: bool = True  # eager softmax runs on an fp32 copy, and its result is cast back
     uncast_probabilities: bool = False  # the result keeps the dtype of scores: fp32 under autocast with an fp32 mask
-    wide_scores: bool = False  # eager attention casts query and key to fp32 before QK^T
+    fp32_scores: bool = False  # eager attention casts query and key to fp32 before QK^T
     fused_softmax: bool = False  # scale, mask and softmax of eager attention are one kernel
     filled_masks: bool = False  # `masked_fill` with a boolean mask, which is saved; otherwise a mask is added
     copied_attention: bool = False
@@ -123,7 +123,7 @@ class AttentionChoices:
     varlen_random_state: bool = True  # `torch.nn.attention.varlen` saves its kernel's random state
     tensor_masks: bool = False  # a fused kernel gets windows and padding as a mask, which each layer saves
     bidirectional_masks: bool = False  # and a mask for bidirectional attention
-    made_masks: bool = False  # and a mask in every case; with ALiBi one for each head
+    always_masks: bool = False  # and a mask in every case; with ALiBi one for each head
     fused_projections: bool = False  # one QKV GEMM, one gate-up GEMM
     joint_qkv: bool = False  # one QKV GEMM, and one adapter for those of its parts that have one: litgpt
     split_projections: bool = False  # a joint projection is cut by split, chunk or unbind, not by slices
@@ -140,11 +140,11 @@ class NormChoices:
     """Norms."""
 
     fused_norm: bool = True  # one kernel that saves its input and its statistics
-    wide_norm: bool = False  # an unfused RMSNorm's weight multiplies the fp32 value, before the cast back
-    unwidened_norm: bool = False  # its mean is of an fp32 copy; the input itself is scaled
+    fp32_norm_scale: bool = False  # an unfused RMSNorm's weight multiplies the fp32 value, before the cast back
+    fp32_norm_statistics: bool = False  # its mean is of an fp32 copy; the input itself is scaled
     cast_weights: bool = False  # fp32 norms cast the weight as well, and save the copy
-    written_layer_norm: bool = False  # LayerNorm in fp32, op by op
-    late_norms: bool = False  # query and key norms come after the rotary embedding
+    eager_layer_norm: bool = False  # LayerNorm in fp32, op by op
+    norms_after_rotary: bool = False  # query and key norms come after the rotary embedding
     inline_norms: bool = False  # query and key are projected and normed one by one, before the value is projected
 
 
@@ -153,17 +153,17 @@ class RotaryChoices:
     """Rotary embeddings and their tables."""
 
     fused_rotary: bool = False  # one kernel that saves only its tables
-    wide_rotary: bool = False  # fp32 tables and rotation
-    narrow_tables: bool = False  # fp32 rotation, tables in the dtype of activations
+    fp32_rotary: bool = False  # fp32 tables and rotation
+    half_rotary_tables: bool = False  # fp32 rotation, tables in the dtype of activations
     paired_rotary: bool = False  # the tables have one column for two elements of a head
     complex_rotary: bool = False  # cosines and sines are one complex fp32 table, one column for two elements
     batched_rotary: bool = False  # tables for each sequence of a batch
-    spread_rotary: bool = False  # each block expands the columns of the tables
-    rotary_apiece: bool = False  # and does so once for queries and once for keys
-    looked_up_rotary: bool = False  # one fp32 buffer of both tables, indexed by the positions of packed documents
+    expanded_rotary: bool = False  # each block expands the columns of the tables
+    rotary_per_tensor: bool = False  # and does so once for queries and once for keys
+    indexed_rotary: bool = False  # one fp32 buffer of both tables, indexed by the positions of packed documents
     rotary_by_window: bool = False  # sliding-window layers have tables of their own
-    wide_positions: bool = False  # the scale of queries is fp32
-    joined_rotary: bool = False  # concatenates rotated and unrotated parts, which leaves heads outermost
+    fp32_position_scales: bool = False  # the scale of queries is fp32
+    concatenated_rotary: bool = False  # concatenates rotated and unrotated parts, which leaves heads outermost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +176,10 @@ class ExpertChoices:
     every_token: bool = False  # each expert computes all tokens, with weight 0 if not selected, unless ep > 1
     looped_experts: bool = False  # a loop with separate gate and up, which saves outputs and row indices, unless ep > 1
     sequential_experts: bool = False  # one expert after the other, each with GEMMs of its own
-    routers_apart: bool = False  # the router's GEMM runs outside autocast
+    router_outside_autocast: bool = False  # the router's GEMM runs outside autocast
     router_float32: bool = False  # the router's input and weight are cast to fp32
-    narrow_routers: bool = False  # router scores in the dtype of activations; otherwise in fp32
-    wide_routers: bool = False  # the router's weight is fp32 in every precision
+    half_router_scores: bool = False  # router scores in the dtype of activations; otherwise in fp32
+    fp32_router: bool = False  # the router's weight is fp32 in every precision
     weights_float32: bool = True  # routing weights stay fp32; otherwise they are cast back
     softmax_float32: bool = False  # that cast, after an fp32 softmax, is to the dtype of tokens, not of logits
 
@@ -193,7 +193,7 @@ class LossChoices:
     loss_float32: bool = True  # logits are cast to fp32
     shifted_labels: bool = False  # the model pads labels and shifts them by one position
     copied_logits: bool = False  # logits without a sequence's last are copied for the loss; otherwise labels are padded
-    widened_logits: bool = False  # the model casts them to fp32 and frees the head's output
+    fp32_logits: bool = False  # the model casts them to fp32 and frees the head's output
     biased_logits: bool = False  # an fp32 buffer is added to logits, and the head's output is freed
 
 
@@ -226,8 +226,8 @@ class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossC
     device: Device = Device.CUDA
     batch_first: bool = True  # activations are b x s x h; otherwise s x b x h
     byte_masks: bool = True  # a dropout mask has one byte an element; otherwise the dtype of its input
-    biases_apart: bool = False  # a bias is added after the GEMM, in the wider dtype of both
-    widened_down: bool = False  # the down projection's input is cast to its weight's dtype
+    separate_biases: bool = False  # a bias is added after the GEMM, in the wider dtype of both
+    cast_down_input: bool = False  # the down projection's input is cast to its weight's dtype
     fused_gate: bool = False  # activation and multiplication of a gated MLP are one kernel that saves both halves
     fused_adapters: bool = False  # a linear layer and its adapter are one op, which saves its inputs
     fused_gelu: bool = False  # GPT-2's tanh GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``)

@@ -237,7 +237,7 @@ class Layout:
     def _check_groups(self) -> None:
         """Reject FSDP options without zero 3, or in combinations that are not supported."""
         flags = {
-            f"--reshard-after-forward {self.reshard_word}": self.resharding_differs,
+            f"--reshard-after-forward {self.reshard_after_forward}": self.resharding_differs,
             "--fsdp-wrap-layers-only": self.fsdp_wrap_layers_only,
             f"--gradient-sync {self.gradient_sync}": self.gradient_sync is GradientSync.LAST,
             "--fsdp-version 1": self.flat_parameters,
@@ -303,7 +303,7 @@ class Layout:
         return tuple((place - 1 in own, place + 1 in own) for place in own)
 
     @property
-    def reshard_word(self) -> str:
+    def reshard_after_forward(self) -> str:
         """Value of ``--reshard-after-forward``."""
         return str(self.reshard_ranks or self.reshard)
 

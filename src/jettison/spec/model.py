@@ -631,7 +631,7 @@ class ModelSpec:
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
-    wide_stream: bool = False  # fp32 residual stream in every precision: Mamba 2
+    fp32_residual: bool = False  # fp32 residual stream in every precision: Mamba 2
     tied_embeddings: bool = False
     head: Head = Head()
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)

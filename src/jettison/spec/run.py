@@ -175,7 +175,7 @@ class Run:
         )
 
     @property
-    def gradients_come_whole(self) -> bool:
+    def allocates_unsharded_gradients(self) -> bool:
         """Whether each backward allocates unsharded gradients in the compute dtype, in addition to kept ones.
 
         Kept ones are shards, or unsharded in another dtype or in a flat parameter's gradient.
@@ -201,9 +201,9 @@ class Run:
         return self.optimizer_offload.moves_parameters or self.layout.shards_parameters
 
     @property
-    def gradients_pile_up(self) -> bool:
+    def gradients_coexist(self) -> bool:
         """Whether a region's unsharded gradients coexist until it is reduced, rather than pass through a bucket."""
-        return self.gradients_come_whole and not self.layout.buckets_gradients
+        return self.allocates_unsharded_gradients and not self.layout.buckets_gradients
 
     @property
     def frees_gradients(self) -> bool:

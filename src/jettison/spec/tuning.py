@@ -292,7 +292,7 @@ class FrozenModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FrozenWords:
+class FrozenModelOptions:
     """Values of ``--reference`` and ``--reward``: a model, optionally with ``dtype``, ``sharded`` and ``when``."""
 
     model: str
@@ -301,7 +301,7 @@ class FrozenWords:
     when: When | None = None
 
     @classmethod
-    def parse(cls, text: str, flag: str) -> FrozenWords:
+    def parse(cls, text: str, flag: str) -> FrozenModelOptions:
         """Read ``same``, or ``same,dtype=bf16,sharded=no,when=before``; a `UsageError` for other words."""
         model, *parts = text.split(",")
         given = dict(part.partition("=")[::2] for part in parts)

@@ -59,10 +59,10 @@ class Corpus:
     def blocks(self) -> int:
         return -(-len(self.tokens) // _BLOCK)
 
-    def block(self, number: int) -> Survey:
+    def block(self, number: int) -> TextDigest:
         part = self.tokens[number * _BLOCK : (number + 1) * _BLOCK]
         highest = int(part.max())
-        return Survey(digest=_digest(part, highest), highest=highest)
+        return TextDigest(digest=_digest(part, highest), highest=highest)
 
     @cached_property
     def sample(self) -> str:
@@ -75,14 +75,14 @@ class Corpus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class TextDigest:
     """Digest of a text or of a block of it, independent of the storage, and the highest of its tokens."""
 
     digest: str
     highest: int
 
     @classmethod
-    def of(cls, blocks: Sequence[Survey]) -> Survey:
+    def of(cls, blocks: Sequence[TextDigest]) -> TextDigest:
         digest = hashlib.blake2b("".join(block.digest for block in blocks).encode(), digest_size=8).hexdigest()
         return cls(digest=digest, highest=max(block.highest for block in blocks))
 
@@ -95,7 +95,7 @@ class Survey:
             )
 
 
-def surveyed(corpus: Corpus, world: World) -> Survey:
+def surveyed(corpus: Corpus, world: World) -> TextDigest:
     """Read and compare the text: NOTE [ Who reads what ]. All ranks call it. Raise `UsageError` on every rank, about
     the first rank with another text than rank 0.
     """
@@ -114,7 +114,7 @@ def surveyed(corpus: Corpus, world: World) -> Survey:
             )
         )
     found = world.gathered(blocks, operator.or_)
-    return world.from_leader(lambda: Survey.of([(found or {})[number] for number in range(corpus.blocks)]))
+    return world.from_leader(lambda: TextDigest.of([(found or {})[number] for number in range(corpus.blocks)]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from jettison.core.errors import UsageError
-from jettison.train.data import Batches, InOrder, Survey, open_corpus, surveyed
+from jettison.train.data import Batches, InOrder, TextDigest, open_corpus, surveyed
 from jettison.train.engine import Engine, undisturbed
 from jettison.train.ranks import World
 from jettison.train.recipe import TrainRecipe
@@ -21,7 +21,7 @@ from jettison.train.recipe import TrainRecipe
 class EvaluationSet:
     batches: Batches
     count: int
-    text: Survey
+    text: TextDigest
 
     @property
     def tokens(self) -> int:

@@ -271,7 +271,7 @@ def leave(hangs: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """State of one rank at one moment: the place of its main thread, collectives begun by name of the group, and
     whether it has timed out.
     """
@@ -282,7 +282,7 @@ class Beat:
     gave_up: bool = False
 
 
-def hanging(before: list[Beat], now: list[Beat]) -> list[int]:
+def hanging(before: list[Heartbeat], now: list[Heartbeat]) -> list[int]:
     """Return the ranks that the others wait for: NOTE [ Who hangs ]; empty if unknown."""
     begun: defaultdict[str, list[int]] = defaultdict(list)
     for group, count in (one for beat in now for one in beat.begun.items()):
@@ -384,20 +384,22 @@ class HangWatch:
         }
         self._store.set(self._key(self._world.rank), json.dumps(values))
 
-    def _beats(self) -> list[Beat]:
+    def _beats(self) -> list[Heartbeat]:
         keys = [self._key(rank) for rank in range(self._world.size)]
         return [beat for first in range(0, len(keys), _AT_ONCE) for beat in self._some_beats(keys[first:][:_AT_ONCE])]
 
-    def _some_beats(self, keys: list[str]) -> list[Beat]:
+    def _some_beats(self, keys: list[str]) -> list[Heartbeat]:
         if self._store.check(keys):
-            return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)]
-        return [Beat(**json.loads(self._store.get(key))) if self._store.check([key]) else Beat() for key in keys]
+            return [Heartbeat(**json.loads(text)) for text in self._store.multi_get(keys)]
+        return [
+            Heartbeat(**json.loads(self._store.get(key))) if self._store.check([key]) else Heartbeat() for key in keys
+        ]
 
     def _key(self, rank: int) -> str:
         return f"{self._world.key}/beat/{rank}"
 
 
-def _where(before: Beat, now: Beat) -> str:
+def _where(before: Heartbeat, now: Heartbeat) -> str:
     return f"its process does not answer, last {now.place}" if before.number == now.number else now.place
 
 

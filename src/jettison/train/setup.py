@@ -31,7 +31,7 @@ from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 from jettison.train.build_model import Built, build, check_occurs, fill, in_parts, keep_apart, vocabulary
 from jettison.train.checkpoint import Checkpoints, RunState, described_model, optimizer_state, schedule
-from jettison.train.data import Batches, ShuffledOrder, Survey, derived_seed, open_corpus, surveyed
+from jettison.train.data import Batches, ShuffledOrder, TextDigest, derived_seed, open_corpus, surveyed
 from jettison.train.engine import Engine, LoopStep, WholeModel, alive, named_parameters
 from jettison.train.evaluation import EvaluationSet, evaluation_set
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
@@ -54,7 +54,7 @@ class Session:
     accumulation: int
     data_rank: int
     batches: Batches
-    text: Survey
+    text: TextDigest
     model: Mapping[str, Any]
     engine: Engine
     optimizer: torch.optim.Optimizer
@@ -94,7 +94,7 @@ def _sizes(recipe: TrainRecipe, layout: Layout) -> dict[str, int]:
     return {name: shards if name == "shards" else getattr(layout, name) for name in names}
 
 
-def _first_state(recipe: TrainRecipe, layout: Layout, text: Survey, model: Mapping[str, Any]) -> RunState:
+def _first_state(recipe: TrainRecipe, layout: Layout, text: TextDigest, model: Mapping[str, Any]) -> RunState:
     return RunState(
         step=0,
         steps=recipe.steps,

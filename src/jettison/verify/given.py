@@ -119,7 +119,7 @@ def _like(against: nn.Module, model: nn.Module) -> nn.Module:
     return against
 
 
-def _left_out(plain: Side) -> LeftOut:
+def _left_out(plain: Side) -> SkippedCheckpoints:
     """Run a plain step of a copy, and count the checkpointing and offloading that it skips."""
     side = replace(plain, model=independent_copy(plain.model), optimizer=None, under=nullcontext)
     with plainly() as found:
@@ -166,7 +166,7 @@ def _departures(theirs: Side, start: Streams) -> tuple[tuple[Departure, ...], Va
     return tuple(found), watch
 
 
-def _words(left_out: LeftOut) -> str:
+def _words(left_out: SkippedCheckpoints) -> str:
     parts = []
     if left_out.hooks:
         parts.append(f"saved-tensor hooks ({left_out.hooks} region{'s' * (left_out.hooks > 1)})")
@@ -181,7 +181,7 @@ def _words(left_out: LeftOut) -> str:
 
 
 @dataclass(kw_only=True)
-class LeftOut:
+class SkippedCheckpoints:
     """Counts of checkpoints and hooks that were skipped.
 
     Args:
@@ -195,13 +195,13 @@ class LeftOut:
 
 
 @contextlib.contextmanager
-def plainly() -> Iterator[LeftOut]:
+def plainly() -> Iterator[SkippedCheckpoints]:
     """Make autograd keep every tensor that it saves: saved-tensor hooks are not installed, and functions given to
     `torch.utils.checkpoint` just run. Random numbers are drawn as before.
 
     Autograd functions that drop or move tensors by themselves (Megatron's, DeepSpeed's) still do.
     """
-    found = LeftOut()
+    found = SkippedCheckpoints()
 
     class Plain:
         @staticmethod

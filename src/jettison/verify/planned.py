@@ -32,7 +32,7 @@ from jettison.runtime.frame import Frame
 from jettison.runtime.handles import Handle, Held
 from jettison.runtime.recipe import compile_recipe
 from jettison.runtime.witness import Check
-from jettison.solve.plan import Plan, PlanTensor, policy_word
+from jettison.solve.plan import Plan, PlanTensor, policy_name
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
 from jettison.verify.departures import MAX_DEPARTURES, Departure, form_of
@@ -194,7 +194,7 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerPr
     def treated(name: str) -> dict[str, Any]:
         program, policy = programs[name], regions[name].plan.policy
         stays, goes, packs = policy.kept(program), moved(name, program), packed_by(policy, program)
-        word = policy_word(program, stays, goes, packs) if name else policy_word(program, kept("", program))
+        word = policy_name(program, stays, goes, packs) if name else policy_name(program, kept("", program))
         buffers = {"kept": stays, "offloaded": goes, "packed": packs}
         return {"policy": str(word), "digest": program.digest()} | {key: tuple(sorted(b)) for key, b in buffers.items()}
 
@@ -316,7 +316,7 @@ def _tensors(name: str, packed: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(kw_only=True)
-class ValuesSeen:
+class UnpackedValues:
     """Unpacked tensors of one step: number, bytes, and those that differ from the forward's, in order."""
 
     compared: int = 0
@@ -332,9 +332,9 @@ class _Kept:
 
 
 @contextmanager
-def every_value() -> Iterator[ValuesSeen]:
+def every_value() -> Iterator[UnpackedValues]:
     """Compare every value in planned steps within this context. Witnesses are skipped: this covers them."""
-    seen, kept = ValuesSeen(), dict[int, _Kept]()
+    seen, kept = UnpackedValues(), dict[int, _Kept]()
     pack: Any = Frame.pack
     recompute: Any = Frame.recompute
 
@@ -360,7 +360,7 @@ def every_value() -> Iterator[ValuesSeen]:
         seen.departures.sort(key=lambda one: one.position)
 
 
-def _compare(seen: ValuesSeen, frame: Frame, had: _Kept, now: Tensor) -> None:
+def _compare(seen: UnpackedValues, frame: Frame, had: _Kept, now: Tensor) -> None:
     seen.compared += 1
     seen.nbytes += now.numel() * now.element_size()
     was, became = form_of(had.tensor), form_of(now)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 
 from jettison.core.units import format_bytes
-from jettison.frameworks.export import Written, strategy_notes
+from jettison.frameworks.export import TargetOutput, strategy_notes
 from jettison.frameworks.nearest import CannotSay, Nearest
 from jettison.frameworks.policy import LayerAction, draws_again
 from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import priced_code
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write the file. It wraps layers by their class, and does not restore random generator states."""
     subject = nearest.subject
     nearest.refuse_described()
@@ -35,7 +35,7 @@ def write(nearest: Nearest) -> Written:
         mixed="bf16" if subject.asked.get("precision") == "bf16" else "'no'",
     )
     files, notes = {"accelerate.yaml": text}, strategy_notes(subject, policies)
-    return Written(files=files, policies=policies, cost=cost, notes=notes)
+    return TargetOutput(files=files, policies=policies, cost=cost, notes=notes)
 
 
 def one_switch(nearest: Nearest, *, states: bool) -> Nearest:

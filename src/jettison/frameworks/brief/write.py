@@ -8,7 +8,7 @@ from itertools import groupby
 
 from jettison.core.errors import DoesNotFit
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
-from jettison.frameworks.export import Written
+from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import Cost, Decision, LayerAction, LayerPolicy, Subject, by_ops
 from jettison.frameworks.text import filled, pieces
@@ -18,7 +18,7 @@ MOST_DROPPED = 5
 """Tensors named for a kind of layer, the largest."""
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write the brief. It loses nothing of the plan, and applies nothing."""
     subject, cost = nearest.subject, nearest.pricer.plan()
     hardware = subject.hardware
@@ -45,7 +45,7 @@ def write(nearest: Nearest) -> Written:
         simpler=_simpler(nearest.saying("which layers are checkpoints", partial(code, subject))),
         questions="".join(f"- {line}\n" for line in _questions(subject)),
     )
-    return Written(
+    return TargetOutput(
         files={"brief.md": text},
         policies=tuple(map(_as_planned, subject.decisions)),
         cost=cost,

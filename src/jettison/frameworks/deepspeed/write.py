@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from jettison.frameworks.accelerate.write import one_switch
-from jettison.frameworks.export import Written, strategy_notes
+from jettison.frameworks.export import TargetOutput, strategy_notes
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import LayerAction
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write the configuration."""
     subject = nearest.subject
     policies, cost = one_switch(nearest, states=True).with_host(Nearest.all_or_none)
@@ -44,4 +44,4 @@ def write(nearest: Nearest) -> Written:
             "TrainingArguments)",
         )
     files = {"deepspeed.json": json.dumps(found, indent=2) + "\n"}
-    return Written(files=files, policies=policies, cost=cost, lost=lost, notes=strategy_notes(subject, policies))
+    return TargetOutput(files=files, policies=policies, cost=cost, lost=lost, notes=strategy_notes(subject, policies))

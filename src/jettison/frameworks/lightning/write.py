@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from jettison.frameworks.export import Written, strategy_notes
+from jettison.frameworks.export import TargetOutput, strategy_notes
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import LayerAction, as_the_plan_moves
 from jettison.frameworks.text import filled, header, moves_table, names, pieces
@@ -14,7 +14,7 @@ USE = """    model = mark(model)                    # before the Trainer sets th
     Trainer(strategy=strategy(), ...)      # strategy(**more) hands more on to FSDPStrategy"""
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write the file. Its wrapper restores random generator states by default."""
     subject = nearest.subject
     nearest.refuse_described()
@@ -34,4 +34,4 @@ def write(nearest: Nearest) -> Written:
     )
     text += host["code"] if table else ""
     files, notes = {"strategy.py": text}, strategy_notes(subject, policies)
-    return Written(files=files, policies=policies, cost=cost, notes=notes)
+    return TargetOutput(files=files, policies=policies, cost=cost, notes=notes)

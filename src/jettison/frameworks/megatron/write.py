@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from jettison.frameworks.described import DescribedPricer
-from jettison.frameworks.export import Written
+from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest import CannotSay, Nearest
 from jettison.frameworks.policy import (
     Cost,
@@ -52,7 +52,7 @@ class SaidSettings:
     cost: Cost
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write flags for Megatron-LM and fields for `TransformerConfig`; or overrides for a recipe, one a line."""
     best, run = _best(nearest)
     if nearest.target == "megatron-bridge":
@@ -62,7 +62,7 @@ def write(nearest: Nearest) -> Written:
             "megatron-flags.txt": flags_text({**layout_settings(run), **best.settings}),
             "transformer_config.json": json.dumps(dict(best.settings), indent=2) + "\n",
         }
-    return Written(
+    return TargetOutput(
         files=files, policies=best.policies, cost=best.cost, lost=_layout_losses(run), notes=_notes(best, run)
     )
 

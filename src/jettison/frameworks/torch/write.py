@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from jettison.frameworks.export import Written
+from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import (
     LayerAction,
@@ -26,7 +26,7 @@ Import this file, and call apply(model) once after the model was built, before f
 torch.compile. It changes the model in place; names in its state_dict stay as they are."""
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write the nearest file to the plan. A described plan names no ops of a module."""
     subject = nearest.subject
     nearest.refuse_stacks()
@@ -37,7 +37,7 @@ def write(nearest: Nearest) -> Written:
     else:
         policies, cost = nearest.saying("which layers are checkpoints").with_host(Nearest.checkpoints)
     files = {"checkpointing.py": code(subject, policies)}
-    return Written(files=files, policies=policies, cost=cost, notes=notes_of(policies))
+    return TargetOutput(files=files, policies=policies, cost=cost, notes=notes_of(policies))
 
 
 def notes_of(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:

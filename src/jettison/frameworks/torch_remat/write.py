@@ -18,7 +18,7 @@ from typing import Final
 
 from jettison.core.errors import TraceError
 from jettison.cost.matmul import op_seconds
-from jettison.frameworks.export import Written
+from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
     Cost,
@@ -65,7 +65,7 @@ class PolicyStep:
     seconds_per_byte: float
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write the nearest file to the plan; torch_remat must be installed."""
     subject = nearest.subject
     nearest.refuse_described()
@@ -84,7 +84,7 @@ def write(nearest: Nearest) -> Written:
             f"{subject.model} return something else. Export --to torch"
         ) from error
     files, notes = {"checkpointing.py": code(subject, policies)}, (*_notes(policies), *copied(policies))
-    return Written(files=files, policies=policies, cost=cost, notes=notes)
+    return TargetOutput(files=files, policies=policies, cost=cost, notes=notes)
 
 
 def _chosen(nearest: Nearest) -> Priced:

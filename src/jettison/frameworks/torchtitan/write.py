@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from jettison.core.errors import DoesNotFit
-from jettison.frameworks.export import Alternative, Written
+from jettison.frameworks.export import Alternative, TargetOutput
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
     Decision,
@@ -52,7 +52,7 @@ _PRODUCTS: Final = {
 }
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write a file with a policy for torchtitan's configuration; torchtitan's own policies are the alternatives."""
     subject = nearest.subject
     _refuse(nearest)
@@ -61,7 +61,7 @@ def write(nearest: Nearest) -> Written:
     policies, cost = _chosen(nearest)
     stock = {"FullAC.Config()": checkpointed, "SelectiveAC.Config()": _stock}
     others = {words: tuple(map(policy, subject.decisions)) for words, policy in stock.items()}
-    return Written(
+    return TargetOutput(
         files={"planned_ac.py": code(subject, policies)},
         policies=policies,
         cost=cost,

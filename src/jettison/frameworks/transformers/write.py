@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from jettison.core.errors import DoesNotFit
-from jettison.frameworks.export import Alternative, Written
+from jettison.frameworks.export import Alternative, TargetOutput
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import LayerAction, LayerPolicy, Subject, checkpointed, draws_again, kept_whole
 from jettison.frameworks.text import filled, header, names, pieces
@@ -20,7 +20,7 @@ USE_ARGUMENTS = """\
 Trainer(args=TrainingArguments(**TRAINING_ARGUMENTS, ...)) does all of it; apply(model) does so without a Trainer."""
 
 
-def write(nearest: Nearest) -> Written:
+def write(nearest: Nearest) -> TargetOutput:
     """Write the mask of layers nearest to the plan."""
     subject = nearest.subject
     for decision in subject.decisions if subject.live else ():
@@ -45,7 +45,7 @@ def write(nearest: Nearest) -> Written:
             notes.append("no every_n_layers fits the budget: TrainingArguments alone cannot express the plan")
     if offloads(policies):
         notes.append("offload and prefetch run on the compute stream: their time is counted in full")
-    return Written(
+    return TargetOutput(
         files={"checkpointing.py": code(subject, policies)},
         policies=policies,
         cost=cost,
