@@ -405,7 +405,7 @@ def _without_logits(w: Writer, x: Value) -> Value:
         kept_now, made = [Saved(kept, "linear input"), Saved(labels, "labels")], [loss]
         if w.kernels.loss is Loss.CHUNKED_OUTPUT:
             places = w.on_tp(2)
-            wide = w.kernels.widened_logits
+            wide = w.kernels.fp32_logits
             made.append(w.tape.empty((*whole.shape[:-1], model.vocab), "float32" if wide else w.matmul_dtype, places))
             kept_now.append(Saved(made[-1], "logits", "16-bit logits: 2sbV"))
             if wide:  # the loop references fp32 logits, and each chunk's log-softmax is saved
