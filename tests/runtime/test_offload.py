@@ -150,6 +150,14 @@ def test_more_forwards_than_were_planned_for_stop_at_the_budget() -> None:
     assert not found.wrong()
 
 
+def test_an_engine_remembers_no_copy_whose_bytes_are_gone() -> None:
+    """Sources have other addresses in each step, so that entries by address would add up."""
+    found = scales(3)
+    for _ in range(3):
+        assert not found.step()
+    assert not found.engine._moving
+
+
 # what moves, and what does not ----------------------------------------------------------------------------------------
 
 

@@ -236,7 +236,7 @@ class OffloadEngine:
             moved.loaded = None
         self.pool.give(moved.span, moved.arrived)
         known = self._moving.get(moved.key)
-        if known is not None and known() is None:
+        if known is not None and known() in (None, moved):  # finalizers run before weak references die
             del self._moving[moved.key]
 
 
