@@ -67,19 +67,9 @@ _ENVIRONMENTS: Final = re.compile(
     r"(.*/)?(activate|conda\.sh|\.?bashrc|\.?bash_profile|\.?profile|\.zshrc|(init|etc)/(\S*/)?\S+|setvars\.sh|modules?\.sh|lmod\S*)"
 )
 """Pattern of sourced files that set up the shell environment, without arguments of a run."""
+_NAMED_SIGNS: Final = {"eq": "==", "ne": "!=", "ge": ">=", "le": "<=", "gt": ">", "lt": "<"}
 _SIGNS: Final[Mapping[str, Callable[[int, int], bool]]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-ge": operator.ge,
-    "-le": operator.le,
-    "-gt": operator.gt,
-    "-lt": operator.lt,
+    sign: getattr(operator, name) for name, other in _NAMED_SIGNS.items() for sign in (other, f"-{name}")
 }
 _FILE_TESTS: Final = ("-f", "-d", "-e", "-x", "-s", "-r", "-w", "-L")
 

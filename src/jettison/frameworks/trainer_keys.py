@@ -14,16 +14,10 @@ MICRO_BATCH: Final = 8
 """transformers/training_args.py, ``per_device_train_batch_size``."""
 DEFAULT_TARGETS: Final = "q_proj+v_proj+qkv_proj"
 """PEFT's default target modules (0.21, ``utils/constants.py``), as far as a model has them."""
-_HARMLESS: Final = (
-    *("state_dict_type", "final_state_dict_type", "sync_module_states", "cpu_ram_efficient_loading", "use_orig_params"),
-    *(
-        "transformer_layer_cls_to_wrap",
-        "transformer_cls_names_to_wrap",
-        "backward_prefetch",
-        "backward_prefetch_policy",
-    ),
-    *("forward_prefetch", "limit_all_gathers", "min_num_params", "cpu_offload_pin_memory", "mixed_precision_policy"),
-    *("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt"),
+_HARMLESS: Final = re.compile(
+    r"(fsdp_)?((final_)?state_dict_type|sync_module_states|cpu_ram_efficient_loading|use_orig_params|forward_prefetch|"
+    r"transformer_(layer_cls|cls_names)_to_wrap|backward_prefetch(_policy)?|limit_all_gathers|min_num_params|"
+    r"cpu_offload_pin_memory|mixed_precision_policy|xla|xla_fsdp_v2|xla_fsdp_grad_ckpt)"
 )
 """FSDP settings that do not change memory, and hardly time."""
 
@@ -314,7 +308,7 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
         keys.refuse(key("auto_wrap_policy"), "only layers are modelled as FSDP units: TRANSFORMER_BASED_WRAP")
     if first and keys.field("zero") == 3:
         keys.give("fsdp_version", 1, key("version"))
-    keys.read(*(f"{prefix}{way}{name}" for name in _HARMLESS for way in ("fsdp_", "")))
+    keys.read(*(key for key in keys.matching(f"{prefix}*") if _HARMLESS.fullmatch(key[len(prefix) :])))
 
 
 def zero_buckets(keys: Keys, prefix: str, **defaults: int) -> None:
