@@ -167,6 +167,9 @@ def test_a_trainers_file_is_planned_and_comes_back(
     opened = open_page(f"{server.url}/")
     fill(opened, model="(a trainer's own files)", gpus=64)
     assert ask(opened) == "Choose a trainer's file, or paste one."
+    fill(opened, pasted="import torch\n")
+    assert "command line alone" in ask(opened)
+    fill(opened, pasted="")
     if pasted:
         fill(opened, pasted=text)
     else:

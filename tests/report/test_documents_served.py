@@ -124,8 +124,8 @@ def loaded(server: Served) -> str:
 
 
 WRONG: list[tuple[str, object, str]] = [
-    ("plan", {"budget": "60GiB"}, "expected exactly one of model, a preset's name, and config"),
-    ("plan", {**PLAN, "config": LLAMA}, "expected exactly one of model, a preset's name, and config"),
+    ("plan", {"budget": "60GiB"}, "expected one of model, a preset's name, config"),
+    ("plan", {**PLAN, "config": LLAMA}, "expected one of model, a preset's name, config"),
     ("plan", {**PLAN, "model": "/etc/passwd"}, "model: expected one of gpt-22b, "),
     ("plan", {**PLAN, "model": "os:getcwd"}, "model: expected one of gpt-22b, "),
     ("plan", {**PLAN, "model": ["gpt-22b"]}, "model: expected one of gpt-22b, "),
@@ -279,6 +279,13 @@ def test_a_trainers_files_are_planned(server: Served, names: tuple[str, ...]) ->
     assert server.post("ledger", asked).status_code == 200
 
 
+def test_a_model_that_the_files_do_not_name(server: Served) -> None:
+    asked = {"files": example("zero3.json"), "gpus": 8, "gpu": "h100-80gb"}
+    assert "names no model" in server.post("plan", asked).json()["detail"]
+    found = server.post("plan", asked | {"model": "llama3-8b", "seq": 4096}).json()
+    assert found["feasible"] and found["from"]["command"].startswith("jettison ledger llama3-8b --seq 4096")
+
+
 REFUSED_FILES: dict[str, tuple[object, str]] = {
     "nothing": ([], "1 to 4 objects"),
     "five": (example("pretrain.toml") * 5, "1 to 4 objects"),
@@ -304,7 +311,7 @@ def test_files_that_are_refused(server: Served, name: str) -> None:
 
 def test_only_what_a_trainer_wrote_is_written(server: Served) -> None:
     assert server.post("write", PLAN).status_code == 422
-    both = {"files": example("pretrain.toml"), "model": "gpt2", "gpu": "h100-80gb"}
+    both = {"files": example("pretrain.toml"), "config": LLAMA, "gpu": "h100-80gb"}
     assert server.post("plan", both).status_code == 422
     found = server.post("search", {"files": example("pretrain.toml"), "gpus": 8, "gpu": "h100-80gb", "global_batch": 8})
     assert found.status_code == 422

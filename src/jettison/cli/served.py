@@ -61,7 +61,7 @@ def _of_files(asked: dict[str, Any], request: RunRequest, flags: Any, say: Progr
     try:
         with _nothing_else_read():
             model, request, found = sourced(
-                None,
+                asked["preset"],
                 request,
                 RunSourceFlags(from_file=paths, gpus=asked_gpus),
                 verb=_AS.get(verb, verb),

@@ -72,9 +72,13 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
         values = _References(values).resolved() if syntax == "yaml" else values
     except UsageError as error:
         raise UsageError(f"got --from {path}: {error}") from None
-    except (ValueError, RecursionError, SyntaxError) as error:
+    except (ValueError, RecursionError, SyntaxError, MemoryError) as error:
         template = re.search(r"\{\{.+?\}\}", text)
-        why = f"it is a template: fill in {template[0]}" if template else " ".join(str(error).split())
+        why = (
+            f"it is a template: fill in {template[0]}"
+            if template
+            else " ".join(str(error).split()) or "it is nested too deeply"
+        )
         raise UsageError(f"{path} is not {syntax.upper()}: {why}") from None
     return ConfigFile(path=path, text=text, syntax=syntax, values=values)
 

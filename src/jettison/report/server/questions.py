@@ -180,6 +180,8 @@ class ServedQuestion:
     run: dict[str, Any]
     files: tuple[tuple[str, str], ...] = ()
     """Name and text of each."""
+    preset: str | None = None
+    """Model that the files do not name."""
     gpus: int | None = None
     """Devices of the run, where its files do not say."""
 
@@ -198,9 +200,9 @@ def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQu
     model, files = values.pop("model", None), values.pop("files", None)
     if ident is not None and not (isinstance(ident, str) and _ID.fullmatch(ident)):
         raise _refused("id: expected 8 to 64 letters, digits and hyphens")
-    if [model, config, files].count(None) != 2:
-        expected = "model, a preset's name, and config, the object of a config.json, or files, those of a trainer"
-        raise _refused(f"expected exactly one of {expected}")
+    if [model, config, files].count(None) == 3 or (config is not None and (model or files) is not None):
+        expected = "model, a preset's name, config, the object of a config.json, and files, those of a trainer"
+        raise _refused(f"expected one of {expected}, or files with the model that they do not name")
     uploaded = () if files is None else _files(files)
     gpus = values.pop("gpus", None) if uploaded else None
     if gpus is not None and not (type(gpus) is int and 1 <= gpus <= MOST):
@@ -226,11 +228,12 @@ def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQu
     return ServedQuestion(
         verb=verb,
         id=ident,
-        name=model or (uploaded[0][0] if uploaded else _file_name(name)),
+        name=uploaded[0][0] if uploaded else model or _file_name(name),
         config=config,
         flags={key: value for key, value in checked.items() if key in own},
         run=run,
         files=uploaded,
+        preset=model if uploaded else None,
         gpus=gpus,
     )
 

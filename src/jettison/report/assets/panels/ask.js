@@ -15,6 +15,7 @@
   const FIELDS = [
     { key: "budget", label: "Budget, such as 60GiB", of: ["plan", "ledger", "search"], kind: "text" },
     { key: "gpu", label: "GPU", of: ALL, kind: "select", options: ["", ...gpus], usual: "h100-80gb" },
+    { key: "model", label: "Model, if they name none", of: [], kind: "select", options: ["", ...models], ofFiles: true, stored: "files-model" },
     number("gpus", "Devices", ["search"], { least: 1, needed: true, ofFiles: true }),
     number("global_batch", "Global batch size", ["search"], { least: 1, needed: true }),
     number("seq", "Sequence, tokens", ALL, { least: 1 }),
@@ -41,15 +42,15 @@
   const WORDS = { plan: "What to keep under a budget (plan)", estimate: "How long a step takes (estimate)", ledger: "What a step needs (ledger)", search: "The fastest layout (search)" };
 
   const labelled = (id, label, input, more = "") => J.el("div", { class: `control ${more}` }, J.el("label", { for: id }, label), input);
-  const stored = (key) => `ask-${key}`;
+  const stored = (key) => `ask-${key}`; // in the address
 
   const fields = FIELDS.map((field) => {
-    const id = `ask-${field.key}`;
-    const change = (event) => J.state.set(stored(field.key), event.target.value);
+    const kept = field.stored ?? field.key, id = `ask-${kept}`;
+    const change = (event) => J.state.set(stored(kept), event.target.value);
     const input = field.kind === "select"
       ? J.el("select", { id, onchange: change }, field.options.map((o) => J.el("option", { value: o }, o || (field.unset ?? "default"))))
       : J.el("input", { id, type: field.kind, min: field.least, max: field.most, maxlength: 40, size: 10, autocomplete: "off", placeholder: field.needed ? null : "default", required: field.needed, onchange: change });
-    input.value = J.state.get(stored(field.key), field.usual ?? "");
+    input.value = J.state.get(stored(kept), field.usual ?? "");
     if (field.kind === "select" && input.selectedIndex < 0) input.selectedIndex = 0;
     return { ...field, input, node: labelled(id, field.label, input) };
   });
@@ -111,6 +112,7 @@
   // the kind of a pasted text, which readers tell by the end of a name
   function nameOf(content) {
     if (/^\s*\{/.test(content)) return "pasted.json";
+    if (/^(from|import|def|class)\s/m.test(content)) return "pasted.py";
     if (/^\s*\[+[\w."-]+\]+\s*(#.*)?$/m.test(content)) return "pasted.toml";
     return /^#!|\s--[a-z][\w-]+/m.test(content) ? "pasted.sh" : "pasted.yaml";
   }
@@ -127,7 +129,7 @@
 
   function commandLine() {
     const name = model.input.value === UPLOAD ? file.files[0]?.name ?? "config.json" : model.input.value;
-    const asked = given();
+    const { model: preset, ...asked } = given();
     if (model.input.value === UPLOAD && verb.input.value === "plan") asked.tp ??= 1; // planned from its spec, not traced
     const quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${String(word).replaceAll("'", "'\\''")}'`);
     const flags = Object.entries(asked).flatMap(([key, value]) => {
@@ -135,7 +137,7 @@
       return typeof value === "boolean" ? [value ? `--${flag}` : `--no-${flag}`] : [`--${flag}`, quoted(String(value))];
     });
     const names = files.files.length ? [...files.files].map((one) => one.name) : [nameOf(pasted.value)];
-    const run = ofTrainer() ? names.flatMap((one) => ["--from", quoted(one)]) : [quoted(name)];
+    const run = ofTrainer() ? [...(preset ? [quoted(preset)] : []), ...names.flatMap((one) => ["--from", quoted(one)])] : [quoted(name)];
     return ["jettison", verb.input.value, ...run, ...flags].join(" ");
   }
 
@@ -146,6 +148,7 @@
       if (!chosen.length && !pasted.value.trim()) throw new Error("Choose a trainer's file, or paste one.");
       if (d3.sum(chosen, (one) => one.size) > limits.body_bytes) throw new Error(`The files are too large; at most ${bytes(limits.body_bytes)} can be sent.`);
       const sent = await Promise.all(chosen.map(async (one) => ({ name: cleaned(one.name), text: await one.text() })));
+      if (!sent.length && nameOf(pasted.value) === "pasted.py") throw new Error("Python is read by the command line alone, which takes FILE.py:NAME after --from.");
       return { files: sent.length ? sent : [{ name: nameOf(pasted.value), text: pasted.value }], ...given(question) };
     }
     if (model.input.value !== UPLOAD) return { model: model.input.value, ...given(question) };
