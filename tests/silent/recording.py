@@ -6,6 +6,7 @@ import functools
 import types
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -370,7 +371,7 @@ def dictionary_of_all_inputs_by_id() -> Program:
 
 @case(slow=True)
 def llama_with_its_cache() -> Program:
-    transformers = __import__("pytest").importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
