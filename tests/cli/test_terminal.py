@@ -88,11 +88,7 @@ def test_what_fits_is_one_table_and_text_folds_before_anything_moves_below() -> 
     [
         (("ledger", *PIPELINE), ("stage layers", "optimizer", "peak is in"), ("0", "1", "2", "3")),
         (("estimate", *PIPELINE, "--gpu", "a100-80gb"), ("of it again", "bubble", "optimizer"), ("0", "1 to 2", "3")),
-        (
-            ("estimate", "gpt2", "--gpu", "a100-80gb", "--explain"),
-            ("against none", "break-even link"),
-            ("none", "full"),
-        ),
+        (("estimate", "gpt2", "--gpu", "a100-80gb", "--explain"), ("vs none", "break-even link"), ("none", "full")),
         (("plan", "gpt2", "--gpu", "t4", "--micro-batch", "16", "--what-if"), ("why", "recomputed"), ("layers.",)),
         (("list",), ("memory bandwidth", "accumulator"), ("a10-24gb", "bf16-main32", "every:K", "torchtitan")),
     ],
