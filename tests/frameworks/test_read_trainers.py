@@ -378,6 +378,14 @@ def test_defaults_of_older_transformers(write: Any) -> None:
     assert read_run(write(values), gpus=8).request.fsdp_version is None
     request = read_run(write(values, evaluation_strategy="no"), gpus=8).request
     assert (request.fsdp_version, request.optimizer) == (1, "adamw-foreach")
+    own = {
+        **QLORA,
+        "optimizer": "adamw_torch",
+        "group_by_length": False,
+        "fsdp_version": 2,
+        "fsdp_config": {"offload_params": False},
+    }
+    assert read_run(write(own), gpus=8).request.fsdp_version is None  # axolotl's own
 
 
 def test_an_older_name_of_ligers_kernels(write: Any) -> None:

@@ -233,6 +233,13 @@ def test_a_template_is_said_to_be_one(tmp_path: Path) -> None:
         read_config_file(file)
 
 
+def test_a_framework_in_another_syntax_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("args = SFTConfig(per_device_train_batch_size=2, max_length=512)\n")
+    with pytest.raises(UsageError, match="arguments of a TRL trainer in python; expected yaml, json, arguments"):
+        read_run(file)
+
+
 def test_references_of_yaml_to_its_own_keys(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(

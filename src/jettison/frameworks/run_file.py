@@ -531,6 +531,9 @@ def read_run(
         why = f"which has no key of a known framework; expected {', '.join({table['says']: 0 for table in tables()})}"
         if (named := _named_within(first)) is not None:
             why = f"which starts a run of {named}; expected --from {named}, and flags for what the script changes"
+        if alike := next((one for one in tables() if _fits(replace(first, syntax=one["syntaxes"][0]), one)), None):
+            expected = ", ".join(alike["syntaxes"])
+            why = f"{alike['says']} in {first.syntax}; expected {expected}: write them so, or as flags"
         raise UsageError(f"got --from {first.path}, {why}")
     name = table["framework"]
     keys = Keys(first, asked=asked, gpus=gpus, asked_model=model, table=table)

@@ -145,7 +145,7 @@ def optimizer(keys: Keys, key: str, default: str) -> None:
 
     Before transformers 4.54 AdamW was torch's, by foreach kernels, and not the fused one (``OptimizerNames``).
     """
-    if keys.has("evaluation_strategy") and default == "adamw":
+    if keys.has("evaluation_strategy") and key == "optim":
         default = "adamw-foreach"
     if not keys.has(key) and keys.field("optimizer") is None:
         keys.give("optimizer", default)
@@ -244,14 +244,14 @@ def follow(keys: Keys, key: str, framework: str, prefix: str) -> None:
         keys.refuse(key, "file not found: give it as a second --from")
 
 
-def sharding(keys: Keys, *, version: int = 2) -> None:
+def sharding(keys: Keys, *, version: int | None = None) -> None:
     """Read FSDP or DeepSpeed from the Trainer's own keys, from accelerate's or from a second file.
 
     Args:
-        version: default of FSDP (``training_args.py``, ``_process_fsdp_args``): 1 before transformers 5.
+        version: default of FSDP; None: transformers', 2 (``training_args.py``, ``_process_fsdp_args``), 1 before 5.
     """
-    if older := next(filter(keys.has, _BEFORE_5), ""):
-        version = 1
+    older = next(filter(keys.has, _BEFORE_5), "") if version is None else ""
+    version = version or (1 if older else 2)
     given = keys.some("deepspeed.*")
     for key in ("deepspeed", "deepspeed_config_file", "deepspeed_config"):
         follow(keys, key, "deepspeed", "deepspeed.")
