@@ -29,7 +29,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -253,10 +253,9 @@ shared_engine = functools.cache(engine_for)
 """Engine of regions that belong to no plan of a model: functions."""
 
 
-def place_of(module: nn.Module, values: Iterable[Any] = ()) -> torch.device:
+def place_of(module: nn.Module) -> torch.device:
     """The device a module computes on: the accelerator of any of its tensors, else the CPU."""
-    tensors = [*module.parameters(), *module.buffers(), *(v for v in values if isinstance(v, Tensor))]
-    places = {plain(tensor).device for tensor in tensors}
+    places = {plain(tensor).device for tensor in (*module.parameters(), *module.buffers())}
     return min((p for p in places if p.type not in ("cpu", "meta")), key=str, default=torch.device("cpu"))
 
 

@@ -24,7 +24,7 @@ from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, ChoiceLevels, StepProblem, evaluate
 from jettison.solve.walk import PICOSECONDS, Path, StepWalk, least_of, walks
 
-DEFAULT_GAP = 0.005
+GAP = 0.005  # share of a step at which the search ends
 BEAM_WIDTH = 128
 ROUNDED_WIDTH = 64  # labels a position after plans from a rounded relaxation
 PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried if the first leaves too wide a gap
@@ -46,19 +46,12 @@ class Solution:
     solver_seconds: float
 
 
-def choose(
-    problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP, known: tuple[StepWalk, ...] | None = None
-) -> Solution:
-    """Return the choice that adds the fewest seconds with every level at or below ``budget_bytes``.
+def choose(problem: StepProblem, budget_bytes: int, *, known: tuple[StepWalk, ...] | None = None) -> Solution:
+    """Return the choice that adds the fewest seconds with every level at or below ``budget_bytes``. ``known``:
+    `walks(problem)`, for repeated calls. Raise `Infeasible` with the smallest budget if no choice fits, `ValueError` if
+    none fits the host's budget, whatever the device's is.
 
     Ties: if the fastest options all fit, the first listed of each region; else the fewest resident bytes.
-
-    Args:
-        known: `walks(problem)`, for repeated calls with one problem.
-
-    Raises:
-        Infeasible: no choice fits; the error carries the smallest budget that one does.
-        ValueError: no choice fits the host's budget, whatever the device's is.
     """
     begin = time.perf_counter()
     all_walks = walks(problem) if known is None else known
@@ -69,7 +62,7 @@ def choose(
     if unhindered is not None and _fits(problem, evaluate(problem, unhindered), budget_bytes):
         choice, bound = unhindered, float("inf")
     else:
-        choice, bound = _search(problem, all_walks, budget_bytes, gap)
+        choice, bound = _search(problem, all_walks, budget_bytes)
     levels = evaluate(problem, choice)
     assert _fits(problem, levels, budget_bytes), (
         f"the replay peaks at {levels.peak_bytes}, the budget is {budget_bytes}"
@@ -121,9 +114,7 @@ class _Best:
         return best is not None and bound > best - 1
 
 
-def _search(
-    problem: StepProblem, all_walks: tuple[StepWalk, ...], budget_bytes: int, gap: float
-) -> tuple[Choice, float]:
+def _search(problem: StepProblem, all_walks: tuple[StepWalk, ...], budget_bytes: int) -> tuple[Choice, float]:
     """The best choice found, and a lower bound in seconds; infinite if it is proven optimal."""
     best = _Best()
     roots = list(_roots(all_walks, budget_bytes, best))
@@ -138,7 +129,7 @@ def _search(
         bound = min((root.proven for root in roots), default=float("inf"))
         if best.beats(bound):
             return choice, float("inf")
-        if _gap(problem, path.picoseconds / PICOSECONDS, bound / PICOSECONDS) <= gap:
+        if _gap(problem, path.picoseconds / PICOSECONDS, bound / PICOSECONDS) <= GAP:
             break
     return choice, bound / PICOSECONDS
 
