@@ -202,6 +202,12 @@ LOGS = {
         "| N/A   45C    P0   300W / 400W |  40960MiB / 81920MiB |     99%      Default |\n",
         MeasuredRun(device=40 * GIB),
     ),
+    "nvidia-smi before the run": (
+        "| N/A   25C    P0    50W / 400W |      3MiB / 81920MiB |      0%      Default |\n"
+        "| N/A   25C    P0    50W / 400W |   4096MiB / 81920MiB |      0%      Default |\n"
+        "{'loss': 1.1, 'memory(GiB)': 60.5, 'train_speed(iter/s)': 0.25}\n",
+        MeasuredRun(reserved=int(60.5 * GIB), step=4.0),
+    ),
     "swift": (
         "{'loss': 1.1, 'memory(GiB)': 60.5, 'train_speed(iter/s)': 0.25}\n",
         MeasuredRun(reserved=int(60.5 * GIB), step=4.0),
