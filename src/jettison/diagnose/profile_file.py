@@ -34,6 +34,7 @@ _STEP: Final = "ProfilerStep#"
 _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
 _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _UNMARKED: Final = "step"
+_CALL: Final = "python_function"
 _OLD: Final = {
     "Kernel": "kernel",
     "Memcpy": "gpu_memcpy",
@@ -177,7 +178,7 @@ def profile_of(content: object, name: str) -> ProfilerTrace:
     events = content.get("traceEvents") if isinstance(content, Mapping) else content
     if not isinstance(events, list):
         raise UsageError(f"{name} has no list of traceEvents; expected a trace that torch.profiler exported")
-    slices = sorted(_slices(events, name), key=lambda one: (one.start_ns, -one.end_ns))
+    slices, memory = _read(events, name)
     ops = tuple(one for one in slices if one.kind == "cpu_op")
     device = tuple(one for one in slices if one.kind in _DEVICE)
     if not ops and not device:
@@ -192,23 +193,27 @@ def profile_of(content: object, name: str) -> ProfilerTrace:
         modules=tuple(one for one in slices if one.name.startswith(MODULE)),
         runtime=tuple(one for one in slices if one.kind in _RUNTIME),
         device=device,
-        memory=tuple(_memory(events)),
+        memory=tuple(memory),
         devices=tuple(str(one.get("name", "")) for one in found if isinstance(one, Mapping)),
     )
 
 
-def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
+def _read(events: list[Any], name: str) -> tuple[list[ProfilerSlice], list[MemoryPoint]]:
+    """Slices and counters of the allocator, in one pass."""
     kinds = {kind: kind for kind in ("cpu_op", "user_annotation", *_RUNTIME, *_DEVICE)} | _OLD
+    slices, points = list[ProfilerSlice](), list[MemoryPoint]()
     for event in events:
         if type(event) is not dict:
             raise UsageError(
                 f"{name}: an event is {type(event).__name__}, not an object; expected torch.profiler's trace"
             )
-        category = event.get("cat")
-        if event.get("ph") != "X" or not isinstance(category, str):
+        if event.get("ph") != "X":
+            if event.get("name") == "[memory]":
+                points += _memory(event)
             continue
-        kind = kinds.get(category, "")
-        if not kind and not (category == "python_function" and str(event.get("name")).startswith(MODULE)):
+        category = event.get("cat")
+        kind = kinds.get(category, "") if isinstance(category, str) else ""
+        if not kind and not (category == _CALL and str(event.get("name")).startswith(MODULE)):
             continue
         start: Any = event.get("ts")
         length: Any = event.get("dur", 0)
@@ -218,14 +223,10 @@ def _slices(events: list[Any], name: str) -> Iterator[ProfilerSlice]:
                 f"{name}: an event {str(event.get('name'))[:40]!r} has no time; expected torch.profiler's trace"
             )
         begin = round(start * 1000)
-        yield ProfilerSlice(
-            name=str(event.get("name", "")),
-            kind=kind or category,
-            start_ns=begin,
-            end_ns=begin + round(length * 1000),
-            track=_track(event),
-            args=args,
-        )
+        end = begin + round(length * 1000)
+        slices.append(ProfilerSlice(str(event.get("name", "")), kind or _CALL, begin, end, _track(event), args))
+    slices.sort(key=lambda one: (one.start_ns, -one.end_ns))
+    return slices, points
 
 
 def _is_number(value: Any) -> bool:
@@ -251,23 +252,13 @@ def _steps(
     )
 
 
-def _memory(events: list[Any]) -> Iterator[MemoryPoint]:
-    for event in events:
-        if event.get("name") != "[memory]":
-            continue
-        args = event.get("args")
-        if not isinstance(args, Mapping) or not _is_number(event.get("ts")):
-            continue
-        figures: list[Any] = [args.get(key) for key in ("Bytes", "Total Allocated", "Total Reserved")]
-        if all(type(figure) is int for figure in figures):
-            delta, allocated, reserved = figures
-            device = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
-            yield MemoryPoint(
-                at_ns=round(event["ts"] * 1000),
-                address=args.get("Addr"),
-                track=_track(event),
-                delta_bytes=delta,
-                allocated_bytes=allocated,
-                reserved_bytes=reserved,
-                device=device,
-            )
+def _memory(event: Mapping[str, Any]) -> Iterator[MemoryPoint]:
+    args: Any = event.get("args")
+    at: Any = event.get("ts")
+    if not isinstance(args, Mapping) or not _is_number(at):
+        return
+    figures: list[Any] = [args.get(key) for key in ("Bytes", "Total Allocated", "Total Reserved")]
+    if all(type(figure) is int for figure in figures):
+        device = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
+        delta, allocated, reserved = figures
+        yield MemoryPoint(round(at * 1000), args.get("Addr"), _track(event), delta, allocated, reserved, device)

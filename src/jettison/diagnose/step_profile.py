@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from math import prod
 from statistics import median
 from typing import Any, Final
@@ -132,11 +133,13 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
     again = _recompute(trace, phases[BACKWARD])
     work = [one for one in trace.device if one.end_ns > start] or _outermost(trace)
     names = {name for name in {one.name for one in work} if is_collective(name)}
-    compute = joined(_spans(one for one in work if one.kind in ("kernel", "cpu_op") and one.name not in names))
+    kinds = [one.kind in ("kernel", "cpu_op") and one.name not in names for one in work]
+    compute = joined(_spans(compress(work, kinds)))
     gloo = [one for one in trace.annotations if one.name.startswith("gloo:")]
-    talk = [*(one for one in work if one.name in names), *gloo]
+    talk = [*(one for one in work if names and one.name in names), *gloo]
     exposed = without(joined(_spans(talk)), compute)
-    busy = within(joined(_spans([*work, *talk])), start, end)
+    others = _spans(one for one, computes in zip(work, kinds, strict=True) if not computes)
+    busy = within(joined([*compute, *others, *_spans(talk)]), start, end)
     has_device = bool(trace.device)
     kernels = [one.ns for one in work if one.kind == "kernel" and one.start_ns >= start]
     ran_again = _launches(trace, joined(_spans(again))) if has_device else _spans(again)
