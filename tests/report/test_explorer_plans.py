@@ -91,6 +91,7 @@ def test_iteration_times_are_what_estimate_answers(
             document = said(row["command"], capsys)
             assert document["step_seconds"] == pytest.approx(row["seconds"], abs=1e-8)
             assert document["step_range_seconds"] == pytest.approx(row["range"], abs=1e-8)
+            assert document["figures"]["step_seconds"]["expected"] == pytest.approx(row["expected"], abs=1e-8)
             assert document["peak_bytes"] == row["peak_bytes"]
             assert [document["mfu"], document["hfu"]] == pytest.approx([row["mfu"], row["hfu"]], abs=1e-6)
             assert sum(row["parts"]) == pytest.approx(row["seconds"], rel=1e-6)

@@ -291,9 +291,11 @@ def _rows(model: str, device: Hardware, asked: dict[str, Any], published: Iterat
         except Infeasible as error:
             yield row | {"seconds": None, "range": None, "minimum_bytes": error.minimum_budget_bytes}
             continue
+        residual = time_residual(time.run, time.hardware.name)
         yield row | {
             "seconds": rounded(time.step_seconds),
-            "range": [rounded(end) for end in time_residual(time.run, time.hardware.name).seconds(time.step_seconds)],
+            "expected": rounded(time.step_seconds * residual.expected),
+            "range": [rounded(end) for end in residual.seconds(time.step_seconds)],
             "parts": [rounded(seconds) for seconds in astuple(time.breakdown)],
             "mfu": round(time.mfu, 6),
             "hfu": round(time.hfu, 6),

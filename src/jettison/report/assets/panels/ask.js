@@ -15,7 +15,7 @@
   const FIELDS = [
     { key: "budget", label: "Budget, such as 60GiB", of: ["plan", "ledger", "search"], kind: "text" },
     { key: "gpu", label: "GPU", of: ALL, kind: "select", options: ["", ...gpus], usual: "h100-80gb" },
-    { key: "model", label: "Model, if they name none", of: [], kind: "select", options: ["", ...models], ofFiles: true, stored: "files-model" },
+    { key: "model", label: "Model of these files", of: [], kind: "select", options: ["", ...models], unset: "as they name it", ofFiles: true, stored: "files-model" },
     number("gpus", "Devices", ["search"], { least: 1, needed: true, ofFiles: true }),
     number("global_batch", "Global batch size", ["search"], { least: 1, needed: true }),
     number("seq", "Sequence, tokens", ALL, { least: 1 }),

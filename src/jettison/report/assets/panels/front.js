@@ -27,7 +27,7 @@
     const [least, most] = d3.extent(lines, (p) => p.budget), near = m.available_bytes >= least && m.available_bytes < 2 * most;
     const chart = J.plot({
       width, height: Math.min(300, Math.max(230, width * 0.4)), marginLeft: 56,
-      x: { label: "Budget (GiB) →", grid: true }, y: { label: "↑ Step time of the busiest stage (s)", grid: true, nice: true },
+      x: { label: "Budget (GiB) →", grid: true }, y: { label: "↑ Modelled step time of the busiest stage (s)", grid: true, nice: true },
       marks: [
         ...(near ? [
           Plot.ruleX([m.available_bytes / GIB], { stroke: "var(--limit)", strokeDasharray: "7 3" }),
@@ -81,7 +81,7 @@
     const words = point.flips.map(([tensor, before, after, layers, nbytes]) => `${tensor}: ${before} → ${after} in ${layers} layer${layers === 1 ? "" : "s"} (${J.format.bytes(nbytes)})`);
     if (point.more) words.push(`${point.more} more`);
     return J.el("div", { class: "caption" },
-      J.el("p", { id: "front-price" }, `At ${J.format.bytes(point.budget)} a step takes ${J.format.seconds(point.seconds)}, of each micro-batch ${J.format.seconds(point.again)} of recomputation and ${J.format.seconds(point.stalled)} waiting for transfers; ${J.format.bytes(point.host)} offloaded to CPU. The next GiB is worth ${J.format.seconds(worth)} a step.`),
+      J.el("p", { id: "front-price" }, `At ${J.format.bytes(point.budget)} a step takes ${J.format.seconds(point.seconds)} as modelled, of each micro-batch ${J.format.seconds(point.again)} of recomputation and ${J.format.seconds(point.stalled)} waiting for transfers; ${J.format.bytes(point.host)} offloaded to CPU. The next GiB is worth ${J.format.seconds(worth)} a step.`),
       J.el("p", {}, index ? `Changed from the next smaller budget (${J.format.bytes(w.points[index - 1].budget)}): ${words.join("; ") || "nothing"}.` : "The smallest budget that any plan fits."));
   }
 
@@ -124,7 +124,7 @@
     id: "front", title: "Pareto front: memory against step time", controls: [model, way, budget], draw, table,
     caption: (values) => {
       const { m, w, below } = find(values);
-      return `${m.name} (${m.layout}) on ${m.gpu}, which leaves ${J.format.bytes(m.available_bytes)} for tensors. Each point is a plan. ${below ? `The budget is below the smallest feasible one, ${J.format.bytes(w.minimum_bytes)}, which is shown. ` : ""}Step time is compute, recomputation and waiting for transfers on the busiest stage, without communication and bubbles.`;
+      return `${m.name} (${m.layout}) on ${m.gpu}, which leaves ${J.format.bytes(m.available_bytes)} for tensors. Each point is a plan. ${below ? `The budget is below the smallest feasible one, ${J.format.bytes(w.minimum_bytes)}, which is shown. ` : ""}Step time is as modelled: compute, recomputation and waiting for transfers on the busiest stage, without communication and bubbles. The command states the expected one, with its range.`;
     },
     command: (values) => {
       const { w, point } = find(values);

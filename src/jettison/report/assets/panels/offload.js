@@ -24,7 +24,7 @@
     const chart = J.plot({
       width, height: 330, marginTop: width < 560 ? 80 : 52, marginLeft: 56,
       x: { type: "log", base: 2, label: "CPU to GPU link, one direction (GB/s) →", domain: [rates[0], rates[rates.length - 1]], ticks: rates, tickFormat: String, grid: true },
-      y: { label: "↑ Step time (s)", domain: [Math.min(m.none_seconds * 0.88, ...inside.map((p) => p.y)), highest * 1.02], grid: true },
+      y: { label: "↑ Modelled step time (s)", domain: [Math.min(m.none_seconds * 0.88, ...inside.map((p) => p.y)), highest * 1.02], grid: true },
       marks: [
         ...data.links.map((link) => Plot.ruleX([link.gigabytes], { stroke: "var(--soft)", strokeDasharray: "2 3" })),
         ...data.links.map((link, i) => Plot.text([short(link.name)], { x: link.gigabytes, frameAnchor: "top", textAnchor: i < 2 ? "middle" : "end", dx: i < 2 ? 0 : 14, dy: -8 - (width < 560 ? 14 * i : i > 2 ? 14 : 0), fill: "currentColor", fontSize: 11 })),
@@ -45,7 +45,7 @@
     const { mix } = row, best = m.again.seconds;
     if (!mix.seconds) return J.el("p", { class: "caption" }, `Nothing fits: ${J.format.bytes(mix.minimum_bytes)} at least.`);
     const gain = best ? ` ${J.format.seconds(best - mix.seconds)} (${J.format.percent(1 - mix.seconds / best)}) less than with recompute only,` : " with recompute only nothing fits,";
-    return J.el("p", { class: "caption", id: "offload-said" }, `Over ${row.gigabytes} GB/s the plan takes ${J.format.seconds(mix.seconds)} a step,${gain} ${J.format.seconds(row.all_seconds - mix.seconds)} less than with all saved tensors offloaded${row.all_peak > m.budget ? " (which does not fit either)" : ""}: ${J.format.bytes(mix.host)} offloaded to CPU; in a micro-batch ${J.format.seconds(mix.again)} of recomputation and ${J.format.seconds(mix.stalled)} waiting for transfers.`);
+    return J.el("p", { class: "caption", id: "offload-said" }, `Over ${row.gigabytes} GB/s the plan takes ${J.format.seconds(mix.seconds)} a step as modelled,${gain} ${J.format.seconds(row.all_seconds - mix.seconds)} less than with all saved tensors offloaded${row.all_peak > m.budget ? " (which does not fit either)" : ""}: ${J.format.bytes(mix.host)} offloaded to CPU; in a micro-batch ${J.format.seconds(mix.again)} of recomputation and ${J.format.seconds(mix.stalled)} waiting for transfers.`);
   }
 
   // Several of one name are numbered.
@@ -87,7 +87,7 @@
     id: "offload", title: "Recompute or offload, by the link", controls: [model, rate], draw, table,
     caption: (values) => {
       const { m } = find(values);
-      return `${m.name} (${m.layout}) on ${m.gpu}, whose own link has ${m.own} GB/s and which leaves ${J.format.bytes(m.budget)} for tensors; without recomputation the peak would be ${J.format.bytes(m.none_peak)}. Below, for each saved tensor of a layer: the link over which offloading it, unhidden, takes as long as recomputing it.`;
+      return `${m.name} (${m.layout}) on ${m.gpu}, whose own link has ${m.own} GB/s and which leaves ${J.format.bytes(m.budget)} for tensors; without recomputation the peak would be ${J.format.bytes(m.none_peak)}. Below, for each saved tensor of a layer: the link over which offloading it, unhidden, takes as long as recomputing it. The command states the expected step time, with its range.`;
     },
     command: (values) => find(values).row.mix.command,
   });

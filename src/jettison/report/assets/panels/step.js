@@ -156,7 +156,7 @@
       axis.append(svg("line", { x1: x(tick), x2: x(tick), y1: 0, y2: 5, stroke: "currentColor" }), svg("text", { x: x(tick), y: 17, "text-anchor": "middle", fill: "currentColor" }, String(Number(tick.toPrecision(3)))));
     }
     axis.append(svg("line", { x1: LEFT, x2: width - 8, y1: 0, y2: 0, stroke: "currentColor" }));
-    axis.append(svg("text", { x: width - 8, y: 31, "text-anchor": "end", fill: "currentColor" }, `Seconds since the step began (of ${J.format.seconds(layout.step_seconds)}) →`));
+    axis.append(svg("text", { x: width - 8, y: 31, "text-anchor": "end", fill: "currentColor" }, `Seconds since the step began, as modelled (of ${J.format.seconds(layout.step_seconds)}) →`));
     node.append(axis);
   }
 

@@ -10,7 +10,7 @@
   const text = (s) => (s < 1 ? J.format.seconds(s) : `${s.toFixed(2)} s`);
   const words = (row, narrow) => {
     if (row.seconds === null) return `does not fit: ${J.format.bytes(row.minimum_bytes)} at least`;
-    const seconds = text(row.seconds), range = row.range.map(text).join(" to "), fits = row.fits ? "" : ", does not fit";
+    const seconds = text(row.expected), range = row.range.map(text).join(" to "), fits = row.fits ? "" : ", does not fit";
     return narrow
       ? `${seconds} (${range}), MFU ${J.format.percent(row.mfu)}${fits}`
       : `${seconds} (${range}, 80 % range), MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${fits}`;
@@ -54,12 +54,12 @@
     return J.el("div", {}, legend, J.rove(chart, nodes, (node) => bars[nodes.indexOf(node)].text));
   };
   const table = (values) => ({
-    columns: ["model", "recompute", { label: "predicted", format: J.format.seconds }, { label: "from", format: J.format.seconds }, { label: "to", format: J.format.seconds }, { label: "measured", format: J.format.seconds }, { label: "error", format: J.format.percent },
+    columns: ["model", "recompute", { label: "as modelled", format: J.format.seconds }, { label: "expected", format: J.format.seconds }, { label: "from", format: J.format.seconds }, { label: "to", format: J.format.seconds }, { label: "measured", format: J.format.seconds }, { label: "error", format: J.format.percent },
       ...data.parts.map((part) => ({ label: part, format: J.format.seconds })),
       { label: "MFU", format: J.format.percent }, { label: "HFU", format: J.format.percent }, { label: "measured MFU", format: J.format.percent },
       { label: "peak", format: J.format.exact }, "fits"],
     rows: chosen(values).flatMap((m) => m.rows.map((row) => [
-      m.name, label[row.way], row.seconds, ...(row.range ?? [null, null]), row.published_seconds, row.published_seconds ? row.seconds / row.published_seconds - 1 : null,
+      m.name, label[row.way], row.seconds, row.expected ?? null, ...(row.range ?? [null, null]), row.published_seconds, row.published_seconds ? row.seconds / row.published_seconds - 1 : null,
       ...(row.parts ?? data.parts.map(() => null)), row.mfu ?? null, row.hfu ?? null, row.way === "selective" ? m.published_mfu : null,
       row.peak_bytes ?? null, row.fits ? "yes" : "no"])),
   });
@@ -67,7 +67,7 @@
     id: "time", title: "Iteration time and where it goes", controls: [model, way], draw, table,
     caption: (values) => {
       const m = chosen(values)[0], own = chosen(values).length === 1;
-      return `${own ? `${m.name} on ${m.gpus} × ${m.gpu} (${m.layout}). ` : "GPTs of arXiv 2205.05198 in its layouts on A100s. "}Full recomputation is without sequence parallelism, as in the paper. Seconds are predicted; diamonds are Table 5's measured ones.`;
+      return `${own ? `${m.name} on ${m.gpus} × ${m.gpu} (${m.layout}). ` : "GPTs of arXiv 2205.05198 in its layouts on A100s. "}Full recomputation is without sequence parallelism, as in the paper. Above a bar is the expected step time with its range, in it the parts as modelled; diamonds are Table 5's measured ones.`;
     },
     command: (values) => {
       const m = chosen(values)[0];
