@@ -284,7 +284,7 @@ def test_packing_costs_what_doing_it_takes(monkeypatch: pytest.MonkeyPatch) -> N
     pack = next(iter(compile_recipe(region, saved, packed=saved).packed.values()))
     took = iter([9.0, 3.0, 2.0, 5.0])
     monkeypatch.setattr(points, "_PACKING", {})
-    monkeypatch.setattr(points, "_pack_once", lambda _flat, _form: next(took))
+    monkeypatch.setattr(points, "one_run", lambda *_: next(took))
     monkeypatch.setattr(points, "SAMPLE_BYTES", pack.move.nbytes // 2)
     assert packing_seconds(pack) == 4.0  # the least of all, for twice as much as was tried
     assert packing_seconds(pack) == 4.0  # and what was found stays

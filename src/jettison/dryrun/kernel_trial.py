@@ -194,17 +194,19 @@ def least_seconds(request: OpRequest, first_seconds: float, memory: StandInMemor
     with private, torch.no_grad(), _stand_ins(request, given) as (args, kwargs):
         start = time.perf_counter()
         while len(samples) < REPEATS or (len(samples) < 20 and time.perf_counter() - start < OPERATOR_BUDGET_SECONDS):
-            samples.append(_one_run(request.func, args, kwargs, cuda=request.device.startswith("cuda")))
+            samples.append(one_run(request.func, args, kwargs, request.device))
     return min(samples)  # what disturbs a run only ever adds to it
 
 
-def _one_run(func: Any, args: Any, kwargs: Any, *, cuda: bool) -> float:
+def one_run(func: Any, args: Any, kwargs: Any, device: str) -> float:
+    """Seconds of a call, the device's work included."""
+    cuda = device.startswith("cuda")
     if cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     func(*args, **kwargs)
     if cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -276,7 +278,7 @@ def _device_run(request: OpRequest) -> KernelRun | Exception:
     try:
         args, kwargs = _made_up(request, _memory)
         if not request.device.startswith("cuda"):
-            return KernelRun(seconds=_one_run(request.func, args, kwargs, cuda=False), workspace_bytes=0)
+            return KernelRun(seconds=one_run(request.func, args, kwargs, request.device), workspace_bytes=0)
         device = torch.device(request.device)
         torch.cuda.synchronize(device)
         before_bytes = torch.cuda.memory_allocated(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -12,7 +11,7 @@ import torch
 from jettison.capture.model_trace import BlockClass, CompiledProgram
 from jettison.capture.recorder import RegionTrace
 from jettison.cost.matmul import memory_seconds, op_seconds
-from jettison.dryrun.kernel_trial import REPEATS
+from jettison.dryrun.kernel_trial import REPEATS, one_run
 from jettison.ledger.program import Program
 from jettison.runtime.packing import Pack, PackedForm, narrow, widen
 from jettison.runtime.recipe import compile_recipe
@@ -123,22 +122,14 @@ def packing_seconds(pack: Pack, device: str = "cpu") -> float:
     if key not in _PACKING:
         with torch.no_grad():
             flat = torch.zeros(tried, dtype=torch.uint8, device=device)
-            _PACKING[key] = min(_pack_once(flat, pack.form) for _ in range(REPEATS + 1))  # the first is cold
+            _PACKING[key] = min(  # the first is cold
+                one_run(lambda: widen(narrow(flat, pack.form), pack.form, tried), (), {}, device)
+                for _ in range(REPEATS + 1)
+            )
             if flat.is_cuda:
                 del flat
                 torch.cuda.empty_cache()  # do not keep it cached
     return _PACKING[key] * nbytes / max(1, tried)
-
-
-def _pack_once(flat: torch.Tensor, form: PackedForm) -> float:
-    def now() -> float:
-        if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
-        return time.perf_counter()
-
-    start = now()
-    widen(narrow(flat, form), form, flat.numel())
-    return now() - start
 
 
 def seconds_by_traffic(pack: Pack, hardware: Hardware) -> float:
