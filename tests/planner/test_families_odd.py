@@ -389,7 +389,7 @@ def test_code_around_the_blocks_that_decides_by_values(decide: Callable[[Tensor]
     trace = trains_the_same(Choosing(decide), (torch.randn(6, 4),), (torch.randn(6, 4),))
     assert len(trace.calls) == 3
     assert trace.root.problem
-    assert any("hangs on values that are not known" in text for text in trace.warnings)
+    assert any("depends on values that are not known" in text for text in trace.warnings)
 
 
 class Aside(nn.Module):

@@ -325,7 +325,7 @@ def test_who_is_told_no(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     with pytest.raises(UsageError, match="nothing goes to the host; give offload=True as well"):
         jettison.auto_checkpoint(model, x, "1GiB", host_budget="1MiB")
-    with pytest.raises(UsageError, match="whose link to the host nobody has stated; give hardware="):
+    with pytest.raises(UsageError, match="whose link to CPU memory is unknown; give hardware="):
         jettison.auto_checkpoint(model, x, "1GiB", offload=True)
     with pytest.raises(UsageError, match="hardware cpu-23gb does not state its link to the host"):
         jettison.auto_checkpoint(model, x, "1GiB", offload=True, hardware="cpu-23gb")

@@ -324,7 +324,7 @@ def without_backward(model: Any, ids: Tensor) -> Any:
         ({"step": freeing}, r"calls zero_grad\(\) of a SGD that optimizer= does not have"),
         ({"step": contrastive, "shapes": 3}, "shapes= is a int; expected a list"),
         ({"step": preferred, "models": nn.Linear(2, 2)}, "models= is a Linear; expected a list"),
-        ({"step": contrastive, "loss_fn": torch.sum}, "leave loss_fn= out"),
+        ({"step": contrastive, "loss_fn": torch.sum}, "drop loss_fn="),
         ({"models": [words()]}, "models= without step="),
         ({"step": preferred, "models": [words(), words()]}, "leaves out the model itself"),
     ],

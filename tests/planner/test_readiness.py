@@ -80,7 +80,7 @@ class Deciding(Net):
 def test_values_that_a_batch_on_meta_has_not_are_guessed_and_said(on_meta: str) -> None:
     model, given = Deciding(), (batch()[0].to("meta"),)
     traced = jettison.trace(model.to("meta") if on_meta == "both" else model, given)
-    assert any("hangs on values that are not known when it is planned" in text for text in traced.warnings)
+    assert any("depends on values that are not known when it is planned" in text for text in traced.warnings)
 
 
 def test_a_plan_made_on_meta_holds_for_the_weights_that_follow() -> None:

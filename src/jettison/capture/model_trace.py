@@ -240,6 +240,6 @@ def settings_of(name: str, module: nn.Module) -> CompileSettings:
     if patched.get("custom_partitioner_fn") is not None:
         raise UnsupportedModule(
             f"{name} is compiled with a custom_partitioner_fn of its own, which decides what a plan has to decide; "
-            "leave it out"
+            "drop it"
         )
     return CompileSettings(options=tuple(sorted(told.items())))

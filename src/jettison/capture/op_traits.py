@@ -162,8 +162,8 @@ def _written(func: Any) -> tuple[tuple[int, str, bool], ...]:
 
 
 def without_statistics(func: Any, args: Sequence[Any]) -> list[Any] | None:
-    """Arguments with which a batch norm in training gives the same results and does not update its running statistics,
-    which it does not read; None for every other call.
+    """Return a training batch norm's arguments without running statistics, which it updates and does not read, so that
+    the results are the same; None for every other call.
     """
     if func is not aten.native_batch_norm.default or not args[5]:
         return None

@@ -294,13 +294,13 @@ class Tracer:
             got = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
             apart = not any(f"{name}.".startswith(f"{path}.") or path.startswith(f"{name}.") for name in self.names)
             if path and apart and self.real is not None:
-                why = f"what {path} does hangs on values ({got}), so that it is a region of its own"
+                why = f"what {path} does depends on values ({got}), so that it is a region of its own"
                 raise OtherRegions([*self.names, path], why) from error
             if not guesses and not isinstance(error, ValuesRead):
                 why = (
-                    f"what {path or 'the model'} does around its blocks hangs on values that are not known when it is "
-                    f"planned ({got}): conditions count as true, numbers as 1 and masks as choosing everything; where "
-                    "they are not, a step may need more or less than was planned (gradients are not affected)"
+                    f"what {path or 'the model'} does around its blocks depends on values that are not known when it "
+                    f"is planned ({got}): conditions count as true, numbers as 1 and masks as choosing everything; "
+                    "where they are not, a step may need more or less than was planned (gradients are not affected)"
                 )
                 raise OtherRegions(self.names, why, guesses=True) from error
             raise TraceError(

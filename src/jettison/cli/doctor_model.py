@@ -90,12 +90,12 @@ class _HazardWatch:
 
     @property
     def block(self) -> str:
-        """In which the forward is; "" around them."""
+        """The block whose forward runs; "" between blocks."""
         return self.stack[-1] if self.stack else ""
 
 
 def look_for_hazards(model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None) -> tuple[Sighting, ...]:
-    """Run one step of ``model`` and say what was seen. It trains on: give a copy.
+    """Run one training step of ``model`` and return what was seen. The step changes the model: pass a copy.
 
     Raises:
         UsageError: the output has no loss.

@@ -304,7 +304,7 @@ def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | Non
     there = device.host_memory_bytes
     if there is not None and nbytes > there:
         raise UsageError(
-            f"got --host-budget {text}; the host of {device.name} has {format_bytes(there)} for each device. Give at "
+            f"got --host-budget {text}; {device.name} has {format_bytes(there)} of CPU memory a device. Give at "
             "most that, or another host_memory in the hardware's file"
         )
     return nbytes

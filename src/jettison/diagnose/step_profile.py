@@ -57,7 +57,7 @@ class DeviceIdle:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Between host and device, of pageable memory or waited for."""
+    """Copies between CPU and device that use pageable memory, or that the CPU waits for."""
 
     count: int = 0
     alone_ns: int = 0

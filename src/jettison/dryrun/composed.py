@@ -277,11 +277,11 @@ class Judge:
             if any(last.get(key) != (number, level) for key, (_, level) in interval.dead.items()):
                 raise _CannotBeComposed("a tensor of several blocks died where none of them let go of it")
         if self._dying.setdefault(labels.root, tape.died_bytes) != tape.died_bytes:
-            raise _CannotBeComposed("a tensor of several blocks outlives some steps, and others not")
+            raise _CannotBeComposed("a tensor that several blocks share outlives some steps and not others")
         for place, piece in zip(places, pieces, strict=True):
             if self._pieces.setdefault(self._key(place, labels), piece) != piece:
                 what = f"block {tape.names[place.call]}" if place.inside else "what is around the blocks"
-                raise _CannotBeComposed(f"the {place.phase} of {what} hangs on how other blocks are treated")
+                raise _CannotBeComposed(f"the {place.phase} of {what} depends on the policies of other blocks")
         for call, dues in enumerate(behind):
             if self._behind.setdefault((first.alike[call], labels.calls[call]), dues) != dues:
                 raise _CannotBeComposed(f"what block {tape.names[call]} leaves behind hangs on other blocks")
@@ -305,7 +305,7 @@ class Judge:
             self._pieces |= pieces
 
     def _mixture(self, part: ModulePolicy, labels: StepPolicies) -> ModulePolicy | None:
-        """A step that shows the missing pieces of another, and more; None if that is best done by itself."""
+        """Return a step that shows missing pieces of another step, and more; None if the other shows enough itself."""
         alike = range(len(labels.calls)) if self._first is None else self._first.alike
         missing = list(alike) if self._first is None else self._missing(labels)
         kinds: defaultdict[int, list[int]] = defaultdict(list)

@@ -181,7 +181,7 @@ class AllocationCounter(TorchDispatchMode):
             self._tape.enter(block, leaves_of(given, self._made), self._live_bytes)
 
     def leaves(self, returned: Any) -> None:
-        """Note on the tape that it has returned this."""
+        """Record on the tape that the block returned these tensors."""
         if self._tape is not None:
             self._settle()
             self._tape.leave(leaves_of(returned, self._made), self._live_bytes)

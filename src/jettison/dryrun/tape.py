@@ -144,7 +144,7 @@ class IntervalTape:
         self._withheld, self._quiet = withheld, self._quiet or not withheld
 
     def level(self, live_bytes: int) -> None:
-        """One more level."""
+        """Record a level."""
         if not self._quiet:
             self._look()
         self._quiet = False

@@ -429,7 +429,7 @@ class UserStep:
             parameter.grad = gradient
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
-        """The step; its forwards and backwards alternate, and both peaks are that of them all."""
+        """Run the step. Forwards and backwards alternate, so both peaks are those of the whole step."""
         largest = _tensors(self.batches[-1])
         counter.forget(largest)
         counter.reset_peak()

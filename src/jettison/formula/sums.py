@@ -360,7 +360,7 @@ for _name in LOSING:
 
 
 def positive(number: int) -> int:
-    """Return the number, or 0 where it is below; of a traced one without a guard."""
+    """Return the number, or 0 if it is negative. A traced number gets no guard."""
     if not isinstance(number, Traced):
         return max(0, number)
     made = number.sum

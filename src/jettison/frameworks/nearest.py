@@ -56,7 +56,7 @@ class Nearest:
         return policies, self.pricer.cost(policies, self.write(policies))
 
     def fits(self, found: Priced) -> bool:
-        """Does the step fit the plan's budget?"""
+        """Whether the step fits the plan's budget."""
         return found[1].peak_bytes <= self.subject.budget_bytes
 
     def all_or_none(self, checkpoint: Checkpoint = checkpointed) -> Priced:

@@ -302,7 +302,7 @@ def savable(program: Program, wanted: frozenset[int]) -> frozenset[int]:
 
 
 def writes_in_place(op: Op) -> bool:
-    """Does the op's name end in an underscore, or is it no op of torch?"""
+    """Whether the op's name ends in an underscore, or it is not torch's."""
     namespace, _, name = op.name.partition(".")
     return namespace == "jettison" or name.partition(".")[0].endswith("_")
 

@@ -145,7 +145,7 @@ class _Constructor:
                 continue
             laid_out = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
             if laid_out != (place.size, place.stride, place.offset):
-                raise NotDeferrable(f"{op.func} lays its result out in another way than it does on fake tensors")
+                raise NotDeferrable(f"{op.func} returns other strides than on fake tensors")
             held[place.storage] = tensor.untyped_storage()
 
     def _allocated(self, number: int) -> torch.UntypedStorage:
@@ -309,7 +309,7 @@ def deferred(make: Callable[[], nn.Module]) -> Deferred:
     gc.collect()
     for storage in recorder.program.storages:
         if torch._C._storage_Use_Count(storage.handle._cdata) > 1:
-            raise NotDeferrable(f"a tensor of {storage.nbytes} bytes is held outside of the model's modules")
+            raise NotDeferrable(f"a tensor of {storage.nbytes} bytes is referenced from outside the model's modules")
     return out
 
 

@@ -343,8 +343,8 @@ def set_cores(model: nn.Module, context: Context) -> None:
     else:
         names = [name.rpartition(".")[2] for name in known(HeadForm)] + ["Gpt", "Llama"]
         raise UnsupportedModule(
-            f"context parallelism: it is not known where a {type(model).__name__} has the core of its attention; known "
-            f"are {', '.join(sorted(names))}"
+            f"context parallelism: the attention core of {type(model).__name__} is unknown; known models: "
+            f"{', '.join(sorted(names))}"
         )
 
 

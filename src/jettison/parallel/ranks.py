@@ -219,7 +219,7 @@ def joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def listed(ranks: Iterable[int], count: int | None = None) -> str:
-    """Ranks in words, ascending: each, or runs of them; the first few, and how many more of ``count``."""
+    """Text for ranks in ascending order, with runs shortened: the first few, and how many of ``count`` follow."""
     every = sorted(ranks)
     parts: list[tuple[int, ...]] = []
     for first, last in joined((rank, rank) for rank in every):

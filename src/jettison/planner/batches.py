@@ -230,8 +230,8 @@ class BatchPlans:
             plans = described.planner.plans(error.minimum_budget_bytes)
             warnings.warn(
                 f"{self._named(shape, trained)} does not fit into {format_bytes(self.budget_bytes)}: the smallest plan "
-                f"for it needs {format_bytes(error.minimum_budget_bytes)}, and is what it runs under. Use a smaller "
-                "batch, or a larger budget",
+                f"for it needs {format_bytes(error.minimum_budget_bytes)} and is applied. Use a smaller batch "
+                "or a larger budget",
                 stacklevel=2,
             )
         parts = [module_policy(trace, plan) for trace, plan in zip(described.traces, plans, strict=True)]

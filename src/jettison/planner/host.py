@@ -102,8 +102,8 @@ def host_of(
         speed = host_link(device)
     else:
         raise UsageError(
-            f"got offload=True on {device.type}, whose link to the host nobody has stated; give hardware=, a GPU's "
-            "name or a file with one"
+            f"got offload=True on {device.type}, whose link to CPU memory is unknown; give hardware=, a GPU's "
+            "name or a hardware file"
         )
     return Host(
         bytes_per_second=speed,

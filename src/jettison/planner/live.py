@@ -439,7 +439,7 @@ class _Request:
         if self.regions is not None and len(modules) > 1:
             raise UsageError("got regions= with several models; mark blocks with jettison.checkpointable instead")
         if step is not None and self.loss_fn is not None:
-            raise UsageError("got loss_fn= and step=; the step computes its loss itself: leave loss_fn= out")
+            raise UsageError("got loss_fn= and step=; the step computes its loss itself: drop loss_fn=")
         if step is not None and not callable(step):
             raise UsageError(
                 f"step= is {step!r}; expected a function step(model, batch) that runs forwards and backwards"
@@ -616,8 +616,8 @@ class _Planning:
             if least_bytes is not None:
                 warnings.warn(
                     f"the step with {thawed} more parameters trained does not fit into {format_bytes(budget_bytes)}: "
-                    f"the smallest plan for it needs {format_bytes(least_bytes)}, and is what it runs "
-                    "under. Use a smaller batch, or a larger budget",
+                    f"the smallest plan for it needs {format_bytes(least_bytes)} and is applied. Use a smaller batch, "
+                    "or a larger budget",
                     stacklevel=3,
                 )
 

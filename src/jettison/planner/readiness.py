@@ -150,7 +150,7 @@ def compile_settings(compile: str | None, models: Sequence[nn.Module]) -> Compil
     if len({repr(settings) for settings in told.values()}) > 1:
         first, other = next((a, b) for a in told for b in told if repr(told[a]) != repr(told[b]))
         raise UnsupportedModule(
-            f"{first} and {other} are compiled with different options; compile all blocks in one way"
+            f"{first} and {other} are compiled with different options; compile all blocks with the same options"
         )
     if not told:
         return CompileSettings() if compile == BLOCKS else None
@@ -292,8 +292,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
     library = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer):
         raise UsageError(
-            "ZeroRedundancyOptimizer keeps other parameters' state on every rank and sends them inside of its step, "
-            "which no dry run follows; leave optimizer= out and lower the budget by the bytes of its state, or shard "
+            "ZeroRedundancyOptimizer keeps other parameters' state on every rank and broadcasts them inside its step, "
+            "which no dry run can follow; drop optimizer= and lower the budget by the bytes of its state, or shard "
             "with FSDP2"
         )
     own = {id(p) for p in model.parameters()}
@@ -305,5 +305,5 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             f"{type(optimizer).__name__} runs forward and backward from inside its step, as often as it likes, which "
-            "no dry run can follow; leave optimizer= out and lower the budget by the bytes of its state"
+            "no dry run can follow; drop optimizer= and lower the budget by the bytes of its state"
         )

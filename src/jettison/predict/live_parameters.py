@@ -171,7 +171,7 @@ class Coordinator:
 
     @property
     def always(self) -> int:
-        """Bytes that are whole from step to step."""
+        """Bytes of parameters that stay unsharded between steps."""
         return sum(self.parameters[p].nbytes for p in self.persistent)
 
     def run(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The explorer's panels about plans: budgets, segments, links to the host, and which model fits which GPU."""
+"""The explorer's panels about plans: budgets, segments, links to CPU memory, and which model fits which GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings for people and programs: claims, what they rest on, and what would mend each."""
+"""Findings for people and programs: claims, their evidence, and what would fix each."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Report:
         return document(SCHEMA, subjects=[asdict(subject) for subject in self.subjects])
 
     def table(self) -> RenderableType:
-        """For people at a terminal: the page's numbers, one document after the other, in tables for 80 columns."""
+        """Tables of 80 columns with the page's numbers, one document after the other."""
         subjects = self.subjects
         marks = [f"{mark}: " if len(subjects) > 1 else "" for mark in _NAMES[: len(subjects)]]
         parts: list[RenderableType] = []

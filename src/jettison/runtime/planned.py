@@ -296,9 +296,9 @@ class PlannedForward:
         """Raise `TraceError` for an unexpected fake tensor; in a dry run all tensors are fake."""
         if not any(isinstance(plain(t), FakeTensor) for t in (*self.module.parameters(), *leaves)):
             raise TraceError(
-                f"{self.name or 'the model'} {does} a fake tensor, which has a shape and no values: a recording has "
-                "left it behind in Python state. Clear what the model remembers (caches, lists of outputs) and plan "
-                "again; leave the module out with regions=[...] if it comes back"
+                f"{self.name or 'the model'} {does} a fake tensor, which has a shape and no values: a recording left "
+                "it in Python state. Clear the model's caches and lists of outputs and plan again; if that does not "
+                "help, plan without the module: regions=[...]"
             )
 
     @property
@@ -417,10 +417,9 @@ class PlannedForward:
         except Diverged as divergence:
             self.recordings.lose(key, str(divergence))
             raise TraceError(
-                f"{self.name or 'the model'} did not run as recorded ({divergence}), and what it had dropped until "
-                "then cannot be recomputed. It is not rerun, as the first run may have changed state of its "
-                "Python: repeat the step. From the next one on it runs without a recording; leave it "
-                "out with regions=[...] to have no such steps"
+                f"{self.name or 'the model'} did not run as recorded ({divergence}), and the tensors dropped so far "
+                "cannot be recomputed. It is not rerun, because the first run may have changed Python state: repeat "
+                "the step. From the next step on it runs without a recording; regions=[...] without it avoids this"
             ) from None
         except RuntimeError as error:
             if not switches_hooks_off(error):

@@ -478,9 +478,8 @@ def _refuse_another_graph(state: Tensor, now: Tensor) -> None:
     (seed, offset), (seed_now, offset_now) = state.view(torch.int64).tolist(), now.view(torch.int64).tolist()
     if seed != seed_now or offset >= offset_now:
         raise UsageError(
-            "a CUDA graph is being captured of a backward that draws random numbers of its forward again (dropout), "
-            "and that forward is not in the same graph. Capture forward and backward in one torch.cuda.graph, or plan "
-            "with a policy that keeps what is drawn"
+            "this CUDA graph captures a backward that redraws random numbers of a forward (dropout), and the forward "
+            "is not in the graph. Capture both in one torch.cuda.graph, or plan with a policy that keeps random tensors"
         )
 
 

@@ -527,7 +527,7 @@ class Rerun:
             ):
                 self.forward(*args, **kwargs)
                 if any(elsewhere.undo.has_written(value) for value in self.values.values()):
-                    raise self.wrong("it saves a tensor that it writes to as well, and that is no buffer of its")
+                    raise self.wrong("it saves a tensor that it also writes to, and that is not one of its buffers")
             if reach.moved():
                 raise self.wrong("it took from an iterator, which nothing puts back")
         finally:

@@ -144,7 +144,7 @@ def search(
     if top < 1 or jobs < 1:
         raise UsageError(f"got --top {top} and --jobs {jobs}; expected whole numbers of 1 or more")
     if not 0 <= margin <= 1:
-        raise UsageError(f"got --margin {margin:g}; expected a number from 0, none, to 1, all that may be needed")
+        raise UsageError(f"got --margin {margin:g}; expected 0 (expected allowance) to 1 (upper bound)")
     room = MemoryLimit(hardware=hardware, budget_bytes=budget_bytes, margin=margin)
     question = SearchQuestion(template=space.template, hardware=hardware)
     with ThreadPoolExecutor(1) as background, Bench(question, jobs=jobs, journal=journal) as bench:

@@ -109,7 +109,7 @@ class _Best:
             self.plan = (walk, path)
 
     def beats(self, bound: float) -> bool:
-        """Can nothing with this lower bound be better? Seconds are whole numbers of picoseconds."""
+        """Whether nothing with this lower bound can be better. Seconds are whole numbers of picoseconds."""
         best = self.picoseconds
         return best is not None and bound > best - 1
 

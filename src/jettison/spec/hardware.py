@@ -453,7 +453,7 @@ class AttentionRates:
     shares: tuple[tuple[str, int, float, float], ...]
 
     def share(self, dtype: str, width: int, *, backward: bool) -> float | None:
-        """Share of the dtype's peak; None: not stated. Heads wider than all that are stated use the widest's."""
+        """Share of the dtype's peak; None: not stated. Wider heads than stated use the widest stated ones'."""
         known = [row for row in self.shares if row[0] == dtype]
         fitting = [row for row in known if width <= row[1]] or known[-1:]
         if not fitting:

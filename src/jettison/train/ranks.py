@@ -303,8 +303,10 @@ def hanging(before: list[Heartbeat], now: list[Heartbeat]) -> list[int]:
 
 
 class HangWatch:
-    """Context that writes a rank's beats. ``stuck`` is called by the thread when the main thread has not moved for the
-    recipe's timeout because of another rank; for devices whose collectives cannot be interrupted.
+    """Context whose thread writes this rank's heartbeats.
+
+    It calls ``stuck`` when another rank has kept the main thread waiting for the recipe's timeout, on devices whose
+    collectives cannot be interrupted.
     """
 
     def __init__(self, world: World, seconds: float, stuck: Callable[[str], None] | None = None) -> None:
@@ -404,7 +406,7 @@ def _where(before: Heartbeat, now: Heartbeat) -> str:
 
 
 def _counts(group: dist.ProcessGroup) -> bool:
-    """Does the group count collectives? Those of dry runs do not."""
+    """Whether the group counts collectives; groups of dry runs do not."""
     try:
         group._get_sequence_number_for_group()
     except RuntimeError:

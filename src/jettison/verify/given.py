@@ -155,7 +155,7 @@ def _step_of_a_copy(theirs: Side, start: Streams, watch: ValueWatch | None = Non
 
 
 def _departures(theirs: Side, start: Streams) -> tuple[tuple[Departure, ...], ValueWatch]:
-    """Tensors whose values depart, with elements counted for the first of them; and the watch."""
+    """Tensors whose values differ, with the number of elements for the first ones; and the watch."""
     watch = ValueWatch()
     _step_of_a_copy(theirs, start, watch)
     found = watch.departures[:MAX_DEPARTURES]
