@@ -287,7 +287,7 @@ def written(to: Callable[..., Exported], factory: str, budget_bytes: int) -> Exp
 
     def write(subject: Any, pricer: Any) -> Exported:
         moving = (
-            replace(decision, kept=(full := checkpointed_on_host(decision)).kept, moved=full.moved)
+            replace(decision, kept=(full := checkpointed_on_host(decision)).kept, offloaded=full.offloaded)
             for decision in subject.decisions
         )
         return to(replace(subject, decisions=tuple(moving), budget_bytes=budget_bytes), pricer)

@@ -121,7 +121,7 @@ def run(found: Exported, factory: str, *, away: bool) -> int:
 
 
 def unchanged(decision: Decision) -> Decision:
-    return replace(decision, kept=decision.program.saved_buffers(), moved=frozenset(), policy="none")
+    return replace(decision, kept=decision.program.saved_buffers(), offloaded=frozenset(), policy="none")
 
 
 CASES = {  # the last has all of it; the others are slow tests
@@ -140,7 +140,7 @@ def test_plain_torch_moves_what_the_plan_moves(case: str) -> None:
     here = run(found, factory, away=False)
     assert there == found.cost.activation_bytes < here  # on a CPU the file's own host is the device
     assert [policy.action for policy in found.policies] == [expected(way) for way in ways]
-    moved = sum(policy.program.kept_bytes(policy.moved) for policy in found.policies)
+    moved = sum(policy.program.kept_bytes(policy.offloaded) for policy in found.policies)
     assert found.cost.host_bytes == moved > 0
     assert any("do not overlap with compute" in note for note in found.notes)
 
@@ -157,8 +157,9 @@ def test_targets_of_whole_layers_move_what_the_plan_moves(target: str, case: str
     actions = [policy.action for policy in found.policies]
     if partly is None:  # nothing that it cannot say, and all of it is said
         assert actions == [expected(way) for way in ways]
-        moved = sum(policy.program.kept_bytes(policy.moved) for policy in found.policies)
-        assert found.cost.host_bytes == moved == sum(p.program.kept_bytes(p.decision.moved) for p in found.policies) > 0
+        moved = sum(policy.program.kept_bytes(policy.offloaded) for policy in found.policies)
+        decided = sum(p.program.kept_bytes(p.decision.offloaded) for p in found.policies)
+        assert found.cost.host_bytes == moved == decided > 0
         assert found.exact and any("do not overlap with compute" in note for note in found.notes)
     else:  # of a layer that is computed again in part the input waits there, as few layers as fit
         assert LayerAction.SELECT not in actions and not found.exact

@@ -43,10 +43,14 @@ def priced(made: dict[str, Any]) -> DescribedPricer:
 def test_a_plans_own_moves_are_priced_as_the_plan_prices_them(model: str, budget: str, asked: dict[str, Any]) -> None:
     pricer = priced(document(model, budget, **(asked | {"kernels": "megatron", "offload": True})))
     decisions = decisions_of(pricer.choice)
-    assert any(decision.moved for decision in decisions)
+    assert any(decision.offloaded for decision in decisions)
     own = [
         LayerPolicy(
-            decision=d, action=LayerAction.SELECT, kept=d.kept, moved=d.moved, again=d.program.recompute_set(d.kept)
+            decision=d,
+            action=LayerAction.SELECT,
+            kept=d.kept,
+            offloaded=d.offloaded,
+            again=d.program.recompute_set(d.kept),
         )
         for d in decisions
     ]
@@ -70,11 +74,12 @@ def test_a_module_sends_what_the_paper_says_that_it_saves() -> None:
     whole = kept_whole(decision)
     for module, nbytes in sends.items():
         sent = offloading(whole, [module])
-        assert decision.program.kept_bytes(sent.moved) == whole.kept_bytes - sent.kept_bytes == nbytes, module
+        assert decision.program.kept_bytes(sent.offloaded) == whole.kept_bytes - sent.kept_bytes == nbytes, module
     everything = offloading(whole, OFFLOADED)
-    assert decision.program.kept_bytes(everything.moved) == sum(sends.values())
+    assert decision.program.kept_bytes(everything.offloaded) == sum(sends.values())
     again = offloading(by_modules(decision, ["layernorm"]), ["attn_norm"])
-    assert decision.program.kept_bytes(again.moved) == 2 * sbh  # a norm that runs again still needs what it was given
+    # a norm that runs again still needs what it was given
+    assert decision.program.kept_bytes(again.offloaded) == 2 * sbh
 
 
 def test_megatron_is_told_which_modules_wait_on_the_host() -> None:
@@ -87,7 +92,7 @@ def test_megatron_is_told_which_modules_wait_on_the_host() -> None:
     assert f"--fine-grained-activation-offloading\n--offload-modules {' '.join(modules)}\n" in flags
     lines = exported(made, "megatron-bridge").files["overrides.txt"].splitlines()
     assert f"model.offload_modules=[{','.join(modules)}]" in lines
-    moved = [policy.program.kept_bytes(policy.moved) for policy in found.policies]
+    moved = [policy.program.kept_bytes(policy.offloaded) for policy in found.policies]
     assert moved[-1] == 0 < moved[0]  # of the last layer backward begins at once
     assert found.cost.host_bytes == sum(moved)
     plain = document("gpt-22b", "46GiB", **(GPT | {"offload": False}))

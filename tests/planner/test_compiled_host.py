@@ -137,13 +137,13 @@ def test_only_what_a_point_keeps_is_sent_and_no_parameter() -> None:
     points = compiled_points(made, linked())
     every = {b.index: OffloadedTensor(nbytes=b.nbytes) for b in made.program.buffers if b.nbytes}
     found = list(with_moves_of_compiled(traced, key, points, {p.key: every for p in points}, [200_000]))
-    assert [p for p in found if not p.moved] == points
+    assert [p for p in found if not p.offloaded] == points
     assert len(found) > len(points)
     for point in found:
-        assert point.moved <= point.kept
-        assert not any(made.program.buffers[b].free for b in point.moved)
+        assert point.offloaded <= point.kept
+        assert not any(made.program.buffers[b].free for b in point.offloaded)
         whole = point.key.endswith("-send-all")
-        assert whole or made.program.kept_bytes(point.moved) <= 200_000
+        assert whole or made.program.kept_bytes(point.offloaded) <= 200_000
 
 
 def inductors_own(compiled: CompiledProgram, hardware: Hardware) -> list[FrontierPoint]:

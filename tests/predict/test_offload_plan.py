@@ -44,14 +44,14 @@ def seconds_of(answer: AutoForecast) -> float:
 def host_bytes(answer: AutoForecast) -> int:
     """Counted again, of a single stage without micro-batches in flight."""
     parts = [p for p in answer.forecast.parts if p.chosen is not None]
-    return sum(p.region.program.kept_bytes(p.chosen.moved) for p in parts)
+    return sum(p.region.program.kept_bytes(p.chosen.offloaded) for p in parts)
 
 
 def test_a_timeline_has_what_is_on_its_way() -> None:
     """Each moment is that of the same plan with nothing moved, less what is on the host, and the neighbours' copies."""
     answer = choose(run_of("llama3-8b", dp=8, zero=1, micro_batch=2), 48 * GIB, H100)
     run, chosen = answer.forecast.run, chosen_of(answer)
-    sent = [0, *(p.region.program.kept_bytes(p.chosen.moved) if p.chosen else 0 for p in answer.forecast.parts)]
+    sent = [0, *(p.region.program.kept_bytes(p.chosen.offloaded) if p.chosen else 0 for p in answer.forecast.parts)]
     assert sum(map(bool, sent)) > 10
     assert sent[-2:] == [0, 0], "the head, which is no layer, and what ends before it may"
     stays = [None if s is None else KeptBuffers(s.buffers) for s in chosen]
@@ -82,7 +82,7 @@ def test_stalls_are_the_estimates(rate: int, waits: bool) -> None:
     run, chosen = answer.forecast.run, chosen_of(answer)
     assert answer.host_bytes > 0
     assert (answer.stalled_seconds > 0.0) is waits
-    stays = [None if s is None else replace(s, moved=frozenset()) for s in chosen]
+    stays = [None if s is None else replace(s, offloaded=frozenset()) for s in chosen]
     waited = seconds_of(answer) - estimate(run, device, chosen=stays).step_seconds
     assert waited == pytest.approx(run.micro_batches * answer.stalled_seconds, abs=1e-9)
     named = sum(reason.stalled_seconds for reason in layer_reasons(answer).values())
@@ -213,8 +213,8 @@ def test_micro_batches_in_flight_are_on_the_host_each() -> None:
     most = 0
     for stage in answer.forecast.stages:
         parts = [part for chunk in stage.parts for part in chunk if part.is_layer]
-        assert parts[-1].chosen is not None and not parts[-1].chosen.moved
-        moved = sum(p.region.program.kept_bytes(p.chosen.moved) for p in parts if p.chosen is not None)
+        assert parts[-1].chosen is not None and not parts[-1].chosen.offloaded
+        moved = sum(p.region.program.kept_bytes(p.chosen.offloaded) for p in parts if p.chosen is not None)
         most = max(most, stage.in_flight * moved)
         assert stage.peak.nbytes <= 43 * GIB
     assert answer.host_bytes == most > 0

@@ -110,7 +110,7 @@ def test_single_tensors_of_a_compiled_block_move() -> None:
     sizes = {b: program.buffers[b].nbytes for b in sorted(kept) if can_move(program, b)}
     for moved in ({max(sizes, key=lambda b: sizes[b])}, {b for b in sizes if sizes[b] == INPUT_BYTES}):
         sent = sum(sizes[b] for b in moved)
-        named = Exactly(program.digest(), kept, KeepAll(), moved=frozenset(moved))
+        named = Exactly(program.digest(), kept, KeepAll(), offloaded_buffers=frozenset(moved))
         with jettison.apply(model, named, batch=given, compile="blocks") as handle:
             assert [report.host_bytes for report in handle.report()] == [sent, sent, sent, 0, 0]
             engine = handle.offload

@@ -308,4 +308,4 @@ def test_a_mask_is_kept_for_its_bits() -> None:
     ends = pareto_frontier(program, seconds, max_points=2)
     small = [p for p in with_packs(cls.trace, ends, seconds, packing_seconds) if 2 * p.kept_bytes < ends[-1].kept_bytes]
     assert min(point.seconds for point in small) < 0.1
-    assert min(point.seconds for point in small if not point.narrowed) > 1.9
+    assert min(point.seconds for point in small if not point.packed) > 1.9

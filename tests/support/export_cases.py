@@ -102,25 +102,25 @@ def everything(decision: Decision) -> Decision:
     """What autograd saves waits on the host."""
     saved = decision.program.saved_buffers()
     moved = frozenset(b for b in saved if not decision.program.buffers[b].free)
-    return replace(decision, kept=saved, moved=moved, policy="offload")
+    return replace(decision, kept=saved, offloaded=moved, policy="offload")
 
 
 def largest(decision: Decision) -> Decision:
     """The three largest do."""
     there = everything(decision)
-    order = sorted(there.moved, key=lambda b: (-decision.program.buffers[b].nbytes, b))
-    return replace(there, moved=frozenset(order[:3]), policy="mixed")
+    order = sorted(there.offloaded, key=lambda b: (-decision.program.buffers[b].nbytes, b))
+    return replace(there, offloaded=frozenset(order[:3]), policy="mixed")
 
 
 def given(decision: Decision) -> Decision:
     """A checkpoint whose input does."""
     policy = checkpointed_on_host(decision)
-    return replace(decision, kept=policy.kept, moved=policy.moved, policy="mixed")
+    return replace(decision, kept=policy.kept, offloaded=policy.offloaded, policy="mixed")
 
 
 def unmoved(decision: Decision) -> Decision:
     """The same, and it stays."""
-    return replace(given(decision), moved=frozenset(), policy="full")
+    return replace(given(decision), offloaded=frozenset(), policy="full")
 
 
 def given_of_selective(decision: Decision) -> Decision:

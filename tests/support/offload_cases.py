@@ -85,7 +85,7 @@ class Case:
                     forward_peak_bytes=region.peaks(p.kept)[0],
                     backward_peak_bytes=region.peaks(p.kept)[1],
                     seconds=p.seconds,
-                    offloaded_bytes=p.moved_bytes,
+                    offloaded_bytes=p.offloaded_bytes,
                 )
                 for p in points
             ),

@@ -319,7 +319,7 @@ def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
     found = {}
     for stage in choice.forecast.stages:
         for part in (part for chunk in stage.parts for part in chunk if part.is_layer):
-            moved = frozenset[int]() if part.chosen is None else part.chosen.moved
+            moved = frozenset[int]() if part.chosen is None else part.chosen.offloaded
             again = part.region.flops if part.inner else passes_of(part, run.gradient_rule).recompute_flops
             found[part.name] = LayerChoice(
                 layer=part.name,

@@ -31,7 +31,7 @@ def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
                 policy=words[part.name],
                 program=part.program,
                 kept=part.kept,
-                moved=frozenset() if part.chosen is None else part.chosen.moved,
+                offloaded=frozenset() if part.chosen is None else part.chosen.offloaded,
                 stage=stage.index,
                 shared_bytes=0 if part.first else part.region.program.kept_bytes(part.kept),
                 through=part.inner,
@@ -57,9 +57,9 @@ class DescribedPricer:
 
     def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
         """Cost of one policy per layer; ``code`` is for modules."""
-        chosen = [KeptBuffers(policy.kept, policy.moved) for policy in policies]
+        chosen = [KeptBuffers(policy.kept, policy.offloaded) for policy in policies]
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
-        moves = any(policy.moved for policy in policies)
+        moves = any(policy.offloaded for policy in policies)
         run = replace(self.run, recompute=replace(self.run.recompute, offload=True)) if moves else self.run
         found = forecast(run, chosen)
         on_host = self._on_host(found, policies) if moves else 0
@@ -79,7 +79,7 @@ class DescribedPricer:
     @staticmethod
     def _on_host(found: Forecast, policies: Sequence[LayerPolicy]) -> int:
         """Offloaded bytes of all micro-batches in flight, on the stage with most."""
-        moved = {policy.layer: policy.program.kept_bytes(policy.moved) for policy in policies}
+        moved = {policy.layer: policy.program.kept_bytes(policy.offloaded) for policy in policies}
         return max(
             sum(
                 stage.load.order.most_alive[chunk] * moved.get(part.name, 0)
@@ -104,7 +104,7 @@ class DescribedPricer:
         moved = {} if chosen is None else dict(zip(run.model.layer_names, chosen, strict=True))
         parts = {part.name: part for part in found.parts if part.is_layer}
         on_host = sum(
-            parts[name].region.program.kept_bytes(kept_buffers.moved)
+            parts[name].region.program.kept_bytes(kept_buffers.offloaded)
             for name, kept_buffers in moved.items()
             if kept_buffers is not None
         )

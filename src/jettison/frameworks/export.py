@@ -81,7 +81,7 @@ class Exported(TargetOutput):
                     "stage": policy.decision.stage,
                     "plan": policy.decision.policy,
                     "plan_recomputed": list(policy.decision.recomputed),
-                    "plan_offloaded": list(tensor_names(policy.program, policy.decision.moved)),
+                    "plan_offloaded": list(tensor_names(policy.program, policy.decision.offloaded)),
                     "exported": policy.words or str(policy.action),
                     "plan_kept_bytes": policy.decision.kept_bytes,
                     "kept_bytes": policy.kept_bytes,
@@ -132,17 +132,17 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
     """List the parts of a plan that the export lost, in sentences."""
     found = []
     for name in ("moved", "packed"):
-        touched = [p for p in policies if getattr(p.decision, name) and not p.moved]
+        touched = [p for p in policies if getattr(p.decision, name) and not p.offloaded]
         if touched:
             nbytes = sum(p.program.kept_bytes(getattr(p.decision, name)) for p in touched)
             where = "offloaded to CPU" if name == "moved" else "kept in fewer bytes"
             found.append(
                 f"{format_bytes(nbytes)} of {len(touched)} layers are {where} in the plan; {target} cannot express it"
             )
-    here = [policy for policy in policies if policy.moved and policy.moved != policy.decision.moved]
+    here = [policy for policy in policies if policy.offloaded and policy.offloaded != policy.decision.offloaded]
     if here:
-        planned = sum(p.program.kept_bytes(p.decision.moved) for p in here)
-        ours = sum(p.program.kept_bytes(p.moved) for p in here)
+        planned = sum(p.program.kept_bytes(p.decision.offloaded) for p in here)
+        ours = sum(p.program.kept_bytes(p.offloaded) for p in here)
         found.append(
             f"{format_bytes(ours)} of {len(here)} layers are offloaded to CPU, in the plan {format_bytes(planned)} "
             "of them, other tensors"
@@ -156,7 +156,7 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
     for (before, after, plan_bytes, ours), group in groupby(policies, key=_change):
         alike = list(group)
         names = [policy.layer for policy in alike]
-        other = "offloaded tensors" if any(p.moved != p.decision.moved for p in alike) else "recomputed ops"
+        other = "offloaded tensors" if any(p.offloaded != p.decision.offloaded for p in alike) else "recomputed ops"
         if plan_bytes != ours or before != after:
             word = "more" if ours > plan_bytes else "less"
             found.append(
@@ -194,7 +194,11 @@ def _change(policy: LayerPolicy) -> tuple[str, str, int, int]:
     before = policy.decision.words
     after = policy.words or str(policy.action)
     again = policy.decision.again
-    same = policy.kept == policy.decision.kept and policy.moved == policy.decision.moved and not policy.decision.packed
+    same = (
+        policy.kept == policy.decision.kept
+        and policy.offloaded == policy.decision.offloaded
+        and not policy.decision.packed
+    )
     if same and (set(again) <= set(policy.again) or not again):
         after = before  # the same buffers are kept; additional recomputation is in the cost
     shared = policy.decision.shared_bytes, policy.shared_bytes
@@ -206,6 +210,6 @@ def strategy_notes(subject: Subject, policies: Sequence[LayerPolicy]) -> tuple[s
     if not subject.live:
         return ()
     found = ["the peak is of one rank with the unsharded model, as in the plan; sharding takes less"]
-    if any(policy.moved for policy in policies):
+    if any(policy.offloaded for policy in policies):
         found.append("offload and prefetch do not overlap with compute; their time is not in these seconds")
     return tuple(found)

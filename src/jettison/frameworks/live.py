@@ -77,7 +77,7 @@ def _decision(entry: LayerPlan, program: Any, model: Any, *, inside: bool) -> De
         policy=str(entry.policy),
         program=program,
         kept=frozenset(entry.kept),
-        moved=frozenset(entry.offloaded),
+        offloaded=frozenset(entry.offloaded),
         packed=frozenset(entry.packed),
         shared_bytes=spared if inside else 0,
         packed_bytes=0 if inside else spared,
@@ -128,5 +128,5 @@ class LivePricer:
             peak_bytes=step.peak_bytes,
             recompute_flops=sum(op.flops for op in again),
             recompute_seconds=sum(op_seconds(op, self._subject.hardware) for op in again),
-            host_bytes=sum(policy.program.kept_bytes(policy.moved) for policy in policies),
+            host_bytes=sum(policy.program.kept_bytes(policy.offloaded) for policy in policies),
         )

@@ -31,12 +31,12 @@ from jettison.spec.hardware import Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A plan's decision for one layer; ``kept`` and its subsets ``moved`` and ``packed`` are buffers of its program.
+    """A plan's decision for one layer; ``kept`` and the subsets ``offloaded`` and ``packed`` are its program's buffers.
 
     Args:
         layer: name in a described model, or path in a live one.
         policy: name of the plan's policy.
-        moved: offloaded to CPU. ``packed``: kept in fewer bytes.
+        offloaded: offloaded to CPU. ``packed``: kept in fewer bytes.
         shared_bytes: of kept buffers that an earlier layer of the segment recomputes, so that they take no memory.
         packed_bytes: saved by packing.
         through: backward recomputes the entire layer, for the next layer of its segment.
@@ -47,7 +47,7 @@ class Decision:
     policy: str
     program: Program
     kept: frozenset[int]
-    moved: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
     packed: frozenset[int] = frozenset()
     stage: int = 0
     module: str = ""
@@ -59,22 +59,22 @@ class Decision:
     @property
     def plain(self) -> bool:
         """Does the layer run under plain autograd?"""
-        return not self.moved and not self.packed and not self.program.recompute_set(self.kept)
+        return not self.offloaded and not self.packed and not self.program.recompute_set(self.kept)
 
     @property
     def whole(self) -> bool:
         """Does the layer keep only its inputs and what cannot be recomputed?"""
-        return not self.moved and not self.packed and self.kept <= Full().kept(self.program)
+        return not self.offloaded and not self.packed and self.kept <= Full().kept(self.program)
 
     @property
     def only_moves(self) -> bool:
         """Are saved tensors offloaded to CPU, and none recomputed?"""
-        return bool(self.moved) and not self.packed and not self.program.recompute_set(self.kept)
+        return bool(self.offloaded) and not self.packed and not self.program.recompute_set(self.kept)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes kept on the device between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved) - self.shared_bytes - self.packed_bytes
+        return self.program.kept_bytes(self.kept - self.offloaded) - self.shared_bytes - self.packed_bytes
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class Decision:
     @property
     def words(self) -> str:
         """The policy, and all tensors that are recomputed and offloaded where the policy does not say it."""
-        tensors = {"recomputed": self.recomputed, "offloaded": tensor_names(self.program, self.moved)}
+        tensors = {"recomputed": self.recomputed, "offloaded": tensor_names(self.program, self.offloaded)}
         parts = [f"{verb} {', '.join(names)}" for verb, names in tensors.items() if names]
         return f"{self.policy} ({'; '.join(parts)})" if self.policy == PolicyName.MIXED and parts else self.policy
 
@@ -141,7 +141,7 @@ class Subject:
     @property
     def moves(self) -> bool:
         """Does the plan offload tensors of a layer to CPU?"""
-        return any(decision.moved for decision in self.decisions)
+        return any(decision.offloaded for decision in self.decisions)
 
     @property
     def whole_layers(self) -> bool:
@@ -172,14 +172,14 @@ class OpCall:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPolicy:
-    """Policy of one layer: ``kept`` buffers of its program, the subset ``moved`` to CPU, and the recomputed ops
+    """Policy of one layer: ``kept`` buffers of its program, the subset ``offloaded`` to CPU, and the recomputed ops
     ``again``.
     """
 
     decision: Decision
     action: LayerAction
     kept: frozenset[int]
-    moved: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
     again: tuple[int, ...] = ()
     saves: tuple[OpCall, ...] = ()
     words: str = ""  # name of the policy in the target's terms
@@ -200,7 +200,7 @@ class LayerPolicy:
     @property
     def kept_bytes(self) -> int:
         """Bytes kept on the device between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved) + self.extra_bytes - self.shared_bytes
+        return self.program.kept_bytes(self.kept - self.offloaded) + self.extra_bytes - self.shared_bytes
 
     @property
     def recompute_flops(self) -> int:
@@ -241,12 +241,12 @@ def checkpointed_on_host(decision: Decision) -> LayerPolicy:
 
 def as_the_plan_moves(decision: Decision) -> LayerPolicy:
     """Return the policy of a checkpoint, its inputs offloaded to CPU if the plan offloads tensors of the layer."""
-    return checkpointed_on_host(decision) if decision.moved else checkpointed(decision)
+    return checkpointed_on_host(decision) if decision.offloaded else checkpointed(decision)
 
 
 def with_input_on_host(policy: LayerPolicy) -> LayerPolicy:
     """Offload a checkpoint's inputs to CPU."""
-    return replace(policy, moved=_inputs(policy), words="full, its input on the host")
+    return replace(policy, offloaded=_inputs(policy), words="full, its input on the host")
 
 
 def _inputs(policy: LayerPolicy) -> frozenset[int]:
@@ -265,15 +265,15 @@ def by_ops_and_host(decision: Decision) -> LayerPolicy:
     """Return the policy of `by_ops`, with the plan's offloading of tensors that hooks see: NOTE [ What hooks move ] in
     frameworks/text.py.
     """
-    if not decision.moved:
+    if not decision.offloaded:
         return by_ops(decision)
     if not decision.program.recompute_set(decision.kept):
         policy = kept_whole(decision)
-        moved = decision.moved & policy.kept
-        return replace(policy, moved=moved, words="offload" if moved == policy.kept else "some on the host")
+        moved = decision.offloaded & policy.kept
+        return replace(policy, offloaded=moved, words="offload" if moved == policy.kept else "some on the host")
     policy = by_ops(decision)
-    moved = _inputs(policy) if _inputs(policy) & decision.moved else frozenset[int]()
-    return replace(policy, moved=moved, words=f"{policy.action}, its input on the host" if moved else "")
+    moved = _inputs(policy) if _inputs(policy) & decision.offloaded else frozenset[int]()
+    return replace(policy, offloaded=moved, words=f"{policy.action}, its input on the host" if moved else "")
 
 
 def saving(decision: Decision, wanted: Iterable[int]) -> LayerPolicy:

@@ -85,7 +85,7 @@ def selective_tables(layers: Mapping[object, Sequence[OpCall]]) -> str:
 
 def moves_table(policies: Mapping[object, LayerPolicy]) -> str:
     """Source of ON_HOST, the tensors to offload by layer as numbers in the order of hooks; empty without any."""
-    lines = "".join(f"    {name!r}: {_numbers(policy)},\n" for name, policy in policies.items() if policy.moved)
+    lines = "".join(f"    {name!r}: {_numbers(policy)},\n" for name, policy in policies.items() if policy.offloaded)
     if not lines:
         return ""
     what = "# by layer: tensors offloaded to CPU, as numbers in the order in which autograd saves them; ALL: its inputs"
@@ -95,5 +95,5 @@ def moves_table(policies: Mapping[object, LayerPolicy]) -> str:
 def _numbers(policy: LayerPolicy) -> str:
     if policy.action is not LayerAction.KEEP:
         return "ALL"
-    found = tuple(slot.index for slot in policy.program.slots if slot.buffer in policy.moved)
+    found = tuple(slot.index for slot in policy.program.slots if slot.buffer in policy.offloaded)
     return f"frozenset({found!r})"

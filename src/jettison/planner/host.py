@@ -182,8 +182,8 @@ def with_parts_sent(
                 key=f"{point.key}{SEND}{ALL if part == free else sizes.kept_bytes(part)}",
                 kept_bytes=point.kept_bytes - moved_bytes,
                 seconds=point.seconds + MOVE_SECONDS * len(part),
-                moved=part,
-                moved_bytes=moved_bytes,
+                offloaded=part,
+                offloaded_bytes=moved_bytes,
             )
 
 
@@ -191,9 +191,9 @@ def option_at(point: FrontierPoint, measured: Mapping[str, RegionOption], saved:
     """Levels of a compiled block's point: those measured without offloading, less the offloaded bytes."""
     key = point.key.partition(SEND)[0]
     option = measured[key]
-    if not point.moved:
+    if not point.offloaded:
         return option
-    sent = tuple(one for b, one in saved[key].items() if b in point.moved)
+    sent = tuple(one for b, one in saved[key].items() if b in point.offloaded)
     moved_bytes = sum(s.nbytes for s in sent)
     return replace(
         option,

@@ -135,9 +135,9 @@ class OptionsBuilder:
         found = tuple(with_packs(cls.trace, found, seconds, self._packing_seconds))
         options = []
         for p in found:  # offloaded tensors count like kept ones, except in `resident_bytes`
-            seen = self._block(key, p.kept, p.key, p.seconds, p.narrowed)
-            if (left := seen.resident_bytes - p.moved_bytes) >= 0:
-                options.append(replace(seen, resident_bytes=left, offloaded_bytes=p.moved_bytes))
+            seen = self._block(key, p.kept, p.key, p.seconds, p.packed)
+            if (left := seen.resident_bytes - p.offloaded_bytes) >= 0:
+                options.append(replace(seen, resident_bytes=left, offloaded_bytes=p.offloaded_bytes))
         return {p.key: p for p in found}, tuple(options)
 
     def _observed(self, cls: BlockClass) -> ClassOptions:
@@ -174,7 +174,7 @@ class OptionsBuilder:
     ) -> RegionOption:
         if (key, kept, narrowed) not in self._dry_runs:
             cls = self.trace.classes[key]
-            policy = exactly(cls.program, kept, narrowed=narrowed)
+            policy = exactly(cls.program, kept, packed=narrowed)
             found = self.pricing.known(lambda w: dry_run_block(self.trace, cls, policy, name, seconds, w))
             self._dry_runs[key, kept, narrowed] = found
         return replace(self._dry_runs[key, kept, narrowed], key=name, seconds=seconds)

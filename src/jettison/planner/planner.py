@@ -107,7 +107,7 @@ def make_planner(
     hardware = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
     options = OptionsBuilder(judge=judge, hardware=hardware, host=host, progress=progress).options()
     for key, points in options.points.items():  # from the most bytes down; packed points are the least likely
-        likely = sorted(points.values(), key=lambda p: (bool(p.narrowed), -p.kept_bytes))
+        likely = sorted(points.values(), key=lambda p: (bool(p.packed), -p.kept_bytes))
         judge.offers[key] = [policy_of(trace.classes[key], point) for point in likely]
     say_what_was_bounded(trace, pricing)
     return Planner(trace=trace, options=options, judge=judge, host=host, progress=progress)
@@ -247,7 +247,7 @@ class Planner:
             if call.name in followers:  # the block before recomputes this one's input
                 linked = {position for position, _ in call.links}
                 inputs = trace.classes[call.class_key].trace.inputs
-                held = frozenset(b for b in point.kept - point.moved if inputs.get(b) not in linked)
+                held = frozenset(b for b in point.kept - point.offloaded if inputs.get(b) not in linked)
                 point = replace(point, kept_bytes=program.kept_bytes(held))
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
@@ -349,19 +349,19 @@ def digests_of(traced: ModelTrace, plan: Plan) -> dict[str, str]:
 
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
     named = point.key in ("none", "full")
-    policy = PolicyName(point.key) if named else policy_name(program, point.kept, point.moved, point.narrowed)
+    policy = PolicyName(point.key) if named else policy_name(program, point.kept, point.offloaded, point.packed)
     again = () if policy is PolicyName.NONE else program.recompute_set(point.kept)
     return LayerPlan(
         layer=name,
         policy=policy,
         kept_bytes=point.kept_bytes,
-        offloaded_bytes=point.moved_bytes,
+        offloaded_bytes=point.offloaded_bytes,
         recompute_flops=sum(program.ops[o].flops for o in again),
         digest=program.digest(),
         option=point.key,
         kept=tuple(sorted(point.kept)),
-        offloaded=tuple(sorted(point.moved)),
-        packed=tuple(sorted(point.narrowed)),
+        offloaded=tuple(sorted(point.offloaded)),
+        packed=tuple(sorted(point.packed)),
         price=point.price,
     )
 

@@ -26,32 +26,35 @@ COMPILED_POINTS = 5
 
 
 def policy_of(cls: BlockClass, point: FrontierPoint) -> CheckpointPolicy:
-    return policy_kept(cls, point.key, point.kept, point.moved, point.narrowed)
+    return policy_kept(cls, point.key, point.kept, point.offloaded, point.packed)
 
 
 def policy_kept(
     cls: BlockClass,
     option: str,
     kept: frozenset[int],
-    moved: frozenset[int] = frozenset(),
-    narrowed: frozenset[int] = frozenset(),
+    offloaded: frozenset[int] = frozenset(),
+    packed: frozenset[int] = frozenset(),
 ) -> CheckpointPolicy:
     if cls.compiled is None and cls.opaque:
         return policy_named(option)
     if cls.compiled is not None and option == NONE_KEY:
         return KeepAll()  # with Inductor's own choice
     if cls.compiled is not None:  # its code does not depend on where saved tensors are stored
-        return replace(exactly(cls.program, kept), moved=moved)
-    return exactly(cls.program, kept, moved, narrowed)
+        return replace(exactly(cls.program, kept), offloaded_buffers=offloaded)
+    return exactly(cls.program, kept, offloaded, packed)
 
 
 def exactly(
-    program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset(), narrowed: frozenset[int] = frozenset()
+    program: Program,
+    kept: frozenset[int],
+    offloaded: frozenset[int] = frozenset(),
+    packed: frozenset[int] = frozenset(),
 ) -> Exactly:
     """This decision for this program and other shapes of it (a shorter batch); for others an equal share of bytes."""
     total = program.kept_bytes(program.saved_buffers())
-    share = KeepShare(program.kept_bytes(kept - moved) / total if total else 1.0)
-    return Exactly(program.digest(), kept, share, program.form(), moved=moved, narrowed=narrowed)
+    share = KeepShare(program.kept_bytes(kept - offloaded) / total if total else 1.0)
+    return Exactly(program.digest(), kept, share, program.form(), offloaded_buffers=offloaded, packed_buffers=packed)
 
 
 PACK: Final = "-pack"
@@ -96,7 +99,7 @@ def with_packs(
 
 def _packed(region: RegionTrace, point: FrontierPoint, price: Callable[[Pack], float]) -> FrontierPoint | None:
     """A point with its kept tensors packed; None if that is not worth it."""
-    packs = compile_recipe(region, point.kept, packed=point.kept - point.moved).packed
+    packs = compile_recipe(region, point.kept, packed=point.kept - point.offloaded).packed
     if not _is_worth(region.program, packs, point.kept_bytes):
         return None
     return replace(
@@ -104,7 +107,7 @@ def _packed(region: RegionTrace, point: FrontierPoint, price: Callable[[Pack], f
         key=f"{point.key}{PACK}",
         kept_bytes=point.kept_bytes - _spared(region.program, packs),
         seconds=point.seconds + sum(map(price, packs.values())),
-        narrowed=frozenset(packs),
+        packed=frozenset(packs),
     )
 
 

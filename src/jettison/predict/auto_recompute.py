@@ -198,7 +198,7 @@ def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
     """Yield (layer, none, selective, full, offload or mixed) for each layer of a plan."""
     for part in answer.forecast.parts:
         if part.is_layer:
-            moved = frozenset() if part.chosen is None else part.chosen.moved
+            moved = frozenset() if part.chosen is None else part.chosen.offloaded
             program = part.program
             word = policy_name(program, part.kept, moved)
             if word is PolicyName.MIXED and not moved:

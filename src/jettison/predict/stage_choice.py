@@ -151,7 +151,9 @@ class StageChoice:
     @property
     def _fewest(self) -> StageOutcome:
         """Choice with the fewest kept bytes in each layer."""
-        ends = [min(options, key=lambda o: (o.kept_bytes + o.moved_bytes, o.moved_bytes)) for options in self.points]
+        ends = [
+            min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.offloaded_bytes)) for options in self.points
+        ]
         return self._unasked(Choice(root="", regions=tuple(end.key for end in ends)), sum(end.seconds for end in ends))
 
     def _uniform(self) -> Iterator[StageOutcome]:
@@ -159,7 +161,7 @@ class StageChoice:
         size, _ = min(self._equal_segments(), key=lambda pair: pair[1], default=(0, 0))
         if not size:
             return
-        ends = [min(options, key=lambda o: (o.kept_bytes + o.moved_bytes, o.seconds)) for options in self.points]
+        ends = [min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.seconds)) for options in self.points]
         cut = tuple(self._cut(size))
         inside = {r for start, stop in cut for r in range(start, stop)}
         keys = tuple(HELD if r in inside else end.key for r, end in enumerate(ends))
@@ -330,7 +332,7 @@ class StageChoice:
                     forward_peak_bytes=forward,
                     backward_peak_bytes=backward,
                     seconds=point.seconds,
-                    offloaded_bytes=point.moved_bytes,
+                    offloaded_bytes=point.offloaded_bytes,
                 )
                 for point in options
                 for forward, backward in [self._peaks(at, point.kept)]
@@ -359,7 +361,7 @@ class StageChoice:
                 found += self._in_segment(at, stops[at], key)
                 continue
             point = next(p for p in self.points[at] if p.key == key)
-            found.append(KeptBuffers(point.kept, point.moved) if self.parts[at].is_layer else None)
+            found.append(KeptBuffers(point.kept, point.offloaded) if self.parts[at].is_layer else None)
         return tuple(found)
 
     def _peak(self, kept_buffers: Sequence[KeptBuffers | None]) -> int:

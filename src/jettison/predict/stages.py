@@ -35,14 +35,14 @@ _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
 
 @dataclass(frozen=True, slots=True)
 class KeptBuffers:
-    """Buffers of a layer that a planner keeps between its passes; those in ``moved`` are offloaded.
+    """Buffers of a layer that a planner keeps between its passes; those in ``offloaded`` are offloaded.
 
     In a segment of several ``layers`` only those of the first one, at ``place`` 0, are kept: NOTE [ Segments ] in
     `units`.
     """
 
     buffers: frozenset[int]
-    moved: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
     place: int = 0
     layers: int = 1
 

@@ -550,7 +550,7 @@ def moved_bytes(run: Run, part: StageRegion) -> int:
     if run.recompute.sent:
         return part.region.program.kept_bytes(sent_by(part.region, part.policy, names_of(run, run.recompute.sent)))
     moved = frozenset[int]() if run.recompute.mode is Mode.AUTO else part.kept
-    return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)
+    return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.offloaded)
 
 
 # split backward -------------------------------------------------------------------------------------------------------

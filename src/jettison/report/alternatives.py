@@ -359,7 +359,7 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
 def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion]) -> Reason:
     took, overlapped = _timed(timing, part).seconds, [_timed(timing, other).seconds for other in following]
     program = part.program
-    moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
+    moved = program.kept_bytes(part.chosen.offloaded) if part.chosen is not None else 0
     return Reason(
         layer=part.name,
         recomputed=_names(part, RECOMPUTED),
@@ -375,7 +375,7 @@ def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion])
 
 def buffer_policies(part: StageRegion) -> Mapping[int, str]:
     """Policy of each buffer that backward reads: `KEPT`, `RECOMPUTED` or `OFFLOADED`."""
-    moved = frozenset[int]() if part.chosen is None else part.chosen.moved
+    moved = frozenset[int]() if part.chosen is None else part.chosen.offloaded
     program = part.program
     wanted = [b for b in sorted(program.needed_buffers()) if not program.buffers[b].free and program.buffers[b].nbytes]
     stays = part.kept if part.first else frozenset[int]()  # of a segment the first layer's input alone

@@ -211,7 +211,7 @@ def _unit_roles(memory: Forecast, stage: Stage, chunk: int) -> list[tuple[str, C
             key = part.region, part.kept, part.chosen, unit.resident
             if key not in known:
                 whole = not offload or unit.resident == part.region.program.kept_bytes(part.kept)
-                sent = part.kept if part.chosen is None else part.chosen.moved
+                sent = part.kept if part.chosen is None else part.chosen.offloaded
                 known[key] = region_roles(part, mesh, part.kept if whole else part.kept - sent)
             found.append((name, known[key]))
     return found

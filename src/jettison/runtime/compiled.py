@@ -365,9 +365,9 @@ def keeping(policy: CheckpointPolicy, of: CompiledProgram) -> CheckpointPolicy:
     """The policy of what is saved, wherever it is stored: blocks that differ only in offloading share their code."""
     if isinstance(policy, Offload):
         return policy.keeps
-    if isinstance(policy, Exactly) and policy.moved:
+    if isinstance(policy, Exactly) and policy.offloaded_buffers:
         own_choice = policy.digest == of.program.digest() and policy.buffers == of.default
-        return KeepAll() if own_choice else replace(policy, moved=frozenset())
+        return KeepAll() if own_choice else replace(policy, offloaded_buffers=frozenset())
     return policy
 
 

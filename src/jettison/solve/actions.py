@@ -62,8 +62,8 @@ def undominated(points: Iterable[FrontierPoint], peaks: Peaks) -> tuple[Frontier
     ranked = []
     for p in points:
         forward, backward = peaks(p.kept)
-        total = p.kept_bytes + p.moved_bytes
-        ranked.append(((p.kept_bytes, p.moved_bytes, p.seconds, forward, total + backward), p))
+        total = p.kept_bytes + p.offloaded_bytes
+        ranked.append(((p.kept_bytes, p.offloaded_bytes, p.seconds, forward, total + backward), p))
     for costs, p in sorted(ranked, key=lambda pair: (*pair[0], pair[1].key)):
         if not any(all(a <= b for a, b in zip(other, costs, strict=True)) for other, _ in kept):
             kept.append((costs, p))
@@ -123,7 +123,7 @@ def _point(program: Program, stays: frozenset[int], sent: frozenset[int], spent:
     held, moved = program.kept_bytes(stays - sent), program.kept_bytes(sent)
     key = f"keep-{held}" if not moved else f"keep-{held}-send-{moved}"
     key = f"{key}-of-{'.'.join(map(str, sorted(stays)))}"
-    return FrontierPoint(key=key, kept=stays, kept_bytes=held, seconds=spent, moved=sent, moved_bytes=moved)
+    return FrontierPoint(key=key, kept=stays, kept_bytes=held, seconds=spent, offloaded=sent, offloaded_bytes=moved)
 
 
 # Keeping a little more, for a lower peak in backward ------------------------------------------------------------------

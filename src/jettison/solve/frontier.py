@@ -36,7 +36,7 @@ class FrontierPoint:
     """One option of a region: the buffers kept, their bytes, and the seconds of recomputation in backward.
 
     ``price`` (seconds per byte) is one at which no other choice is cheaper. ``key`` names the point within its program.
-    Of the buffers kept, ``moved`` are offloaded to CPU and ``narrowed`` are packed losslessly; ``kept_bytes`` counts
+    Of the buffers kept, ``offloaded`` are on CPU and ``packed`` are packed losslessly; ``kept_bytes`` counts
     the bytes that remain on the device.
     """
 
@@ -45,9 +45,9 @@ class FrontierPoint:
     kept_bytes: int
     seconds: float
     price: float = 0.0
-    moved: frozenset[int] = frozenset()
-    moved_bytes: int = 0
-    narrowed: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
+    offloaded_bytes: int = 0
+    packed: frozenset[int] = frozenset()
 
 
 def plain_point(program: Program) -> FrontierPoint:

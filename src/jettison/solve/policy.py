@@ -177,7 +177,7 @@ class Packing:
 @dataclass(frozen=True, slots=True)
 class Exactly:
     """An earlier decision: these buffers of this program, and of the same ops on other shapes; any other program falls
-    back to ``otherwise``. Of the buffers, those in ``moved`` are offloaded, and those in ``narrowed`` are packed.
+    back to ``otherwise``. Of the buffers, ``offloaded_buffers`` are offloaded, and ``packed_buffers`` are packed.
     """
 
     digest: str
@@ -185,8 +185,8 @@ class Exactly:
     otherwise: CheckpointPolicy
     form: str = ""
     word: str = "mixed"
-    moved: frozenset[int] = frozenset()
-    narrowed: frozenset[int] = frozenset()
+    offloaded_buffers: frozenset[int] = frozenset()
+    packed_buffers: frozenset[int] = frozenset()
 
     def kept(self, program: Program) -> frozenset[int]:
         if program.digest() == self.digest:
@@ -196,10 +196,14 @@ class Exactly:
         return self.otherwise.kept(program)
 
     def offloaded(self, program: Program) -> frozenset[int]:
-        return self.moved & self.kept(program) if self._knows(program) else offloaded_by(self.otherwise, program)
+        return (
+            self.offloaded_buffers & self.kept(program)
+            if self._knows(program)
+            else offloaded_by(self.otherwise, program)
+        )
 
     def packed(self, program: Program) -> frozenset[int]:
-        return self.narrowed & self.kept(program) if self._knows(program) else packed_by(self.otherwise, program)
+        return self.packed_buffers & self.kept(program) if self._knows(program) else packed_by(self.otherwise, program)
 
     def _knows(self, program: Program) -> bool:
         return program.digest() == self.digest or bool(self.form and program.form() == self.form)

@@ -31,7 +31,7 @@ def write(nearest: Nearest) -> TargetOutput:
         budget=format_bytes(subject.budget_bytes),
         classes=",".join(classes),
         on=str(policies[0].action is LayerAction.CHECKPOINT).lower(),
-        on_host=str(any(policy.moved for policy in policies)).lower(),
+        on_host=str(any(policy.offloaded for policy in policies)).lower(),
         mixed="bf16" if subject.asked.get("precision") == "bf16" else "'no'",
     )
     files, notes = {"accelerate.yaml": text}, strategy_notes(subject, policies)

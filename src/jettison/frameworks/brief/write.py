@@ -59,7 +59,7 @@ def _as_planned(decision: Decision) -> LayerPolicy:
         decision=decision,
         action=by_ops(decision).action,
         kept=decision.kept,
-        moved=decision.moved,
+        offloaded=decision.offloaded,
         again=decision.again,
         shared_bytes=decision.shared_bytes,
         extra_bytes=-decision.packed_bytes,
@@ -116,14 +116,14 @@ def _table(subject: Subject) -> Iterator[str]:
 
 def _row(decision: Decision) -> tuple[str, int, int, int]:
     flops = sum(decision.program.ops[o].flops for o in decision.again)
-    return decision.policy, decision.kept_bytes, decision.program.kept_bytes(decision.moved), flops
+    return decision.policy, decision.kept_bytes, decision.program.kept_bytes(decision.offloaded), flops
 
 
 def _reasons(subject: Subject) -> Iterator[str]:
     """List the dropped tensors by kind of decision, the largest first."""
     kinds: dict[object, Decision] = {}
     for decision in subject.decisions:
-        kinds.setdefault((id(decision.program), decision.kept, decision.moved), decision)
+        kinds.setdefault((id(decision.program), decision.kept, decision.offloaded), decision)
     for decision in kinds.values():
         program = decision.program
         dropped = sorted(program.saved_buffers() - decision.kept, key=lambda b: -program.buffers[b].nbytes)
@@ -157,7 +157,7 @@ def _questions(subject: Subject) -> Iterator[str]:
         yield "Is the model sharded or compiled in training? Here it was neither."
     elif subject.described.forecast.run.model.depth:
         yield "Does the model's code use the kernels named above? Other code saves other tensors."
-    if any(decision.moved for decision in subject.decisions):
+    if any(decision.offloaded for decision in subject.decisions):
         yield "Does the trainer overlap offloading with compute? If not, plan with --no-offload."
 
 

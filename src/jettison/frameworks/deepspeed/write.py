@@ -34,7 +34,7 @@ def write(nearest: Nearest) -> TargetOutput:
             "partition_activations": tp > 1,
             "number_checkpoints": len(policies),
             "contiguous_memory_optimization": False,
-            "cpu_checkpointing": any(policy.moved for policy in policies),
+            "cpu_checkpointing": any(policy.offloaded for policy in policies),
             "synchronize_checkpoint_boundary": False,
             "profile": False,
         }

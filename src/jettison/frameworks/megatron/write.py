@@ -141,7 +141,7 @@ def _offloaded_sets(subject: Subject, again: tuple[str, ...]) -> Iterator[tuple[
 
 def _moves_some(decision: Decision, module: str) -> bool:
     inside = {(decision.program.ops[o].path, decision.program.ops[o].name) for o in saved_by(decision.program, module)}
-    return any(slot.buffer in decision.moved and (slot.path, slot.op) in inside for slot in decision.program.slots)
+    return any(slot.buffer in decision.offloaded and (slot.path, slot.op) in inside for slot in decision.program.slots)
 
 
 def offloading(policy: LayerPolicy, modules: Iterable[str]) -> LayerPolicy:
@@ -151,7 +151,7 @@ def offloading(policy: LayerPolicy, modules: Iterable[str]) -> LayerPolicy:
     if not moved:
         return policy
     words = f"{policy.words or policy.action} and {', '.join(chosen)} offloaded"
-    return replace(policy, moved=moved, words=words)
+    return replace(policy, offloaded=moved, words=words)
 
 
 def by_modules(decision: Decision, modules: Iterable[str]) -> LayerPolicy:

@@ -51,7 +51,7 @@ def notes_of(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
 
 def copied(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
     """Note on the cost of offloading."""
-    if not any(policy.moved for policy in policies):
+    if not any(policy.offloaded for policy in policies):
         return ()
     return ("offload and prefetch do not overlap with compute; their time is not in a live plan's seconds",)
 
@@ -59,7 +59,7 @@ def copied(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
 def priced_code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
     """Write the file for a dry run, in which offloaded tensors have no bytes."""
     text = code(subject, policies, states=states)
-    return text + (pieces("host.py.txt")["stand_in"] if any(policy.moved for policy in policies) else "")
+    return text + (pieces("host.py.txt")["stand_in"] if any(policy.offloaded for policy in policies) else "")
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:

@@ -96,11 +96,11 @@ def _chosen(nearest: Nearest) -> Priced:
 
     def write(policies: Sequence[LayerPolicy]) -> str:
         stand_in = pieces("host.py.txt")["stand_in"]
-        return code(subject, policies) + (stand_in if any(policy.moved for policy in policies) else "")
+        return code(subject, policies) + (stand_in if any(policy.offloaded for policy in policies) else "")
 
     def nearest_of(decision: Decision) -> LayerPolicy:
         """Choose for a partly recomputed layer: its input offloaded, or regions that keep no more."""
-        if decision.moved:
+        if decision.offloaded:
             return _as_the_plan_moves(decision)
         ours = options_of(decision, lambda op: op_seconds(op, subject.hardware))
         return next((o.policy for o in ours if o.policy.kept_bytes <= decision.kept_bytes), ours[-1].policy)
@@ -152,7 +152,7 @@ def _options(subject: Subject) -> list[tuple[Option, ...]]:
 
 def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
     policy = by_regions(decision, ())
-    return with_input_on_host(policy) if decision.moved else policy
+    return with_input_on_host(policy) if decision.offloaded else policy
 
 
 def _notes(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def _spaced(nearest: Nearest) -> Priced:
 
 def offloads(policies: Sequence[LayerPolicy]) -> bool:
     """Are inputs of checkpoints offloaded?"""
-    return any(policy.moved for policy in policies)
+    return any(policy.offloaded for policy in policies)
 
 
 def _priced_code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
