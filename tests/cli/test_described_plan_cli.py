@@ -144,7 +144,7 @@ def test_plan_of_a_config_for_a_gpu_needs_no_torch(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (("--gpu", "h100-80gb", "--host-budget", "512GiB"), 2, "h100-80gb has 256.00 GiB for each device"),
+        (("--gpu", "h100-80gb", "--host-budget", "512GiB"), 2, "h100-80gb has 256.00 GiB of CPU memory a device"),
         (("--gpu", "h100-80gb", "--no-offload", "--host-budget", "10GiB"), 2, "nothing is offloaded"),
         (("--budget", "60GiB", "--host-budget", "10GiB"), 2, "give --offload"),
         (("--gpu", "h100-80gb", "--host-budget", "10"), 2, "without a unit"),

@@ -12,23 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from jettison.core.errors import UsageError
-from jettison.dryrun.counter import AllocationCounter, static_tensors
-from jettison.families.family import kernels_for
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.spec.precision import PRECISIONS, Optimizer
-from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from jettison.spec.tuning import Base, Tuning, Upcast
 from support.formula_cases import spec_of
-
-BATCH, SEQUENCE, RANK, LAYERS = 2, 128, 4, 4
-NARROW = torch.bfloat16
+from support.quantized_bases import COMPUTE, RANK, checkpointed, described, replace_linear_layers, step_peak, tiny_llama
 
 
 class Unpacking(torch.autograd.Function):
@@ -59,7 +52,7 @@ class Adapted4bit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, and what the adapter adds."""
-        result = Unpacking.apply(x.to(NARROW), self.packed, self.shape).to(x.dtype)
+        result = Unpacking.apply(x.to(COMPUTE), self.packed, self.shape).to(x.dtype)
         result = result.clone()
         output = self.lora_B(self.lora_A(x)) * 2.0
         result = result + output
@@ -68,41 +61,19 @@ class Adapted4bit(nn.Module):
 
 def prepared(upcast: Upcast, vocabulary: int, recompute: str) -> tuple[Any, Run]:
     """A model as a trainer prepares it, and the described run."""
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=224,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        use_cache=False,
-    )
-    model: Any = LlamaForCausalLM(config).to(NARROW).train().requires_grad_(False)
+    config, model = tiny_llama(vocabulary, 64, 224)
+    model.requires_grad_(False)
     for parameter in model.parameters() if upcast is not Upcast.NONE else ():
         parameter.data = parameter.data.to(torch.float32)  # prepare_model_for_kbit_training
-    for module in list(model.model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, Adapted4bit(child))
+    replace_linear_layers(model, Adapted4bit)
     if upcast is Upcast.NORMS:  # peft_module_casting_to_bf16
-        model.lm_head.to(NARROW)
-        model.model.embed_tokens.to(NARROW)
-    if recompute == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    model.enable_input_require_grads()
+        model.lm_head.to(COMPUTE)
+        model.model.embed_tokens.to(COMPUTE)
     spec = spec_of(config)
     if upcast is Upcast.NORMS:
         spec = replace(spec, layers=(replace(spec.layers[0], narrow=True), *spec.layers[1:]))
-    run = Run(
-        model=spec,
-        seq=SEQUENCE,
-        micro_batch=BATCH,
-        kernels=kernels_for(spec, "huggingface").with_attention("sdpa").on_cpu(),
-        precision=PRECISIONS["bf16-autocast"],
-        optimizer=Optimizer.NONE,
-        tuning=Tuning(rank=RANK, base=Base.NF4_DOUBLE, upcast=upcast, inputs_need_gradients=True),
-        recompute=Recompute.parse(recompute, layers=LAYERS),
-    )
-    return model, run
+    tuning = Tuning(rank=RANK, base=Base.NF4_DOUBLE, upcast=upcast, inputs_need_gradients=True)
+    return checkpointed(model, recompute), described(spec, recompute, tuning)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -112,18 +83,8 @@ def prepared(upcast: Upcast, vocabulary: int, recompute: str) -> tuple[Any, Run]
 def test_the_peak_of_a_step_of_a_prepared_base(upcast: Upcast, recompute: str, vocabulary: int) -> None:
     """In the loss, or in a layer."""
     model, run = prepared(upcast, vocabulary, recompute)
-    ids = torch.randint(1, vocabulary, (BATCH, SEQUENCE))
-
-    def step() -> None:
-        with torch.autocast("cpu", NARROW):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        model.zero_grad()
-
-    step()
-    with AllocationCounter(static_tensors(model, ids)) as counter:
-        step()
-    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, abs=8192), "a fourth of a hidden state"
+    peak = step_peak(model, vocabulary)
+    assert forecast(run).peak_bytes == pytest.approx(peak, abs=8192), "a fourth of a hidden state"
 
 
 def test_a_trainer_of_that_time_prepares_what_it_does_not_shard() -> None:

@@ -38,11 +38,12 @@ loss = "dtensor"
 --toys = "--micro-batch {1}"
 """
 WRITE = """
-from jettison.frameworks.export import Written
+from jettison.frameworks.export import TargetOutput
 
 
 def write(nearest):
-    return Written(files={"toy.txt": nearest.subject.model}, policies=(), cost=nearest.pricer.plan(), lost=("all",))
+    cost = nearest.pricer.plan()
+    return TargetOutput(files={"toy.txt": nearest.subject.model}, policies=(), cost=cost, lost=("all",))
 """
 
 

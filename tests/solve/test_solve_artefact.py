@@ -153,7 +153,7 @@ def test_a_plan_is_for_one_model() -> None:
     plan().require(model="fingerprint", digests=digests)
     with pytest.raises(PlanMismatch, match=r"model.layers.1 has program x"):
         plan().require(model="fingerprint", digests=digests | {"model.layers.1": "x"})
-    with pytest.raises(PlanMismatch, match="not planned"):
+    with pytest.raises(PlanMismatch, match="only in the model"):
         plan().require(model="fingerprint", digests=digests | {"model.layers.7": "x"})
     with pytest.raises(PlanMismatch, match="fingerprint is other"):
         plan().require(model="other", digests=digests)

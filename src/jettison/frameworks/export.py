@@ -131,11 +131,11 @@ def exporter(target: str) -> Exporter:
 def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tuple[str, ...]:
     """List the parts of a plan that the export lost, in sentences."""
     found = []
-    for name in ("moved", "packed"):
+    for name in ("offloaded", "packed"):
         touched = [p for p in policies if getattr(p.decision, name) and not p.offloaded]
         if touched:
             nbytes = sum(p.program.kept_bytes(getattr(p.decision, name)) for p in touched)
-            where = "offloaded to CPU" if name == "moved" else "kept in fewer bytes"
+            where = "offloaded to CPU" if name == "offloaded" else "kept in fewer bytes"
             found.append(
                 f"{format_bytes(nbytes)} of {len(touched)} layers are {where} in the plan; {target} cannot express it"
             )

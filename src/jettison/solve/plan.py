@@ -252,7 +252,7 @@ class Plan:
         if set(planned) != set(digests):
             missing, extra = sorted(set(planned) - set(digests)), sorted(set(digests) - set(planned))
             raise PlanMismatch(
-                f"the plan's layers differ from the model's: {missing} are not in the model, {extra} not in the plan"
+                f"the plan's layers differ from the model's: only planned {missing}, only in the model {extra}"
             )
         for layer, digest in planned.items():
             if digests[layer] != digest:
