@@ -206,9 +206,9 @@ def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
     if facts.phase is not StepPhase.UNKNOWN:
         rows.append(("phase", str(facts.phase)))
     sizes = (
-        ("asked for", facts.requested_bytes),
+        ("requested", facts.requested_bytes),
         ("allocated", facts.allocated_bytes),
-        ("held unused", facts.unused_bytes),
+        ("unallocated", facts.unused_bytes),
         ("free", facts.free_bytes),
         ("of", facts.total_bytes),
     )

@@ -176,7 +176,7 @@ class MemoryFacts:
         """Who holds the device's bytes: name and bytes, in this order. Together they are its capacity."""
         named = {
             "tensors": self.allocated_bytes or 0,
-            "held unused": self.unused_bytes or 0,
+            "reserved, unallocated": self.unused_bytes or 0,
             "private pools": self.private_bytes,
             "this process, outside PyTorch": self.outside_bytes,
             "other processes": self.other_processes_bytes,

@@ -275,7 +275,7 @@ def _what_if_table(rows: Sequence[NextGiB]) -> FittedTable:
     from jettison.report.alternatives import flips_text
 
     title = "What each next GiB would change"
-    table = grid(title, ("budget", "tensors that change their place"), ("a step saves",))
+    table = grid(title, ("budget", "tensors whose policy changes"), ("a step saves",))
     for row in rows:
         more = len(row.flips) - MOST_FLIPS
         text = flips_text(row.flips[:MOST_FLIPS]) + (f"; {more} more" if more > 0 else "")

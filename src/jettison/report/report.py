@@ -111,7 +111,7 @@ def _of_one(subject: ReportSubject, mark: str) -> Iterable[RenderableType]:
         yield _layers(subject.layers, mark)
     if subject.next_gib:
         found = [(format_bytes(r.budget_bytes), r.changes, format_seconds(r.saved_seconds)) for r in subject.next_gib]
-        columns = ("budget", "tensors that change their place")
+        columns = ("budget", "tensors whose policy changes")
         yield grid(f"{mark}What each next GiB would change", columns, ("a step saves",), found)
     for each in subject.grids:
         yield _policies(each, mark)

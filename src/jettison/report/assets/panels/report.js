@@ -71,7 +71,7 @@
           color: { type: "identity" },
         });
       },
-      table: () => ({ columns: ["", "bytes", "in words"], rows: amounts.map((a) => [a.name, a.nbytes, F.bytes(a.nbytes)]) }),
+      table: () => ({ columns: ["", "bytes", "rounded"], rows: amounts.map((a) => [a.name, a.nbytes, F.bytes(a.nbytes)]) }),
     });
   }
 
@@ -125,7 +125,7 @@
           color: { type: "identity" },
         }),
       ),
-      table: () => ({ columns: ["phase", "", "bytes", "in words"], rows: inPhases.map((row) => [row.phase, row.name, row.nbytes, F.bytes(row.nbytes)]) }),
+      table: () => ({ columns: ["phase", "", "bytes", "rounded"], rows: inPhases.map((row) => [row.phase, row.name, row.nbytes, F.bytes(row.nbytes)]) }),
     });
   }
 
@@ -183,7 +183,7 @@
         );
       },
       table: (values) => ({
-        columns: ["", "phase", "stretch", "lowest", "highest"],
+        columns: ["", "phase", "interval", "lowest", "highest"],
         rows: Object.entries(chosen(values, "timeline").levels).flatMap(([which, found]) => found.phases.flatMap((p) => p.high_bytes.map((high, i) => [SERIES[which].label, p.phase, i + 1, p.low_bytes[i], high]))),
       }),
     });
@@ -256,7 +256,7 @@
     inWords(`does-${i}`, `What each layer does with one micro-batch${letter(i)}`, "", ["layer", "policy", { label: "kept", format: F.bytes }, { label: "offloaded", format: (n) => (n ? F.bytes(n) : "") }, { label: "recomputed", format: (n) => (n ? F.flops(n) : "") }, "why"],
       runs.map((run) => [named(run), run[0].policy, run[0].predicted_bytes, run[0].host_bytes, run[0].recompute_flops, run[0].why]));
     inWords(`next-${i}`, `What each next GiB would change${letter(i)}`, s.next_gib === null ? "The plan was made without --what-if, which answers this." : s.next_gib.length ? "" : "Nothing is recomputed, and nothing moves: more bytes change nothing.",
-      ["budget", { label: "a step saves", format: F.seconds }, "tensors that change their place"], (s.next_gib ?? []).map((row) => [F.bytes(row.budget_bytes), row.saved_seconds, row.changes]));
+      ["budget", { label: "a step saves", format: F.seconds }, "tensors whose policy changes"], (s.next_gib ?? []).map((row) => [F.bytes(row.budget_bytes), row.saved_seconds, row.changes]));
   });
 
   // every tensor ----------------------------------------------------------------------------------------------------
