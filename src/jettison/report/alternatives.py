@@ -322,8 +322,7 @@ class Reason:
     @property
     def stalled_seconds(self) -> float:
         """Seconds of both transfers that nothing overlaps with."""
-        passes = self.forward_seconds, self.backward_seconds
-        return sum(max(0.0, self.transfer_seconds - seconds) for seconds in passes)
+        return sum(max(0.0, self.transfer_seconds - s) for s in (self.forward_seconds, self.backward_seconds))
 
     def __str__(self) -> str:
         words = []

@@ -156,8 +156,7 @@ class Plan:
     segments: tuple[tuple[str, str], ...] = ()
     model: str  # the model's fingerprint
     torch_version: str = ""  # version that recorded the programs
-    gradients_preallocated: bool = field(default=False, metadata={"former": "gradients_held"})
-    """Gradients exist from the start of the forward."""
+    gradients_preallocated: bool = field(default=False, metadata={"former": "gradients_held"})  # before the forward
     chunked_loss: bool = False  # cross entropy runs over chunks of rows
     tensors: tuple[PlanTensor, ...] = field(default=(), compare=False, repr=False)
     levels: StepLevels | None = field(default=None, compare=False, repr=False)

@@ -303,10 +303,8 @@ def hanging(before: list[Heartbeat], now: list[Heartbeat]) -> list[int]:
 
 
 class HangWatch:
-    """Context whose thread writes this rank's heartbeats.
-
-    It calls ``stuck`` when another rank has kept the main thread waiting for the recipe's timeout, on devices whose
-    collectives cannot be interrupted.
+    """Context whose thread writes this rank's heartbeats, and calls ``stuck`` when another rank has kept the main
+    thread waiting for the recipe's timeout, on devices whose collectives cannot be interrupted.
     """
 
     def __init__(self, world: World, seconds: float, stuck: Callable[[str], None] | None = None) -> None:
