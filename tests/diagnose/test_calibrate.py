@@ -79,7 +79,7 @@ def measured(**changes: Any) -> Measured:
     if changes.get("gap") is None:
         truth = replace(truth, edges=EdgesOf(fp32=EDGES, bf16=EDGES))
     values: dict[str, Any] = {
-        "products": {"float32": seconds_on(truth)},
+        "gemms": {"float32": seconds_on(truth)},
         "attention": ((3e9, 3e9 / 60e9 + 4e-6, 3e9 / 60e9 + 4e-6 + FLASH_BACKWARD * 3e9 / 75e9 + 8e-6),),
         "stream": (2 * 10**9, 0.1),
         "tiny": (100, 400e-6),
