@@ -247,6 +247,7 @@ LLAMA = {
 
 def test_transformers_carries_out_the_mask_and_its_trainer_takes_the_arguments(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # of its Trainer
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
     request = ModelRequest(model=str(file), seq=48, micro_batch=2, precision="fp32", optimizer="none")
