@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from functools import cache, lru_cache
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.files import read_text
-from jettison.core.objects import summary
+from jettison.core.objects import former_names, renamed, summary
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
 from jettison.spec.kernels import Device
@@ -106,7 +106,7 @@ class Delays:
     link: float = 2e-6  # for each step of a collective within a node
     network: float = 6e-6  # for each step between nodes
     experts: float = 0.0
-    expert_gemm: float = 0.0
+    expert_gemm: float = field(default=0.0, metadata={"former": "product"})
     hook: float = 0.0
 
 
@@ -242,14 +242,14 @@ def _connected(text: str, word: str) -> tuple[str, int]:
     key, _, given = word.partition("=")
     known = {"node": ("node", 1)} | {name: (f"{name}_bytes_per_second", 10**9) for name in ("network", "link", "host")}
     try:
-        field, unit = known[key]
+        name, unit = known[key]
         exact = Decimal(given) * unit
         value = 0 if unit == 1 and exact % 1 else int(exact)
     except (KeyError, ArithmeticError, ValueError):  # ValueError: not a number
         value = 0
     if value < 1:
         raise _unconnected(text)
-    return field, value
+    return name, value
 
 
 def _unconnected(text: str) -> UsageError:
@@ -384,7 +384,8 @@ def _rates(who: str, table: Mapping[str, Any], key: str, names: Iterable[str], u
 def _reached(who: str, table: Mapping[str, Any], reached: Reached, delays: Delays) -> dict[str, Any]:
     """Efficiencies and latencies of a file or one of its stacks, with the given ones as defaults."""
     shares = _section(who, table, "reached", dict.fromkeys((f.name for f in fields(Reached)), _SHARE))
-    stated = _section(who, table, "microseconds", dict.fromkeys((f.name for f in fields(Delays)), _NUMBER))
+    names = (*(f.name for f in fields(Delays)), *former_names(Delays).values())
+    stated = renamed(Delays, _section(who, table, "microseconds", dict.fromkeys(names, _NUMBER)))
     return {
         "reached": replace(reached, **{name: float(value) for name, value in shares.items()}),
         "delays": replace(delays, **{name: float(value) / 1e6 for name, value in stated.items()}),
