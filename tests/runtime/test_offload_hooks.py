@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.without_recipe import OffloadHooks
 from jettison.solve.policy import KeepAll, Offload
 from jettison.verify.gradients import compare_gradients
-from support.offloading import ALL, INPUTS, Pair, Scale, Shuffled, line_of, run, seeded
+from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, line_of, run, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
 from support.transfers import Direction, transfers_of
 
@@ -94,7 +95,41 @@ class Wrapped(Scale):
         return Wraps.apply(chosen * self.scale)
 
 
+class Twice(Line):
+    """Its first block runs twice; the first result is dropped, in a cycle that only the garbage collector frees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        dropped = self.layers[0](h)
+        dropped.itself = dropped
+        del dropped
+        for layer in self.layers:
+            h = layer(h)
+        return h.square().mean()
+
+
 ORDERS: list[Order] = [Latest(), Earliest(), Shuffled(1), Shuffled(2)]
+
+
+def test_bytes_that_are_offloaded_again_while_the_collector_frees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their range in pinned memory must not be given to the next tensor."""
+    regions = [f"layers.{i}" for i in range(4)]
+    torch.manual_seed(0)
+    found = Pair(Twice([Depends(WIDTH) for _ in regions], WIDTH), seeded(ROWS, WIDTH), ALL, {"regions": regions})
+    known = OffloadEngine._known
+
+    def collected(engine: OffloadEngine, source: Tensor) -> Any:
+        gc.collect()
+        return known(engine, source)
+
+    monkeypatch.setattr(OffloadEngine, "_known", collected)
+    gc.disable()
+    try:
+        assert not found.step()
+    finally:
+        gc.enable()
+    assert found.engine.pool.live_bytes == 0
+    assert not found.engine._moving
 
 
 @pytest.mark.parametrize("block", [Depends, Wrapped])

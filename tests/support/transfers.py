@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from jettison.runtime.offload import Group, OffloadedStorage, OffloadEngine
+from jettison.runtime.offload import Group, OffloadedStorage, OffloadEngine, StorageUse
 
 T = TypeVar("T")
 
@@ -49,11 +49,11 @@ def _note(engine: OffloadEngine, transfer: Transfer) -> None:
         found.append(transfer)
 
 
-def _sending(engine: OffloadEngine, source: Tensor, group: Group) -> OffloadedStorage:
+def _sending(engine: OffloadEngine, source: Tensor, group: Group) -> StorageUse:
     before = len(group.moved)
     moved = _send(engine, source, group)
     if len(group.moved) > before:  # else its bytes are on their way already
-        _note(engine, Transfer(Direction.OUT, moved.span.nbytes))
+        _note(engine, Transfer(Direction.OUT, moved.of.span.nbytes))
     return moved
 
 

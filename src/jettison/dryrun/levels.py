@@ -31,7 +31,7 @@ from jettison.core.errors import TraceError, UnsupportedModule, WrongValue
 from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.ledger.program import Source
 from jettison.runtime.install import install
-from jettison.runtime.offload import Group, OffloadedStorage, flat_bytes
+from jettison.runtime.offload import Group, StorageUse, flat_bytes
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.recordings import Verdict
 from jettison.runtime.witness import Check
@@ -506,7 +506,7 @@ class _StandInCall:
 
     def __init__(self, of: StandIn, held: Tensor, group: Group | None) -> None:
         self.of, self.held, self.group = of, [held], group
-        self.moved: list[OffloadedStorage] = []
+        self.moved: list[StorageUse] = []
         self.trained = [p for p in of.module.parameters() if p.requires_grad]
 
     def forward(self, call: int) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import arrived, version_of
 from jettison.ledger.program import Source
-from jettison.runtime.offload import Group, OffloadedStorage, flat_bytes, stale
+from jettison.runtime.offload import Group, StorageUse, flat_bytes, stale
 from jettison.runtime.views import Within, view_of
 
 
@@ -172,7 +172,7 @@ class OffloadableBox(Away):
     def on_device(self) -> Tensor | None:
         return self.flat if self.away is None else self.away.on_device
 
-    def _send(self, flat: Tensor) -> OffloadedStorage | None:
+    def _send(self, flat: Tensor) -> StorageUse | None:
         """Send the bytes; a gathered copy is made here, in the stream that produced the tensor."""
         group, self.group = self.group, None
         if group is None or flat.device != group.engine.place:

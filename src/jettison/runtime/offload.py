@@ -83,6 +83,7 @@ class OffloadedStorage:
     storage: weakref.ref[Any]
     begin: int
     version: int | None
+    uses: int = 0  # under the engine's lock
     written: int | None = None  # the version after the copy had been waited for
     loaded: Tensor | None = None
     loaded_on: Stream = None
@@ -93,12 +94,28 @@ class OffloadedStorage:
         """The tensor that it holds on the device now."""
         return self.source if self.source is not None else self.loaded
 
+
+class StorageUse:
+    """One use of offloaded bytes, which are freed with their last one. The engine counts uses: a weak reference still
+    gives a storage whose finalizer runs, which another send of the same bytes would take up.
+    """
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: OffloadedStorage) -> None:
+        of.uses += 1
+        self.of = of
+
+    @property
+    def on_device(self) -> Tensor | None:
+        return self.of.on_device
+
     def open(self) -> Tensor:
         """Return the bytes, flat, for the current stream. Raises `StaleTensor` if they were written to too early."""
-        return self.engine.open(self)
+        return self.of.engine.open(self.of)
 
     def __del__(self) -> None:
-        self.engine.let_go(self)
+        self.of.engine.let_go(self.of)
 
 
 class OffloadEngine:
@@ -106,7 +123,7 @@ class OffloadEngine:
 
     def __init__(self, device: StreamDevice, pool: HostPool, place: torch.device) -> None:
         self.device, self.pool, self.place = device, pool, place
-        self._moving: dict[int, weakref.ref[OffloadedStorage]] = {}  # by storage
+        self._moving: dict[int, OffloadedStorage] = {}  # by storage
         self._behind: deque[Group] = deque()  # ended groups whose sources may still be held
         self._latest: weakref.ref[Group] | None = None
         self._asked: weakref.ref[Group] | None = None
@@ -128,12 +145,12 @@ class OffloadEngine:
                 for moved in self._behind.popleft().alive():
                     self._release(moved)
 
-    def send(self, source: Tensor, group: Group) -> OffloadedStorage:
+    def send(self, source: Tensor, group: Group) -> StorageUse:
         """Start to offload flat bytes, once per range. Raises `HostBudgetExceeded` without room in CPU memory."""
         with self._working():
             known = self._known(source)
             if known is not None:
-                return known
+                return StorageUse(known)
             device, stream = self.device, self.device.current_stream()
             span = self.pool.take(source.numel())
             device.wait(device.sends, device.record(stream))  # edge 1
@@ -143,14 +160,13 @@ class OffloadEngine:
             sent, storage = device.record(device.sends), source.untyped_storage()
             at = storage._cdata, weakref.ref(storage), source.storage_offset(), version_of(source)
             moved = OffloadedStorage(self, source, span, stream, sent, *at)
-            self._moving[moved.key] = weakref.ref(moved)
+            self._moving[moved.key] = moved
             group.moved.append(weakref.ref(moved))
-            return moved
+            return StorageUse(moved)
 
     def _known(self, source: Tensor) -> OffloadedStorage | None:
         """The running offload of the same bytes, if any. An address alone says nothing: memory is reused."""
-        reference = self._moving.get(source.untyped_storage()._cdata)
-        moved = reference() if reference is not None else None
+        moved = self._moving.get(source.untyped_storage()._cdata)
         if (
             moved is None
             or moved.storage() is not source.untyped_storage()
@@ -212,7 +228,7 @@ class OffloadEngine:
         moved.arrived = device.record(device.fetches)
 
     def let_go(self, moved: OffloadedStorage) -> None:
-        """Free bytes that nothing references any more. The garbage collector may call this at any moment."""
+        """End a use, and free the bytes with their last one. The garbage collector may call this at any moment."""
         self._gone.append(moved)
         with self._working():
             pass
@@ -230,13 +246,15 @@ class OffloadEngine:
                 self._depth -= 1
 
     def _take_apart(self, moved: OffloadedStorage) -> None:
+        moved.uses -= 1
+        if moved.uses:
+            return
         self._release(moved)  # edge 8, while being offloaded
         if moved.loaded is not None:
             self.device.wait(moved.loaded_on, moved.arrived)  # edge 8, while being fetched
             moved.loaded = None
         self.pool.give(moved.span, moved.arrived)
-        known = self._moving.get(moved.key)
-        if known is not None and known() in (None, moved):  # finalizers run before weak references die
+        if self._moving.get(moved.key) is moved:
             del self._moving[moved.key]
 
 
