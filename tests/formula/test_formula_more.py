@@ -97,8 +97,25 @@ def test_adapters_train_over_the_weights_that_a_configuration_has(said: dict[str
     assert remark.endswith("is left out: weights are those of --precision")
     assert (f"says --base {base} for adapters" in remark) is bool(base)
     assert resolve(model, RunRequest()).run.tuning is None
+    assert "count as quantized" not in remark
     chosen = resolve(model, RunRequest(lora="8", base="plain")).run.tuning
     assert chosen is not None and chosen.base == "plain"
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "llm_int8_skip_modules"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "modules_to_not_convert"),
+    ],
+)
+def test_layers_that_keep_16_bits_in_a_quantized_model_are_named(said: dict[str, object], key: str) -> None:
+    names = ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm", "vision_tower.layers.0.mlp"]
+    (remark,) = parse_config({**_STABLE, "quantization_config": {**said, key: names}}, name="tiny").left_out
+    assert "count as quantized" not in remark
+    names += ["model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "down_proj"]
+    (remark,) = parse_config({**_STABLE, "quantization_config": {**said, key: names}}, name="tiny").left_out
+    assert "but for model.layers.0.mlp, model.layers.1.self_attn.o_proj, ..., which count as quantized" in remark
 
 
 def test_what_stands_beside_the_text_is_named() -> None:

@@ -8,6 +8,7 @@ left out, and listed in `ModelSpec.left_out`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
@@ -25,6 +26,8 @@ from jettison.spec.model_variants import MTP_LEFT_OUT
 from jettison.spec.tuning import FP8_BLOCK, GPTQ_GROUP, Base
 
 _TRACE_IT: Final = TRACE[0].upper() + TRACE[1:]
+_IN_LAYERS: Final = re.compile(r"^(?!.*(?:vision|visual|audio)).*(?:\.\d+|_proj|mlp|attn|attention|fc\d)$")
+"""Names of layers' quantizable modules; heads, norms and routers keep 16 bits anyway, towers are left out."""
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
 
@@ -352,8 +355,11 @@ def _quantization(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> tuple[s
         "gptq": method == "gptq" and groups,
         "fp8": method == "fp8" and blocks and not experts,
     }
-    untrained = ", which is trained dequantized" if method == "mxfp4" else ""
-    return next((base for base, says in stored.items() if says), ""), f"{method}{untrained}"
+    base = next((base for base, says in stored.items() if says), "")
+    skipped = found.get("llm_int8_skip_modules" if base in (f"nf4{double}", "int8") else "modules_to_not_convert") or ()
+    whole = [name for name in skipped if isinstance(name, str) and _IN_LAYERS.search(name)] if base else []
+    kept = f", but for {', '.join(whole[:2])}{', ...' if whole[2:] else ''}, which count as quantized" if whole else ""
+    return base, f"{method}{kept}{', which is trained dequantized' if method == 'mxfp4' else ''}"
 
 
 def _other_head(outer: Mapping[str, Any], family: Family) -> str:
