@@ -67,10 +67,8 @@ def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int, seq
     peaks: dict[str, int] = {}
     for name in ("allocated", "reserved", "device"):
         sizes = [round(value * size) for unit, size in _BYTES.items() for value in found[f"{name}_{unit}"]]
-        if sizes:
+        if sizes and max(sizes) >= max(peaks.values(), default=0):  # else rounded, or of another moment
             peaks[name] = max(sizes)
-    if peaks.get("device", 0) < max(peaks.get("allocated", 0), peaks.get("reserved", 0)):
-        peaks.pop("device", None)  # of another moment
     steps = [ms / 1e3 for ms in found["step_ms"]] + found["step_s"]
     steps = steps or [ms / 1e3 * micro_batches for ms in found["micro_batch_ms"]]
     steps = steps or [tokens_per_device / rate for rate in found["tokens_per_second"] if rate]

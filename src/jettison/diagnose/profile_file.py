@@ -132,13 +132,14 @@ def is_numbered(op: ProfilerSlice) -> bool:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file begins like JSON or gzip."""
+    """Whether a file begins like gzip, or like JSON and has events, which a Trainer's ``all_results.json`` has not."""
     try:
         with path.open("rb") as file:
-            begin = file.read(64)
+            begin = file.peek(64)
+            events = begin.lstrip()[:1] in (b"{", b"[") and any(b'"traceEvents"' in x or b'"ph"' in x for x in file)
     except OSError:
         return False
-    return begin[:2] == b"\x1f\x8b" or begin.lstrip()[:1] in (b"{", b"[")
+    return events or begin[:2] == b"\x1f\x8b"
 
 
 def read_profile(path: Path, progress: Progress = silent) -> ProfilerTrace:
