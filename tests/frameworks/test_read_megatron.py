@@ -617,6 +617,7 @@ def test_megatron_deepspeed_has_deepspeeds_states(tmp_path: Path) -> None:
     beside.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
     arguments = text_of({**SMALL, "checkpoint-activations": True, "no-pipeline-parallel": True, "num-experts": 1})
     file.write_text(f"deepspeed --num_gpus 8 pretrain_gpt.py {arguments} --deepspeed --deepspeed_config ds.json\n")
+    assert read_run(file).request.dp == 8
     found = read_run(file, gpus=8)
     assert found.says == "Megatron-DeepSpeed's arguments"
     assert {name: getattr(found.request, name) for name in found.request.given()} == {

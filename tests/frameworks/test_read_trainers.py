@@ -224,8 +224,13 @@ def test_pipelines_of_deepspeed(write: Any) -> None:
 
 def test_sizes_of_deepspeed_that_do_not_fit(write: Any) -> None:
     config = {"zero_optimization": {"stage": 2}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 3}
-    with pytest.raises(UsageError, match="train_batch_size = 64, and its other sizes make 48 on 8 ranks"):
-        read_run(write(config, "ds.json"), model="gpt2", gpus=8)
+    for asked in ({}, {"seq": 128}):
+        with pytest.raises(UsageError, match="train_batch_size = 64, and its other sizes make 48 on 8 ranks"):
+            read_run(write(config, "ds.json"), model="gpt2", gpus=8, asked=asked)
+    found = read_run(write(config, "ds.json"), model="gpt2", gpus=8, asked={"micro_batches": 3})
+    assert "a script has the sequence length and the checkpoints: give --seq and --recompute" in found.notes
+    found = read_run(write(config, "ds.json"), model="gpt2", gpus=8, asked={"micro_batches": 3, "seq": 128})
+    assert "a script has the sequence length and the checkpoints: give --recompute" in found.notes
     wide = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
     with pytest.raises(UsageError, match=r"grad_accum_dtype = fp32 \(expected one of bf16, fp16"):
         read_run(write(wide, "ds.json"), model="gpt2", gpus=8)

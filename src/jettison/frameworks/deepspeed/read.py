@@ -28,7 +28,8 @@ def read(keys: Keys, prefix: str = "") -> None:
         elif keys.field("precision") is None:
             keys.give("precision", "fp32")
         pipeline(keys)
-        keys.note("it has no sequence length and no choice of checkpoints: give --seq and --recompute")
+        if missing := [flag for flag in ("--seq", "--recompute") if keys.field(flag[2:]) is None]:
+            keys.note(f"a script has the sequence length and the checkpoints: give {' and '.join(missing)}")
         replicas(keys)
         _batch(keys)
 
@@ -43,6 +44,6 @@ def _batch(keys: Keys) -> None:
     elif keys.field("micro_batches") is None:
         keys.give("micro_batches", max(1, whole // ranks // keys.field("micro_batch")), "train_batch_size")
     found = keys.field("micro_batch") * keys.field("micro_batches", 1) * ranks
-    if found != whole and not keys.asked:
+    if found != whole and not {"micro_batch", "micro_batches", "tp", "pp", "cp", "dp"} & keys.asked.keys():
         raise keys.error(f"train_batch_size = {whole}, and its other sizes make {found} on {ranks} ranks")
     keys.global_batch = found

@@ -164,7 +164,7 @@ def _deepspeed(keys: Keys) -> None:
 
 
 def _devices(keys: Keys) -> None:
-    each, nodes, world = (_first(keys, names) for names in (_PER_NODE, _NODES, _WORLD))
+    each, nodes, world = (_first(keys, names) for names in (("num_gpus", *_PER_NODE), _NODES, _WORLD))
     if keys.gpus is None:
         keys.gpus = each * (nodes or 1) if each else world
 
