@@ -222,6 +222,20 @@ def test_pipelines_of_deepspeed(write: Any) -> None:
     assert read_run(write(SFT, deepspeed=str(beside)), gpus=8).request.pp is None
 
 
+def test_a_quantized_model_is_the_base_of_adapters(write: Any, tmp_path: Path) -> None:
+    """TRL's default dtype of weights, fp32, is that of a model whose config.json has no quantization_config."""
+    llama = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "rms_norm_eps": 1e-5}
+    asked = {"use_peft": True, "lora_r": 8, "max_length": 128, "bf16": True}
+    for said, base in (({}, "fp32"), ({"quantization_config": {"load_in_4bit": True}}, "nf4")):
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({**llama, **sizes, **said}), encoding="utf-8")
+        tuning = run_from(write({**asked, "model_name_or_path": str(config)}, "sft.json")).tuning
+        assert tuning is not None and tuning.base == base
+    file = write({**asked, "model_name_or_path": str(config)}, "sft.json")
+    assert read_run(file, asked={"base": "fp32"}).request.base == "fp32"
+
+
 def test_sizes_of_deepspeed_that_do_not_fit(write: Any) -> None:
     config = {"zero_optimization": {"stage": 2}, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 3}
     for asked in ({}, {"seq": 128}):

@@ -34,6 +34,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -552,7 +553,7 @@ def read_run(
         keys_are = ("key", "is") if len(unread) == 1 else ("keys", "are")
         said = f"{len(unread)} {keys_are[0]} that may change memory or time {keys_are[1]} not read: {listed}{more}"
         raise keys.error(f"{said}. Give --allow-unread to continue without")
-    return RunFile(
+    found = RunFile(
         path=first.path,
         framework=name,
         says=table["says"],
@@ -570,6 +571,10 @@ def read_run(
         by_hand=table.get("by_hand", ""),
         written=keys.written,
     )
+    if found.request.base == "fp32" and "base" not in keys.asked:  # the dtype of a checkpoint that is not quantized
+        with suppress(UsageError):
+            return replace(found, request=replace(found.request, base=None)) if found.spec().base else found
+    return found
 
 
 def run_from(
