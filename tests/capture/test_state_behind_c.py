@@ -37,7 +37,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._prims.rng_prims import run_and_save_rng_state
 
 from jettison.capture.code_names import is_foreign
@@ -143,6 +143,30 @@ def test_a_tensor_of_another_size_gets_back_its_memory() -> None:
         held.resize_(100).fill_(1)
     assert held.untyped_storage().nbytes() == 16
     assert held.tolist() == [0, 1, 2, 3]
+
+
+def test_memory_that_a_tensor_gave_to_numpy_is_put_back_while_other_threads_begin_and_end() -> None:
+    inside, go_on, held = threading.Event(), threading.Event(), [torch.zeros(4), torch.zeros(4)]
+    own = vars(Tensor).copy()
+
+    def first() -> None:
+        with WritesUndone():
+            inside.set()
+            go_on.wait()
+        inside.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait()
+    inside.clear()
+    with WritesUndone():
+        held[0].numpy()[:] = 1
+        go_on.set()
+        inside.wait()
+        held[1].numpy()[:] = 1
+    thread.join()
+    assert not any(tensor.any() for tensor in held)
+    assert vars(Tensor) == own
 
 
 def test_what_a_table_of_pandas_holds_in_c_goes_with_what_it_holds_in_lists() -> None:

@@ -17,7 +17,7 @@ from jettison.ledger.program import Program
 from jettison.runtime import offload
 from jettison.runtime.device import device_for
 from jettison.runtime.host_pool import HostPool
-from jettison.runtime.offload import OffloadEngine
+from jettison.runtime.offload import Group, OffloadEngine
 from jettison.solve.policy import Full, KeepAll, Offload, can_move
 from jettison.verify.gradients import compare_gradients, independent_copy
 from support.offloading import (
@@ -303,11 +303,11 @@ def test_a_backward_that_asks_at_once_is_not_sent_for() -> None:
     """What is still there is used as it is."""
     recorder = Recorder()
     engine = OffloadEngine(recorder, HostPool(recorder, left=None), torch.device("cpu"))
-    source, group = torch.arange(100, dtype=torch.uint8), engine.begin()
+    source, group = torch.arange(100, dtype=torch.uint8), Group(engine)
     moved = engine.send(source, group)
     group.end()
     assert moved.open() is source
-    engine.begin().end()
+    Group(engine).end()
     found = moved.open()
     assert found is not source and torch.equal(found, source)
     assert [t.direction for t in transfers_of(engine)] == [Direction.OUT, Direction.BACK]
@@ -317,7 +317,7 @@ def test_the_group_before_comes_when_backward_asks_the_one_after() -> None:
     """One group ahead, and no more; asked a second time in a row, nothing happens; what is there is not sent for."""
     recorder = Recorder()
     engine = OffloadEngine(recorder, HostPool(recorder, left=None), torch.device("cpu"))
-    groups = [engine.begin() for _ in range(4)]
+    groups = [Group(engine) for _ in range(4)]
     moved = []
     for n, group in enumerate(groups):
         moved.append(engine.send(torch.full((64 * (n + 1),), n, dtype=torch.uint8), group))

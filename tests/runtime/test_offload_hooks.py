@@ -18,7 +18,7 @@ import jettison
 from jettison.core.errors import StaleTensor
 from jettison.runtime.device import OnHost
 from jettison.runtime.host_pool import HostPool
-from jettison.runtime.offload import OffloadEngine
+from jettison.runtime.offload import Group, OffloadEngine
 from jettison.runtime.without_recipe import OffloadHooks
 from jettison.solve.policy import KeepAll, Offload
 from jettison.verify.gradients import compare_gradients
@@ -155,7 +155,7 @@ def test_blocks_without_a_recording(block: type[Scale], policy: Any) -> None:
 
 def hooks(lives: list[Tensor], recorder: Recorder | OnHost) -> tuple[OffloadEngine, OffloadHooks]:
     engine = OffloadEngine(recorder, HostPool(recorder, left=None), torch.device("cpu"))
-    return engine, OffloadHooks(lives, engine.begin(), 1)
+    return engine, OffloadHooks(lives, Group(engine), 1)
 
 
 def test_parameters_and_what_is_small_or_sparse_stay_and_aliases_go_once() -> None:
@@ -169,7 +169,7 @@ def test_parameters_and_what_is_small_or_sparse_stay_and_aliases_go_once() -> No
     assert found.group is not None
     found.close()
     found.group.end()
-    engine.begin().end()
+    Group(engine).end()
     sizes = [t.nbytes for t in transfers_of(engine)]
     assert sizes == [x.nbytes, wide.nbytes - WIDTH * 4, 4 * 4]
     for _ in range(2):  # a retained graph asks twice
@@ -191,7 +191,7 @@ def test_types_come_back_as_they_went(dtype: torch.dtype) -> None:
     found.close()
     assert found.group is not None
     found.group.end()
-    engine.begin().end()
+    Group(engine).end()
     back = [found.unpack(each) for each in packed]
     wanted = [tensor, flipped, tensor.imag if dtype.is_complex else tensor[2:]]
     for one, other in zip(back, wanted, strict=True):
@@ -233,7 +233,7 @@ def test_what_is_saved_before_it_is_written_goes_when_it_was() -> None:
     found.close()
     assert found.group is not None
     found.group.end()
-    engine.begin().end()
+    Group(engine).end()
     (moved,) = torch.autograd.grad(y, x)
     assert torch.equal(moved, plain)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jettison.runtime import offload
 from jettison.runtime.host_pool import HostPool
+from jettison.runtime.offload import Group
 from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, all_orders, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
 from support.toys import Mlp
@@ -134,10 +135,10 @@ def two_streams_that_never_meet(order: Order) -> list[str]:
     engine, recorder = bench.engine, bench.recorder
     for value, stream in enumerate((recorder.stream("first"), recorder.stream("second"))):
         with recorder.on(stream):
-            group = engine.begin()
+            group = Group(engine)
             moved = engine.send(bench.made(value), group)
             group.end()
-            engine.begin().end()
+            Group(engine).end()
             bench.uses(moved.open(), value)
             del moved
     return bench.problems()
@@ -147,11 +148,11 @@ def a_backward_that_has_seen_less(order: Order) -> list[str]:
     """Backward's stream waited for forward's before that had waited for the copy."""
     bench = Bench(order)
     engine, recorder = bench.engine, bench.recorder
-    other, group = recorder.stream("backward"), engine.begin()
+    other, group = recorder.stream("backward"), Group(engine)
     moved = engine.send(bench.made(5), group)
     recorder.wait(other, recorder.record(recorder.current_stream()))
     group.end()
-    engine.begin().end()
+    Group(engine).end()
     with recorder.on(other):
         bench.uses(moved.open(), 5)
     return bench.problems()
@@ -161,7 +162,7 @@ def brought_back_for_another_stream(order: Order) -> list[str]:
     """Prefetched in one stream, asked for in another; the buffer belongs to the first."""
     bench = Bench(order)
     engine, recorder = bench.engine, bench.recorder
-    group, after = engine.begin(), engine.begin()
+    group, after = Group(engine), Group(engine)
     moved = engine.send(bench.made(9), group)
     group.end()
     after.end()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -237,25 +238,28 @@ class WritesUndone(TorchDispatchMode):
 
 _WAYS_OUT = ("numpy", "__array__", "__dlpack__", "data_ptr")
 """Methods of a tensor that give its memory away."""
-_UNDOING: list[Undo] = []  # the running one is the last
+_UNDOING: list[tuple[int, Undo]] = []  # with their threads; the running one is its thread's last
+_PATCHES = contextlib.ExitStack()  # of `Tensor`, while any thread is undoing
+_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
 def handed_out(undo: Undo) -> Iterator[None]:
     """Copy memory that a tensor gives away (to NumPy, by DLPack, as an address) before it can be written to."""
-    own: dict[str, Any] = {} if _UNDOING else {name: vars(Tensor).get(name) for name in _WAYS_OUT}
-    for name in own:
-        setattr(Tensor, name, _noting_memory(getattr(Tensor, name)))
-    _UNDOING.append(undo)
+    this = threading.get_ident(), undo
+    with _LOCK:
+        for name in () if _UNDOING else _WAYS_OUT:
+            own = vars(Tensor).get(name)  # None: inherited from a base class
+            _PATCHES.callback(*((delattr, Tensor, name) if own is None else (setattr, Tensor, name, own)))
+            setattr(Tensor, name, _noting_memory(getattr(Tensor, name)))
+        _UNDOING.append(this)
     try:
         yield
     finally:
-        _UNDOING.remove(undo)
-        for name, method in own.items():
-            if method is None:  # inherited from a base class
-                delattr(Tensor, name)
-            else:
-                setattr(Tensor, name, method)
+        with _LOCK:
+            _UNDOING.remove(this)
+            if not _UNDOING:
+                _PATCHES.close()
 
 
 def _noting_memory(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,8 +267,9 @@ def _noting_memory(method: Callable[..., Any]) -> Callable[..., Any]:
     def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         # torch and Jettison ask for addresses to compare them
         asks = sys._getframe(1).f_globals.get("__name__", "")
-        if _UNDOING and asks.partition(".")[0] not in ("torch", "jettison"):
-            _UNDOING[-1].note([tensor], handed=True)
+        undos = [undo for thread, undo in tuple(_UNDOING) if thread == threading.get_ident()]
+        if undos and asks.partition(".")[0] not in ("torch", "jettison"):
+            undos[-1].note([tensor], handed=True)
         return method(tensor, *args, **kwargs)
 
     return noting

@@ -70,12 +70,10 @@ class Group:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class OffloadedStorage:
-    """Offloaded bytes of a storage, which may be fetched repeatedly. ``source`` is held until its copy was waited for,
-    ``loaded`` from the start of a fetch until the bytes are read.
-    """
+    """Offloaded bytes of a storage, which may be fetched repeatedly."""
 
     engine: OffloadEngine
-    source: Tensor | None
+    source: Tensor | None  # held until its copy was waited for
     span: SlabSpan
     stream: Stream
     sent: Event
@@ -85,20 +83,13 @@ class OffloadedStorage:
     version: int | None
     uses: int = 0  # under the engine's lock
     written: int | None = None  # the version after the copy had been waited for
-    loaded: Tensor | None = None
+    loaded: Tensor | None = None  # held from the start of a fetch until the bytes are read
     loaded_on: Stream = None
     arrived: Event = None
 
-    @property
-    def on_device(self) -> Tensor | None:
-        """The tensor that it holds on the device now."""
-        return self.source if self.source is not None else self.loaded
-
 
 class StorageUse:
-    """One use of offloaded bytes, which are freed with their last one. The engine counts uses: a weak reference still
-    gives a storage whose finalizer runs, which another send of the same bytes would take up.
-    """
+    """One use of offloaded bytes, freed with their last: counted, as weak references also give what is being freed."""
 
     __slots__ = ("of",)
 
@@ -108,14 +99,16 @@ class StorageUse:
 
     @property
     def on_device(self) -> Tensor | None:
-        return self.of.on_device
+        return self.of.source if self.of.source is not None else self.of.loaded
 
     def open(self) -> Tensor:
         """Return the bytes, flat, for the current stream. Raises `StaleTensor` if they were written to too early."""
         return self.of.engine.open(self.of)
 
-    def __del__(self) -> None:
-        self.of.engine.let_go(self.of)
+    def __del__(self) -> None:  # the garbage collector may call this at any moment
+        self.of.engine._gone.append(self.of)
+        with self.of.engine._working():
+            pass
 
 
 class OffloadEngine:
@@ -133,9 +126,6 @@ class OffloadEngine:
 
     # forward ---------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Group:
-        return Group(self)
-
     def end(self, group: Group) -> None:
         """End a call, also after an exception. See NOTE [ When sources are freed, and when fetches start ]."""
         with self._working():
@@ -148,8 +138,7 @@ class OffloadEngine:
     def send(self, source: Tensor, group: Group) -> StorageUse:
         """Start to offload flat bytes, once per range. Raises `HostBudgetExceeded` without room in CPU memory."""
         with self._working():
-            known = self._known(source)
-            if known is not None:
+            if (known := self._known(source)) is not None:
                 return StorageUse(known)
             device, stream = self.device, self.device.current_stream()
             span = self.pool.take(source.numel())
@@ -167,14 +156,13 @@ class OffloadEngine:
     def _known(self, source: Tensor) -> OffloadedStorage | None:
         """The running offload of the same bytes, if any. An address alone says nothing: memory is reused."""
         moved = self._moving.get(source.untyped_storage()._cdata)
-        if (
-            moved is None
-            or moved.storage() is not source.untyped_storage()
-            or (moved.written or moved.version) != version_of(source)
-            or (moved.begin, moved.span.nbytes) != (source.storage_offset(), source.numel())
-        ):
-            return None
-        return moved
+        is_it = (
+            moved is not None
+            and moved.storage() is source.untyped_storage()
+            and (moved.written or moved.version) == version_of(source)
+            and (moved.begin, moved.span.nbytes) == (source.storage_offset(), source.numel())
+        )
+        return moved if is_it else None
 
     def _release(self, moved: OffloadedStorage) -> None:
         if moved.source is not None:
@@ -226,12 +214,6 @@ class OffloadEngine:
         device.fetch(moved.span.slab, moved.span.offset, into)
         moved.loaded, moved.loaded_on = into, stream
         moved.arrived = device.record(device.fetches)
-
-    def let_go(self, moved: OffloadedStorage) -> None:
-        """End a use, and free the bytes with their last one. The garbage collector may call this at any moment."""
-        self._gone.append(moved)
-        with self._working():
-            pass
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:

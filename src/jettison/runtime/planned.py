@@ -497,7 +497,7 @@ class PlannedForward:
         if self.offload is None and moves:
             place = place_of(self.module)
             self.offload = engine_for(place, dry=True) if self.in_dry_run else shared_engine(place)
-        return None if self.offload is None else self.offload.begin()
+        return None if self.offload is None else Group(self.offload)
 
     def stays(self) -> bool:
         """Whether this call is the last of all blocks' in its forward, and so keeps its tensors; ask once per call."""
