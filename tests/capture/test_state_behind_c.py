@@ -487,15 +487,16 @@ def test_an_attribute_that_no_code_names_is_looked_at_where_names_are_made_up() 
 def test_a_walk_knows_large_containers_of_the_one_before() -> None:
     module, known = Holder(MANY * 2), {}  # type: ignore[var-annotated]
     Reach([module], known=known)
-    (first,) = known.values()
+    looked_at = id(module.looked_at)  # others may be known: torch keeps large containers after it has compiled
+    first = known[looked_at]
     Reach([module], known=known)
-    assert known[id(module.looked_at)] is first
+    assert known[looked_at] is first
     module.looked_at[3] = (0, ("", (0, 0.0)))
     Reach([module], known=known)
-    assert known[id(module.looked_at)] is not first
+    assert known[looked_at] is not first
     module.looked_at = []
     Reach([module], known=known)
-    assert not known
+    assert looked_at not in known
 
 
 def test_a_guard_looks_at_the_length_of_a_long_list_alone() -> None:

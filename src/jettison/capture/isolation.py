@@ -240,7 +240,7 @@ _WAYS_OUT = ("numpy", "__array__", "__dlpack__", "data_ptr")
 """Methods of a tensor that give its memory away."""
 _UNDOING: list[tuple[int, Undo]] = []  # with their threads; the running one is its thread's last
 _PATCHES = contextlib.ExitStack()  # of `Tensor`, while any thread is undoing
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
