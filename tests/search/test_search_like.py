@@ -12,8 +12,9 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
+from jettison.search.bounds import whole_seconds
 from jettison.search.evaluate import Evaluated, Figures, Seconds
 from jettison.search.request import SearchRequest, on_own_framework
 from jettison.search.search import by_slack, search
@@ -317,3 +318,11 @@ def test_candidates_within_one_percent_are_in_the_order_of_the_room_they_leave()
     slow, last = made(1.02, 300), made(1.025, 200)
     assert by_slack([fast, alike, same, slow, last]) == (alike, same, fast, last, slow)
     assert by_slack([]) == ()
+
+
+def test_a_bound_of_seconds_has_no_casts_of_autocast_where_fsdp_casts() -> None:
+    device, spec = hardware("h100-80gb"), model_spec("llama3-8b")
+    for zero in (2, 3):
+        asked = RunRequest(like="transformers", seq=4096, dp=8, zero=zero, micro_batches=8)
+        run = resolve(spec, asked).run
+        assert 8 * whole_seconds(run, device) < estimate(run, device).step_seconds

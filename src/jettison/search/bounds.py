@@ -414,8 +414,11 @@ def whole_static_bytes(run: Run) -> int:
 
 
 def _inner(run: Run) -> Run:
-    """Return the part of a run that regions' seconds depend on: no replicas, ZeRO, pipeline or recomputation."""
-    precision = replace(run.precision, reduced=None)  # ZeRO 3's alone
+    """Return the part of a run that regions' seconds depend on: no replicas, ZeRO, pipeline or recomputation. FSDP
+    casts weights itself, so that autocast does not.
+    """
+    parameter = run.precision.compute if run.gathers_parameters else run.precision.parameter
+    precision = replace(run.precision, reduced=None, parameter=parameter)
     return replace(run, layout=run.layout.within_stage, precision=precision, micro_batches=1, recompute=Recompute())
 
 

@@ -407,7 +407,7 @@ class Bench:
 def _signature(setup: Setup) -> _Key:
     """Key that is equal for setups with equal regions."""
     layout = setup.layout
-    return layout.tp, layout.sp, layout.cp, layout.ep, setup.micro_batch
+    return layout.tp, layout.sp, layout.cp, layout.ep, layout.shards_parameters, setup.micro_batch
 
 
 def _answers(known: Figures | None, task: Task) -> bool:
