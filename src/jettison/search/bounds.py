@@ -414,10 +414,8 @@ def whole_static_bytes(run: Run) -> int:
 
 
 def _inner(run: Run) -> Run:
-    """Return the part of a run that regions' seconds depend on: no replicas, ZeRO, pipeline or recomputation. FSDP
-    casts weights itself, so that autocast does not.
-    """
-    parameter = run.precision.compute if run.gathers_parameters else run.precision.parameter
+    """Return the part of a run that regions' seconds depend on: no replicas, ZeRO, pipeline or recomputation."""
+    parameter = run.precision.compute if run.gathers_parameters else run.precision.parameter  # FSDP casts itself
     precision = replace(run.precision, reduced=None, parameter=parameter)
     return replace(run, layout=run.layout.within_stage, precision=precision, micro_batches=1, recompute=Recompute())
 
