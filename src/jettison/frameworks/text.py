@@ -79,7 +79,7 @@ def selective_tables(layers: Mapping[object, Sequence[OpCall]]) -> str:
     return (
         f"SELECTIVE = {rows(selective) if selective else '{}'}\n"
         "# by kind of layer and op: numbers of the op's calls in the layer's forward whose outputs are kept\n"
-        f"SAVES = {{\n{indent(text, '    ')}}}\n" + pieces("host.py.txt")["past_hooks"]
+        f"SAVES = {{\n{indent(text, '    ')}}}\n" + pieces("offload.py.txt")["past_hooks"]
     )
 
 

@@ -24,7 +24,7 @@ def write(nearest: Nearest) -> TargetOutput:
         policies, cost = nearest.with_moves(as_the_plan_moves, as_the_plan_moves)
     else:
         policies, cost = nearest.checkpoints()
-    table, host = moves_table({policy.layer: policy for policy in policies}), pieces("host.py.txt")
+    table, host = moves_table({policy.layer: policy for policy in policies}), pieces("offload.py.txt")
     text = header(subject, "Lightning's FSDPStrategy", USE) + (host["imports"] if table else "")
     text += filled(
         pieces("lightning/strategy.py.txt")["strategy"],

@@ -59,7 +59,7 @@ def copied(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
 def priced_code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
     """Write the file for a dry run, in which offloaded tensors have no bytes."""
     text = code(subject, policies, states=states)
-    return text + (pieces("host.py.txt")["stand_in"] if any(policy.offloaded for policy in policies) else "")
+    return text + (pieces("offload.py.txt")["stand_in"] if any(policy.offloaded for policy in policies) else "")
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
@@ -68,7 +68,7 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
     Args:
         states: restore random generator states; None: if a layer draws random numbers.
     """
-    own, host = pieces("torch/checkpointing.py.txt"), pieces("host.py.txt")
+    own, host = pieces("torch/checkpointing.py.txt"), pieces("offload.py.txt")
     by_name: dict[object, LayerPolicy] = {p.layer if subject.live else i: p for i, p in enumerate(policies)}
     selective = {name: policy.saves for name, policy in by_name.items() if policy.action is LayerAction.SELECT}
     moves = moves_table(by_name)

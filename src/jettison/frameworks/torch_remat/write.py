@@ -95,7 +95,7 @@ def _chosen(nearest: Nearest) -> Priced:
         could += ", and which tensors of other layers, or inputs of checkpoints, are offloaded"
 
     def write(policies: Sequence[LayerPolicy]) -> str:
-        stand_in = pieces("host.py.txt")["stand_in"]
+        stand_in = pieces("offload.py.txt")["stand_in"]
         return code(subject, policies) + (stand_in if any(policy.offloaded for policy in policies) else "")
 
     def nearest_of(decision: Decision) -> LayerPolicy:
@@ -170,7 +170,7 @@ def _notes(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
 
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     """Write the file."""
-    own, host = pieces("torch_remat/checkpointing.py.txt"), pieces("host.py.txt")
+    own, host = pieces("torch_remat/checkpointing.py.txt"), pieces("offload.py.txt")
     checkpoints = [policy for policy in policies if policy.action is not LayerAction.KEEP]
     kinds = kinds_of(policy.regions for policy in checkpoints)
     moves = moves_table({policy.layer: policy for policy in policies})

@@ -140,7 +140,7 @@ def _stock(decision: Decision) -> LayerPolicy:
 
 def code(subject: Subject, policies: Policies) -> str:
     """Write the file."""
-    own, host = pieces("torchtitan/planned_ac.py.txt"), pieces("host.py.txt")
+    own, host = pieces("torchtitan/planned_ac.py.txt"), pieces("offload.py.txt")
     saves: dict[object, Sequence[OpCall]] = {
         p.layer: _translated(p, live=subject.live) for p in policies if p.action is LayerAction.SELECT
     }
