@@ -151,6 +151,7 @@ def test_buffers_of_frameworks_name_their_source() -> None:
     )
     described = [run_of("gpt-22b", RunRequest(**asked, **more)) for more in runs]
     described.append(run_of("gpt-22b", RunRequest(dp=2, zero=3, like="deepspeed")))
+    described.append(run_of("gpt-22b", RunRequest(pp=4, micro_batches=8, like="deepspeed")))
     found = {
         row.name
         for run in described

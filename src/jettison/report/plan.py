@@ -281,5 +281,5 @@ def _what_if_table(rows: Sequence[NextGiB]) -> FittedTable:
         text = flips_text(row.flips[:MOST_FLIPS]) + (f"; {more} more" if more > 0 else "")
         table.add_row(format_bytes(row.answer.budget_bytes), text, format_seconds(row.saved_seconds))
     if not rows:
-        table.add_row("", "nothing is recomputed, and nothing moves", "")
+        table.add_row("", "nothing is recomputed, and nothing is offloaded", "")
     return table

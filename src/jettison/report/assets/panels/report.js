@@ -255,7 +255,7 @@
     const named = (run) => (run.length === 1 ? run[0].layer : `${run[0].layer} to ${number(run.at(-1).layer) ?? run.at(-1).layer} (${run.length})`);
     inWords(`does-${i}`, `What each layer does with one micro-batch${letter(i)}`, "", ["layer", "policy", { label: "kept", format: F.bytes }, { label: "offloaded", format: (n) => (n ? F.bytes(n) : "") }, { label: "recomputed", format: (n) => (n ? F.flops(n) : "") }, "why"],
       runs.map((run) => [named(run), run[0].policy, run[0].predicted_bytes, run[0].host_bytes, run[0].recompute_flops, run[0].why]));
-    inWords(`next-${i}`, `What each next GiB would change${letter(i)}`, s.next_gib === null ? "The plan was made without --what-if, which answers this." : s.next_gib.length ? "" : "Nothing is recomputed, and nothing moves: more bytes change nothing.",
+    inWords(`next-${i}`, `What each next GiB would change${letter(i)}`, s.next_gib === null ? "The plan was made without --what-if, which answers this." : !s.next_gib.length ? "Nothing is recomputed, and nothing is offloaded: more bytes change nothing." : s.next_gib.some((row) => row.saved_seconds > 1e-7) ? "" : "No time is saved: what is offloaded now is copied while kernels run.",
       ["budget", { label: "a step saves", format: F.seconds }, "tensors whose policy changes"], (s.next_gib ?? []).map((row) => [F.bytes(row.budget_bytes), row.saved_seconds, row.changes]));
   });
 
