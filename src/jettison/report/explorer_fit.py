@@ -43,7 +43,7 @@ from jettison.formula.loss import head
 from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_signature
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.sums import Factor, Gemm, Positive, SizeGuard, SizeGuards, Sum, collected, sum_of
-from jettison.formula.tape import Weight, Writer
+from jettison.formula.tape import Writer
 from jettison.predict.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.predict.fsdp2 import PhasedBackward
 from jettison.predict.passes import named_frames
@@ -322,17 +322,13 @@ def _region(region: Region, modes: Iterable[str], rule: GradientRule, positions:
                 sum_of(w.numel),
                 w.gradient_ways,
                 *map(int, (w.frozen, w.tied, w.wide, w.name == TOKENS, w.expert)),
-                *_held(w),
+                # of a frozen weight: bytes on one rank, and whether they are packed
+                *([sum_of(w.held_bytes), int(w.packed_bytes > 0)] if w.frozen else []),
             ]
             for w in region.weights
         ],
         "modes": {mode: _passes(region, mode, rule, positions) for mode in modes},
     }
-
-
-def _held(weight: Weight) -> list[Sum | int]:
-    """Bytes of a frozen weight on one rank, and whether they are packed."""
-    return [sum_of(weight.held_bytes), int(weight.packed_bytes > 0)] if weight.frozen else []
 
 
 def _passes(region: Region, mode: str, rule: GradientRule, positions: SizeGrid) -> list[Any]:

@@ -39,7 +39,7 @@ def parse_json(text: str, where: str) -> Any:
         UsageError: it is none, or beyond one of them.
     """
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=no_constant)
     except RecursionError:
         raise UsageError(f"{where}: JSON is nested deeper than {MOST_DEPTH} levels") from None
     except ValueError as error:
@@ -48,7 +48,8 @@ def parse_json(text: str, where: str) -> Any:
     return value
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
+    """Refuse NaN and infinities, which Python's parser takes."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -24,6 +24,7 @@ from jettison.core.parse_units import Length
 from jettison.core.process import cores
 from jettison.families.presets import PRESETS
 from jettison.predict.run_fields import RunRequest
+from jettison.report.untrusted import no_constant
 from jettison.spec.hardware import hardware_names
 from jettison.spec.precision import PRECISIONS, Optimizer
 from jettison.spec.tuning import Base
@@ -269,7 +270,7 @@ def decoded(body: bytes, limits: Limits) -> dict[str, Any]:
     if _depth(body) > limits.depth:
         raise Problem(400, "too deep", f"expected at most {limits.depth} lists and objects inside of one another")
     try:
-        values = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_each_key_once)
+        values = json.loads(body.decode("utf-8"), parse_constant=no_constant, object_pairs_hook=_each_key_once)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise Problem(400, "not JSON", f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(values, dict):
@@ -294,10 +295,6 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice[:LONGEST]!r} stands twice in one object; expected it once")
     return found
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _file_name(name: str | None) -> str:
