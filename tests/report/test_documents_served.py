@@ -167,7 +167,7 @@ def test_what_cannot_be_asked_is_refused_in_words(server: Served, verb: str, bod
         (b"", 400, "not JSON"),
         (b"{", 400, "not JSON"),
         (b"\xff\xfe{}", 400, "not JSON"),
-        (b'{"model": NaN}', 400, "NaN is no JSON"),
+        (b'{"model": NaN}', 400, "NaN is not JSON"),
         (b'{"tp": ' + b"9" * 5000 + b"}", 400, "not JSON"),
         (b"[]", 400, "expected a JSON object"),
         (b"[" * 33 + b"]" * 33, 400, "at most 32 lists and objects"),
