@@ -158,7 +158,7 @@ def test_what_nobody_sees_let_go_ends_the_putting_together(monkeypatch):
     for part in levels_of(planner):
         found = planner.judge.step(part)
         assert found == step_of([part], planner.judge.dry_step, planner.judge.pricing)
-    assert "treated" in planner.judge.problem or "let go" in planner.judge.problem
+    assert "policies of other blocks" in planner.judge.problem or "let go" in planner.judge.problem
 
 
 def test_a_step_that_comes_out_wrong_is_dry_run_whole_from_then_on():

@@ -147,7 +147,7 @@ def test_what_it_refuses() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
     context = Context(Axis("", 2, 0))
-    with pytest.raises(UnsupportedModule, match=r"not known where a Linear has the core .* Gpt, Llama,"):
+    with pytest.raises(UnsupportedModule, match=r"core of Linear is unknown; known models: .* Gpt, Llama,"):
         set_cores(nn.Linear(2, 2), context)
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 8}
     sliding = MistralForCausalLM(MistralConfig(**small, num_key_value_heads=2, intermediate_size=32, sliding_window=4))

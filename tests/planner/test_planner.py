@@ -246,7 +246,7 @@ def test_a_plan_for_something_else_is_refused() -> None:
     made = found.as_plan(found.plan(budget_bytes), budget_bytes)
     with pytest.raises(PlanMismatch, match="has program"):
         apply(model, plan=made, batch=(x[:-1],))
-    with pytest.raises(PlanMismatch, match=r"not planned \['layers.4'\]"):
+    with pytest.raises(PlanMismatch, match=r"only in the model \['layers.4'\]"):
         apply(stack(layers=5), plan=made, batch=(x,))
     with pytest.raises(PlanMismatch, match="has program"):
         apply(stack(Thin), plan=made, batch=(x,))

@@ -138,7 +138,7 @@ def test_precision_aware_optimizers_hold_moments_in_bf16(precision: str, state: 
 
 @pytest.mark.parametrize("more", [{"optimizer": "muon"}, {"offload_optimizer": "deepspeed", "zero": 2, "dp": 2}])
 def test_precision_aware_optimizers_are_adamw_on_the_device(more: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="precision-aware optimizer is adamw, on the device"):
+    with pytest.raises(UsageError, match="precision-aware optimizer is AdamW on the device"):
         made(precision="bf16-aware", **more)
 
 

@@ -195,7 +195,7 @@ def test_a_v_has_both_ends_of_a_model_on_its_first_stage() -> None:
     ("flags", "message"),
     [
         ({"virtual_stages": 1}, "zero-bubble-v with --virtual-stages 1; it needs 2"),
-        ({"virtual_stages": 2, "keeps_received": True}, "expected --stage-buffers, or none"),
+        ({"virtual_stages": 2, "keeps_received": True}, "give --stage-buffers, or none of them"),
     ],
 )
 def test_a_v_is_torchs(flags: dict[str, int], message: str) -> None:

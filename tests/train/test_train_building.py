@@ -309,7 +309,7 @@ def held_elsewhere() -> nn.Module:
         (seeds, "moves random streams"),
         (from_file, "it calls set_"),
         (one_in_another, "part is a part of another parameter"),
-        (held_elsewhere, "a tensor of 48 bytes is held outside"),
+        (held_elsewhere, "a tensor of 48 bytes is referenced from outside"),
     ],
 )
 def test_what_cannot_be_done_again_is_said(make: Callable[[], nn.Module], says: str, tmp_path: Path) -> None:

@@ -302,8 +302,8 @@ def follow_loop(
 SCHEMA: Final = "jettison.applied/1"
 MOST_ROWS: Final = 30
 """Most rows of the table; the document has all regions."""
-COUNTS: Final = ("calls", "recorded", "kept", "recomputed", "offloaded", "packed")
-HEADS: Final = ("region", "policy", *COUNTS, "kept bytes", "offloaded bytes")
+COUNTS: Final = ("calls", "traces", "kept", "recomputed", "offloaded", "packed")
+HEADS: Final = ("region", "policy", *COUNTS, "kept bytes", "CPU bytes")
 LONGEST_NOTE: Final = 66
 
 

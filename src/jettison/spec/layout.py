@@ -114,7 +114,7 @@ def whole_flags(owner: object, *names: str) -> None:
     """Reject fields that are not whole numbers of 1 or more, by the names of their flags."""
     for name in names:
         value = getattr(owner, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if value.__class__ is not int or value < 1:  # a bool is none
             raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
 
 
@@ -295,12 +295,12 @@ class Layout:
 
     def places(self, index: int) -> tuple[int, ...]:
         """Positions in the model of a stage's chunks."""
-        return tuple(self.schedule.place(index, chunk, self.pp) for chunk in range(self.virtual_stages))
+        return tuple([self.schedule.place(index, chunk, self.pp) for chunk in range(self.virtual_stages)])
 
     def neighbours(self, index: int) -> tuple[tuple[bool, bool], ...]:
         """Whether the previous and the next chunk of the model are on the same device, for each chunk of a stage."""
         own = self.places(index)
-        return tuple((place - 1 in own, place + 1 in own) for place in own)
+        return tuple([(place - 1 in own, place + 1 in own) for place in own])
 
     @property
     def reshard_after_forward(self) -> str:
