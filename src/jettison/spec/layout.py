@@ -114,7 +114,7 @@ def whole_flags(owner: object, *names: str) -> None:
     """Reject fields that are not whole numbers of 1 or more, by the names of their flags."""
     for name in names:
         value = getattr(owner, name)
-        if value.__class__ is not int or value < 1:  # a bool is none
+        if value is True or not isinstance(value, int) or value < 1:
             raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
 
 
