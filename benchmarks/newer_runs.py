@@ -221,16 +221,16 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
     )
     run = resolve(model, request).run
     if products and not described:
-        narrow = fp8_recipe(str(recipe), "megatron")
-        run = replace(run, model=with_quant_recipe(run.model, products, narrow))
+        quantized = fp8_recipe(str(recipe), "megatron")
+        run = replace(run, model=with_quant_recipe(run.model, products, quantized))
     how = replace(
         execution_of(run),
         hides_stages=True,
         accumulates_in_gemm=not fsdp,
         rotates_in_place=row["source"] >= ROTATED,
         graphs_experts=row["graphs"] == "step",
-        narrow_attention="attention" in row["narrow"],
-        narrow_head="head" in row["narrow"],
+        fp8_attention="attention" in row["narrow"],
+        fp8_head="head" in row["narrow"],
     )
     return run, how if described or not recipe else replace(how, recipe=fp8_recipe(recipe, "megatron"))
 

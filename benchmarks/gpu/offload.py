@@ -161,8 +161,8 @@ def _counted(device: StreamDevice) -> Iterator[list[int]]:
 
 def _predicted(moving: Run, word: str) -> int:
     """What the dry run of a step says, its optimizer included."""
-    beside = elsewhere_bytes(moving.model, moving.batch, moving.optimizer)
-    loop = Loop(keep_output=True, elsewhere_bytes=beside)
+    elsewhere = elsewhere_bytes(moving.model, moving.batch, moving.optimizer)
+    loop = Loop(keep_output=True, elsewhere_bytes=elsewhere)
     with moving.settings():
         found = traced(moving.model, moving.batch, loop=loop)
     policies, segments = policies_of(POLICIES[word], [call.name for call in found.calls])

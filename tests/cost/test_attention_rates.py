@@ -52,7 +52,7 @@ def timed() -> list[tuple[dict[str, str], Half | None, float]]:
                 half=half,
                 head_dim=query,
                 keys=seq,
-                narrow=row["dtype"] == "mxfp8",
+                fp8_attention=row["dtype"] == "mxfp8",
             )
             device = hardware(FILES[row["device"]]).under("nemo")
             took = kernel_seconds(kernel, device, visible=visible, dtype="bfloat16")
@@ -150,7 +150,7 @@ def test_pieces_that_come_round_have_edges_each() -> None:
 def test_narrow_attention_quantises_what_it_reads_where_there_is_a_recipe() -> None:
     run = run_of("llama3-8b", dp=1, seq=4096, fp8_recipe="mxfp8")
     region = region_of(run)
-    how = replace(execution_of(run), narrow_attention=True)
+    how = replace(execution_of(run), fp8_attention=True)
     plain, narrow = (
         work(region, one, "bfloat16", run.precision.gemm_inputs, recipe=run.precision.recipe)
         for one in (execution_of(run), how)
@@ -158,9 +158,9 @@ def test_narrow_attention_quantises_what_it_reads_where_there_is_a_recipe() -> N
     more = sum(k.nbytes for k in narrow.forward) - sum(k.nbytes for k in plain.forward)
     elements = 4096 * (32 + 8 + 8) * 128
     assert more == 2 * elements + 2 * (elements + elements // 32)  # read once, rows and columns written, with scales
-    assert all(k.narrow for k in (*narrow.forward, *narrow.backward) if k.attention_flops)
+    assert all(k.fp8_attention for k in (*narrow.forward, *narrow.backward) if k.attention_flops)
     without = work(region, how, "bfloat16", None)
-    assert not any(k.narrow for k in without.forward)
+    assert not any(k.fp8_attention for k in without.forward)
 
 
 def test_shares_by_dtype_and_width() -> None:

@@ -78,7 +78,7 @@ def test_a_module_sends_what_the_paper_says_that_it_saves() -> None:
     everything = offloading(whole, OFFLOADED)
     assert decision.program.kept_bytes(everything.offloaded) == sum(sends.values())
     again = offloading(by_modules(decision, ["layernorm"]), ["attn_norm"])
-    # a norm that runs again still needs what it was given
+    # a recomputed norm still needs what it was given
     assert decision.program.kept_bytes(again.offloaded) == 2 * sbh
 
 

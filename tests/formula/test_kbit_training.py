@@ -71,7 +71,7 @@ def prepared(upcast: Upcast, vocabulary: int, recompute: str) -> tuple[Any, Run]
         model.model.embed_tokens.to(COMPUTE)
     spec = spec_of(config)
     if upcast is Upcast.NORMS:
-        spec = replace(spec, layers=(replace(spec.layers[0], narrow=True), *spec.layers[1:]))
+        spec = replace(spec, layers=(replace(spec.layers[0], low_precision=True), *spec.layers[1:]))
     tuning = Tuning(rank=RANK, base=Base.NF4_DOUBLE, upcast=upcast, inputs_need_gradients=True)
     return checkpointed(model, recompute), described(spec, recompute, tuning)
 

@@ -23,7 +23,7 @@ from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner import points
 from jettison.planner.points import packing_seconds, with_packs
 from jettison.runtime import packing
-from jettison.runtime.packing import PackedForm, narrow, packs_into, widen
+from jettison.runtime.packing import PackedForm, pack_bytes, packs_into, unpack_bytes
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
@@ -45,12 +45,12 @@ def test_bits_come_back(drawn: list[int], offset: int, chunk: int) -> None:
     whole = torch.tensor([0] * offset + drawn, dtype=torch.uint8)
     form = PackedForm(of=torch.bool)
     with chunks_of(chunk):
-        packed = narrow(whole[offset:], form)
+        packed = pack_bytes(whole[offset:], form)
         assert packed.numel() == -(-len(drawn) // 8)
         assert [bool(byte >> i & 1) for byte in packed.tolist() for i in range(8)][: len(drawn)] == list(
             map(bool, drawn)
         )
-        assert torch.equal(widen(packed, form, len(drawn)), (whole[offset:] != 0).to(torch.uint8))
+        assert torch.equal(unpack_bytes(packed, form, len(drawn)), (whole[offset:] != 0).to(torch.uint8))
 
 
 @given(
@@ -66,9 +66,9 @@ def test_what_was_drawn_comes_back(drawn: list[bool], dtype: torch.dtype, divide
         numbers.div_(divided)
     flat = numbers.view(torch.uint8)
     with chunks_of(chunk):
-        small = narrow(flat, form)
+        small = pack_bytes(flat, form)
         assert small.numel() == -(-len(drawn) // 8)
-        assert torch.equal(widen(small, form, flat.numel()), flat)
+        assert torch.equal(unpack_bytes(small, form, flat.numel()), flat)
 
 
 @contextmanager

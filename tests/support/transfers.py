@@ -35,7 +35,7 @@ def transfers_of(engine: OffloadEngine) -> list[Transfer]:
 
 
 def transfers_in(run: Callable[[], T]) -> tuple[T, tuple[Transfer, ...]]:
-    """What a function returns, and the copies of all engines meanwhile, such as those of dry runs."""
+    """Return a function's result, and the copies of all engines meanwhile, such as those of dry runs."""
     _of_all.append([])
     try:
         found = run()

@@ -44,7 +44,7 @@ class Execution:
         fuses_experts: GEMMs, activation and quantisation of all experts are few kernels of one call, which costs the
             host less: NOTE [ Launch-bound ] of `cost.layer`.
         graphs_experts: CUDA graphs replay experts, too: NOTE [ Outside CUDA graphs ] of `cost.layer`.
-        narrow_attention: query, key, value and the output's gradient are quantised (``fp8_dot_product_attention`` of
+        fp8_attention: query, key, value and the output's gradient are quantised (``fp8_dot_product_attention`` of
             Megatron), under recipes with measured kernels.
         exchange: transfer of keys and values under context parallelism: NOTE [ Pieces of a ring ] in `launches`.
     """
@@ -76,8 +76,8 @@ class Execution:
     graphs_experts: bool = True
     stack: str = ""  # selects the hardware file's figures of one software stack
     attention: float = 1.0  # speed of fused attention, as a multiple of the hardware file's
-    narrow_attention: bool = False
-    narrow_head: bool = False  # the recipe covers the head's GEMM, too (``fp8_output_proj`` of Megatron)
+    fp8_attention: bool = False
+    fp8_head: bool = False  # the recipe covers the head's GEMM, too (``fp8_output_proj`` of Megatron)
     exchange: CpCommType = CpCommType.RING
 
     def exposed(self, ranks: int) -> float:

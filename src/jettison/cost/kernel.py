@@ -49,7 +49,7 @@ class Kernel:
     head_dim: int = 0  # of fused attention's queries
     keys: int = 0  # in one call of fused attention
     pieces: int = 1  # calls of fused attention: one per piece of a sequence split over ranks
-    narrow: bool = False  # query, key and value are in fp8
+    fp8_attention: bool = False  # query, key and value are in FP8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,7 +141,7 @@ class _Listing:
         return self.region.tape
 
     @cached_property
-    def narrow(self) -> LowPrecisionGemms:
+    def low_precision(self) -> LowPrecisionGemms:
         """Quantisation of FP8 and FP4 GEMMs."""
         recipe = self.recipe or self.how.recipe
         return LowPrecisionGemms(tape=self.tape, how=self.how, gemm=self.gemm, recipe=recipe)
@@ -158,17 +158,17 @@ class _Listing:
 
     def work(self) -> KernelWork:
         steps = self.tape.steps
-        found = groups(steps, self.how.fusion, delayed_scaling=self.narrow.joins)
+        found = groups(steps, self.how.fusion, delayed_scaling=self.low_precision.joins)
         members = [group for group in found if not self._is_free(steps[group[0]])]
         readers: defaultdict[int, set[int]] = defaultdict(set)
-        narrow_only: defaultdict[int, set[int]] = defaultdict(set)  # readers of the fp8 copy
-        narrowed = {step.inputs[0].index for step in steps if step.name == ops.QUANTISE and self.narrow.joins}
+        low_precision_only: defaultdict[int, set[int]] = defaultdict(set)  # readers of the fp8 copy
+        quantized = {step.inputs[0].index for step in steps if step.name == ops.QUANTISE and self.low_precision.joins}
         for number, group in enumerate(members):
             for i in group:
                 for v in steps[i].inputs:
                     readers[v.storage].add(number)
-                    if v.index in narrowed and self.narrow.takes(steps[i]):
-                        narrow_only[v.storage].add(number)
+                    if v.index in quantized and self.low_precision.takes(steps[i]):
+                        low_precision_only[v.storage].add(number)
         for i, step in enumerate(steps):  # transfers and kept references read, too
             if self._is_free(step) and step.name != NAMES:
                 for v in step.inputs:
@@ -178,11 +178,13 @@ class _Listing:
         backward: list[Kernel] = []
         for number, group in enumerate(members):
             own = [steps[i] for i in group]
-            copies = {v.storage for step in own if self.narrow.copies(step) for v in step.outputs}
+            copies = {v.storage for step in own if self.low_precision.copies(step) for v in step.outputs}
             stays = saved | copies
             leaving = [v for step in own for v in step.outputs if v.storage in stays or readers[v.storage] - {number}]
             written = [
-                v for v in leaving if v.storage in stays or readers[v.storage] - narrow_only[v.storage] - {number}
+                v
+                for v in leaving
+                if v.storage in stays or readers[v.storage] - low_precision_only[v.storage] - {number}
             ]
             forward += self._forward(group, own, written)
             backward += self._backward(group, own, leaving)
@@ -191,7 +193,7 @@ class _Listing:
 
     def _is_free(self, step: TapeOp) -> bool:
         free = step.name in (ops.HOLD, NAMES) or step.name.startswith(ops.TRANSFER)
-        return free or self.experts.sends(step) or self.narrow.counts(step) or self.rotary.is_free(step)
+        return free or self.experts.sends(step) or self.low_precision.counts(step) or self.rotary.is_free(step)
 
     # forward ----------------------------------------------------------------------------------------------------------
 
@@ -222,12 +224,12 @@ class _Listing:
         elif step.name == ops.IN_ROWS:
             yield Kernel(steps=indices, nbytes=ops.ROWS_PASSES[0] * step.inputs[0].nbytes)
         elif step.name == ops.FLASH:
-            if self._narrow_attention:
-                yield self.narrow.attention(step, indices, None)
+            if self._fp8_attention:
+                yield self.low_precision.attention(step, indices, None)
             yield from self._fused_attention(step, indices, nbytes, step.flops, None)
         else:
-            yield from self.narrow.forward(step, group[0])
-            nbytes -= self.narrow.spares(step)
+            yield from self.low_precision.forward(step, group[0])
+            nbytes -= self.low_precision.spares(step)
             yield Kernel(
                 steps=indices,
                 nbytes=nbytes,
@@ -238,8 +240,8 @@ class _Listing:
             )
 
     @property
-    def _narrow_attention(self) -> bool:
-        return self.how.narrow_attention and self.recipe is not None
+    def _fp8_attention(self) -> bool:
+        return self.how.fp8_attention and self.recipe is not None
 
     def _fused_attention(
         self, step: TapeOp, indices: tuple[int, ...], nbytes: int, flops: float, half: Half | None
@@ -257,7 +259,7 @@ class _Listing:
             head_dim=query.local_shape[-1],
             keys=key.shape[ROWS] // pieces,
             pieces=pieces,
-            narrow=self._narrow_attention,
+            fp8_attention=self._fp8_attention,
         )
         if passes and pieces > 1:
             ahead, back, launches = passes
@@ -282,8 +284,8 @@ class _Listing:
         k = step.flops // max(1, 2 * prod(shape))
         if not k:  # no elements
             return None
-        narrow = self.narrow.dtype_of(step)
-        dtype = step.inputs[0].dtype if narrow is None else narrow
+        quantized = self.low_precision.dtype_of(step)
+        dtype = step.inputs[0].dtype if quantized is None else quantized
         if step.name == ops.BATCHED:
             return Gemm(prod(shape[:-2]), shape[-2], shape[-1], k, dtype, aligned=aligned(shape[-1], k))
         rows, n = prod(shape[:-1]), shape[-1]
@@ -328,8 +330,8 @@ class _Listing:
         elif step.name == ops.IN_ROWS:
             yield Kernel(steps=indices, nbytes=ops.ROWS_PASSES[1] * step.inputs[0].nbytes, half=Half.INPUTS)
         elif step.name == ops.FLASH:
-            if self._narrow_attention:
-                yield self.narrow.attention(step, indices, Half.INPUTS)
+            if self._fp8_attention:
+                yield self.low_precision.attention(step, indices, Half.INPUTS)
             nbytes = 2 * self._saved(own) + incoming
             yield from self._fused_attention(step, indices, nbytes, backward_of_attention(step), Half.INPUTS)
         elif step.name in ops.LOOKUPS and self.how.permutes and not step.weights:
@@ -348,9 +350,9 @@ class _Listing:
         if step.weights:
             weight, *bias = step.weights
             x = step.inputs[0]
-            yield from self.narrow.backward(step, indices, incoming)
+            yield from self.low_precision.backward(step, indices, incoming)
             p = replace(p, aligned=aligned(p.n, p.k))
-            given, read, matrix = self.narrow.reads(step, incoming)
+            given, read, matrix = self.low_precision.reads(step, incoming)
             if any(v.grad for v in step.inputs):
                 moved = given + matrix + x.nbytes
                 dx = replace(p, n=p.k, k=p.n)
@@ -358,7 +360,7 @@ class _Listing:
             if weight.frozen:
                 return
             dw = replace(p, m=p.n, n=p.k, k=p.m)
-            if self.narrow.widens and self.narrow.takes(step):
+            if self.low_precision.widens and self.low_precision.takes(step):
                 given, read, dw = incoming, x.nbytes, replace(dw, dtype=x.dtype)
             moved = given + read + weight.numel * self.gradient_bytes
             yield Kernel(steps=indices, nbytes=moved, gemm=dw, half=Half.WEIGHTS)

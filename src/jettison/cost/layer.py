@@ -265,11 +265,11 @@ class _Timer:
     def _collective(self, c: Collective) -> float:
         ranks = group(self.layout, c.axis, self.hardware.node)
         copies = c.copies if self.execution.once_to_node else 1
-        nbytes = c.nbytes * self._narrow.gathered_share(c) if c.axis == "tp" else c.nbytes
+        nbytes = c.nbytes * self._low_precision.gathered_share(c) if c.axis == "tp" else c.nbytes
         return transfer_seconds(c.kind, nbytes, ranks, self.hardware, copies=copies)
 
     @cached_property
-    def _narrow(self) -> LowPrecisionGemms:
+    def _low_precision(self) -> LowPrecisionGemms:
         return LowPrecisionGemms(
             tape=self.tape, how=self.execution, gemm=self.precision.gemm_inputs, recipe=self._recipe
         )
@@ -383,8 +383,8 @@ class _Timer:
             return 0.0
         if self.execution.fuses_experts:
             return FUSED_EXPERTS
-        narrow = self.precision.gemm_inputs is not None
-        return self.hardware.delays.experts * (1.0 if narrow else 0.5) if self.execution.loops_experts else 0.0
+        low_precision = self.precision.gemm_inputs is not None
+        return self.hardware.delays.experts * (1.0 if low_precision else 0.5) if self.execution.loops_experts else 0.0
 
     @cached_property
     def _grouped(self) -> bool:
@@ -406,7 +406,7 @@ class _Timer:
             step = self.tape.steps[kernel.steps[-1]]
             if kernel.gemm is not None and kernel.gemm.grouped:
                 total += kernel.gemm.batch * delays.expert_gemm
-            elif step.name == GROUPED and kernel.gemm is None and self._narrow.dtype != FP4:
+            elif step.name == GROUPED and kernel.gemm is None and self._low_precision.dtype != FP4:
                 total += (step.weights[0].shape[0] // self.layout.ep - 1) * kernel.launches * delays.dispatch
         return total
 

@@ -86,9 +86,7 @@ class LowPrecisionGemms:
         if self.recipe is None or not step.weights:
             return self.recipe is None
         weight = step.weights[0]
-        return weight.gemm and not (
-            (weight.head and not self.how.narrow_head) or weight.shape[0] == 1 or weight.adapter
-        )
+        return weight.gemm and not ((weight.head and not self.how.fp8_head) or weight.shape[0] == 1 or weight.adapter)
 
     def dtype_of(self, step: TapeOp) -> str | None:
         """Dtype of a quantised GEMM, by its name in `cost.matmul`; None if it is not quantised."""
@@ -113,8 +111,8 @@ class LowPrecisionGemms:
         return {}
 
     def _experts(self, step: TapeOp) -> bool:
-        narrow = self.gemm is not None and step.name == GROUPED and bool(step.weights)
-        return narrow and not self._stays_wide(step)
+        is_grouped = self.gemm is not None and step.name == GROUPED and bool(step.weights)
+        return is_grouped and not self._stays_wide(step)
 
     def forward(self, step: TapeOp, index: int) -> Iterator[Kernel]:
         """Kernels before a GEMM in forward."""
@@ -163,7 +161,7 @@ class LowPrecisionGemms:
             nbytes = self._copies(given, both=trained and not turned)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=1 + self._looks)
         for value in (*((y,) if turned else ()), *((step.inputs[0],) if trained and self._turns(step, x) else ())):
-            yield Kernel(steps=indices, nbytes=2 * self._narrow(value), half=Half.WEIGHTS)
+            yield Kernel(steps=indices, nbytes=2 * self._copy_bytes(value), half=Half.WEIGHTS)
         if trained and self._keeps_original(step):
             nbytes = self._copies(x, both=False)
             yield Kernel(steps=indices, nbytes=nbytes, half=Half.WEIGHTS, launches=1 + self._looks)
@@ -202,14 +200,14 @@ class LowPrecisionGemms:
         x, weight = step.inputs[0], step.weights[0]
         if self.recipe is None or not (self.takes(step) or self._experts(step)):
             return incoming, x.nbytes, weight.nbytes
-        return self._narrow(step.outputs[0]), self._narrow(x), self._matrix(weight)
+        return self._copy_bytes(step.outputs[0]), self._copy_bytes(x), self._matrix(weight)
 
     def spares(self, step: TapeOp) -> int:
         """Bytes that a GEMM saves by reading quantised copies."""
         if not step.weights or step.name not in (*GEMMS, GROUPED):
             return 0
-        _, narrow, matrix = self.reads(step, 0)
-        return step.inputs[0].nbytes - narrow + step.weights[0].nbytes - matrix
+        _, copy, matrix = self.reads(step, 0)
+        return step.inputs[0].nbytes - copy + step.weights[0].nbytes - matrix
 
     def _matrix(self, weight: Weight) -> int:
         assert self.recipe is not None
@@ -225,7 +223,7 @@ class LowPrecisionGemms:
             copies = 1 if self.recipe.rows_are_gathered else 2
         else:
             made, value, copies = self._readers.get(step.outputs[0].storage), step.outputs[0], 1
-        return 1.0 if made is None else copies * self._by(made)._narrow(value) / value.nbytes
+        return 1.0 if made is None else copies * self._by(made)._copy_bytes(value) / value.nbytes
 
     @cached_property
     def _gemms(self) -> dict[int, TapeOp]:
@@ -285,7 +283,7 @@ class LowPrecisionGemms:
         assert self.recipe is not None
         return 0 if self._compiled and self.recipe.inputs is Scales.ROW else self.recipe.looks
 
-    def _narrow(self, value: Value) -> int:
+    def _copy_bytes(self, value: Value) -> int:
         """Bytes of a rowwise copy."""
         assert self.recipe is not None
         return self.recipe.copy_bytes(self.recipe.inputs, *_sizes(value), columnwise=False)

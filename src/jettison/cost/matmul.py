@@ -64,15 +64,15 @@ def rate(hardware: Hardware, dtype: str) -> int:
         UsageError: the hardware file states none.
     """
     peaks = hardware.flops_per_second
-    narrow = (peaks.fp4 if "float4" in dtype else None), (peaks.fp8 if _is_narrow(dtype) else None)
+    low_precision = (peaks.fp4 if "float4" in dtype else None), (peaks.fp8 if _is_low_precision(dtype) else None)
     wider = (peaks.bf16 if dtype != "float32" else None), peaks.fp32
-    found = next((peak for peak in (*narrow, *wider, peaks.bf16) if peak is not None), None)
+    found = next((peak for peak in (*low_precision, *wider, peaks.bf16) if peak is not None), None)
     if found is None:
         raise UsageError(f"hardware {hardware.name} does not state its teraflops; an estimate needs bf16 or fp32")
     return found
 
 
-def _is_narrow(dtype: str) -> bool:
+def _is_low_precision(dtype: str) -> bool:
     return dtype.startswith(("float8", "float4"))
 
 
@@ -81,7 +81,7 @@ def _share(hardware: Hardware, dtype: str) -> float:
     reached, peaks = hardware.reached, hardware.flops_per_second
     if "float4" in dtype and peaks.fp4 is not None:
         return reached.matmul_fp4 or reached.matmul_fp8
-    if not _is_narrow(dtype) or peaks.fp8 is None:
+    if not _is_low_precision(dtype) or peaks.fp8 is None:
         return reached.matmul
     by = {MXFP8: reached.matmul_mxfp8, FP8_1X128: reached.matmul_lines}
     return by.get(dtype) or reached.matmul_fp8
@@ -153,17 +153,17 @@ def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype
     """
     reached, backward = hardware.reached, kernel.half is not None
     rates = None if dtype == "float32" else hardware.attention
-    narrow = rates.share("mxfp8", kernel.head_dim, backward=backward) if rates and kernel.narrow else None
-    share = narrow or (rates.share("bf16", kernel.head_dim, backward=backward) if rates else None)
+    low_precision = rates.share("mxfp8", kernel.head_dim, backward=backward) if rates and kernel.fp8_attention else None
+    share = low_precision or (rates.share("bf16", kernel.head_dim, backward=backward) if rates else None)
     if rates is None or share is None:
         share = reached.attention_backward if backward else reached.attention
         if kernel.head_dim <= SMALL_HEAD and reached.attention_64 is not None:
             share *= reached.attention_64 / reached.attention
         short = max(0.0, 1 / kernel.keys - 1 / PIECE_KEYS) if kernel.pieces > 1 else 0.0
         return kernel.attention_flops * (visible + PIECE_EDGE * short) / (rate(hardware, dtype) * share)
-    if narrow and backward:
+    if low_precision and backward:
         visible = max(visible, CAUSAL)
-    peak = rate(hardware, MXFP8 if narrow else dtype)
+    peak = rate(hardware, MXFP8 if low_precision else dtype)
     return kernel.attention_flops * (visible + rates.edge / kernel.keys) / (peak * share)
 
 

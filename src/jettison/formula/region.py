@@ -236,7 +236,7 @@ def layer_region(signature: RegionSignature, layer: AnyLayer) -> Region:
         signature = replace(signature, seq=signature.source_seq, model=signature.model if pair is None else pair.images)
     writer = Writer.of(signature)
     writer.repeats, writer.rules = layer.repeats, layer.gemm_recipes
-    hidden = writer.hidden(detached=layer.detached, low_precision=layer.narrow)
+    hidden = writer.hidden(detached=layer.detached, low_precision=layer.low_precision)
     output = mtp_layer(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)
 

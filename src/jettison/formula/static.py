@@ -150,8 +150,8 @@ def static(
         copies += at[0] * (DTYPE_BYTES[held.optimizer_gradient] if held.optimizer_gradient else 0)
         state += own
         if layout.zero == 3 and wrapped:
-            narrow = recipe_parameters and w.gemm and not w.head  # NOTE [ Copies in torchao ] in `spec.fp8`
-            gathered += w.numel * (1 if narrow else DTYPE_BYTES[precision.compute])
+            low_precision = recipe_parameters and w.gemm and not w.head  # NOTE [ Copies in torchao ] in `spec.fp8`
+            gathered += w.numel * (1 if low_precision else DTYPE_BYTES[precision.compute])
         if layout.zero >= 2 and (ranks > 1 or (layout.zero == 3 and wrapped)):
             reduced += w.gradient_numel * reduce_bytes
         size = at[0] * DTYPE_BYTES[held.moment or held.master or held.parameter]

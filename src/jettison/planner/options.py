@@ -170,14 +170,14 @@ class OptionsBuilder:
         return self._measured[key]
 
     def _block(
-        self, key: str, kept: frozenset[int], name: str, seconds: float, narrowed: frozenset[int] = frozenset()
+        self, key: str, kept: frozenset[int], name: str, seconds: float, packed: frozenset[int] = frozenset()
     ) -> RegionOption:
-        if (key, kept, narrowed) not in self._dry_runs:
+        if (key, kept, packed) not in self._dry_runs:
             cls = self.trace.classes[key]
-            policy = exactly(cls.program, kept, packed=narrowed)
+            policy = exactly(cls.program, kept, packed=packed)
             found = self.pricing.known(lambda w: dry_run_block(self.trace, cls, policy, name, seconds, w))
-            self._dry_runs[key, kept, narrowed] = found
-        return replace(self._dry_runs[key, kept, narrowed], key=name, seconds=seconds)
+            self._dry_runs[key, kept, packed] = found
+        return replace(self._dry_runs[key, kept, packed], key=name, seconds=seconds)
 
     def _kinks(self, key: str) -> list[int]:
         """Bytes whose copy is as long as the work that hides it: a pass of a block after one of this class."""

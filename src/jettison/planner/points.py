@@ -13,7 +13,7 @@ from jettison.capture.recorder import RegionTrace
 from jettison.cost.matmul import memory_seconds, op_seconds
 from jettison.dryrun.kernel_trial import REPEATS, one_run
 from jettison.ledger.program import Program
-from jettison.runtime.packing import Pack, PackedForm, narrow, widen
+from jettison.runtime.packing import Pack, PackedForm, pack_bytes, unpack_bytes
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.actions import lean_points
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
@@ -126,7 +126,7 @@ def packing_seconds(pack: Pack, device: str = "cpu") -> float:
         with torch.no_grad():
             flat = torch.zeros(tried, dtype=torch.uint8, device=device)
             _PACKING[key] = min(  # the first is cold
-                one_run(lambda: widen(narrow(flat, pack.form), pack.form, tried), (), {}, device)
+                one_run(lambda: unpack_bytes(pack_bytes(flat, pack.form), pack.form, tried), (), {}, device)
                 for _ in range(REPEATS + 1)
             )
             if flat.is_cuda:

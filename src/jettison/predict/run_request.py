@@ -165,9 +165,9 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     if tuning is not None:
         first = model.layers[0]
         assert isinstance(first, Layer), "recorded models are refused adapters"
-        narrow = tuning.upcast is Upcast.NORMS and model.embedding_norm is None
-        if narrow or not tuning.inputs_need_gradients:
-            model = with_starts(model, narrow=narrow, detached=not tuning.inputs_need_gradients)
+        low_precision = tuning.upcast is Upcast.NORMS and model.embedding_norm is None
+        if low_precision or not tuning.inputs_need_gradients:
+            model = with_starts(model, low_precision=low_precision, detached=not tuning.inputs_need_gradients)
         refuse_idle(model, tuning, kernels)
     gradients = _gradients(request.gradients, kernels)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens

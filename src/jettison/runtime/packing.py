@@ -160,13 +160,13 @@ class Packed(Away):
         return self.flat if self.away is None else self.away
 
     def _send(self, flat: Tensor) -> Tensor:
-        return narrow(flat, self.pack.form)
+        return pack_bytes(flat, self.pack.form)
 
     def _back(self) -> Tensor:
-        return widen(self.away, self.pack.form, self.move.nbytes)
+        return unpack_bytes(self.away, self.pack.form, self.move.nbytes)
 
 
-def narrow(flat: Tensor, form: PackedForm) -> Tensor:
+def pack_bytes(flat: Tensor, form: PackedForm) -> Tensor:
     """Pack bytes into this form."""
     if form.into is not None:
         return flat.view(form.of).to(form.into)
@@ -174,8 +174,8 @@ def narrow(flat: Tensor, form: PackedForm) -> Tensor:
     return bits_of(flat if form.of is torch.bool else flat.view(form.of))
 
 
-def widen(small: Tensor, form: PackedForm, nbytes: int) -> Tensor:
-    """Restore the ``nbytes`` bytes that `narrow` packed."""
+def unpack_bytes(small: Tensor, form: PackedForm, nbytes: int) -> Tensor:
+    """Restore the ``nbytes`` bytes that `pack_bytes` packed."""
     if form.into is not None:
         return small.to(form.of).view(torch.uint8)
     return from_bits(small, form).view(torch.uint8).flatten()[:nbytes]

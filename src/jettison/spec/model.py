@@ -335,7 +335,7 @@ class Layer:
     """One layer: attention and an MLP, or one of them. Ledgers are computed once for equal layers.
 
     ``attention``: attention, or a state-space or linear-attention layer; None: neither. ``mlp``: None: no MLP.
-    ``narrow``: its input is 16-bit under autocast where that of others is fp32.
+    ``low_precision``: its input is 16-bit under autocast where that of others is fp32.
     ``detached``: its input has no gradient, as in the first layer after a frozen embedding.
     ``source``: it belongs to the encoder, with that one's sequence length. ``cross``: cross-attention to the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
@@ -349,7 +349,7 @@ class Layer:
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
     detached: bool = False
-    narrow: bool = False
+    low_precision: bool = False
     plain_start: bool = False
     source: bool = False
     cross: Attention | None = None

@@ -386,7 +386,7 @@ def _sequence(run: Run) -> Iterator[str]:
         yield "got --micro-batches-without-recompute without a pipeline; give --pp 2 or more"
 
 
-def _narrow_base(run: Run) -> Iterator[str]:
+def _quantized_base(run: Run) -> Iterator[str]:
     """Reject LoRA with FP8 but for TransformerEngine, whose frozen matrices keep quantized copies and save no inputs;
     adapters are Megatron's layers (Megatron-Bridge, ``peft/utils.py``, ``ParallelLinearAdapter``) in 16 bits.
     """
@@ -604,7 +604,7 @@ def _frozen(run: Run) -> Iterator[str]:
 
 
 _RULES: Final = (
-    *(_sizes, _syncs, _pairs, _packed, _source, _sequence, _narrow_base, _fp8_base, _parts, _output, _compiled),
+    *(_sizes, _syncs, _pairs, _packed, _source, _sequence, _quantized_base, _fp8_base, _parts, _output, _compiled),
     *(_recipe, _in_backward, _host, _frozen),
 )
 

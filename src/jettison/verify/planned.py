@@ -224,8 +224,8 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerPr
 
 
 def _saved_by_packing(region: RegionTrace, policy: CheckpointPolicy) -> int:
-    narrowed = packed_by(policy, region.program)
-    packs = compile_recipe(region, policy.kept(region.program), packed=narrowed).packed if narrowed else {}
+    packed = packed_by(policy, region.program)
+    packs = compile_recipe(region, policy.kept(region.program), packed=packed).packed if packed else {}
     return region.program.kept_bytes(frozenset(packs)) - sum(pack.nbytes for pack in packs.values())
 
 
