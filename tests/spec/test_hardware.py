@@ -1,5 +1,7 @@
 """Accelerators: what ships is sourced and plausible, what a user writes is read or refused in one line."""
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from jettison import spec
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
-from jettison.spec.hardware import Edges, EdgesOf, hardware, hardware_names
+from jettison.spec.hardware import Delays, Edges, EdgesOf, Reached, hardware, hardware_names
 
 NAMES = (
     "a10-24gb",
@@ -187,6 +189,13 @@ def test_a_file_with_what_is_reached(tmp_path: Path) -> None:
     assert device.delays.kernel == 3e-6 and device.delays.network == 6e-6
     assert device.delays.expert_gemm == 33e-6  # by its former name
     assert device.edges == EdgesOf(fp32=Edges(50, 80.5, 0))
+
+
+def test_the_page_on_times_names_the_keys_that_files_have() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "time.md").read_text(encoding="utf-8")
+    table = page.split("| key | default | meaning |")[1].split("\n\n")[0]
+    told = {key for row in table.splitlines() if row for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert told == {field.name for kind in (Reached, Delays) for field in fields(kind)}
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Positive(Expression):
 REMEMBERED: Final = 1 << 14
 """Cached results of each arithmetic function: a page of six models needs about eight thousand."""
 Factor = str | Quotient | Positive
-Gemm = tuple[Factor, ...]
+Monomial = tuple[Factor, ...]
 """Factors in the order of their names; a power is a repetition."""
 
 
@@ -80,7 +80,7 @@ class Sum(Expression):
     Two sums that are equal as polynomials are equal.
     """
 
-    terms: tuple[tuple[Gemm, int], ...]
+    terms: tuple[tuple[Monomial, int], ...]
 
     def _written(self) -> str:
         return " + ".join("*".join([str(n), *map(str, factors)]) for factors, n in self.terms) or "0"
@@ -184,16 +184,16 @@ def symbol(name: str) -> Sum:
     return Sum((((name,), 1),))
 
 
-def collected(terms: Iterable[tuple[Gemm, int]]) -> Sum:
+def collected(terms: Iterable[tuple[Monomial, int]]) -> Sum:
     """Return the sum of these terms."""
-    found: dict[Gemm, int] = {}
+    found: dict[Monomial, int] = {}
     for factors, n in terms:
         found[factors] = found.get(factors, 0) + n
     kept = [(factors, n) for factors, n in found.items() if n]
     return Sum(tuple(sorted(kept, key=lambda term: (-len(term[0]), [str(f) for f in term[0]]))))
 
 
-def _sorted(factors: Iterable[Factor]) -> Gemm:
+def _sorted(factors: Iterable[Factor]) -> Monomial:
     return tuple(sorted(factors, key=str))
 
 

@@ -42,7 +42,7 @@ from jettison.formula.liveness import begin, forward_levels
 from jettison.formula.loss import head
 from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_signature
 from jettison.formula.region import Region, embedding_region
-from jettison.formula.sums import Factor, Gemm, Positive, SizeGuard, SizeGuards, Sum, collected, sum_of
+from jettison.formula.sums import Factor, Monomial, Positive, SizeGuard, SizeGuards, Sum, collected, sum_of
 from jettison.formula.tape import Writer
 from jettison.predict.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.predict.fsdp2 import PhasedBackward
@@ -416,7 +416,7 @@ class PassLevel(int):
     @property
     def sum(self) -> Sum:
         """The level as one sum."""
-        terms: list[tuple[Gemm, int]] = []
+        terms: list[tuple[Monomial, int]] = []
         level: PassLevel | None = self
         while level is not None:
             terms += [(factors, level.sign * n) for factors, n in sum_of(level.change).terms]
@@ -429,19 +429,19 @@ class SizeGrid:
 
     def __init__(self, points: Sequence[Mapping[str, int]]) -> None:
         self._sizes = {name: np.array([point[name] for point in points], dtype=np.int64) for name in points[0]}
-        self._count, self._known = len(points), dict[Gemm, Values]()
+        self._count, self._known = len(points), dict[Monomial, Values]()
         self._nothing, self._values = np.zeros(len(points), dtype=np.int64), dict[Sum, Values]()
 
     def value(self, one: Sum) -> Values:
         """Return the values of a sum."""
         if one not in self._values:
-            products = (n * self._product(factors) for factors, n in one.terms)
+            products = (n * self._monomial(factors) for factors, n in one.terms)
             self._values[one] = sum(products, self._nothing)
         return self._values[one]
 
-    def _product(self, factors: Gemm) -> Values:
+    def _monomial(self, factors: Monomial) -> Values:
         if factors not in self._known:
-            rest = self._product(factors[:-1]) if len(factors) > 1 else np.int64(1)
+            rest = self._monomial(factors[:-1]) if len(factors) > 1 else np.int64(1)
             self._known[factors] = rest * self._factor(factors[-1]) if factors else np.ones((), dtype=np.int64)
         return self._known[factors]
 
