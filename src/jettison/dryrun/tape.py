@@ -81,9 +81,7 @@ class StepInterval:
     place: Place
     start: int  # its first level
     live_bytes: int  # when it begins
-    last_references: dict[SharedKey, int] = field(
-        default_factory=dict
-    )  # level of the last letting go of a shared storage
+    last_references: dict[SharedKey, int] = field(default_factory=dict)  # level at which a shared storage's last drops
     dead: dict[SharedKey, tuple[int, int]] = field(default_factory=dict)  # bytes and level of shared ones that die here
     freed: list[tuple[int, int, int]] = field(default_factory=list)  # of others made elsewhere: interval, bytes, level
 

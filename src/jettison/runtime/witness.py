@@ -339,7 +339,7 @@ class _PendingByTask(threading.local):
         self.waiting: weakref.WeakValueDictionary[int, PendingSamples] = weakref.WeakValueDictionary()
 
 
-_docket = _PendingByTask()
+_pending = _PendingByTask()
 
 
 def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe: Describe) -> None:
@@ -353,9 +353,9 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
         elif not witness.agrees(tensor):
             raise describe()
         return
-    waiting = _docket.waiting.get(task)
+    waiting = _pending.waiting.get(task)
     if waiting is None:
-        waiting = _docket.waiting[task] = PendingSamples()
+        waiting = _pending.waiting[task] = PendingSamples()
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(settle, waiting))
     waiting.append((witness, witness.look(tensor), rounded, describe))
 
