@@ -49,7 +49,7 @@ def loss_of(x: Tensor, change: Change, rounded: Rounded | None) -> Tensor:
 
 def waiting() -> int:
     gc.collect()
-    return len(witness._docket.waiting)
+    return len(witness._pending.waiting)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_an_exception_in_the_middle_leaves_nothing_behind(x: Tensor) -> None:
     looks: list[Any] = []
 
     def fail(_grad: Tensor) -> None:
-        looks.extend(weakref.ref(found) for waits in witness._docket.waiting.values() for _, found, _, _ in waits)
+        looks.extend(weakref.ref(found) for waits in witness._pending.waiting.values() for _, found, _, _ in waits)
         raise KeyError("a hook of the user's")
 
     with saved_as(lambda t: t + 1, None):
