@@ -4,6 +4,7 @@ import json
 import math
 import time
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from jettison.predict.changes import fitting_changes
 from jettison.predict.forecast import Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, FitVerdict, figures, fit_budgets, time_residual
 from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.predict.run_request import resolve, run_of
 from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
 from jettison.spec.hardware import hardware
@@ -151,6 +152,27 @@ def test_segments_run_whole_layers_again_but_for_the_last() -> None:
 
 
 # the sum that a peak is -----------------------------------------------------------------------------------------------
+
+
+_STAGES = {"pp": 4, "dp": 8, "zero": 3, "micro_batches": 8, "recompute": "full"}
+
+
+@pytest.mark.parametrize(
+    ("model", "like", "asked"),
+    [
+        # weights of a pipeline that passes all-gather and reshard, and chunks that are reduced in turn
+        ("gpt2", "torchtitan", _STAGES | {"reshard_after_forward": "always"}),
+        ("gpt2", "torchtitan", _STAGES | {"reshard_after_forward": "never"}),
+        # inputs and gradients that hooks reference to the end of a backward
+        ("gpt2", "unsloth", {"dp": 8, "zero": 3, "lora": "r=8", "fsdp_version": 1, "reentrant": True}),
+        ("llama3.2-1b", "torchtitan", {"dp": 8, "zero": 3, "micro_batches": 4, "gradient_sync": "last"}),
+    ],
+)
+def test_parts_of_fsdp_are_the_peak(model: str, like: str, asked: dict[str, Any]) -> None:
+    for stage in forecast(run_of(model, RunRequest(like=like, **asked))).stages:
+        parts = peak_parts(stage)
+        assert sum(part.nbytes for part in parts) == stage.peak.nbytes
+        assert all(part.nbytes >= 0 for part in parts)
 
 
 def stage_of(gradients: Gradients, micro_batches: int = 1, transient: int = 0) -> Stage:

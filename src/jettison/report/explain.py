@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,7 +20,7 @@ from jettison.core.units import format_bytes, format_percent
 from jettison.formula.region import layer_region
 from jettison.ledger.ledger import storage_roles
 from jettison.memory.span import Phase
-from jettison.memory.step import Moment, StageLoad, moments
+from jettison.memory.step import Lifetime, Moment, StageLoad, moments
 from jettison.memory.unit import Halves, Unit, WeightStep
 from jettison.predict.changes import FittingChange, fitting_changes
 from jettison.predict.forecast import GRADIENT_COPIES, Forecast, Stage, forecast
@@ -176,16 +176,8 @@ def peak_parts(stage: Stage) -> tuple[PeakShare, ...]:
     Gradients are those that wait for the optimizer; what a region's backward makes of them counts as transient, as do
     what it recomputes, its workspace, and the input and output of a forward.
     """
-    timeline = list(moments(stage.load, first_step=False))
-    position = timeline.index(stage.peak)
-    found = {
-        name: list(moments(_alone(stage.load, kept), first_step=False))[position].nbytes
-        for name, kept in _PARTS.items()
-    }
-    whole = list(moments(_whole(stage.load), first_step=False))[position].nbytes
-    found["activations in flight"] -= whole
-    found["parameters"] += whole - stage.load.aside
-    found[ASIDE] += stage.load.aside
+    position = list(moments(stage.load)).index(stage.peak)
+    found = {name: list(moments(_alone(stage.load, kept)))[position].nbytes for name, kept in _PARTS.items()}
     return _shares((name, nbytes) for name, nbytes in found.items() if nbytes or name != ASIDE)
 
 
@@ -193,50 +185,37 @@ ASIDE: Final = "workspaces, pipeline buffers"
 """Workspaces, and what a pipeline's schedule keeps in addition to micro-batches in flight."""
 _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        "parameters": frozenset({"fixed"}),
-        "gradients": frozenset({"gradient", "pending", GRADIENT_COPIES, "made"}),
+        "parameters": frozenset({"fixed", "whole", "weights"}),
+        "gradients": frozenset({"gradient", "pending", GRADIENT_COPIES, "made", "shards", "freed"}),
         "optimizer state": frozenset({"state"}),
         "activations in flight": frozenset({"resident", "sent", "waiting", "detached", "released"}),
-        ASIDE: frozenset({"received", "lifetimes", "transfers"}),
+        ASIDE: frozenset({"aside", "received", "lifetimes", "transfers"}),
         "transients": frozenset(
-            {"forward_peak", "backward_peak", "adding_peak", "optimizer_transient", "cached"}
-            | {"input_peak", "rise", "added", "computed"}
+            {"forward_peak", "backward_peak", "adding_peak", "optimizer_transient", "cached", "lingering"}
+            | {"input_peak", "rise", "added", "computed", "reducing"}
         ),
     }
 )
-"""Fields of a stage's load and of its units, by part."""
+"""Fields of a stage's load, of its units and their parts, by part; ``fixed`` without ``aside``, ``resident`` without
+``whole``, which are parts of them."""
+_BYTES: Final = frozenset[str]().union(*_PARTS.values())
 
 
-def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
-    """The stage as if it held nothing but what some fields say."""
-    zeros = frozenset[str]().union(*_PARTS.values()) - kept
-    found: dict[str, Any] = {field.name: 0 for field in fields(load) if field.name in zeros}
-    found["chunks"] = _without(load.chunks, zeros)
-    found["lifetimes"] = tuple(
-        one for one in load.lifetimes if (GRADIENT_COPIES if one.name == GRADIENT_COPIES else "lifetimes") in kept
-    )
-    return replace(load, **found | {"transfers": load.transfers if "transfers" in kept else ()})
-
-
-def _without(it: Any, zeros: frozenset[str]) -> Any:
-    """With nothing in some fields, of those that units and their parts have."""
+def _alone(it: Any, kept: frozenset[str]) -> Any:
+    """A stage's load, or units of it, as if it held nothing but what some fields say."""
     if type(it) is tuple:
-        return tuple(_without(one, zeros) for one in it)
-    if not isinstance(it, Unit | Halves | WeightStep):
+        return tuple(_alone(one, kept) for one in it)
+    if isinstance(it, Lifetime):
+        return it if (it.name if it.name == GRADIENT_COPIES else "lifetimes") in kept else replace(it, nbytes=0)
+    if not isinstance(it, StageLoad | Unit | Halves | WeightStep):
         return it
-    own = it._asdict()
-    changed: dict[str, Any] = {name: 0 if name in zeros else _without(value, zeros) for name, value in own.items()}
-    return it._replace(**changed)
-
-
-def _whole(load: StageLoad) -> StageLoad:
-    """The stage with unsharded weights that are kept after a forward, and nothing else."""
-    nothing = _alone(load, frozenset())
-    chunks = tuple(
-        tuple(empty._replace(resident=unit.whole) for empty, unit in zip(bare, chunk, strict=True))
-        for bare, chunk in zip(nothing.chunks, load.chunks, strict=True)
-    )
-    return replace(nothing, chunks=chunks)
+    own = {name: getattr(it, name) for name in (it._fields if isinstance(it, tuple) else it.__dataclass_fields__)}
+    for whole, part in (("fixed", "aside"), ("resident", "whole")):
+        if whole in own:
+            own[whole] = (whole in kept) * (own[whole] - own[part]) + (part in kept) * own[part]
+    gone = _BYTES - kept - {"fixed", "resident", "lifetimes"}
+    nothing = {name: (0,) * len(v) if isinstance(v, tuple) else 0 for name, v in own.items() if name in gone}
+    return type(it)(**{name: _alone(value, kept) for name, value in own.items()} | nothing)
 
 
 def region_roles(part: StageRegion, mesh: dict[str, int], kept: frozenset[int]) -> Counter[str]:
