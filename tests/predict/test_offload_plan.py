@@ -47,6 +47,14 @@ def host_bytes(answer: AutoForecast) -> int:
     return sum(p.region.program.kept_bytes(p.chosen.offloaded) for p in parts)
 
 
+@pytest.mark.parametrize(("pp", "inputs"), [(1, 31), (4, 4 * 7)])
+def test_host_bytes_of_a_mode(pp: int, inputs: int) -> None:
+    """Under full recomputation inputs of layers, s × h in 16 bits, of all micro-batches in flight; the last layer of a
+    chunk offloads nothing, nor do the embedding, the head and the loss."""
+    asked = RunRequest(recompute="full", offload=True, seq=4096, pp=pp, micro_batches=8)
+    assert forecast(resolve(model_spec("llama3-8b"), asked).run).host_bytes == inputs * 4096 * 4096 * 2
+
+
 def test_a_timeline_has_what_is_on_its_way() -> None:
     """Each moment is that of the same plan with nothing moved, less what is on the host, and the neighbours' copies."""
     answer = choose(run_of("llama3-8b", dp=8, zero=1, micro_batch=2), 48 * GIB, H100)

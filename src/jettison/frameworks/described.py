@@ -62,8 +62,7 @@ class DescribedPricer:
         moves = any(policy.offloaded for policy in policies)
         run = replace(self.run, recompute=replace(self.run.recompute, offload=True)) if moves else self.run
         found = forecast(run, chosen)
-        on_host = self._on_host(found, policies) if moves else 0
-        return self._cost(run, found, chosen, again, extra=self._beyond(policies), host_bytes=on_host)
+        return self._cost(run, found, chosen, again, extra=self._beyond(policies), host_bytes=found.host_bytes)
 
     def without_overlap(self) -> DescribedPricer:
         """Return a pricer of copies to and from CPU memory that do not overlap with compute."""
@@ -75,19 +74,6 @@ class DescribedPricer:
         """Layers whose backward follows their forward, so that offloaded tensors would be prefetched at once."""
         chunks = [[part.name for part in c if part.is_layer] for s in self.choice.forecast.stages for c in s.parts]
         return frozenset(names[-1] for names in chunks if names)
-
-    @staticmethod
-    def _on_host(found: Forecast, policies: Sequence[LayerPolicy]) -> int:
-        """Offloaded bytes of all micro-batches in flight, on the stage with most."""
-        moved = {policy.layer: policy.program.kept_bytes(policy.offloaded) for policy in policies}
-        return max(
-            sum(
-                stage.load.order.most_alive[chunk] * moved.get(part.name, 0)
-                for chunk, parts in enumerate(stage.parts)
-                for part in parts
-            )
-            for stage in found.stages
-        )
 
     def cost_of_mode(self, recompute: Recompute, policies: Sequence[LayerPolicy]) -> Cost:
         """Cost of a mode that one policy per layer cannot express: segments."""

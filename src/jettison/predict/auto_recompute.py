@@ -74,9 +74,9 @@ class AutoForecast:
         """Names of the first and last layer of each segment, which keeps only its input, in model order."""
         layers = [part for part in self.forecast.parts if part.is_layer]
         return tuple(
-            (part.name, layers[at + part.segment - 1].name)
+            (part.name, layers[at + part.layers - 1].name)
             for at, part in enumerate(layers)
-            if part.segment > 1 and part.first
+            if part.layers > 1 and part.first
         )
 
 

@@ -14,7 +14,6 @@ from jettison.core.units import format_bytes
 from jettison.formula.region import embedding_region, parameter_count
 from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
-from jettison.ledger.record import SavedTensor
 from jettison.memory.actions import DeviceOrder, OrderOptions, Weights, device_order
 from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes, total_bytes
 from jettison.memory.unit import Unit
@@ -30,7 +29,7 @@ from jettison.predict.optimizer_state import (
 )
 from jettison.predict.stage_buffers import buffers_of, packed_batch, sending, workspace_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, pipeline_shape, segment_length, walk
-from jettison.predict.units import stream_bytes, units
+from jettison.predict.units import sent_to_host, stream_bytes, units
 from jettison.spec.anchor import BUFFERS, RunAnchor
 from jettison.spec.layout import Reshard
 from jettison.spec.precision import Gradients
@@ -50,11 +49,19 @@ class Stage:
     load: StageLoad
     static: Static
     known: Known = field(default_factory=dict, repr=False, compare=False)  # chunks of all stages
+    segment: int = 1  # layers of each segment of the recompute mode
 
     @cached_property
     def parts(self) -> tuple[tuple[StageRegion, ...], ...]:
         """Regions of each virtual stage."""
-        return tuple(tuple(part for group in chunk for part in group.parts()) for chunk in self.groups)
+        found = [[part for group in chunk for part in group.parts()] for chunk in self.groups]
+        for parts in found if self.segment > 1 else ():
+            numbers = [number for number, part in enumerate(parts) if part.is_layer]
+            for at, number in enumerate(numbers):
+                first = at - at % self.segment
+                layers = min(self.segment, len(numbers) - first)
+                parts[number] = replace(parts[number], place=at - first, layers=layers)
+        return tuple(map(tuple, found))
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -124,6 +131,13 @@ class Forecast:
         return parameter_count(self.run.model)
 
     @property
+    def host_bytes(self) -> int:
+        """Saved tensors of all micro-batches in flight that are in CPU memory, of the rank with most."""
+        own = [[sum(sent_to_host(self.run, chunk).values()) for chunk in stage.groups] for stage in self.stages]
+        both = ((sent, o.alive) for stage, sent in zip(self.stages, own, strict=True) for o in stage.load.occupancies)
+        return max(sum(map(mul, sent, alive)) for sent, alive in both)
+
+    @property
     def offloaded_optimizer(self) -> OffloadedOptimizer | None:
         """Offloaded optimizer states of the rank with most; None without optimizer offload."""
         if not self.run.optimizer_offload.moves:
@@ -142,35 +156,13 @@ class Forecast:
 
     def layer_bytes(self) -> list[tuple[str, int]]:
         """Return (layer, bytes saved for backward by one micro-batch on one rank), in the order of the model."""
-        first = self._first_of_segment()
-        rows = []
-        for part in self.parts:
-            kept = part.kept if first.get(part.name, True) else frozenset()
-            rows.append((part.name, part.region.program.kept_bytes(kept)))
-        return rows
+        return [(p.name, p.region.program.kept_bytes(p.kept if p.first else frozenset())) for p in self.parts]
 
     def ledger(self) -> Ledger:
         """Return the saved tensors of one micro-batch under the run's recompute mode; shapes are logical."""
-        entries: list[SavedTensor] = []
-        first = self._first_of_segment()
-        names = []
-        for part in self.parts:
-            names.append(part.name)
-            if first.get(part.name, True):
-                entries += part.region.entries(part.name, part.kept)
-        return Ledger(tuple(entries), layers=tuple(names))
-
-    def _first_of_segment(self) -> dict[str, bool]:
-        """Whether each layer is the first of its segment, whose input is saved."""
-        size = segment_length(self.run)
-        if size == 1:
-            return {part.name: False for part in self.parts if not part.first}
-        found = {}
-        for stage in self.stages:
-            for chunk in stage.parts:
-                for position, part in enumerate(part for part in chunk if part.is_layer):
-                    found[part.name] = position % size == 0
-        return found
+        parts = list(self.parts)
+        entries = (entry for part in parts if part.first for entry in part.region.entries(part.name, part.kept))
+        return Ledger(tuple(entries), layers=tuple(part.name for part in parts))
 
 
 def forecast(run: Run, chosen: Chosen | None = None) -> Forecast:
@@ -280,7 +272,7 @@ def _stage(
         reducing_chunks=tuple(units(run, chunk, reducing=True) for chunk in chunks) if run.syncs_last else (),
         whole_chunks=tuple(_while_whole(run, index, (*chunks, *whole), made)) if layout.regathers else (),
     )
-    return Stage(index=index, groups=chunks, load=load, static=total, known=passes)
+    return Stage(index=index, groups=chunks, load=load, static=total, known=passes, segment=segment_length(run))
 
 
 def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:

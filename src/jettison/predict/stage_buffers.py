@@ -217,7 +217,7 @@ def packed_batch(run: Run, chunks: Sequence[Chunk]) -> int:
         case Documents.MASK:
             layers = [group.part for chunk in chunks for group in chunk if group.part.is_layer]
             again = run.recompute.mode is not Mode.NONE and any(
-                part.chosen is None or part.segment > 1 or reads_mask(part.region.program, part.kept) for part in layers
+                part.chosen is None or part.layers > 1 or reads_mask(part.region.program, part.kept) for part in layers
             )
             return positions + (document_mask(run) if again else 0)
         case Documents.BLOCKS:

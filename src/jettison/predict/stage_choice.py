@@ -213,8 +213,7 @@ class StageChoice:
         """Spans of consecutive regions with these kept tensors; None: those of the run's mode."""
         parts = self.parts[start : start + len(stays)]
         groups = [
-            RegionGroup(part=part if kept is None else replace(part, chosen=kept), names=(part.name,))
-            for part, kept in zip(parts, stays, strict=True)
+            RegionGroup(part=part.under(kept), names=(part.name,)) for part, kept in zip(parts, stays, strict=True)
         ]
         return unit_within(self.run, groups, self.place(start, start + len(stays)))
 
@@ -256,7 +255,7 @@ class StageChoice:
 
     def _passes(self, part: StageRegion) -> tuple[float, float]:
         """Seconds of a forward, and of a backward without recomputation."""
-        plain = self.timing.items([RegionGroup(part=replace(part, chosen=None), names=(part.name,))])
+        plain = self.timing.items([RegionGroup(part=part, names=(part.name,))])
         return plain[0].seconds.forward.seconds, plain[0].seconds.backward_seconds
 
     # the problem ------------------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ class Timing:
                 begun = moved_bytes(self.run, part)
             if inner:
                 item = self._item(part, inner, everything(part.region), 0)
-                found.append(replace(item, segment=part.segment) if part.inner and part.first else item)
+                found.append(replace(item, segment=part.layers) if part.inner and part.first else item)
             if count > inner:
                 found.append(self._item(part, count - inner, self._again(part), begun))
         return found

@@ -60,6 +60,7 @@ class StageRegion:
         policy: name of the policy; that of layers without a checkpoint where ``chosen`` decides.
         chosen: a planner's kept buffers.
         held: buffers that the model's caller references until its backward ends.
+        place: its position in a segment of ``layers``, which keeps the first one's input; 1: no segment.
     """
 
     name: str
@@ -69,6 +70,8 @@ class StageRegion:
     layer: AnyLayer | None = None
     chosen: KeptBuffers | None = None
     held: frozenset[int] = frozenset()
+    place: int = 0
+    layers: int = 1
 
     @property
     def is_layer(self) -> bool:
@@ -87,19 +90,18 @@ class StageRegion:
         return kept | self.held if self.held else kept
 
     @property
-    def segment(self) -> int:
-        """Number of layers in its planned segment; 1: no segment."""
-        return 1 if self.chosen is None else self.chosen.layers
-
-    @property
     def first(self) -> bool:
         """Whether it is the first of its segment, whose input is kept, or in none."""
-        return self.chosen is None or self.chosen.place == 0
+        return self.place == 0
 
     @property
     def inner(self) -> bool:
         """Whether its segment recomputes its output for a next layer."""
-        return self.chosen is not None and self.chosen.place < self.chosen.layers - 1
+        return self.place < self.layers - 1
+
+    def under(self, kept: KeptBuffers | None) -> StageRegion:
+        """Return the region with a planner's kept buffers; None: the run's recompute mode decides."""
+        return self if kept is None else replace(self, chosen=kept, place=kept.place, layers=kept.layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,7 +340,7 @@ def _layer(run: Run, kind: Kind) -> StageRegion:
     number, policy, picked = kind
     table = run.layout.pp > 1 and not run.model.tied_embeddings  # otherwise the stage has one already
     found = _region(run.signature, number, policy, run.optimizer, run.layout.sharding, table, run.optimizer_offload)
-    return found if picked is None else replace(found, chosen=picked)
+    return found.under(picked)
 
 
 def _end(run: Run, name: str) -> StageRegion:

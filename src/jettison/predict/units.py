@@ -134,7 +134,7 @@ class _How(NamedTuple):
 def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
     size = segment_length(run)
     how = _How(run.frees_gradients, run.gradients_coexist, run.gradient_rule, caches_copies(run))
-    if size > 1 or any(group.part.chosen is not None and group.part.chosen.layers > 1 for group in groups):
+    if size > 1 or any(group.part.layers > 1 for group in groups):
         return list(_segments(run, groups, size, how))
     # alternating layers of two kinds have a group each, of the same two regions
     known = {part: _unit(run, group, how) for part, group in {group.part: group for group in groups}.items()}
@@ -207,14 +207,14 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int, how: _How) -> 
         parts = [(group.part, name) for group in run_of_groups for name in group.names]
         cut = []
         while parts:
-            length = size if size > 1 else parts[0][0].segment
+            length = size if size > 1 else parts[0][0].layers
             cut.append(parts[:length])
             parts = parts[length:]
         for _, same in groupby(cut, lambda segment: [part for part, _name in segment]):
             segments = list(same)
             names = tuple(s[0][1] if len(s) == 1 else f"{s[0][1]} to {s[-1][1]}" for s in segments)
             first = segments[0][0][0]
-            if size == 1 and first.segment == 1:
+            if size == 1 and first.layers == 1:
                 yield _unit(run, RegionGroup(part=first, names=names), how)
             else:
                 yield _segment(run, [part for part, _ in segments[0]], names)

@@ -346,8 +346,8 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
     known: dict[tuple[object, ...], Reason] = {}
     for chunk in (chunk for stage in answer.forecast.stages for chunk in stage.parts):
         for at, part in ((at, part) for at, part in enumerate(chunk) if part.is_layer):
-            after = at + (part.segment if part.first else 1)  # the region or segment that its copies overlap with
-            following = chunk[after : after + chunk[after].segment] if after < len(chunk) else ()
+            after = at + (part.layers if part.first else 1)  # the region or segment that its copies overlap with
+            following = chunk[after : after + chunk[after].layers] if after < len(chunk) else ()
             key = (part.region, part.chosen, *((other.region, other.chosen) for other in following))
             if key not in known:
                 known[key] = _reason(timing, part, following)

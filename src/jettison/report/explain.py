@@ -328,15 +328,8 @@ def _compare(found: Forecast, changes: Changes) -> Iterator[Variant]:
 
 def recomputed_flops(found: Forecast) -> Iterator[int]:
     """FLOPs recomputed for each region in one backward. In a segment all layers but the last run to their outputs."""
-    rule = found.run.gradient_rule
-    size = found.run.recompute.number if found.run.recompute.mode is Mode.EVERY else 1
-    for chunk in (chunk for stage in found.stages for chunk in stage.parts):
-        layers = sum(part.is_layer for part in chunk)
-        position = 0
-        for part in chunk:
-            position += part.is_layer
-            inside = part.inner or (part.is_layer and position % size and position < layers)
-            yield part.region.flops if inside else passes_of(part, rule).recompute_flops
+    for part in (part for stage in found.stages for chunk in stage.parts for part in chunk):
+        yield part.region.flops if part.inner else passes_of(part, found.run.gradient_rule).recompute_flops
 
 
 # sentences ------------------------------------------------------------------------------------------------------------

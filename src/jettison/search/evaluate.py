@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import mul
 from pathlib import Path
 from threading import Lock
 from typing import Final, TypeVar
@@ -30,7 +29,6 @@ from jettison.predict.auto_recompute import (
 )
 from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.time import Estimate, estimate
-from jettison.predict.units import sent_to_host
 from jettison.predict.whole_micro_batches import settled
 from jettison.search.bounds import SetupBounds, bound, least_seconds, static_bytes, whole_seconds, whole_static_bytes
 from jettison.search.planner_time_bound import planner_seconds
@@ -460,7 +458,7 @@ def _work(question: SearchQuestion, asked: tuple[Task, Mapping[int, StageAnswer]
     return Figures(
         peak_bytes=peak,
         static_bytes=static_bytes(found),
-        host_bytes=_host_bytes(run),
+        host_bytes=found.host_bytes,
         whole=run.recompute.whole,
         seconds=Seconds.of(_timed(found, question.hardware)) if fits else None,
     )
@@ -494,17 +492,3 @@ def _policies(choice: AutoForecast) -> Iterator[str]:
     for stage in choice.forecast.stages:
         counted = Counter(words[part.name] for chunk in stage.parts for part in chunk if part.is_layer)
         yield ", ".join(f"{count} {word}" for word, count in sorted(counted.items()))
-
-
-def _host_bytes(run: Run) -> int:
-    """Most bytes that one rank offloads to CPU memory."""
-    if run.recompute.sent:
-        sent = [
-            (stage, [sum(sent_to_host(run, own).values()) for own in stage.groups])
-            for stage in forecast_sizes(run).stages
-        ]
-        return max(sum(map(mul, state.alive, own)) for stage, own in sent for state in stage.load.occupancies)
-    if not run.recompute.offload:
-        return 0
-    stays = replace(run, recompute=replace(run.recompute, offload=False))
-    return max(stage.activation_bytes for stage in forecast_sizes(stays).stages)
