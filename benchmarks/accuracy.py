@@ -79,7 +79,8 @@ NOT_COUNTED: Final = {
     "unsaid": "the figure is not named",
     "network": "the network is not named",
     "host-bound": "the host is the limit, which nothing prices",
-    "nanotron-slow": "its authors found the software to be slow, and fixed it",
+    "slow": "its authors found the software or the nodes to be slow, and fixed them",
+    "lengths": "samples differ in length, and their order decides which cached blocks fit",
     "power": "power is limited, how far is not said",
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",
 }
@@ -220,8 +221,9 @@ def _memory() -> Iterator[Entry]:
 def _one_gpu() -> Iterator[Entry]:
     for one in one_gpu.rows():
         kept_inputs = one.framework == "litgpt" and "QLoRA" in one.run
+        aside = "kept-inputs" if kept_inputs else "lengths" if one.framework == "ms-swift" else ""
         note = [one_gpu.FRAMEWORKS.get(one.framework, ""), one_gpu.BLIND[one.blind]]
-        note.append(NOT_COUNTED["kept-inputs"] if kept_inputs else "")
+        note.append(NOT_COUNTED.get(aside, ""))
         if one.own is not None:
             note.append(f"the project's own modules on fake tensors: {one.own:.2f} {one.unit}")
         where, first = f"{one.framework}: {one.source}", one.first
@@ -236,7 +238,7 @@ def _one_gpu() -> Iterator[Entry]:
             more = EMPTY_PROCESS / UNITS[one.unit] if one.figure == "occupied" else 0
             source = publisher(one.framework)
             there = one.published + more
-            found = _bytes(figure, source, one.described(), one.run, there, one.unit, known and not kept_inputs)
+            found = _bytes(figure, source, one.described(), one.run, there, one.unit, known and not aside)
         words = "; ".join(part for part in note if part)
         yield replace(found, first=first, round="one GPU", note=words, where=where)
 

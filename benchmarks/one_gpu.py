@@ -32,7 +32,6 @@ FRAMEWORKS: Final = {
     "fsdp_qlora": "24 GB without expandable segments; the policy wraps layers and adapters alone "
     "(--fsdp-wrap-layers-only)",
     "Qwen": "the figure is not named; 1.8B in full has more than DeepSpeed's states",
-    "ms-swift": "samples of every length: cached blocks fit no other sample",
     "transformers": "nvidia-smi at the end, less 1343 MiB of an empty process",
     "Automodel": "the table says GB and is in GiB",
 }

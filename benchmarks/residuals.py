@@ -35,7 +35,7 @@ from itertools import accumulate, permutations
 from statistics import mean
 from typing import Final
 
-from jettison.predict.ranges import AGREES, ANCHORED, Measure, Range, classes_of
+from jettison.predict.ranges import AGREES, ANCHOR_WEIGHT, ANCHORED, Measure, Range, classes_of
 
 ENOUGH: Final = 5
 """Sources."""
@@ -74,7 +74,7 @@ class Row:
 def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
     """Every row as it is off where another of its source and class was measured: `jettison.predict.anchor`.
 
-    A time is divided by the other's; fragments are expected halfway between the other's and the class's; of allocated
+    A time is divided by the other's; fragments are a weighted mean of the other's and the class's; of allocated
     bytes an anchor that the ledger agrees with says that the stack was read, and mends nothing.
     """
 
@@ -94,7 +94,8 @@ def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
         for one, other in permutations(alike, 2):
             value = other.value / one.value
             if measure is Measure.FRAGMENTS:
-                value = other.value - (one.value + expected(other.source, other.classes)) / 2
+                of_class = expected(other.source, other.classes)
+                value = other.value - ANCHOR_WEIGHT * one.value - (1 - ANCHOR_WEIGHT) * of_class
             found.append(_near(other, value))
     return found
 

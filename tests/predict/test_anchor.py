@@ -213,8 +213,8 @@ def test_ranges_of_an_anchored_run_are_those_of_anchored_runs() -> None:
     assert near.allocated.high == pytest.approx(min(plain.allocated.high, peak * of[Measure.ALLOCATED].high))
     own = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, RUN)).expected
     assert anchor.fragments is not None and anchor.context is not None
-    halfway = (anchor.fragments + own) / 2 + of[Measure.FRAGMENTS].expected
-    assert near.reserved.expected == pytest.approx(peak + halfway * (peak * GIB) ** 0.5)
+    expected = (2 * anchor.fragments + own) / 3 + of[Measure.FRAGMENTS].expected
+    assert near.reserved.expected == pytest.approx(peak + expected * (peak * GIB) ** 0.5)
     beyond = near.device.expected - near.reserved.expected - (plain.device.expected - plain.reserved.expected)
     assert beyond == pytest.approx(anchor.context)
     assert available_bytes(H100, again) <= available_bytes(H100, RUN)

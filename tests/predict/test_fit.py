@@ -19,7 +19,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.report.schemas import part
 from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.layout import Layout
+from jettison.spec.layout import Layout, ZeroBuckets
 from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
@@ -200,6 +200,9 @@ def test_every_axis_has_a_communicator_and_experts_need_more() -> None:
     device = Run(model=preset("gpt2"), seq=128).kernels.device
     alone = fixed_allowance(Layout(), device).expected
     layouts = {Layout(tp=2): 1, Layout(tp=2, pp=2): 2, Layout(tp=2, pp=2, cp=2): 3, Layout(dp=2): 1}
+    engine = ZeroBuckets()  # a replica, tied weights, two neighbors; under tensor parallelism all axes again, all ranks
+    layouts |= {Layout(dp=2, buckets=engine): 1, Layout(dp=2, pp=2, buckets=engine): 2 + 4}
+    layouts[Layout(tp=2, dp=2, pp=2, buckets=engine)] = 2 * 3 + 1 + 4
     for layout, count in layouts.items():
         assert fixed_allowance(layout, device).expected - alone == count * GIB // 2
     assert fixed_allowance(Layout(dp=2, ep=2), device).expected - alone == 2 * GIB

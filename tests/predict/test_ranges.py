@@ -44,7 +44,8 @@ def test_ranges_hold_four_in_five_rows_of_sources_that_took_no_part(measure: Mea
     for figure in {one.row.figure for one in held}:
         own = [one for one in held if one.row.figure == figure]
         assert min(shares(own)) >= residuals.CLAIMED, figure
-        assert len({one.row.source for one in own}) >= 5
+        assert len({one.row.source for one in own}) >= 4
+    assert len({one.row.source for one in held}) >= 5
 
 
 def test_ranges_and_the_page_are_what_the_rows_say() -> None:
@@ -68,7 +69,7 @@ def test_a_range_holds_what_its_row_says() -> None:
             assert low - digit <= predicted <= high + digit, line
         near = max(digit, 1e-3 * there)
         assert (low - near <= there <= high + near) or line["inside"] == "no", line
-    assert len(counted) >= 1353
+    assert len(counted) >= 1314
 
 
 def test_layouts_that_ran_and_that_ran_out_of_memory() -> None:

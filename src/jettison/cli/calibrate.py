@@ -127,7 +127,7 @@ def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tupl
     if anchor.fragments is not None:
         allocated = measured.allocated or found.peak_bytes
         yield "fragments", f"{format_bytes(fragment_bytes(anchor, allocated))} reserved in addition to allocated bytes"
-        yield "", "an answer is halfway between that and what is expected of such runs"
+        yield "", "an answer is two thirds of the way to that from what is expected of such runs"
     if anchor.context is not None:
         less = "less" if anchor.context < 0 else "more"
         yield "context", f"{format_bytes(abs(anchor.context))} {less} than is expected outside the allocator"

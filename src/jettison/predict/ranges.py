@@ -54,6 +54,8 @@ ANCHORED: Final = "anchored"
 """Class of runs with an anchor of the same source, stack, kind and hardware."""
 AGREES: Final = 0.02
 """Tolerance of allocated bytes for stacks whose code was read."""
+ANCHOR_WEIGHT: Final = 2 / 3
+"""Weight of an anchor's fragments against its class's: nearest on published runs, whichever source is left out."""
 NAMES: Final = {
     "allocated": ", of tensors",
     "reserved": ", by the caching allocator",
@@ -201,12 +203,8 @@ class RunFigures:
 
     def document(self) -> dict[str, Any]:
         """JSON document; on CPU all three ranges are equal."""
-        return {
-            "allocated_bytes": self.allocated.whole(),
-            "reserved_bytes": self.reserved.whole(),
-            "device_bytes": self.device.whole(),
-            "step_seconds": self.step_seconds and asdict(self.step_seconds),
-        }
+        sizes = {f"{name}_bytes": getattr(self, name).whole() for name in NAMES}
+        return sizes | {"step_seconds": self.step_seconds and asdict(self.step_seconds)}
 
     def verdict(self, *, usable_bytes: int | None = None, budget_bytes: int | None = None) -> FitVerdict:
         """Worse verdict of device bytes against usable memory, and allocated bytes against a budget."""
@@ -243,24 +241,20 @@ def figures(
         first, *above = lineage(Measure.FRAGMENTS, run)
         beyond, scale = residual(Measure.FRAGMENTS, (first, *above)), sqrt(allocated_bytes * GIB)
         centre = 0.0
-        if anchor is not None and first == ANCHORED:  # halfway, since one run is little evidence
-            centre = ((anchor.fragments or 0.0) + residual(Measure.FRAGMENTS, tuple(above)).expected) / 2
+        if anchor is not None and first == ANCHORED:
+            expected = residual(Measure.FRAGMENTS, tuple(above)).expected
+            centre = ANCHOR_WEIGHT * (anchor.fragments or 0.0) + (1 - ANCHOR_WEIGHT) * expected
+        least *= float(1 + FRAGMENTS[0])
         reserved = Range(
             expected=allocated_bytes + (centre + beyond.expected) * scale,
-            low=max(allocated.low, allocated_bytes + (centre + beyond.low) * scale),
+            low=max(least, allocated_bytes + (centre + beyond.low) * scale),
             high=max(allocated.high, allocated_bytes + (centre + beyond.high) * scale),
         )
         fixed = fixed_allowance(layout or run.layout, run.kernels.device)
         more = 0 if anchor is None else anchor.context or 0
-        device = Range(
-            expected=reserved.expected + max(0, fixed.expected + more),
-            low=reserved.low + max(0, fixed.low + more),
-            high=reserved.high + max(0, fixed.high + more),
-        )
-        least = min(device.low, allocated.low * float(1 + FRAGMENTS[0]) + max(0, fixed.low + more))
-    took = None
-    if step_seconds is not None:
-        took = scaled(residual(Measure.TIME, lineage(Measure.TIME, run, hardware)), step_seconds)
+        device = Range(**{end: at + max(0, getattr(fixed, end) + more) for end, at in asdict(reserved).items()})
+        least += max(0, fixed.low + more)
+    took = None if step_seconds is None else scaled(time_residual(run, hardware), step_seconds)
     return RunFigures(allocated=allocated, reserved=reserved, device=device, least=least, step_seconds=took)
 
 
