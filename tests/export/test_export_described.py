@@ -17,7 +17,7 @@ import jettison
 from jettison.cli.main import run
 from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.core.errors import PlanMismatch, UsageError
-from jettison.frameworks.described import DescribedPricer, decisions_of
+from jettison.frameworks.described_costs import DescribedPricer, decisions_of
 from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import by_modules, layout_string
 from jettison.frameworks.nearest import CannotSay

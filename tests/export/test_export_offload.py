@@ -11,7 +11,7 @@ import pytest
 import jettison
 from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.core.errors import DoesNotFit
-from jettison.frameworks.described import DescribedPricer, decisions_of
+from jettison.frameworks.described_costs import DescribedPricer, decisions_of
 from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import _offloaded_sets, by_modules, offloading
 from jettison.frameworks.policy import LayerAction, LayerPolicy, kept_whole

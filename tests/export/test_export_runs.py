@@ -11,7 +11,7 @@ import pytest
 import jettison
 from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.core.units import format_bytes
-from jettison.frameworks.described import DescribedPricer, subject_of
+from jettison.frameworks.described_costs import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, losses
 from jettison.frameworks.megatron.write import _uniform
 from jettison.predict.run_fields import RunRequest

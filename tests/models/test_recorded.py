@@ -31,10 +31,10 @@ from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.families.family import FAMILIES, PAIRS
 from jettison.formula.region import parameter_count
-from jettison.models import described
-from jettison.models.described import described_model
+from jettison.models import spec_from_name
 from jettison.models.huggingface import ConfigRequest, build, config_of
 from jettison.models.recorded import recorded_model
+from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.largest import fit
 from jettison.predict.run_fields import RunRequest
@@ -156,7 +156,7 @@ def test_the_commands_take_it(tmp_path: Path) -> None:
 
 
 def test_without_the_libraries_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(described, "can_record", lambda: False)
+    monkeypatch.setattr(spec_from_name, "can_record", lambda: False)
     with pytest.raises(NotDescribed, match=r"Any other is recorded where torch and transformers are installed"):
         described_model(_file(tmp_path, "bitnet"), REQUEST)
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 import jettison
 from jettison.core.errors import UsageError
 from jettison.dryrun.counter import measured_peak
-from jettison.planner import described, kept_plans
+from jettison.planner import kept_plans, step_description
 from jettison.solve.plan import Plan
 from support.ranks import run_ranks
 from support.toys import Mlp
@@ -110,7 +110,7 @@ def plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def planning(*_: Any, **__: Any) -> Any:
         raise Planning
 
-    monkeypatch.setattr(described, "planner_of", planning)
+    monkeypatch.setattr(step_description, "planner_of", planning)
 
 
 def test_a_kept_plan_is_followed(kept: tuple[str, Plan], file: Path, plans_nothing: None) -> None:

@@ -19,7 +19,7 @@ from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.dryrun.user_step import UserStep, observe
 from jettison.parallel.agree import summary
-from jettison.planner.described import copies_of
+from jettison.planner.step_description import copies_of
 from support.toys import Mlp, Words
 
 pytestmark = pytest.mark.usefixtures("one_thread")

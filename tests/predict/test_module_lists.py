@@ -8,7 +8,7 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
-from jettison.frameworks.described import DescribedPricer
+from jettison.frameworks.described_costs import DescribedPricer
 from jettison.frameworks.megatron.write import by_modules, offloading
 from jettison.frameworks.policy import Decision
 from jettison.predict.auto_recompute import choose

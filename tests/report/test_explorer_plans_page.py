@@ -37,6 +37,8 @@ BUILDERS = {
     "fit": fit_data,
 }
 PANELS = tuple(BUILDERS)
+SCRIPTS = {"fit": "models_by_gpus"}
+"""Where a panel's address is not its script's name."""
 
 
 @cache
@@ -46,7 +48,7 @@ def data() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = page("Plans", intro="", scripts=[f"panels/{name}.js" for name in PANELS], data=data())
+    text = page("Plans", intro="", scripts=[f"panels/{SCRIPTS.get(name, name)}.js" for name in PANELS], data=data())
     found = tmp_path_factory.mktemp("explorer") / "plans.html"
     found.write_text(text, encoding="utf-8")
     return found

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "jettison"
-NOT_FRAMEWORKS = frozenset({"brief", "others", "torch"})
+NOT_FRAMEWORKS = frozenset({"plan_summary", "others", "torch"})
 """Folders under frameworks/ that are none: a page for a person, several tools, and the library everything runs on."""
 OTHER_FRAMEWORKS = frozenset({"huggingface", "trl", "nemo", "peft"})
 

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from jettison.cli.app import LOCAL, Switch
 from jettison.core.errors import UsageError
-from jettison.models.described import described_model
+from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import resolve

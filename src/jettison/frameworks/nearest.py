@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jettison.core.errors import DoesNotFit, UsageError
-from jettison.frameworks.described import DescribedPricer
+from jettison.frameworks.described_costs import DescribedPricer
 from jettison.frameworks.policy import (
     Cost,
     Decision,

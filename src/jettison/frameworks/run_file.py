@@ -49,7 +49,7 @@ from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
 from jettison.frameworks.shell_script import NOTES, SOURCED
-from jettison.models.described import described_model
+from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import CommonRequest, RunRequest
 from jettison.predict.run_request import flag_of, resolve

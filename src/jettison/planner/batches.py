@@ -26,8 +26,8 @@ from jettison.core.progress import Progress, reported
 from jettison.core.units import format_bytes
 from jettison.dryrun.step import ModulePolicy
 from jettison.parallel.agree import Agreement
-from jettison.planner.described import Described
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
+from jettison.planner.step_description import Described
 from jettison.runtime.batch_shape import BatchShape, map_tensors
 from jettison.runtime.device import is_capturing, refuse_capture
 from jettison.runtime.install import follow, install_more

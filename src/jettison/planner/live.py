@@ -29,13 +29,13 @@ from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop
 from jettison.planner.batches import BatchPlans, alike, padded_batch
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
-from jettison.planner.described import Described, OwnStep, Part, call_shape, describe_step, nbytes_of, step_shape
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
+from jettison.planner.step_description import Described, OwnStep, Part, call_shape, describe_step, nbytes_of, step_shape
 from jettison.planner.together import PlanningRanks, together
 from jettison.runtime.chunked_loss import ChunkedLossPatch
 from jettison.runtime.offload import place_of

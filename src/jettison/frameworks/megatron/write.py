@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from jettison.frameworks.described import DescribedPricer
+from jettison.frameworks.described_costs import DescribedPricer
 from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest import CannotSay, Nearest
 from jettison.frameworks.policy import (

@@ -19,7 +19,7 @@ from typing import Any
 
 from jettison.core.errors import JettisonError
 from jettison.core.process import cores
-from jettison.models.described import never_record
+from jettison.models.spec_from_name import never_record
 from jettison.report.server.questions import Limits, ServedAnswer, offer
 
 OUT_OF_MEMORY = "memory"

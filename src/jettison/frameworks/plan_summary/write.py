@@ -24,7 +24,7 @@ def write(nearest: Nearest) -> TargetOutput:
     hardware = subject.hardware
     link = hardware.host_bytes_per_second
     text = filled(
-        pieces("brief/brief.md.txt")["brief"],
+        pieces("plan_summary/brief.md.txt")["brief"],
         model=_plain(subject.model),
         run="\n".join(_run(subject)),
         gpu=hardware.name,
