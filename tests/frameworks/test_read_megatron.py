@@ -423,7 +423,8 @@ def test_branches_of_a_script_that_are_known() -> None:
     assert found[PROGRAM] == "train.py"
     assert found[NOTES] == [
         "only the first iteration of a loop is read: n = 3",
-        "of 2 commands with arguments only the first with most of them is read: train.py",
+        "of 2 commands with arguments only the first with most of them is read: train.py; "
+        "FILE.sh:NAME reads another of prepare.py, train.py",
     ]
 
 

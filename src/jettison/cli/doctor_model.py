@@ -37,16 +37,8 @@ from jettison.verify.gradients import independent_copy, tensor_bytes
 
 
 _CHOICES: Final = (
-    "topk",
-    "argmax",
-    "argmin",
-    "argsort",
-    "sort",
-    "multinomial",
-    "nonzero",
-    "unique_consecutive",
-    "_unique2",
-)
+    "topk", "argmax", "argmin", "argsort", "sort", "multinomial", "nonzero", "unique_consecutive", "_unique2",
+)  # fmt: skip
 
 
 class Hazard(StrEnum):

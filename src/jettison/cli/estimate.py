@@ -21,7 +21,7 @@ from jettison.cli.app import (
     refuse_to_overwrite,
     verb,
 )
-from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
+from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
 from jettison.predict.allowance import Limit, limit_of
@@ -80,7 +80,7 @@ def command(
     model, request, source_file = sourced(model, request, source, verb="estimate")
     if source_file is not None and source_file.compile:
         flags = replace(flags, compile=True)
-    with progress() as say:
+    with progress() as say, in_keys_of(source_file):
         say("estimating")
         report = estimate(model, request, flags)
     deliver(report.document, report.table, form=form, out=out, source=source_file, warnings=report.warnings)

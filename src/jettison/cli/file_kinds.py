@@ -8,8 +8,9 @@ JSON, or events with a category each. None has a call site or an address, so tha
 from __future__ import annotations
 
 import re
+import tomllib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,52 +20,44 @@ from jettison.core.errors import UsageError
 from jettison.diagnose.snapshot import is_snapshot
 
 _LOOKED_AT_BYTES: Final = 1 << 16
-_SCHEMA: Final = re.compile(r'"schema"\s*:\s*"(jettison\.[a-z_]+)/\d+"')
-_RECORD: Final = "torch.cuda.memory._record_memory_history() and _dump_snapshot(FILE), which `jettison report` reads"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileKind:
-    """A kind of file.
-
-    Args:
-        name: with its article.
-        verbs: that read it, the one to name first.
-        command: that reads it, with ``{}`` for the file; empty where none does.
-        instead: what to do where none does.
-        fits: whether a file, and the text that it begins with, are of this kind.
-    """
+    """A kind of file: a row of ``file_kinds.toml``, which says what its fields mean."""
 
     name: str
-    verbs: tuple[str, ...]
+    verbs: Sequence[str] = ()
     command: str = ""
     instead: str = ""
-    fits: Callable[[Path, str], bool]
+    schema: str = ""
+    sections: str = ""
+    suffixes: Sequence[str] = ()
+    without: Sequence[str] = ()
+    words: Sequence[str] = ("",)
+    test: str = ""
+
+    def fits(self, path: Path, text: str) -> bool:
+        """Is a file, with the text that it begins with, of this kind?"""
+        if path.suffix in self.without or (self.suffixes and path.suffix not in self.suffixes):
+            return False
+        if self.sections:
+            heads = re.compile(rf"^\s*\[({self.sections})[\].]", re.MULTILINE)
+            return path.suffix == ".toml" and heads.search(text) is not None
+        if self.test:
+            return _TESTS[self.test](path, text)
+        schema = rf'"schema"\s*:\s*"jettison\.{self.schema}/\d+"' if self.schema else ""
+        return any(word in text for word in self.words) and re.search(schema, text) is not None
 
     def advice(self, path: Path) -> str:
         """Return the message: what the file is, and what to type."""
-        what = f"{path} is {self.name}"
         way = f"read it with: jettison {self.command.format(path)}" if self.command else self.instead
-        return f"{what}; {way}"
-
-
-def _schema(*names: str) -> Callable[[Path, str], bool]:
-    def fits(_path: Path, text: str) -> bool:
-        found = _SCHEMA.search(text)
-        return found is not None and found[1].removeprefix("jettison.") in names
-
-    return fits
+        return f"{path} is {self.name}; {way}"
 
 
 def _timeline(_path: Path, text: str) -> bool:
     begin = re.sub(r"\s+", "", text[:400])
-    lists = re.match(r"\[\[\d+(,|\],)", begin) is not None
-    return "GPU Memory Timeline" in text or lists
-
-
-def _toml(*sections: str) -> Callable[[Path, str], bool]:
-    heads = re.compile(rf"^\s*\[({'|'.join(sections)})[\].]", re.MULTILINE)
-    return lambda path, text: path.suffix == ".toml" and heads.search(text) is not None
+    return "GPU Memory Timeline" in text or re.match(r"\[\[\d+(,|\],)", begin) is not None
 
 
 def describes_run(path: Path) -> bool:
@@ -77,73 +70,17 @@ def describes_run(path: Path) -> bool:
         return False
 
 
-KINDS: Final = (
-    FileKind(
-        name="a memory snapshot",
-        verbs=("report", "profile", "doctor"),
-        command="report {}",
-        fits=lambda path, _text: is_snapshot(path),
-    ),
-    FileKind(
-        name="a timeline that torch's export_memory_timeline wrote: totals by category, without sites",
-        verbs=(),
-        instead=f"record a memory snapshot instead: {_RECORD}",
-        fits=_timeline,
-    ),
-    FileKind(
-        name="a trace of torch.profiler",
-        verbs=("profile",),
-        command="profile {}",
-        fits=lambda _path, text: '"traceEvents"' in text or '"deviceProperties"' in text,
-    ),
-    FileKind(name="a plan", verbs=("report", "verify", "export", "train"), command="report {}", fits=_schema("plan")),
-    FileKind(name="a proof", verbs=("report",), command="report {}", fits=_schema("proof")),
-    FileKind(name="a ledger", verbs=("ledger",), command="ledger MODEL --compare {}", fits=_schema("ledger")),
-    FileKind(name="what jettison.watch wrote", verbs=("doctor",), command="doctor --oom {}", fits=_schema("watch")),
-    FileKind(
-        name="a document that a command printed, which no command reads",
-        verbs=(),
-        instead="run the command that its key request names again for a table",
-        fits=lambda path, text: path.suffix != ".jsonl" and _SCHEMA.search(text) is not None,
-    ),
-    FileKind(
-        name="the log of a training run",
-        verbs=("report",),
-        command="report {}",
-        fits=lambda path, _text: path.suffix == ".jsonl",
-    ),
-    FileKind(
-        name="the configuration of a model",
-        verbs=("ledger", "plan", "estimate", "search", "verify", "explore", "doctor", "export"),
-        command="ledger {}",
-        fits=lambda path, text: path.suffix == ".json" and '"model_type"' in text,
-    ),
-    FileKind(
-        name="a training framework's configuration of a run",
-        verbs=(),
-        command="ledger --from {}",
-        fits=lambda path, _text: describes_run(path),
-    ),
-    FileKind(
-        name="a recipe of jettison train",
-        verbs=("train", "profile"),
-        command="train {}",
-        fits=_toml("model", "batch", "optimizer", "data", "checkpoint", "plan"),
-    ),
-    FileKind(
-        name="a hardware file",
-        verbs=("ledger", "plan", "estimate", "search", "verify", "export", "profile", "train"),
-        command="estimate llama3.1-8b --gpu {}",
-        fits=_toml("teraflops", "gigabytes_per_second", "reached"),
-    ),
-    FileKind(
-        name="a log of memory that ran out",
-        verbs=("doctor",),
-        command="doctor --oom {}",
-        fits=lambda path, text: path.suffix not in (".py", ".toml", ".json") and "out of memory" in text,
-    ),
-)
-"""The first that fits counts."""
+_TESTS: Final[Mapping[str, Callable[[Path, str], bool]]] = {
+    "is_snapshot": lambda path, _text: is_snapshot(path),
+    "describes_run": lambda path, _text: describes_run(path),
+    "timeline": _timeline,
+}
+
+
+def kinds() -> Iterator[FileKind]:
+    """Yield the rows of ``file_kinds.toml``."""
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    yield from (FileKind(**row) for row in table["kind"])
 
 
 def file_kind(path: Path) -> FileKind | None:
@@ -159,7 +96,7 @@ def file_kind(path: Path) -> FileKind | None:
         with suppress(zlib.error):
             begin = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(begin, _LOOKED_AT_BYTES)
     text = begin.decode("utf-8", errors="replace")
-    return next((kind for kind in KINDS if kind.fits(path, text)), None)
+    return next((kind for kind in kinds() if kind.fits(path, text)), None)
 
 
 def misplaced(path: Path, verb: str) -> str | None:

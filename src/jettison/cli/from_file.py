@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -105,6 +106,17 @@ def sourced(
         hint(line)
     _say_anchor(request)
     return found.model_argument, request, found
+
+
+@contextmanager
+def in_keys_of(found: RunFile | None) -> Iterator[None]:
+    """Name the file's keys beside the flags in an error's message."""
+    try:
+        yield
+    except UsageError as error:
+        if found is None or type(error) is not UsageError:
+            raise
+        raise UsageError(found.in_keys(str(error))) from None
 
 
 def _say_anchor(request: CommonRequest) -> None:

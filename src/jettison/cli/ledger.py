@@ -23,7 +23,7 @@ from jettison.cli.app import (
     refuse_to_overwrite,
     verb,
 )
-from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
+from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.files import read_text
 from jettison.core.progress import Progress, silent
@@ -105,7 +105,7 @@ def command(
     model, request, source_file = sourced(model, request, source, verb="ledger")
     if source_file is not None and source_file.compile:
         flags = replace(flags, compile=True)
-    with progress() as say:
+    with progress() as say, in_keys_of(source_file):
         report = ledger(model, request, flags, progress=say)
     report = replace(report, with_entries=entries)
     for warning in report.warnings:

@@ -27,7 +27,7 @@ from jettison.cli.app import (
     refuse_to_overwrite,
     verb,
 )
-from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced, spec_of
+from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.files import write_whole
 from jettison.core.objects import renamed, with_former_names
@@ -103,7 +103,7 @@ def command(
     if source_file is not None and source_file.compile:
         flags = replace(flags, compile=True)
     try:
-        with progress() as say:
+        with progress() as say, in_keys_of(source_file):
             report = plan(model, request, flags, progress=say)
     except Infeasible as error:
         if form == "json":

@@ -25,7 +25,7 @@ from jettison.cli.app import (
     refuse_to_overwrite,
     verb,
 )
-from jettison.cli.from_file import NO_SOURCE, SourceFlags, sourced, spec_of
+from jettison.cli.from_file import NO_SOURCE, SourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.core.objects import with_former_names
 from jettison.core.parse_units import parse_bytes
@@ -108,7 +108,7 @@ def command(
             global_batch=found.global_batch if flags.global_batch is None else flags.global_batch,
         )
     _require_devices(flags)
-    with progress() as say:
+    with progress() as say, in_keys_of(found):
         try:
             report = answer(model, request, flags, jobs=cores() if flags.jobs is None else flags.jobs, progress=say)
         except NothingFits as error:

@@ -9,33 +9,13 @@ from typing import Final
 
 from jettison.core.errors import UsageError
 
-DTYPE_BYTES: Final = MappingProxyType(
-    {
-        "bool": 1,
-        "uint8": 1,
-        "int8": 1,
-        "uint16": 2,
-        "int16": 2,
-        "uint32": 4,
-        "int32": 4,
-        "uint64": 8,
-        "int64": 8,
-        "float4_e2m1fn_x2": 1,  # one element holds two 4-bit numbers
-        "float8_e4m3fn": 1,
-        "float8_e4m3fnuz": 1,
-        "float8_e5m2": 1,
-        "float8_e5m2fnuz": 1,
-        "float8_e8m0fnu": 1,
-        "float16": 2,
-        "bfloat16": 2,
-        "float32": 4,
-        "float64": 8,
-        "complex32": 4,
-        "complex64": 8,
-        "complex128": 16,
-    }
-)
-"""Bytes of one element of each dtype."""
+_BY_BYTES: Final = {
+    1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
+    2: "uint16 int16 float16 bfloat16", 4: "uint32 int32 float32 complex32", 8: "uint64 int64 float64 complex64",
+    16: "complex128",
+}  # fmt: skip
+DTYPE_BYTES: Final = MappingProxyType({name: size for size, names in _BY_BYTES.items() for name in names.split()})
+"""Bytes of one element of each dtype; that of ``float4_e2m1fn_x2`` holds two 4-bit numbers."""
 
 
 def dtype_name(dtype: object) -> str:

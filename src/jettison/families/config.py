@@ -342,8 +342,11 @@ def _quantization(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> tuple[s
     their values alone. ``Mxfp4HfQuantizer`` does not train; ``Mxfp4Config(dequantize=True)`` makes 16-bit weights.
     """
     found = outer.get("quantization_config") or inner.get("quantization_config")
-    if not isinstance(found, Mapping) or not found:
+    if not found:
         return "", ""
+    if not isinstance(found, Mapping):
+        expected = 'a mapping, such as {"quant_method": "bitsandbytes", "load_in_4bit": true}'
+        raise UsageError(f"got quantization_config {found!r}; expected {expected}, or none")
     method = str(found.get("quant_method", "a method that it does not name"))
     experts = any(inner.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     double = "-double" if found.get("bnb_4bit_use_double_quant") else ""

@@ -341,7 +341,7 @@ def parameter_count(model: ModelSpec) -> int:
 
 def trained_parameter_count(model: ModelSpec, tuning: Tuning, kernels: Kernels) -> int:
     """Parameters of the adapters."""
-    found = regions(model, tuning=tuning, kernels=kernels)
+    found = regions(model, tuning=tuning, kernels=kernels, micro_batch=2)  # a pair, for losses that take pairs
     return sum(n * sum(w.total for w in region.weights if not w.frozen) for region, n in found)
 
 

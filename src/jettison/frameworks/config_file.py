@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.frameworks.python_values import python_values
-from jettison.frameworks.shell_script import arguments
+from jettison.frameworks.shell_script import NOTES, arguments
 
 MOST_BYTES: Final = 1 << 20
 MOST_KEYS: Final = 20_000
@@ -33,11 +33,12 @@ class ConfigFile:
     """Parsed file.
 
     Args:
-        path: as given, such as ``FILE.py:NAME`` for one of several configurations of a Python file.
-        syntax: toml, yaml, json, python or arguments.
+        path: as given, such as ``FILE.py:NAME`` for one of several configurations of a Python file or of a script.
+        syntax: toml, yaml, json, python, python script or arguments.
         values: leaves by dotted key (``training.seq_len``); lists are leaves. Arguments are keyed by name without
             dashes, those without a value are True, those with several a list; a script's variables and the programs
-            that it starts are keyed by name with a dollar sign.
+            that it starts are keyed by name with a dollar sign. Of a Python script, arguments of calls are keyed as
+            ``SFTConfig().max_length``, calls by name with a dollar sign.
     """
 
     path: Path
@@ -65,9 +66,12 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
     syntax = _SUFFIXES.get(file.suffix.lower(), "arguments")
     try:
         if syntax == "arguments":
-            parsed: Any = arguments(text, file.parent)
+            parsed: Any = arguments(text, file.parent, name)
+        elif syntax == "python":
+            parsed, script = python_values(text, name, NOTES)
+            syntax = "python script" if script else syntax
         else:
-            parsed = python_values(text, name) if syntax == "python" else _PARSERS[syntax](text)
+            parsed = _PARSERS[syntax](text)
         values = dict(_flat(parsed))
         values = _References(values).resolved() if syntax == "yaml" else values
     except UsageError as error:
@@ -84,9 +88,9 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
 
 
 def split_name(path: Path) -> tuple[Path, str | None]:
-    """Split ``config.py:pretrain`` into the file and the name of one of its configurations."""
+    """Split ``config.py:pretrain`` or ``run.sh:dpo`` into the file and the name of one of its configurations."""
     stem, colon, name = path.name.rpartition(":")
-    if colon and stem.lower().endswith(".py") and not path.exists():
+    if colon and stem.lower().endswith((".py", ".sh")) and not path.exists():
         return path.with_name(stem), name
     return path, None
 

@@ -1,82 +1,174 @@
-"""Values of a Python configuration file, without executing it: literals, arguments of calls, local functions.
+"""Values of a Python configuration file or of a training script, without executing it: literals, arguments of calls,
+local functions.
 
 A call such as ``SelectiveAC.Config(debug=True)`` becomes a table of its arguments, by position or name, with the
 function's name under the empty key. Functions of the file itself and assignments to attributes
 (``config.training.steps = 10``) are evaluated. Other expressions become their text, other statements a key.
+
+A file that runs something when it is executed is a script, whose calls are collected in their order. Names count that
+are assigned once, or outside of branches and loops; command-line arguments have their defaults.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from jettison.core.errors import UsageError
 
 _DEPTH: Final = 20
 _STEPS: Final = 50_000
 _MOST: Final = 1 << 62
-SUMS: Final[Mapping[type, Callable[[Any, Any], Any]]] = MappingProxyType(
-    {
-        ast.Add: operator.add,
-        ast.Sub: operator.sub,
-        ast.Mult: operator.mul,
-        ast.FloorDiv: operator.floordiv,
-        ast.Div: operator.truediv,
-        ast.Mod: operator.mod,
-    }
-)
+_SUM_NAMES: Final = "Add:add Sub:sub Mult:mul FloorDiv:floordiv Div:truediv Mod:mod"
+_COMPARED_NAMES: Final = "Eq:eq NotEq:ne Is:is_ IsNot:is_not Gt:gt GtE:ge Lt:lt LtE:le"
+
+
+def _operators(names: str) -> Mapping[type, Callable[[Any, Any], Any]]:
+    pairs = (pair.partition(":") for pair in names.split())
+    return MappingProxyType({getattr(ast, node): getattr(operator, name) for node, _, name in pairs})
+
+
+SUMS: Final = _operators(_SUM_NAMES)
+_COMPARED: Final = _operators(_COMPARED_NAMES)
+_CASTS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({"int": int, "float": float, "str": str})
+_TRUE: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
+"""Questions about the GPU."""
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Expression(str):
+    """Text of an expression, or of alternatives, whose value is unknown without execution; ``line``: where it is."""
+
+    line: int
+
+    def __new__(cls, node: ast.AST | str, line: int = 0) -> Expression:
+        """Make it of an expression, or of a text at a line."""
+        found = super().__new__(cls, node if isinstance(node, str) else " ".join(ast.unparse(node).split()))
+        found.line = line or getattr(node, "lineno", 0)
+        return found
 
 
 class _Unknown(Exception):
     """The expression's value is unknown without execution."""
 
 
-def python_values(text: str, name: str | None) -> Mapping[str, Any]:
-    """Return the value that a function of a file returns, or that a variable of the module holds.
+def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str, Any], bool]:
+    """Return the value that a function returns or a variable of the module holds, or of a script the arguments of its
+    calls by ``NAME()``, with True by ``$NAME``; and whether it is a script.
 
     Args:
         name: of the function or variable; None: the only function without required arguments, or without any the only
-            variable that holds a call.
+            variable that holds a call. Of a script with several trainings, the variable that holds the arguments or the
+            trainer of one, or its line.
+        notes: key of notes.
 
     Raises:
         SyntaxError: the text is not Python.
         UsageError: no such name, or several candidates for None.
     """
-    return _Module(ast.parse(text)).values(name)
+    module = _Module(ast.parse(text))
+    if not module.script:
+        return module.values(name), False
+    calls, found = module.training(name), dict[str, Any]()
+    for call in calls:
+        for key, value in call.given.items():
+            made = value[""] if _called(value) else ""  # an object, whose arguments are keys of their own
+            if key and not (made.rpartition(".")[2][:1].isupper() or made.endswith("from_pretrained")):
+                text = f"{made}(...)" if made else str(value)
+                known = Expression(text, getattr(value, "line", call.line)) if made or _open(value) else value
+                before = found.setdefault(f"{call.name}().{key}", known)
+                if before != known:
+                    found[f"{call.name}().{key}"] = Expression(f"{before} or {known}", call.line)
+    found |= {f"${call.name}": True for call in calls}
+    if module.used:
+        used = ", ".join(f"{key} = {value}" for key, value in module.used.items())
+        found[notes] = [f"arguments of the script's command line have their defaults: {used}"]
+    return found, True
+
+
+def call_line(text: str, name: str | None, call: str) -> int:
+    """Return the line of the last such call for a script's training; 0 without one."""
+    return max((one.line for one in _Module(ast.parse(text)).training(name) if one.name == call), default=0)
 
 
 def configurations(text: str) -> list[str]:
-    """Names of a file's configurations: functions without required arguments that return something."""
-    return _Module(ast.parse(text)).configurations()
+    """Names of a file's configurations: functions without required arguments that return something; of a script with
+    several trainings, theirs.
+    """
+    module = _Module(ast.parse(text))
+    return [*module.trainings()] if module.script else module.configurations()
+
+
+def _called(value: Any) -> bool:
+    """Is the value the result of a call?"""
+    return isinstance(value, dict) and "" in value
+
+
+def _open(value: Any) -> bool:
+    """Is the value, or an element of it, unknown?"""
+    if isinstance(value, list | dict):
+        return any(_open(one) or _called(one) for one in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Expression)
+
+
+def _only(known: Collection[str], where: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the only name of a configuration; a `UsageError` that lists several."""
+    if len(known) != 1:
+        listed = ", ".join(f"{name} ({where[name]})" if name in where else name for name in [*known][:12])
+        more = ", ..." if len(known) > 12 else ""
+        raise UsageError(
+            f"it has {len(known) or 'no'} configurations{': ' + listed + more if known else ''}; expected one, or "
+            f"FILE.py:NAME, such as FILE.py:{next(iter(known), 'pretrain')}"
+        )
+    return next(iter(known))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One call of a script. ``bound``: the variable that holds its result. ``stage``: trainings that ran before."""
+
+    name: str
+    line: int
+    bound: str
+    stage: int
+    given: Mapping[str, Any]
 
 
 class _Module:
     def __init__(self, tree: ast.Module) -> None:
-        self.functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        self.script = any(
+            (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
+            or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
+            for node in tree.body
+        )
+        nodes = [*ast.walk(tree)] if self.script else tree.body
+        self.functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+        self.modules, self.members = dict[str, str](), dict[str, str]()
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                into = self.modules if isinstance(node, ast.Import) else self.members
+                into |= {one.asname or one.name.partition(".")[0]: one.name for one in node.names}
         self.names: dict[str, Any] = {}
-        self.steps = self.depth = 0
-        for node in tree.body:
-            match node:
-                case (
-                    ast.Assign(targets=[ast.Name(id=target)], value=value)
-                    | ast.AnnAssign(target=ast.Name(id=target), value=ast.expr() as value)
-                ):
-                    self.names[target] = self.value(value, {})
+        self.steps = self.depth = self.stage = 0
+        self.calls: list[_Call] = []
+        self.options: dict[str, Any] = {}
+        self.used: dict[str, Any] = {}
+        self._results: dict[ast.AST, Any] = {}
+        self._follow(tree.body, self.names, {})
+        for name in self.functions if self.script else ():
+            self.call(name, [], {})
+
+    # configurations ---------------------------------------------------------------------------------------------------
 
     def values(self, name: str | None) -> Mapping[str, Any]:
-        called = [key for key, value in self.names.items() if isinstance(value, dict) and "" in value]
-        known = self.configurations() or called
-        if name is None:
-            if len(known) != 1:
-                listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-                raise UsageError(
-                    f"it has {len(known) or 'no'} configurations{': ' + listed if known else ''}; "
-                    f"expected one, or FILE.py:NAME, such as FILE.py:{known[0] if known else 'pretrain'}"
-                )
-            name = known[0]
+        known = self.configurations() or [key for key, value in self.names.items() if _called(value)]
+        name = name or _only(known)
         found = self.call(name, [], {}) if name in self.functions else self.names.get(name)
         if not isinstance(found, dict):
             raise UsageError(f"it has no configuration {name!r}; expected one of {', '.join(known) or 'none'}")
@@ -93,8 +185,45 @@ class _Module:
             and any(isinstance(one, ast.Return) and one.value is not None for one in node.body)
         ]
 
+    def trainings(self) -> Mapping[str, _Call]:
+        """A script's trainers that differ in their arguments, by name."""
+        holders = {id(call.given): call.bound for call in self.calls if call.bound}
+        trainers = [
+            one for one in self.calls if one.name.endswith("Trainer") and {"model", "args", "0"} & one.given.keys()
+        ]
+        several = [
+            *{id(args) if _called(args := one.given.get("args")) else one.line: one for one in trainers}.values()
+        ]
+        names = [holders.get(id(one.given.get("args"))) or one.bound for one in several]
+        return {
+            name if name and names.count(name) == 1 else str(one.line): one
+            for name, one in zip(names, several, strict=True)
+        }
+
+    def training(self, name: str | None) -> list[_Call]:
+        """Return the calls for one training, its arguments first; of each function those of the last stage before."""
+        several = self.trainings()
+        if not several:
+            return self.calls
+        name = name or _only(several, {key: f"line {call.line}, {call.name}" for key, call in several.items()})
+        one = several.get(name) or next((one for one in several.values() if name in (one.bound, str(one.line))), None)
+        if one is None:
+            raise UsageError(f"it has no configuration {name!r}; expected one of {', '.join(several)}")
+        first = [call for call in self.calls if call is one or call.given is one.given.get("args")]
+        last = {call.name: call.stage for call in self.calls if call.stage <= one.stage}
+        last |= {call.name: -1 for call in first}
+        gone = {id(given) for call in several.values() for given in (call.given, call.given.get("args"))}
+        rest = [call for call in self.calls if last.get(call.name) == call.stage and id(call.given) not in gone]
+        return [*first, *rest]
+
+    # statements -------------------------------------------------------------------------------------------------------
+
     def call(self, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+        """Return the value of a function of the file; of a script each is followed once."""
         node = self.functions[name]
+        if self.script and node in self._results:
+            return None
+        self._results[node] = None
         parameters = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
         defaults = dict(
             zip(reversed(parameters), (self.value(one, {}) for one in reversed(node.args.defaults)), strict=False)
@@ -102,60 +231,119 @@ class _Module:
         for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
             if default is not None:
                 defaults[one.arg] = self.value(default, {})
-        local = {**defaults, **dict(zip(parameters, given, strict=False)), **named}
+        unknown = {one.arg: Expression(one.arg, node.lineno) for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        local = {**(unknown if self.script else {}), **defaults, **dict(zip(parameters, given, strict=False)), **named}
         self.depth += 1
         if self.depth > _DEPTH:
             raise ValueError(f"more than {_DEPTH} calls within each other")
         unread: dict[str, Any] = {}
-        found = self._run(node.body, local, unread)
+        found = self._follow(node.body, local, unread)
         self.depth -= 1
-        if isinstance(found, dict):
+        if isinstance(found, dict) and not self.script:
             found |= unread
         return found
 
-    def _run(self, body: list[ast.stmt], local: dict[str, Any], unread: dict[str, Any]) -> Any:
-        """Evaluate a body's return value; other statements are added to ``unread``."""
+    def _follow(
+        self,
+        body: Sequence[ast.stmt],
+        local: dict[str, Any],
+        unread: dict[str, Any],
+        stored: Counter[str] | None = None,
+    ) -> Any:
+        """Evaluate a body, and return its return value; statements that are not followed are added to ``unread``.
+
+        Args:
+            stored: how often the function assigns each name, if it is uncertain whether the body runs.
+        """
+        often = Counter(_stored(body)) if stored is None else stored
         for node in body:
+            value = cast("ast.expr | None", getattr(node, "value", None))
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            name = target.id if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign) else ""
+            if self.script:
+                self._calls(node, local, name)
+            found = None if value is None else self.value(value, local)
+            found = found if stored is None or often[name] == 1 or value is None else Expression(value)
             match node:
-                case ast.Return(value=ast.expr() as value):
-                    return self.value(value, local)
-                case (
-                    ast.Assign(targets=[ast.Name(id=name)], value=value)
-                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-                ):
-                    local[name] = self.value(value, local)
-                case ast.Assign(targets=[ast.Attribute() as target], value=value) if self._set(target, value, local):
+                case ast.Return() if value is not None and stored is None:
+                    return found
+                case ast.Assign() | ast.AnnAssign() if name and value is not None:
+                    local[name] = found
+                case ast.Assign(targets=[ast.Attribute() as owner]) if self._set(owner, found, local):
                     pass
+                case ast.ClassDef() if self.script:
+                    local[node.name] = {"": node.name, **self._fields(node, local)}
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    if not self.script:
+                        local[node.name] = f"def {node.name}"
+                case ast.If() if not _open(tested := self.value(node.test, local)) and not _called(tested):
+                    found = self._follow(node.body if tested else node.orelse, local, unread, stored)
+                    if found is not None:
+                        return found
                 case ast.Expr(value=ast.Constant()) | ast.Assert() | ast.Pass() | ast.Import() | ast.ImportFrom():
                     pass
-                case ast.FunctionDef(name=name):
-                    local[name] = f"def {name}"
+                case _ if self.script:
+                    local |= {other: Expression(other, node.lineno) for other in _stored([node])}
+                    runs = isinstance(node, ast.With | ast.Try) or "__name__" in ast.unparse(
+                        getattr(node, "test", node)
+                    )
+                    for key in ("body", "handlers", "orelse", "finalbody"):
+                        for block in getattr(node, key, ()):
+                            inside = block.body if isinstance(block, ast.ExceptHandler) else [block]
+                            found = self._follow(inside, local, unread, stored if runs else often)
+                            if found is not None and runs:
+                                return found
                 case _:
                     said = " ".join(ast.unparse(node).split())
                     unread[said] = said
         return None
 
-    def _set(self, target: ast.Attribute, value: ast.expr, local: dict[str, Any]) -> bool:
-        """Set an attribute of a table; False if the object is no table."""
+    def _calls(self, node: ast.stmt, local: dict[str, Any], name: str) -> None:
+        """Record the calls in a statement, except those in its blocks."""
+        for part in ast.iter_child_nodes(node) if not isinstance(node, _Function | ast.ClassDef) else ():
+            for call in ast.walk(part) if isinstance(part, ast.expr | ast.withitem) else ():
+                if isinstance(call, ast.Call):
+                    self._call(call, local, name if call is getattr(node, "value", None) else "")
+
+    def _set(self, target: ast.Attribute, value: Any, local: dict[str, Any]) -> bool:
+        """Set an attribute of a table; False if the object is no table. Of a script only arguments are set."""
         path = [target.attr]
         owner: ast.expr = target.value
         while isinstance(owner, ast.Attribute):
             path.insert(0, owner.attr)
             owner = owner.value
         table = local.get(owner.id) if isinstance(owner, ast.Name) else None
+        if self.script and (len(path) > 1 or not isinstance(table, dict) or "." in table.get("", ".")):
+            return True
         for name in path[:-1]:
             table = table.setdefault(name, {}) if isinstance(table, dict) else None
         if not isinstance(table, dict):
             return False
-        table[path[-1]] = self.value(value, local)
+        table[path[-1]] = value
         return True
+
+    def _fields(self, node: ast.ClassDef, local: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults of a class's fields."""
+        found = {}
+        for one in node.body:
+            match one:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=value)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+                ):
+                    default = self.value(value, local)
+                    plain = not (_called(default) and default[""] == "field")
+                    found[name] = default if plain else default.get("default", Expression(value))
+        return found
+
+    # expressions ------------------------------------------------------------------------------------------------------
 
     def value(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
         """Return the value of an expression, or its text."""
         try:
             return self._known(node, local)
         except _Unknown:
-            return " ".join(ast.unparse(node).split())
+            return Expression(node)
 
     def _known(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
         self.steps += 1
@@ -171,14 +359,27 @@ class _Module:
                 return {str(self.value(key, local)): self.value(value, local) for key, value in pairs}
             case ast.Name(id=name) if name in local or name in self.names:
                 return local[name] if name in local else self.names[name]
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if self.script and module not in local:
+                if module in self.modules or module in self.members:
+                    return name
+        match node:
+            case ast.Attribute(attr=name) if self._default(name):
+                return self.used[name]
             case ast.Attribute(value=owner, attr=name):
                 table = self._known(owner, local)
                 if isinstance(table, dict) and name in table:
                     return table[name]
+            case ast.Subscript(value=owner, slice=place):
+                several, key = self._sure(owner, local), self._sure(place, local)
+                with suppress(KeyError, IndexError, TypeError):
+                    return several[str(key) if isinstance(several, dict) else key]
+            case ast.JoinedStr(values=parts):
+                inner = (one.value if isinstance(one, ast.FormattedValue) else one for one in parts)
+                return "".join(str(self._sure(one, local)) for one in inner)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._number(operand, local)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return not self._known(operand, local)
+                return not self._sure(operand, local)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in SUMS:
                 first, then = self._number(left, local), self._number(right, local)
                 try:
@@ -188,16 +389,66 @@ class _Module:
                 if abs(found) <= _MOST:
                     return found
             case ast.BoolOp(op=op, values=values):
-                known = [self._known(value, local) for value in values]
-                return all(known) if isinstance(op, ast.And) else any(known)
-            case ast.Call(func=ast.Name(id=name)) if name in self.functions and name not in local:
-                return self.call(name, *self._arguments(node, local))
+                found, decides = None, isinstance(op, ast.Or)
+                return next((found for value in values if bool(found := self._sure(value, local)) is decides), found)
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARED:
+                with suppress(TypeError):
+                    return _COMPARED[type(op)](self._sure(left, local), self._sure(right, local))
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                return self._known(body if self._sure(test, local) else orelse, local)
             case ast.Call():
-                (given, named), function = self._arguments(node, local), ast.unparse(node.func)
-                if function in ("replace", "dataclasses.replace") and given and isinstance(given[0], dict):
-                    return {**given[0], **named}
-                return {"": function, **{str(n): value for n, value in enumerate(given)}, **named}
+                return self._call(node, local)
         raise _Unknown
+
+    def _call(self, node: ast.Call, local: Mapping[str, Any], bound: str = "") -> Any:
+        """Return a call's value, or the table of its arguments; of a script it is recorded, once."""
+        if self.script and node in self._results:
+            return self._results[node]
+        self._results[node] = Expression(node)
+        (given, named), function = self._arguments(node, local), ast.unparse(node.func)
+        if isinstance(node.func, ast.Name) and function in self.functions and function not in local:
+            found = self.call(function, given, named)
+            found = Expression(node) if found is None and self.script else found
+        elif function in ("replace", "dataclasses.replace") and given and isinstance(given[0], dict):
+            found = {**given[0], **named}
+        elif not self.script:
+            found = {"": function, **{str(n): value for n, value in enumerate(given)}, **named}
+        else:
+            found = self._of_script(node, given, named, local, bound)
+        self._results[node] = found
+        return found
+
+    def _of_script(
+        self, node: ast.Call, given: list[Any], named: dict[str, Any], local: Mapping[str, Any], bound: str
+    ) -> Any:
+        """Return the value of a call of no function of the file, or record it and return its arguments."""
+        first, *rest = ast.unparse(node.func).split(".")
+        name = ".".join([*([self.members.get(first, first)] if first not in self.modules or not rest else []), *rest])
+        last, flags = name.rpartition(".")[2], [str(one) for one in given if str(one).startswith("--")]
+        if last in _TRUE:
+            return True
+        if name in ("environ.get", "getenv") and len(given) > 1:
+            return given[1]
+        if name in _CASTS and len(given) == 1 and not _open(given[0]) and not _called(given[0]):
+            with suppress(ValueError, TypeError, OverflowError):
+                return _CASTS[name](given[0])
+        if _called(self.names.get(name)):  # a class of the file
+            return {**self.names[name], **named}
+        if last == "add_argument" and flags:
+            switch = {"store_true": False, "store_false": True}.get(str(named.get("action")))
+            self.options[str(named.get("dest", flags[-1].lstrip("-").replace("-", "_")))] = named.get("default", switch)
+        found = {"": name, **{str(n): value for n, value in enumerate(given)}, **named}
+        self.calls.append(_Call(name=name, line=node.lineno, bound=bound, stage=self.stage, given=found))
+        owner = local.get(first, self.names.get(first, ""))
+        self.stage += last == "train" and str(owner[""] if _called(owner) else owner).endswith("rainer")
+        return found
+
+    def _default(self, name: str) -> bool:
+        """Does the command line have a default for this argument? It is noted."""
+        found = self.options.get(name)
+        if found is not None and not _open(found) and not _called(found):
+            self.used[name] = found
+        return name in self.used
 
     def _arguments(self, node: ast.Call, local: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         named = {one.arg: self.value(one.value, local) for one in node.keywords if one.arg is not None}
@@ -208,8 +459,26 @@ class _Module:
                 named |= {str(key): value for key, value in more.items() if key}
         return [self.value(one, local) for one in node.args], named
 
+    def _sure(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
+        """Return the value of an operand that is neither unknown nor the result of a call."""
+        found = self._known(node, local)
+        if _open(found) or _called(found):
+            raise _Unknown
+        return found
+
     def _number(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
         found = self._known(node, local)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise _Unknown
         return found
+
+
+def _stored(body: Sequence[ast.AST]) -> Iterator[str]:
+    """Names that statements assign, outside of the functions and classes in them."""
+    waiting = [*body]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)

@@ -1,31 +1,7 @@
 """Run configured by a training framework's own file: a request, the keys it came from, and unread keys.
 
-``frameworks/NAME/read.toml`` maps keys of a framework's files to fields of a request; ``frameworks/NAME/read.py`` has a
-function ``read(keys)`` for keys without a table form. Sections of ``read.toml``:
-
-- ``says``: name of such a file in messages. ``syntaxes``, ``any``, ``all``: a file matches if it has one of these
-  syntaxes, a key of ``any`` (globs, with or without ``prefixes``) and every key of ``all``. ``order``: tables are
-  matched in this order, the least first.
-- ``like``: framework preset of such a run.
-- ``keys``: fields of a request by key, with the same value: ``"training.seq_len" = "seq"``.
-- ``words``: by key and value (lower-case text or a glob), fields with their values, and ``note``, a message. Other
-  values are refused; ``why`` is the reason, in which ``{}`` is the value. ``like = "NAME:KEY"``: includes the values of
-  another framework's key.
-- ``first``: by field, keys of which the first that the file has counts.
-- ``on``: by key, fields with their values if the option is on.
-- ``usual``: fields that neither the file nor the command line sets.
-- ``read``: globs of keys that the framework's ``read`` accounts for.
-- ``names``: keys that name the model, the first that the file has; ``compiles``: keys that are on for compiled layers.
-- ``ignored``: globs of keys that change neither memory nor time; ``others``: frameworks whose ``ignored`` and
-  ``refused`` hold for further keys.
-- ``shipped``: values of files that the framework brings, by the end of their paths.
-- ``refused``: by glob, the reason why keys that change them are not read, unless the value is off (false, null, 0,
-  empty).
-- ``prefixes``: prefixes that are removed from keys, ``underscores``: dashes become underscores, and ``renames``: our
-  names by the file's.
-- ``given_with``: by framework, the prefix of its keys if its file is given with this one.
-- ``[[forms]]``: kinds of files of one framework, each with any of these sections; the sections above apply to all.
-  ``name``: identifies the form (`Keys.form`).
+`README.md` of this folder has the sections of ``frameworks/NAME/read.toml``, which maps keys of a framework's files to
+fields of a request; ``frameworks/NAME/read.py`` has a function ``read(keys)`` for keys without a table form.
 """
 
 from __future__ import annotations
@@ -48,6 +24,7 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
+from jettison.frameworks.python_values import Expression
 from jettison.frameworks.shell_script import NOTES, SOURCED
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
@@ -62,6 +39,8 @@ _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
 COMPILES: Final = ("ledger", "estimate", "plan", "search")
 """Commands with a flag --compile."""
+_SAYS_ANOTHER: Final = " (the command line says another)"
+_SAID_OTHERWISE: Final = re.compile(r"the model is .*|.* \(the command line says another\)").fullmatch
 UNKNOWN: Final = "unknown key"
 LEFT_OPEN: Final = "the file does not set its value"
 NOT_FOUND: Final = "not found in the script's folder"
@@ -138,6 +117,13 @@ class RunFile:
         said = flags_of(self.request if request is None else request)
         return shlex.join(["jettison", verb, self.model_argument, *said, *compiled])
 
+    def in_keys(self, text: str) -> str:
+        """Put the keys that became flags before the flags in a message."""
+        for key in self.used:
+            flag = next((one for one in key.why.split(", ") if one.startswith("--") and one in text), "")
+            text = text.replace(flag, f"{key} ({flag})", 1) if flag and f"({flag})" not in text else text
+        return text
+
     def document(self) -> dict[str, Any]:
         """Return the run as a JSON document."""
         used, unread = (
@@ -200,7 +186,7 @@ class Keys:
         self.table = table
         self.asked_model = asked_model
         self.form = str(table.get("name", ""))
-        self._written = {_usual(key, table): key for key in file.values}
+        self._written = {name: key for key in file.values if (name := _usual(key, table))}
         self.values = {name: file.values[key] for name, key in self._written.items()}
         self.asked = dict(asked or {})
         self.gpus = self.gpus_asked = gpus
@@ -264,7 +250,7 @@ class Keys:
             if key in self.values:
                 said = _flags(name, value)
                 other = self.asked.get(name) not in (None, value) or name in replaced(self.asked)
-                self._became.setdefault(key, []).append(f"{said} (the command line says another)" if other else said)
+                self._became.setdefault(key, []).append(said + _SAYS_ANOTHER if other else said)
 
     def error(self, text: str) -> UsageError:
         """Return an error about the file."""
@@ -409,9 +395,12 @@ class Keys:
         self.read(*self.matching(*(f"{prefix}{glob}" for glob in table.get("read", ()))))
         for key in filter(self.on, (f"{prefix}{own}" for own in table.get("compiles", ()))):
             self.compiles(key)
-        if key := next(filter(self.has, table.get("names", ())), ""):
-            self.model = str(self.get(key))
-            self.read(key, why=self.model)
+        for key in reversed([key for key in table.get("names", ()) if self.has(key)]):
+            if not isinstance(self.values[key], Expression):
+                self.model = str(self.get(key)) or None
+                self.read(key, why=str(self.model))
+            elif self.asked_model is not None:
+                self.read(key, why=f"the model is {self.asked_model}")
 
     def compiles(self, *keys: str) -> None:
         """Compile the layers, by these keys."""
@@ -423,8 +412,11 @@ class Keys:
         text, known = self.text(key), {word: said for word, said in words.items() if word != "why"}
         found = known.get(text, next((said for glob, said in known.items() if fnmatchcase(text, glob)), None))
         if found is None:
-            self.refuse(key, str(words.get("why", f"expected one of {', '.join(known)}")).replace("{}", text))
-        for name, value in (found or {}).items():
+            found = str(words.get("why", f"expected one of {', '.join(known)}")).replace("{}", text)
+        if isinstance(found, str):
+            self.refuse(key, found)
+            return
+        for name, value in found.items():
             if name == "note":
                 self.note(f"{self.written(key)} = {text}: {value}")
             else:
@@ -436,9 +428,13 @@ class Keys:
         unread = [Key(name="source", value=name, why=NOT_FOUND) for name in self.file.values.get(SOURCED, ())]
         for key, value in self.values.items():
             why = self._refused.get(key)
-            if self.file.syntax == "yaml" and (why == LEFT_OPEN or (why is None and key in self._became)):
+            if self.file.syntax in ("yaml", "python script") and (
+                why == LEFT_OPEN or (why is None and key in self._became)
+            ):
                 why = _open_reference(value) or why
             if why is None and key in self._became:
+                continue
+            if isinstance(value, Expression) and all(map(_SAID_OTHERWISE, self._became.get(key) or [""])):
                 continue
             if key.startswith("$") or (why is None and _off(value)):
                 ignored.append(key)
@@ -452,7 +448,7 @@ class Keys:
                 self._refused.pop(key, None)
                 self.read(key, why="the command line says it")
                 continue
-            unread.append(Key(name=self.written(key), value=value, why=why or UNKNOWN))
+            unread.append(Key(name=self.written(key), value=value, why=why or _open_reference(value) or UNKNOWN))
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
     def _in_tables(self, key: str) -> str | None:
@@ -469,7 +465,11 @@ class Keys:
         """Return the file's spelling of a key, for a missing one in the style of its other keys."""
         if key in self._written or not self._written:
             return self._written.get(key, key)
-        usual, there = next(iter(self._written.items()))
+        section, _, own = key.rpartition(".")
+        items = self._written.items()
+        usual, there = next((pair for pair in items if pair[0].rpartition(".")[0] == section), next(iter(items)))
+        if section:
+            usual, key = usual.rpartition(".")[2], own
         dashed = any("-" in name[len(name) - len(one) :] for one, name in self._written.items())
         prefix = there[: len(there) - len(usual)]
         return prefix + (key.replace("_", "-") if dashed and "_" in key else key)
@@ -676,7 +676,11 @@ def _table(file: ConfigFile) -> Mapping[str, Any] | None:
 
 
 def _usual(key: str, table: Mapping[str, Any]) -> str:
-    """Return our name of a key: without prefix, and renamed."""
+    """Return our name of a key: without prefix, and renamed; empty for a call that the table does not have."""
+    call, inside, argument = key.partition("().")
+    if inside:
+        prefix = next((found for glob, found in table.get("calls", {}).items() if fnmatchcase(call, glob)), None)
+        key = "" if prefix is None else prefix + argument
     key = next((key[len(prefix) :] for prefix in table.get("prefixes", ()) if key.startswith(prefix)), key)
     key = key.replace("-", "_") if table.get("underscores") else key
     return str(table.get("renames", {}).get(key, key))
@@ -724,11 +728,13 @@ def _off(value: Any) -> bool:
 def _variable(value: Any) -> bool:
     """Is the value an unset shell variable, or "auto", which another program fills in?"""
     first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, str) and (first.startswith("$") or value == "auto")
+    return isinstance(first, str) and (first.startswith("$") or value == "auto" or isinstance(first, Expression))
 
 
 def _open_reference(value: Any) -> str:
-    """Reason why a reference in a value cannot be resolved; empty without one."""
+    """Reason why a value, or a reference in it, is unknown; empty if it is known."""
+    if isinstance(value, Expression):
+        return f"line {value.line}: its value is not a literal"
     match = re.search(r"\$\{(?:([\w.]+):)?([^{}]*)\}", str(value)) if isinstance(value, str | list) else None
     if match is None:
         return ""

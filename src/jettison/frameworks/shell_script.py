@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
+from jettison.core.errors import UsageError
 from jettison.frameworks.python_values import SUMS
 
 NOTES: Final = "$ notes"
@@ -36,11 +37,9 @@ _SBATCH: Final = re.compile(
 )
 _SBATCH_NAMES: Final = {"N": "nodes", "n": "ntasks", "G": "gpus", "gres": "gpus-per-node"}
 _SLURM: Final[Mapping[str, Sequence[str]]] = {
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-}
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",), "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+}  # fmt: skip
 """Variables of a job by option of sbatch."""
 _HERE: Final = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2\s*$", re.MULTILINE | re.DOTALL)
 _INSIDE: Final = re.compile(r"`#[^`\n]*`")
@@ -71,27 +70,30 @@ _NAMED_SIGNS: Final = {"eq": "==", "ne": "!=", "ge": ">=", "le": "<=", "gt": ">"
 _SIGNS: Final[Mapping[str, Callable[[int, int], bool]]] = {
     sign: getattr(operator, name) for name, other in _NAMED_SIGNS.items() for sign in (other, f"-{name}")
 }
+_ECHOES: Final = ("echo", "printf")
 _FILE_TESTS: Final = ("-f", "-d", "-e", "-x", "-s", "-r", "-w", "-L")
 
 
-def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
+def arguments(text: str, folder: Path | None = None, name: str | None = None) -> Mapping[str, Any]:
     """Read arguments by name without dashes, those without a value as True, those with several as a list; variables are
     keyed as ``$NAME``.
 
     Args:
         folder: of the script and of sourced files; None: sourced files are not read.
+        name: of one of several commands: its program's, or its number.
 
     Raises:
         ValueError: an expanded text is too long.
+        UsageError: no command of that name.
     """
     script = _Script(folder=folder)
     asked = {_SBATCH_NAMES.get(long or short, long): number for long, short, number in _SBATCH.findall(text)}
     script.variables |= {name: asked[option] for option, names in _SLURM.items() for name in names if option in asked}
     script.read_text(text)
-    for name in script.functions:  # for other scripts, if this one starts no program itself
+    for function in script.functions:  # for other scripts, if this one starts no program itself
         if not any(word.startswith("--") for words in script.commands for word in words):
-            script.call(name, ())
-    words = script.command()
+            script.call(function, ())
+    words = script.command(name)
     found = _named(words)
     lost = [*_lost(words)]
     for word in lost:
@@ -99,8 +101,8 @@ def arguments(text: str, folder: Path | None = None) -> Mapping[str, Any]:
     found = {name: value for name, value in asked.items() if name in _KNOWN_OF_LAUNCHERS} | found
     found |= {f"${name}": value for name, value in script.variables.items()}
     needed = script.missing and (script.defaulted or any("SLURM" not in word for word in lost))
-    for name in () if needed else script.missing:
-        script.notes[f"{name}, which the script sources, is not here; no argument is left to it"] = None
+    for missing in () if needed else script.missing:
+        script.notes[f"{missing}, which the script sources, is not here; no argument is left to it"] = None
     found |= {NOTES: list(script.notes)} if script.notes else {}
     return found | ({SOURCED: list(script.missing)} if needed else {})
 
@@ -118,17 +120,26 @@ class _Script:
     _called: list[str] = field(default_factory=list)
     _depth: int = 0
 
-    def command(self) -> list[str]:
-        """Return the command with most arguments among those that start a program; without one, all words."""
+    def command(self, name: str | None) -> list[str]:
+        """Return the command of this name, or the one with most arguments among those that start a program; without
+        one, all words.
+        """
         started = [words for words in self.commands if _begin(words) >= 0]
         with_arguments = [words for words in started if any(word.startswith("--") for word in words)]
         if with_arguments:
             chosen = max(with_arguments, key=lambda words: sum(word.startswith("--") for word in words))
-            others = {tuple(words[_begin(words) :]) for words in with_arguments if words[0] not in ("echo", "printf")}
-            if len(others) > 1:
-                program = next(filter(_is_program, chosen), chosen[_begin(chosen)])
-                said = f"of {len(others)} commands with arguments only the first with most of them is read: {program}"
-                self.notes[said] = None
+            others = {tuple(words[_begin(words) :]): words for words in with_arguments if words[0] not in _ECHOES}
+            programs = [next(filter(_is_program, words), words[0]).rpartition("/")[2] for words in others]
+            names = [one if programs.count(one) == 1 else str(at) for at, one in enumerate(programs, 1)]
+            if name is not None:
+                numbered = {str(at): words for at, words in enumerate(others.values(), 1)}
+                chosen = {**numbered, **dict(zip(names, others.values(), strict=True))}.get(name, [])
+                if not chosen:
+                    raise UsageError(f"it has no command {name!r}; expected one of {', '.join(names)}")
+            elif len(others) > 1:
+                read = next(filter(_is_program, chosen), chosen[_begin(chosen)])
+                said = f"of {len(others)} commands with arguments only the first with most of them is read: {read}"
+                self.notes[f"{said}; FILE.sh:NAME reads another of {', '.join(names)}"] = None
             return chosen
         words = [word for command in self.commands for word in command]
         if any(word.startswith("--") or _OVERRIDE.fullmatch(word) for word in words):

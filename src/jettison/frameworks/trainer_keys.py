@@ -27,13 +27,10 @@ _BEFORE_5: Final = (
 )
 """Arguments that transformers 5 does not have; the first went in 4.46."""
 _ZERO_SIZES: Final = {
-    "reduce": "reduce_bucket_size",
-    "live": "stage3_max_live_parameters",
-    "reuse": "stage3_max_reuse_distance",
-    "prefetch": "stage3_prefetch_bucket_size",
-    "persist": "stage3_param_persistence_threshold",
+    "reduce": "reduce_bucket_size", "live": "stage3_max_live_parameters", "reuse": "stage3_max_reuse_distance",
+    "prefetch": "stage3_prefetch_bucket_size", "persist": "stage3_param_persistence_threshold",
     "sub-group": "sub_group_size",
-}
+}  # fmt: skip
 """Parts of ``--zero-buckets`` by key of DeepSpeed 0.19.8 (``runtime/zero/config.py``); ZeRO 3's but for the first."""
 
 
@@ -93,6 +90,8 @@ def replicas(keys: Keys) -> None:
     if keys.gpus is None and str(keys.get(a_node, "")).isdecimal():
         nodes = str(keys.get("nnodes", keys.get("num_nodes", keys.get("nodes", 1))))
         keys.gpus = int(keys.get(a_node)) * (int(nodes) if nodes.isdecimal() else 1)
+    if keys.gpus is None:
+        keys.gpus = _visible(keys)
     if keys.gpus is None and not keys.field("zero") and keys.asked.get("dp") is None:
         keys.gpus = 1
         keys.note("it does not say on how many GPUs it runs: one is counted; give --gpus for more")
@@ -102,6 +101,15 @@ def replicas(keys: Keys) -> None:
     keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * keys.field("dp", 1)
     each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
     reduces_last(keys, synced=each is not None and each[1] == "true")
+
+
+def _visible(keys: Keys) -> int | None:
+    """Return the number of GPUs that DeepSpeed's ``--include host:0,1`` or CUDA_VISIBLE_DEVICES of a launcher names."""
+    hosts = [host.partition(":")[2] for host in keys.text("include").split("@")]
+    launched = keys.some("$torchrun", "$accelerate", "$deepspeed", "$axolotl", "$trl", "$llamafactory-cli")
+    names = hosts if all(hosts) else [str(keys.values.get("$CUDA_VISIBLE_DEVICES"))] if launched else []
+    known = names and all(re.fullmatch(r"\d+(,\d+)*", one) for one in names)
+    return sum(one.count(",") + 1 for one in names) if known else None
 
 
 def half(keys: Keys, *, default: bool = False) -> bool:
@@ -181,6 +189,24 @@ def reentrant(keys: Keys, *, default: bool = False) -> None:
     on = keys.on(key, default) if keys.has(key) else inside or default
     if on and keys.field("base") == "int8" and keys.field("recompute") == "full" and keys.field("zero", 0) < 3:
         keys.give("reentrant", True, key)
+
+
+def preference(
+    keys: Keys, batch: str, default: int, *came_from: str, loss: str = "dpo", reference: str | None = "same"
+) -> None:
+    """Set DPO: pairs of sequences, and a reference, which is the base model if there are adapters.
+
+    Args:
+        batch: key of the number of pairs; ``default``: without it.
+        came_from: keys that ask for DPO.
+        loss, reference: as ``--loss`` and ``--reference``.
+    """
+    keys.give("micro_batch", 2 * keys.field("micro_batch", default), batch)
+    keys.give("loss", loss, *came_from)
+    if reference is not None:
+        before = ",when=before" if keys.on("precompute_ref_log_probs") else ""
+        tuned = keys.field("lora") is not None
+        keys.give("reference", "base" if tuned else reference + before, *came_from, "precompute_ref_log_probs")
 
 
 def compiled(keys: Keys) -> None:

@@ -1,12 +1,8 @@
 """Write the recomputation settings nearest to a plan into a framework's own file, and leave the rest unchanged.
 
-``[[writes]]`` of ``frameworks/NAME/read.toml`` are the settings that a file can express: fields of a request
-(``recompute``, ``offload``, ``recompute_modules``, ``offload_modules``), ``set``, keys of the file with their values,
-and ``remove``, keys to remove (in Python: set to None). A row applies if the file has all keys of ``if`` and none of
-``unless``. ``{k}`` in a text takes each number of layers from 2 on; ``"{k:d}"`` is the number itself, ``"{=key}"`` the
-file's value of another key. A table without rows names in ``by_hand`` what to set by hand. The fastest settings that
-fit are written; among those within one per cent of it the file's own, else those with most free memory. Only these
-keys of the text change; it is then read back and must give the chosen settings.
+The fastest settings that fit are written; among those within one per cent of it the file's own, else those with most
+free memory. Only these keys of the text change; it is then read back and must give the chosen settings. `README.md` of
+this folder says how ``[[writes]]`` of ``read.toml`` describes them.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import Any, Final
 from jettison.core.errors import DoesNotFit, UsageError
 from jettison.core.units import format_bytes, format_seconds
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
-from jettison.frameworks.python_values import configurations
+from jettison.frameworks.python_values import call_line, configurations
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
 from jettison.frameworks.shell_script import OF_LAUNCHERS
 from jettison.predict.allowance import Limit
@@ -252,7 +248,7 @@ def edited(file: ConfigFile, changes: Mapping[str, Any]) -> str:
     """
     text, name = file.text, split_name(file.path)[1]
     for key, value in changes.items():
-        python = file.syntax == "python"
+        python = file.syntax.startswith("python")
         text = _python(text, key, value, name) if python else _EDITORS[file.syntax](text, key, value)
     return text
 
@@ -363,6 +359,9 @@ def _python(text: str, key: str, value: Any, name: str | None) -> str:
     A value such as ``package.module.Name.Config()`` becomes a call of ``Name``, which is imported.
     """
     tree = ast.parse(text)
+    call, inside, argument = key.partition("().")
+    if inside:
+        return _script(text, tree, call_line(text, name, call), argument, value)
     name = name or (configurations(text) or [""])[0]
     body = next((node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name), [])
     path = key.split(".")
@@ -383,12 +382,28 @@ def _python(text: str, key: str, value: Any, name: str | None) -> str:
         line = f"{' ' * last.col_offset}{last.value.id}.{key} = {source}\n"
         text = "".join([*(lines := text.splitlines(keepends=True))[: last.lineno - 1], line, *lines[last.lineno - 1 :]])
     elif isinstance(last, ast.Return) and isinstance(last.value, ast.Call) and len(path) == 1 and last.value.keywords:
-        first = last.value.keywords[0]
-        space = "\n" + " " * first.col_offset if first.lineno > last.lineno else " "
-        text = _replaced(text, first, f"{key}={source},{space}{ast.get_source_segment(text, first)}")
+        text = _inserted(text, last.value, f"{key}={source}")
     else:
         raise _cannot(key)
     return _with_import(text, *imported) if imported else text
+
+
+def _script(text: str, tree: ast.Module, line: int, argument: str, value: Any) -> str:
+    """Edit an argument of a script's call; what is to be removed is off."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.lineno == line and node.keywords]
+    if not calls:
+        raise _cannot(argument)
+    given = {one.arg: one.value for one in calls[0].keywords}
+    if argument in given:
+        return _replaced(text, given[argument], repr(value or False))
+    return text if value is None else _inserted(text, calls[0], f"{argument}={value!r}")
+
+
+def _inserted(text: str, call: ast.Call, source: str) -> str:
+    """Add an argument before the first one with a name, on a line of its own if that has one."""
+    first = call.keywords[0]
+    space = "\n" + " " * first.col_offset if first.lineno > call.lineno else " "
+    return _replaced(text, first, f"{source},{space}{ast.get_source_segment(text, first)}")
 
 
 def _source(value: Any) -> tuple[str, tuple[str, str] | None]:

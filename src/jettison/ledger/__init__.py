@@ -7,22 +7,6 @@ from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.ledger.record import ENTRY_FIELDS, Origin, Placement, SavedTensor
 
 __all__ = [
-    "DTYPE_BYTES",
-    "ENTRY_FIELDS",
-    "Anchor",
-    "Buffer",
-    "Difference",
-    "Discrepancy",
-    "Ledger",
-    "Op",
-    "Origin",
-    "Placement",
-    "Program",
-    "SavedTensor",
-    "Slot",
-    "Source",
-    "compare",
-    "dtype_bytes",
-    "dtype_name",
-    "tensor_bytes",
-]
+    "DTYPE_BYTES", "ENTRY_FIELDS", "Anchor", "Buffer", "Difference", "Discrepancy", "Ledger", "Op", "Origin",
+    "Placement", "Program", "SavedTensor", "Slot", "Source", "compare", "dtype_bytes", "dtype_name", "tensor_bytes",
+]  # fmt: skip

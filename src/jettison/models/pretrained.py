@@ -232,17 +232,9 @@ def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
 
 
 COPIED_FILES: Final = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template*",
-    "generation_config.json",
-)
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "chat_template*", "generation_config.json",
+)  # fmt: skip
 """Files of a pretrained model's folder that go with its weights: the tokenizer's, and how text is generated."""
 
 

@@ -25,28 +25,16 @@ if TYPE_CHECKING:
 _NAMES_OF = MappingProxyType(
     {
         "styles": ("BlockInput", "ColumnParallel", "Replicated", "RowParallel", "SplitInput", "VocabularyParallel"),
-        "context": ("Context", "apply_context_parallel"),
-        "dropout": ("OwnDraws", "seed_ranks"),
-        "known_models": ("apply_tensor_parallel", "tensor_parallel_plan"),
-        "parameters": ("reduce_partial_gradients",),
+        "context": ("Context", "apply_context_parallel"), "dropout": ("OwnDraws", "seed_ranks"),
+        "known_models": ("apply_tensor_parallel", "tensor_parallel_plan"), "parameters": ("reduce_partial_gradients",),
     }
-)
+)  # fmt: skip
 
 __all__ = [
-    "BlockInput",
-    "ColumnParallel",
-    "Context",
-    "OwnDraws",
-    "Replicated",
-    "RowParallel",
-    "SplitInput",
-    "VocabularyParallel",
-    "apply_context_parallel",
-    "apply_tensor_parallel",
-    "reduce_partial_gradients",
-    "seed_ranks",
+    "BlockInput", "ColumnParallel", "Context", "OwnDraws", "Replicated", "RowParallel", "SplitInput",
+    "VocabularyParallel", "apply_context_parallel", "apply_tensor_parallel", "reduce_partial_gradients", "seed_ranks",
     "tensor_parallel_plan",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

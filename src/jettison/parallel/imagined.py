@@ -26,13 +26,9 @@ from jettison.core.objects import swapped
 
 _PREFETCHED = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
 _SET_ON_GROUPS = (
-    "reduce_grads",
-    "all_reduce_grads",
-    "reshard_after_backward",
-    "gradient_divide_factor",
-    "force_sum_reduction_for_comms",
-    "unshard_in_backward",
-)
+    "reduce_grads", "all_reduce_grads", "reshard_after_backward", "gradient_divide_factor",
+    "force_sum_reduction_for_comms", "unshard_in_backward",
+)  # fmt: skip
 """Settings of FSDP's modules after `fully_shard` that memory depends on, by their internal names."""
 
 _imagined: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()

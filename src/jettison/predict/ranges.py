@@ -57,10 +57,8 @@ AGREES: Final = 0.02
 ANCHOR_WEIGHT: Final = 2 / 3
 """Weight of an anchor's fragments against its class's: nearest on published runs, whichever source is left out."""
 NAMES: Final = {
-    "allocated": ", of tensors",
-    "reserved": ", by the caching allocator",
-    "device": ", as nvidia-smi shows it",
-}
+    "allocated": ", of tensors", "reserved": ", by the caching allocator", "device": ", as nvidia-smi shows it",
+}  # fmt: skip
 """Explanation of each memory figure in tables."""
 ON_HOST: Final = ", of tensors; a host has no caching allocator, and no driver that takes more"
 

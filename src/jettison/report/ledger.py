@@ -350,13 +350,8 @@ def advice(asked: Resolved) -> tuple[str, ...]:
 
 _OF_PIPELINES: Final = ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers")
 _OF_EXPERTS: Final = (
-    "capacity_factor",
-    "dispatcher",
-    "expert_tp",
-    "sequential_experts",
-    "deterministic",
-    "ep_comm_overlap",
-)
+    "capacity_factor", "dispatcher", "expert_tp", "sequential_experts", "deterministic", "ep_comm_overlap",
+)  # fmt: skip
 
 
 _OF_FSDP: Final = ("fsdp_version", "fsdp_wrap_layers_only", "reshard_after_forward", "gradient_sync", "reduce_dtype")

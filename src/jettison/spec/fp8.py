@@ -171,6 +171,7 @@ class Fp8Recipe:
 _BLACKWELL: Final = "-blackwell"
 _DELAYED: Final = Fp8Recipe(name="delayed", rows_are_gathered=True, keeps_original=False, history=1)
 _TENSORWISE: Final = Fp8Recipe(name="tensorwise", rows_are_gathered=True)
+_ROWWISE: Final = Fp8Recipe(name="rowwise", library=Library.TORCHAO, inputs=Scales.ROW, weights=Scales.ROW)
 RECIPES: Final = MappingProxyType(
     {
         (r.library, r.name): r
@@ -183,14 +184,8 @@ RECIPES: Final = MappingProxyType(
             Fp8Recipe(name="mxfp8", inputs=Scales.MX, weights=Scales.MX, multiple=32, expert_rows=32),
             Fp8Recipe(name="nvfp4", bits=4, inputs=Scales.NV, weights=Scales.NV, expert_rows=128),
             Fp8Recipe(name="tensorwise", library=Library.TORCHAO),
-            Fp8Recipe(name="rowwise", library=Library.TORCHAO, inputs=Scales.ROW, weights=Scales.ROW),
-            Fp8Recipe(
-                name="rowwise_with_gw_hp",
-                library=Library.TORCHAO,
-                inputs=Scales.ROW,
-                weights=Scales.ROW,
-                high_precision_weight_gradient=True,
-            ),
+            _ROWWISE,
+            replace(_ROWWISE, name="rowwise_with_gw_hp", high_precision_weight_gradient=True),
             Fp8Recipe(name="mxfp8", library=Library.TORCHAO, inputs=Scales.MX, weights=Scales.MX),
         )
     }

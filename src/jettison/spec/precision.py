@@ -159,6 +159,7 @@ def gradient_rule(
 
 _FULL: Final = Precision(name="fp32", compute="float32", parameter="float32", gradient="float32")
 _PURE: Final = Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16")
+_HALF: Final = Precision(name="fp16", compute="float16", parameter="float16", gradient="float16")
 _MIXED: Final = replace(_PURE, name="bf16", master="float32")
 _AWARE: Final = replace(_PURE, name="bf16-aware", master="int16", moment="bfloat16")
 """Moments in bf16: NOTE [ Precision-aware optimizers ]."""
@@ -173,14 +174,8 @@ PRECISIONS: Final = MappingProxyType(
             replace(_MIXED, name="bf16-main32", gradient="float32"),
             # Megatron's ``--grad-reduce-in-bf16``: the optimizer copies gradients to fp32
             replace(_MIXED, name="bf16-reduce16", optimizer_gradient="float32"),
-            Precision(
-                name="fp16-main32",
-                compute="float16",
-                parameter="float16",
-                gradient="float16",
-                master="float32",
-                optimizer_gradient="float32",
-            ),  # Megatron's fp16: ``megatron/core/optimizer/optimizer.py``, ``_copy_model_grads_to_main_grads``
+            replace(_HALF, name="fp16-main32", master="float32", optimizer_gradient="float32"),
+            # Megatron's fp16: ``megatron/core/optimizer/optimizer.py``, ``_copy_model_grads_to_main_grads``
             _AWARE,  # 10 bytes
             replace(_AWARE, name="bf16-aware-grad32", gradient="float32"),  # 12 bytes
             # 12 bytes, 16 in a step

@@ -433,9 +433,10 @@ def _parts(run: Run) -> Iterator[str]:
         check_parts(model, run.kernels, names, own_norms=bool(run.workspaces.library_bytes))
     lets_go = run.recompute.mode is Mode.NONE or (run.recompute.mode is Mode.FULL and run.recompute.reentrant)
     if run.tuning is not None and run.tuning.base is Base.INT8 and not lets_go:
+        said = " (quantization_config of the model)" if run.model.base == Base.INT8 else ""
         modes = "" if run.recompute.mode is Mode.AUTO else "--recompute none, --reentrant, or "
         yield (
-            f"got --base int8 with --recompute {run.recompute}; bitsandbytes keeps the inputs of its matmuls, which "
+            f"got --base int8{said} with --recompute {run.recompute}; bitsandbytes keeps inputs of its matmuls, which "
             f"only reentrant checkpoints free: give {modes}--base nf4"
         )
 

@@ -126,41 +126,15 @@ class Upcast(StrEnum):
 ALL: Final = "all-linear"
 _QKV, _HEADS = ("query", "key", "value", "qkv"), ("query", "key", "value", "qkv", "out")
 _MLP = ("gate", "up", "down", "gate_up")
-TARGETS: Final = MappingProxyType(
-    {
-        "q_proj": ("query",),
-        "k_proj": ("key",),
-        "v_proj": ("value",),
-        "o_proj": ("out",),
-        "qkv_proj": ("qkv",),
-        "query_key_value": ("qkv",),
-        "c_attn": ("qkv",),
-        "gate_proj": ("gate",),
-        "up_proj": ("up",),
-        "down_proj": ("down",),
-        "gate_up_proj": ("gate_up",),
-        "q_a_proj": ("query_down",),
-        "q_b_proj": ("query",),
-        "kv_a_proj_with_mqa": ("key_value_down",),
-        "kv_b_proj": ("key_value",),
-        "q": ("query",),
-        "k": ("key",),
-        "v": ("value",),
-        "o": ("out",),
-        "wi": ("up",),
-        "wi_0": ("gate",),
-        "wi_1": ("up",),
-        "wo": ("down",),
-        "out_proj": ("out",),
-        "fc1": ("up",),
-        "fc2": ("down",),
-        "c_fc": ("up",),
-        "c_proj": ("out", "down"),
-        "qkv": _QKV,
-        "attention": (*_HEADS, "query_down", "key_value_down", "key_value"),
-        "mlp": _MLP,
-    }
-)
+TARGETS: Final = MappingProxyType({
+    "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("out",), "qkv_proj": ("qkv",),
+    "query_key_value": ("qkv",), "c_attn": ("qkv",), "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
+    "gate_up_proj": ("gate_up",), "q_a_proj": ("query_down",), "q_b_proj": ("query",),
+    "kv_a_proj_with_mqa": ("key_value_down",), "kv_b_proj": ("key_value",), "q": ("query",), "k": ("key",),
+    "v": ("value",), "o": ("out",), "wi": ("up",), "wi_0": ("gate",), "wi_1": ("up",), "wo": ("down",),
+    "out_proj": ("out",), "fc1": ("up",), "fc2": ("down",), "c_fc": ("up",), "c_proj": ("out", "down"), "qkv": _QKV,
+    "attention": (*_HEADS, "query_down", "key_value_down", "key_value"), "mlp": _MLP,
+})  # fmt: skip
 """Linear layers by PEFT's names of target modules, and by names for several."""
 _KEYS: Final = ("r", "alpha", "targets", "dropout")
 

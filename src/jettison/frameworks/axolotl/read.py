@@ -7,31 +7,21 @@ from typing import Final
 from jettison.frameworks import trainer_keys as trainer
 from jettison.frameworks.run_file import Keys
 
-_ATTENTION: Final = {
-    "eager_attention": "eager",
-    "sdp_attention": "sdpa",
-    "flash_attention": "flash-attn",
-    "flex_attention": "flex",
-    "xformers_attention": "flash",
-}
-"""``utils/schemas/enums.py``, ``LEGACY_ATTN_FLAG_TO_IMPL``; the last flag that is on counts."""
 _LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
 def read(keys: Keys) -> None:
     """Read the file, with defaults of the schemas (``utils/schemas``) and of ``utils/config/__init__.py``."""
-    for flag, kernel in _ATTENTION.items():
+    for flag in keys.table["on"]:
         if keys.on(flag) and keys.has("attn_implementation"):
             keys.refuse(flag, "axolotl rejects it with attn_implementation")
-        elif keys.on(flag):
-            keys.give("attention", kernel, flag)
     _batch(keys)
     _adapters(keys)
     half = _half(keys)
-    trainer.checkpointing(keys)
-    _offloading(keys)
+    trainer.checkpointing(keys)  # offloading: ``core/builders/base.py``, ``_configure_gradient_checkpointing``
     _losses(keys)
-    _preference(keys)
+    if keys.text("rl") == "dpo":
+        trainer.preference(keys, "micro_batch_size", 1, "rl")
     _lora_kernels(keys)
     trainer.compiled(keys)
     if keys.some("fsdp_config", "fsdp_config.*") and keys.values.get("fsdp_config", True):
@@ -67,16 +57,12 @@ def _adapters(keys: Keys) -> None:
     adapters. ``loaders/model.py``, ``_configure_embedding_dtypes``: with adapters, tensors that PEFT's k-bit
     preparation casts to fp32 are cast back to 16 bits.
     """
-    adapter = keys.text("adapter")
-    if adapter in ("", "none"):
-        keys.read("adapter", *keys.matching("lora_r", "lora_alpha", "lora_dropout", "lora_target_*"))
+    if keys.text("adapter") not in ("lora", "qlora"):
+        keys.read(*keys.matching("lora_r", "lora_alpha", "lora_dropout", "lora_target_*"))
         for key in keys.matching("load_in_4bit", "load_in_8bit"):
-            if keys.on(key):
+            if keys.on(key) and keys.text("adapter", "none") == "none":
                 keys.refuse(key, "quantized weights cannot be trained without an adapter")
-        return
-    if adapter not in ("lora", "qlora"):
-        keys.read(*keys.matching("lora_*", "load_in_?bit"))
-        keys.refuse("adapter", "expected lora, qlora or nothing")
+            keys.read(key)
         return
     targets = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
     if keys.on("lora_target_linear"):
@@ -86,8 +72,6 @@ def _adapters(keys: Keys) -> None:
     if keys.on("load_in_4bit"):
         double = "-double" * keys.on("bnb_config_kwargs.bnb_4bit_use_double_quant", True)
         keys.give("base", f"nf4{double}", "load_in_4bit")
-        if keys.text("bnb_config_kwargs.bnb_4bit_quant_type") not in ("", "nf4", "fp4"):
-            keys.refuse("bnb_config_kwargs.bnb_4bit_quant_type", "expected nf4 or fp4")
     elif keys.on("load_in_8bit"):
         keys.give("base", "int8", "load_in_8bit")
         keys.read(*keys.matching("bnb_config_kwargs.bnb_4bit_*"), why="nothing")
@@ -98,8 +82,6 @@ def _adapters(keys: Keys) -> None:
 def _half(keys: Keys) -> bool:
     """Are weights and matmuls in 16 bits? ``resolve_dtype``: bf16 is auto by default, and weights follow it."""
     bf16 = keys.text("bf16", "auto" if not keys.on("fp16") else "false")
-    if bf16 == "full":
-        keys.refuse("bf16", "full, without autocast, is not read")
     found = bf16 in ("auto", "true", "1") or bool({key for key in ("bfloat16", "fp16", "float16") if keys.on(key)})
     keys.read("bf16", why="weights and matmuls in 16 bits" if found else "weights in fp32")
     return found
@@ -116,21 +98,6 @@ def _wide_ends(keys: Keys, *, half: bool) -> None:
         keys.refuse(key, "without FlashAttention embedding, head and norms are fp32, which is not modelled")
 
 
-def _offloading(keys: Keys) -> None:
-    """Read activation offloading: ``core/builders/base.py``, ``_configure_gradient_checkpointing``."""
-    asked = keys.text("gradient_checkpointing")
-    if asked == "offload_disk":
-        keys.refuse("gradient_checkpointing", "checkpoints on a disk are not modelled")
-    elif asked == "offload":
-        keys.give("offload", True, "gradient_checkpointing")
-    way = keys.text("activation_offloading")
-    if way in ("true", "1", "legacy", "hidden_states"):
-        keys.give("offload", True, "activation_offloading")
-        keys.give("recompute", "full", "activation_offloading")
-    elif way == "disk":
-        keys.refuse("activation_offloading", "activations on a disk are not modelled")
-
-
 def _losses(keys: Keys) -> None:
     """Read losses of ``integrations/liger`` and ``integrations/cut_cross_entropy``; the latter's plugin turns it on."""
     listed = keys.get("plugins", [])
@@ -143,7 +110,6 @@ def _losses(keys: Keys) -> None:
     if keys.field("loss") != "fused" and "cutcrossentropy" in plugins and keys.on("cut_cross_entropy", True):
         keys.give("loss", "fused", "plugins", "cut_cross_entropy")
         keys.note("cut_cross_entropy is counted as Liger's fused loss: neither keeps logits")
-    keys.read("model_config.output_router_logits", "overrides_of_model_config.output_router_logits")
     # kernels and expert parallelism have keys of their own
     known = ("liger", "cutcrossentropy", "swanlab", "lmeval", "lm_eval", "kernelsplugin", "expertparallel")
     for plugin in plugins.split():
@@ -162,7 +128,6 @@ def _liger(keys: Keys) -> None:
     elif norms or gates or rotary:
         for key in keys.matching("liger_rms_norm", "liger_glu_activation", "liger_swiglu", "liger_rope"):
             keys.refuse(key, "Liger's norms and gates are modelled only together")
-    keys.read("liger_rms_norm_gated")
     if keys.on("liger_fused_linear_cross_entropy"):
         keys.give("loss", "fused", "liger_fused_linear_cross_entropy")
     elif keys.on("liger_cross_entropy"):
@@ -187,26 +152,6 @@ def _lora_kernels(keys: Keys) -> None:
             keys.refuse(kernel, "they are modelled only all together, without dropout, over 4 or 16 bits")
 
 
-def _preference(keys: Keys) -> None:
-    """Read ``rl``, TRL's trainers. DPO's reference is the base model if there are adapters."""
-    kind = keys.text("rl")
-    if kind in ("", "none"):
-        return
-    if kind != "dpo":
-        keys.refuse("rl", f"{kind} is not modelled")
-        return
-    if keys.get("dpo_loss_type", ["sigmoid"]) not in (["sigmoid"], "sigmoid"):
-        keys.refuse("dpo_loss_type", "of DPO's losses only sigmoid is modelled")
-    keys.read("dpo_loss_weights", "dpo_padding_free")
-    if keys.on("dpo_use_liger_kernel"):
-        keys.refuse("dpo_use_liger_kernel", "Liger's DPO loss is not modelled")
-    keys.give("micro_batch", 2 * keys.field("micro_batch", 1), "micro_batch_size")
-    keys.give("loss", "dpo", "rl")
-    when = ",when=before" if keys.on("precompute_ref_log_probs") else ""
-    tuned = keys.field("lora") is not None
-    keys.give("reference", "base" if tuned else f"same{when}", "rl", "precompute_ref_log_probs")
-
-
 def _axes(keys: Keys) -> None:
     """Read ``dp_shard_size`` and ``dp_replicate_size``, and ring attention, which shards the sequence."""
     if keys.field("cp", 1) > 1:
@@ -219,4 +164,3 @@ def _axes(keys: Keys) -> None:
     groups = keys.whole("dp_replicate_size", 1)
     if groups is not None and groups > 1:
         keys.give("zero_replicas", groups, "dp_replicate_size")
-    keys.read("dp_shard_size")

@@ -9,36 +9,10 @@ instantiate_*_optimizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 from jettison.frameworks.run_file import Keys, models
 from jettison.frameworks.trainer_keys import low_rank, reduces_last
-
-_ADAPTED: Final[Mapping[str, tuple[str, bool]]] = MappingProxyType(
-    {
-        "query": ("q_proj", True),
-        "key": ("k_proj", False),
-        "value": ("v_proj", True),
-        "projection": ("o_proj", False),
-        "mlp": ("mlp", False),
-    }
-)
-"""Module, and its default, by the end of the key."""
-_SIZES: Final = MappingProxyType({"num_hidden_layers": 16, "num_attention_heads": 32, "hidden_size": 4096})
-_BLOCKS: Final = MappingProxyType(
-    {
-        "mlp_class_name": ("GptNeoxMLP", "llamamlp"),
-        "norm_class_name": ("LayerNorm", "rmsnorm"),
-        "bias": ("true", "false"),
-        "parallel_residual": ("true", "false"),
-        **dict.fromkeys(("attn_bias", "lm_head_bias", "norm_qk", "scale_embeddings"), ("false", "false")),
-        **dict.fromkeys(("post_attention_norm", "post_mlp_norm"), ("false", "false")),
-        **dict.fromkeys(("attention_logit_softcapping", "final_logit_softcapping"), ("none", "none")),
-        "sliding_window_size": ("none", "none"),
-    }
-)
-"""By name, litgpt's default and Llama's."""
 
 
 def read(keys: Keys) -> None:
@@ -103,13 +77,13 @@ def _described(keys: Keys) -> Mapping[str, Any]:
     """Read a `litgpt.Config` in the file, with Llama's blocks; its defaults (``litgpt/config.py``) are not Llama's."""
     prefix = "model_config."
     given = tuple(keys.matching(f"{prefix}*"))
-    found = {name: keys.text(f"{prefix}{name}", usual) for name, (usual, _) in _BLOCKS.items()}
-    unlike = [name for name, (_, wanted) in _BLOCKS.items() if found[name] != wanted]
+    found = {name: keys.text(f"{prefix}{name}", usual) for name, (usual, _) in keys.table["blocks"].items()}
+    unlike = [name for name, (_, wanted) in keys.table["blocks"].items() if found[name] != wanted]
     if unlike:
         shown = next((key for key in given if key.removeprefix(prefix) in unlike), given[0])
         blocks = ", ".join(f"{name} {found[name]}" for name in unlike)
         keys.refuse(shown, f"only Llama's blocks are read, and these have {blocks}; give the model's config.json")
-    sizes = {ours: keys.whole(key, _SIZES.get(ours)) for key, ours in keys.table["sizes"].items()}
+    sizes = {ours: keys.whole(key, keys.table["usual_sizes"].get(ours)) for key, ours in keys.table["sizes"].items()}
     vocabulary = keys.whole("model_config.vocab_size", 50254) or 1
     multiple = keys.whole("model_config.padding_multiple", 512) or 1
     padded = keys.whole("model_config.padded_vocab_size") or -(-vocabulary // multiple) * multiple
@@ -154,6 +128,6 @@ def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) 
 
 
 def _adapters(keys: Keys) -> None:
-    chosen = [module for end, (module, default) in _ADAPTED.items() if keys.on(f"lora_{end}", default)]
-    came_from = (f"lora_{end}" for end in _ADAPTED)
+    chosen = [module for end, (module, default) in keys.table["adapted"].items() if keys.on(f"lora_{end}", default)]
+    came_from = (f"lora_{end}" for end in keys.table["adapted"])
     low_rank(keys, "lora_r", 8, "lora_dropout", 0.05, "+".join(chosen), *came_from)

@@ -15,6 +15,12 @@ def read(keys: Keys) -> None:
     stage = keys.text("stage", "sft")
     trainer.full_length(keys, packed=keys.on("packing", stage == "pt") or keys.on("neat_packing"))
     _adapters(keys)
+    if stage == "dpo":  # ``train/trainer_utils.py``, ``create_ref_model``; ``get_batch_logps``, of whole logits
+        keys.read("pref_beta", "ref_model_adapters", "ref_model_quantization_bit")
+        keys.give("dropout", 0.0)
+        frozen = None if keys.text("pref_loss") in ("orpo", "simpo") else "same,dtype=bf16"  # as the checkpoint is
+        batch = "per_device_train_batch_size"
+        trainer.preference(keys, batch, trainer.MICRO_BATCH, "stage", loss="upcast", reference=frozen)
     # ``model/model_utils/checkpointing.py``, ``prepare_model_for_training``
     on = not keys.on("disable_gradient_checkpointing")
     keys.give("recompute", "full" if on else "none", "disable_gradient_checkpointing")
@@ -47,23 +53,15 @@ def _adapters(keys: Keys) -> None:
     """Read adapters (``hparams/finetuning_args.py``: LoRA on all linear layers by default) and quantization
     (``model/model_utils/quantization.py``).
     """
-    kind = keys.text("finetuning_type", "lora")
-    if kind not in ("lora", "full"):
-        keys.refuse("finetuning_type", f"{kind} is not modelled; expected lora or full")
-    if kind != "lora":
+    if keys.text("finetuning_type", "lora") != "lora":
         keys.read("lora_rank", "lora_dropout", "lora_target")
         keys.refuse("quantization_bit", "quantized weights cannot be trained without an adapter")
         return
     targets = trainer.targets(keys, "lora_target", "all-linear")
     trainer.low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, targets, "finetuning_type", "lora_target")
-    bits = keys.whole("quantization_bit")
-    if bits == 4:
+    if keys.text("quantization_bit") == "4":
         double = "-double" * keys.on("double_quantization", True)
         keys.give("base", f"nf4{double}", "quantization_bit", "double_quantization")
-    elif bits == 8:
-        keys.give("base", "int8", "quantization_bit")
-    elif bits is not None:
-        keys.refuse("quantization_bit", "expected 4 or 8")
 
 
 def _of_v1(keys: Keys) -> None:

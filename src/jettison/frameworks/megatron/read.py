@@ -534,9 +534,6 @@ def _precision(keys: Keys) -> None:
             ends = {"first": "num_layers_at_start_in_bf16", "last": "num_layers_at_end_in_bf16"}
             said = ",".join(f"{end}:{count}=bf16" for end, key in ends.items() if (count := keys.whole(key, 1)))
             keys.give("quant_recipe", said or None, "first_last_layers_bf16", *ends.values())
-        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention", "fp8_output_proj"):
-            if keys.on(name):
-                keys.refuse(name, "attention in FP8 is not modelled")
     else:
         keys.read("fp8_recipe", "fp8_param_gather", "fp8_amax_history_len", why="no effect without --fp8-format")
 
@@ -616,5 +613,3 @@ def _optimizer(keys: Keys) -> None:
         keys.give("zero", 1, "use_distributed_optimizer")
     if (groups := keys.whole("num_distributed_optimizer_instances", 1)) and groups > 1:
         keys.give("zero_replicas", groups, "num_distributed_optimizer_instances")
-    if keys.on("optimizer_cpu_offload"):
-        keys.refuse("optimizer_cpu_offload", "CPU offload of optimizer states is not modelled for Megatron-LM")

@@ -8,10 +8,6 @@ from typing import Final
 from jettison.frameworks.run_file import Keys
 
 _CONFIG: Final = "model.model_config."
-_SIZES: Final = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    *("max_position_embeddings", "vocab_size"),
-)
 
 
 def read(keys: Keys) -> None:
@@ -53,8 +49,8 @@ def _model(keys: Keys) -> None:
                 keys.refuse(name, why)
                 keys.read(*names)
                 return
-    sizes = {name: keys.whole(f"{_CONFIG}{name}") for name in _SIZES}
-    if missing := [name for name in _SIZES if name != "num_key_value_heads" and not sizes[name]]:
+    sizes = {name: keys.whole(f"{_CONFIG}{name}") for name in keys.table["sizes"]}
+    if missing := [name for name in keys.table["sizes"] if name != "num_key_value_heads" and not sizes[name]]:
         raise keys.error(f"{_CONFIG}{missing[0]} is missing; expected a whole number")
     vocabulary, multiple = sizes["vocab_size"], keys.whole("model.make_vocab_size_divisible_by", 1)
     assert vocabulary is not None and multiple is not None

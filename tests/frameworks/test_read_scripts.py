@@ -1,0 +1,268 @@
+"""Training scripts in Python, of TRL, a Trainer and Unsloth, with literal arguments; and commands of a shell script."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jettison.cli.main import run
+from jettison.core.errors import UsageError
+from jettison.frameworks.config_file import read_config_file
+from jettison.frameworks.run_file import RunFile, read_run
+from jettison.predict.forecast import forecast
+from jettison.predict.run_request import resolve
+
+SFT = """
+import argparse
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+MODEL = "meta-llama/Llama-2-7b-hf"
+LENGTH = 1024
+dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+class Settings:
+    rank = 16
+
+
+def load(name=MODEL):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    return AutoModelForCausalLM.from_pretrained(name, quantization_config=quantization, dtype=dtype)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, default=2)
+    options = parser.parse_args()
+    args = SFTConfig(
+        output_dir=f"out/{MODEL}",
+        max_length=2 * LENGTH,
+        per_device_train_batch_size=options.batch_size,  # pairs of rows
+        gradient_accumulation_steps=int("4"),
+        gradient_checkpointing=True,
+        report_to="none" if options.batch_size == 2 else "wandb",
+    )
+    settings = Settings()
+    lora = LoraConfig(r=settings.rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = SFTTrainer(model=load(), args=args, peft_config=lora)
+    trainer.train()
+    AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)  # to merge the adapters
+
+
+if __name__ == "__main__":
+    main()
+"""
+TRAINER = """
+from transformers import *
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+args = TrainingArguments("out", per_device_train_batch_size=4, bf16=True, optim="adamw_torch")
+args.gradient_checkpointing = True
+trainer = Trainer(model, args, train_dataset=data.map(lambda row: tokenizer(row["text"], max_length=512)))
+trainer.train()
+"""
+UNSLOTH = """
+from unsloth import FastLanguageModel
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/llama-3-8b-bnb-4bit", max_seq_length=1024)
+model = FastLanguageModel.get_peft_model(model, r=32, target_modules=["q_proj", "v_proj"])
+trainer = SFTTrainer(model=model, args=SFTConfig(per_device_train_batch_size=2, optim="adamw_8bit"))
+trainer.train()
+"""
+
+
+def given(found: RunFile) -> dict[str, Any]:
+    return {name: getattr(found.request, name) for name in found.request.given()}
+
+
+def script(tmp_path: Path, text: str, name: str = "train.py", *changes: tuple[str, str]) -> Path:
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def test_a_script_of_trl_field_by_field(tmp_path: Path) -> None:
+    found = read_run(script(tmp_path, SFT))
+    assert (found.says, found.model, found.unread) == ("a TRL script", "llama2-7b", ())
+    assert given(found) == {
+        "like": "huggingface",
+        "seq": 2048,
+        "micro_batch": 2,
+        "micro_batches": 4,
+        "precision": "bf16-pure",
+        "optimizer": "adamw",
+        "loss": "tiled",
+        "recompute": "full",
+        "lora": "r=16,targets=q_proj+v_proj",
+        "base": "nf4-double",
+    }
+    assert "arguments of the script's command line have their defaults: batch_size = 2" in found.notes
+    assert "SFTConfig().max_length = 2048" in map(str, found.used)
+
+
+def test_a_script_says_the_same_as_its_arguments(tmp_path: Path) -> None:
+    """The bytes of a script and of the same run as TRL's command line."""
+    command = script(
+        tmp_path,
+        "trl sft --model_name_or_path meta-llama/Llama-2-7b-hf --dtype bfloat16 --max_length 2048 --load_in_4bit "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --use_peft --lora_r 16 --lora_dropout 0 "
+        "--use_bnb_nested_quant --lora_target_modules q_proj v_proj\n",
+        "run.sh",
+    )
+    one, other = (read_run(path) for path in (script(tmp_path, SFT), command))
+    assert given(one) == given(other)
+    peaks = [forecast(resolve(found.spec(), found.request).run).peak_bytes for found in (one, other)]
+    assert peaks[0] == peaks[1] > 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "key"),
+    [
+        ("max_length=2 * LENGTH", "max_length=longest(data)", 26, "SFTConfig().max_length = longest(...)"),
+        ("gradient_checkpointing=True", "gradient_checkpointing=os.name", 34, "SFTConfig().gradient_checkpointing = "),
+        ("r=settings.rank", "r=settings.other", 38, "LoraConfig().r = settings.other"),
+        ("output_dir=", "**more, output_dir=", 31, "SFTConfig().**more = more"),
+        ("LENGTH = 1024", "LENGTH = 1024\nfor LENGTH in lengths: pass", 32, "SFTConfig().max_length = 2 * LENGTH"),
+        ("load(name=MODEL)", "load(name=MODEL, load_in_8bit=False)", 0, ""),
+    ],
+)
+def test_what_is_no_literal_is_named_with_its_line(tmp_path: Path, old: str, new: str, line: int, key: str) -> None:
+    path = script(tmp_path, SFT, "train.py", (old, new))
+    if not key:
+        assert not read_run(path).unread
+        return
+    with pytest.raises(UsageError, match="its value is not a literal") as refused:
+        read_run(path)
+    (unread,) = read_run(path, allow_unread=True).unread
+    assert str(unread).startswith(key) and str(unread) in str(refused.value)
+    assert line - 4 <= int(unread.why.removeprefix("line ").partition(":")[0]) <= line + 4
+
+
+def test_a_script_of_a_trainer(tmp_path: Path) -> None:
+    found = read_run(script(tmp_path, TRAINER))
+    own = given(found)
+    assert (found.says, found.model, own["seq"], own["micro_batch"]) == ("arguments of a Trainer", "gpt2", 512, 4)
+    assert (own["precision"], own["recompute"], own["optimizer"]) == ("bf16-autocast", "full", "adamw-foreach")
+    assert any("weights are counted in fp32" in note for note in found.notes)
+    uncertain = ("args.gradient_checkpointing = True", "if big(model):\n    args.gradient_checkpointing = True")
+    with pytest.raises(UsageError, match=r"gradient_checkpointing = True \(line 6: its value is not a literal"):
+        read_run(script(tmp_path, TRAINER, "train.py", uncertain))
+
+
+def test_casts_of_a_script_that_prepares_a_model(tmp_path: Path) -> None:
+    prepared = ("model=load()", "model=prepare_model_for_kbit_training(load())")
+    own = given(read_run(script(tmp_path, SFT, "train.py", prepared)))
+    assert (own["kbit_upcast"], own["precision"], own["recompute"]) == ("all", "bf16-autocast", "full")
+    none = ("gradient_checkpointing=True", "gradient_checkpointing=False")
+    assert given(read_run(script(tmp_path, SFT, "train.py", none)))["recompute"] == "none"
+    assert given(read_run(script(tmp_path, SFT, "train.py", prepared, none)))["recompute"] == "full"
+
+
+def test_a_script_of_unsloth(tmp_path: Path) -> None:
+    found = read_run(script(tmp_path, UNSLOTH))
+    assert (found.framework, found.model) == ("unsloth", "llama3-8b")
+    assert given(found) == {
+        "like": "unsloth",
+        "seq": 1024,
+        "micro_batch": 2,
+        "optimizer": "adam8bit",
+        "recompute": "full",
+        "lora": "r=32,targets=q_proj+v_proj",
+        "base": "nf4-double",
+    }
+    plain = ("r=32", "use_gradient_checkpointing=False, r=32")
+    own = given(read_run(script(tmp_path, UNSLOTH, "train.py", plain)))
+    assert (own["recompute"], own["offload"]) == ("none", False)
+    with pytest.raises(UsageError, match="full_finetuning = true"):
+        read_run(script(tmp_path, UNSLOTH, "train.py", ("max_seq_length", "full_finetuning=True, max_seq_length")))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("GRPO", "generation and reward models during training"), ("KTO", "generation and reward models during training")],
+)
+def test_other_trainers_are_refused(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read_run(script(tmp_path, SFT.replace("SFT", name)))
+
+
+def test_one_of_several_trainings(tmp_path: Path) -> None:
+    second = """
+    dpo_args = DPOConfig(per_device_train_batch_size=3, max_length=512)
+    second = DPOTrainer(model=trainer.model, args=dpo_args)
+    second.train()
+"""
+    path = script(tmp_path, SFT, "train.py", ("    trainer.train()\n", f"    trainer.train(){second}"))
+    with pytest.raises(UsageError, match=r"2 configurations: args \(line 36, SFTTrainer\), dpo_args \(line 39, DPOTr"):
+        read_run(path)
+    for name in ("args", "trainer", "36"):
+        assert given(read_run(f"{path}:{name}")) == given(read_run(script(tmp_path, SFT, "one.py")))
+    own = given(read_run(f"{path}:dpo_args"))
+    assert (own["loss"], own["reference"], own["micro_batch"], own["seq"]) == ("dpo", "base", 6, 512)
+    with pytest.raises(UsageError, match="no configuration 'other'; expected one of args, dpo_args"):
+        read_run(f"{path}:other")
+
+
+def test_a_plan_is_written_into_a_script(tmp_path: Path, capsys: Any) -> None:
+    path = script(tmp_path, SFT)
+    command = ["plan", "--from", str(path), "--gpu", "h100-80gb", "--write", "--force"]
+    written = tmp_path / "train.planned.py"
+    assert run(command) == 0
+    pairs = zip(SFT.splitlines(), written.read_text().splitlines(), strict=True)
+    assert [new.strip() for old, new in pairs if old != new] == ["gradient_checkpointing=False,"]
+    script(tmp_path, SFT, "train.py", ("        gradient_checkpointing=True,\n", ""))
+    assert run(command) == 0
+    assert "        gradient_checkpointing=False,\n        output_dir=" in written.read_text()
+    ast.parse(written.read_text())
+    capsys.readouterr()
+
+
+COMMANDS = """
+CUDA_VISIBLE_DEVICES=0,1 torchrun sft.py --model_name_or_path gpt2 --max_length 1024 --per_device_train_batch_size 2
+deepspeed --include host:0,1,2 dpo.py --model_name_or_path gpt2 --max_length 512 --per_device_train_batch_size 1 --bf16
+"""
+
+
+def test_one_of_several_commands_and_their_gpus(tmp_path: Path) -> None:
+    path = script(tmp_path, COMMANDS, "run.sh")
+    found = read_run(path)
+    assert (given(found)["loss"], found.gpus) == ("dpo", 3)
+    assert any("dpo.py; FILE.sh:NAME reads another of sft.py, dpo.py" in note for note in found.notes)
+    for name in ("sft.py", "1"):
+        found = read_run(f"{path}:{name}")
+        assert (given(found)["loss"], found.gpus) == ("tiled", 2)
+    with pytest.raises(UsageError, match=r"no command 'kto'; expected one of sft\.py, dpo\.py"):
+        read_run(f"{path}:kto")
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus"),
+    [
+        ("deepspeed --num_gpus=4 t.py", 4),
+        ("deepspeed --include a:0,1@b:2 t.py", 3),
+        ("deepspeed --include a@b:2 t.py", 1),
+        ("CUDA_VISIBLE_DEVICES=3,4,5 accelerate launch t.py", 3),
+        ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 1 t.py", 1),
+        ("export CUDA_VISIBLE_DEVICES=0,1\ntorchrun t.py", 2),
+        ("CUDA_VISIBLE_DEVICES=0,1 python t.py", 1),
+        ("CUDA_VISIBLE_DEVICES=$1 torchrun t.py", 1),
+    ],
+)
+def test_numbers_of_gpus_of_launchers(tmp_path: Path, command: str, gpus: int) -> None:
+    more = " --model_name_or_path gpt2 --max_length 64 --per_device_train_batch_size 1\n"
+    assert read_run(script(tmp_path, command + more, "run.sh")).gpus == gpus
+
+
+@pytest.mark.parametrize("text", ["main()\nx = [" + "[" * 500 + "]" * 501, "a = b(a)\nf(a)\n" * 3000, "f(**{1: 2})\n"])
+def test_odd_scripts_end_in_an_answer_or_a_message(tmp_path: Path, text: str) -> None:
+    path = script(tmp_path, text)
+    try:
+        read_config_file(path)
+    except UsageError as error:
+        assert str(path) in str(error)
