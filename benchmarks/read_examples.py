@@ -31,7 +31,7 @@ def files(folder: Path) -> Iterator[Path]:
                 names = configurations(path.read_text(encoding="utf-8"))
             except SyntaxError:
                 names = []
-            yield from (path.with_name(f"{path.name}:{name}") for name in names)
+            yield from [path.with_name(f"{path.name}:{name}") for name in names] or [path]
         else:
             yield path
 

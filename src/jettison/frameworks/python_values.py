@@ -25,8 +25,6 @@ from jettison.core.errors import UsageError
 _DEPTH: Final = 20
 _STEPS: Final = 50_000
 _MOST: Final = 1 << 62
-_SUM_NAMES: Final = "Add:add Sub:sub Mult:mul FloorDiv:floordiv Div:truediv Mod:mod"
-_COMPARED_NAMES: Final = "Eq:eq NotEq:ne Is:is_ IsNot:is_not Gt:gt GtE:ge Lt:lt LtE:le"
 
 
 def _operators(names: str) -> Mapping[type, Callable[[Any, Any], Any]]:
@@ -34,8 +32,8 @@ def _operators(names: str) -> Mapping[type, Callable[[Any, Any], Any]]:
     return MappingProxyType({getattr(ast, node): getattr(operator, name) for node, _, name in pairs})
 
 
-SUMS: Final = _operators(_SUM_NAMES)
-_COMPARED: Final = _operators(_COMPARED_NAMES)
+SUMS: Final = _operators("Add:add Sub:sub Mult:mul FloorDiv:floordiv Div:truediv Mod:mod")
+_COMPARED: Final = _operators("Eq:eq NotEq:ne Is:is_ IsNot:is_not Gt:gt GtE:ge Lt:lt LtE:le")
 _CASTS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({"int": int, "float": float, "str": str})
 _TRUE: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
 """Questions about the GPU."""

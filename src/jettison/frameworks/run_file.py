@@ -39,7 +39,6 @@ _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
 COMPILES: Final = ("ledger", "estimate", "plan", "search")
 """Commands with a flag --compile."""
-_SAYS_ANOTHER: Final = " (the command line says another)"
 _SAID_OTHERWISE: Final = re.compile(r"the model is .*|.* \(the command line says another\)").fullmatch
 UNKNOWN: Final = "unknown key"
 LEFT_OPEN: Final = "the file does not set its value"
@@ -250,7 +249,7 @@ class Keys:
             if key in self.values:
                 said = _flags(name, value)
                 other = self.asked.get(name) not in (None, value) or name in replaced(self.asked)
-                self._became.setdefault(key, []).append(said + _SAYS_ANOTHER if other else said)
+                self._became.setdefault(key, []).append(f"{said} (the command line says another)" if other else said)
 
     def error(self, text: str) -> UsageError:
         """Return an error about the file."""

@@ -68,8 +68,7 @@ def _of_v1(keys: Keys) -> None:
     """Read ``v1/config``: weights in the checkpoint's dtype, torch's AdamW, its own FSDP2."""
     on = keys.on("enable_activation_checkpointing", True)
     keys.give("recompute", "full" if on else "none", "enable_activation_checkpointing")
-    kind = keys.text("peft_config.name", "none")
-    if kind == "lora":
+    if keys.text("peft_config.name") == "lora":
         targets = trainer.targets(keys, "peft_config.target_modules", "all-linear")
         others = keys.matching("peft_config.[!aen]*")
         trainer.low_rank(keys, "peft_config.r", 8, "peft_config.lora_dropout", 0.05, targets, *others)
@@ -79,8 +78,6 @@ def _of_v1(keys: Keys) -> None:
             keys.give("base", f"nf4{double}", "quant_config.quantization_bit", "quant_config.name")
         elif bits is not None:
             keys.refuse("quant_config.quantization_bit", "expected 4, by bnb")
-    elif kind != "none":
-        keys.refuse("peft_config.name", f"{kind} is not modelled; expected lora")
     way = keys.text("dist_config.name", "none")
     if way == "fsdp2":
         trainer.fsdp(keys, "dist_config.")
@@ -105,4 +102,3 @@ def _of_v1(keys: Keys) -> None:
     if whole is not None:
         keys.give("micro_batches", max(1, whole // (each * keys.field("dp", 1))), "global_batch_size")
         keys.global_batch = whole
-    keys.read("dp_size")

@@ -257,8 +257,6 @@ def config(keys: Keys) -> Mapping[str, Any]:
         **(_sizes(keys, "latent") if latent else {}),
         **(_hybrid(keys, pattern, hidden) if pattern else {}),
     }
-    if keys.text("softmax_type", "vanilla") == "off-by-one":
-        keys.refuse("softmax_type", "a softmax off by one is not modelled")
     if latent and bias:
         keys.notes.append("biases with multi-head latent attention are not counted")
     if heads % found["num_key_value_heads"]:
@@ -316,8 +314,6 @@ def _experts(keys: Keys, layers: int, ffn: int) -> dict[str, Any]:
     found: dict[str, Any] = {"moe_layers": []}
     if not experts:
         return found
-    if score not in ("softmax", "sigmoid"):
-        keys.refuse("moe_router_score_function", "expected softmax or sigmoid")
     return found | {
         "moe_layers": [i for i, one in enumerate(frequencies(keys, "moe_layer_freq", layers, first=True)) if one],
         "num_experts": experts,
@@ -464,8 +460,6 @@ def _kernels(keys: Keys) -> None:
     local = keys.text("transformer_impl", "transformer_engine") == "local"
     backend = keys.text("attention_backend", "auto")
     eager = backend in ("unfused", "local") or (local and not keys.on("use_flash_attn"))
-    if backend not in ("auto", "flash", "fused", "unfused", "local"):
-        keys.refuse("attention_backend", "expected auto, flash, fused, unfused or local")
     keys.give("attention", "eager" if eager else "flash", "attention_backend", "transformer_impl", "use_flash_attn")
     if local:
         keys.give("workspaces", "torch-hopper", "transformer_impl")

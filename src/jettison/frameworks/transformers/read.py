@@ -153,8 +153,6 @@ def _weights(keys: Keys, *, trl: bool) -> str:
             keys.note(f"{key} = auto is counted as 16 bits")
         keys.read(key, why="weights in 16 bits")
         return "bf16"
-    if found not in ("float32", "fp32", ""):
-        keys.refuse(key, "expected float32, bfloat16, float16 or auto")
     keys.read(key, why="weights in fp32")
     return "fp32"
 
