@@ -544,7 +544,7 @@ def read_run(
         if kind["framework"] not in prefixes:
             raise UsageError(f"got --from {other.path}, {kind['says']}, with {first.path}; give one of them")
         keys.under(kind["framework"], prefixes[kind["framework"]], other)
-    _reader(name)(keys)
+    _reader(*table.get("reader", name).split(":"))(keys)
     unread, ignored = keys.left()
     if unread and not allow_unread:
         listed = "; ".join(f"{key} ({key.why})" for key in unread[:8])
@@ -644,11 +644,11 @@ def _named_within(file: ConfigFile) -> Path | None:
     return None
 
 
-def _reader(name: str) -> Callable[..., None]:
+def _reader(name: str, function: str = "read") -> Callable[..., None]:
     """Return a framework's ``read``; without one, a function that does nothing."""
     if find_spec(f"jettison.frameworks.{name}.read") is None:
         return lambda *_: None
-    found: Callable[..., None] = import_module(f"jettison.frameworks.{name}.read").read
+    found: Callable[..., None] = getattr(import_module(f"jettison.frameworks.{name}.read"), function)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from jettison.frameworks import trainer_keys as trainer
@@ -75,6 +76,28 @@ def _liger(keys: Keys) -> None:
             keys.refuse(f"{prefix}{name}", "Liger's norms and gates are modelled only together")
     if not keys.on(f"{prefix}rope", True):
         keys.note("rope of liger_kernel_config is off in the run but counted as on, which keeps slightly less")
+
+
+def packed_loaders(keys: Keys) -> None:
+    """Read a script whose loaders pack weights and make adapters, with defaults of their own."""
+    if keys.model is not None:  # names of its own copies, whose weights are packed in advance
+        keys.model = re.sub(r"(-unsloth)?-bnb-4bit$", "", keys.model)
+    if keys.some("$*FastVisionModel*"):
+        keys.note("images are not counted")
+    if keys.some("$*.get_peft_model"):
+        targets = trainer.targets(keys, "peft.target_modules", "all-linear")
+        trainer.low_rank(keys, "peft.r", 16, "peft.lora_dropout", 0.0, targets, "peft.target_modules")
+        if keys.on("model.load_in_4bit", True):
+            keys.give("base", "nf4-double", "model.load_in_4bit")
+    else:
+        keys.values["get_peft_model"] = True
+        keys.refuse("get_peft_model", "only adapters are modelled with its kernels")
+    others(keys)
+    if keys.some("$DPO[CT]*"):
+        preference(keys)
+    trainer.full_length(keys, packed=keys.on("packing"))
+    trainer.optimizer(keys, "optim", "adamw")
+    trainer.replicas(keys)
 
 
 def others(keys: Keys) -> None:
