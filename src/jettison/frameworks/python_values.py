@@ -40,12 +40,12 @@ _TRUE: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class Expression(str):
+class UnknownValue(str):
     """Text of an expression, or of alternatives, whose value is unknown without execution; ``line``: where it is."""
 
     line: int
 
-    def __new__(cls, node: ast.AST | str, line: int = 0) -> Expression:
+    def __new__(cls, node: ast.AST | str, line: int = 0) -> UnknownValue:
         """Make it of an expression, or of a text at a line."""
         found = super().__new__(cls, node if isinstance(node, str) else " ".join(ast.unparse(node).split()))
         found.line = line or getattr(node, "lineno", 0)
@@ -79,10 +79,10 @@ def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str,
             made = value[""] if _called(value) else ""  # an object, whose arguments are keys of their own
             if key and not (made.rpartition(".")[2][:1].isupper() or made.endswith("from_pretrained")):
                 text = f"{made}(...)" if made else str(value)
-                known = Expression(text, getattr(value, "line", call.line)) if made or _open(value) else value
+                known = UnknownValue(text, getattr(value, "line", call.line)) if made or _open(value) else value
                 before = found.setdefault(f"{call.name}().{key}", known)
                 if before != known:
-                    found[f"{call.name}().{key}"] = Expression(f"{before} or {known}", call.line)
+                    found[f"{call.name}().{key}"] = UnknownValue(f"{before} or {known}", call.line)
     found |= {f"${call.name}": True for call in calls}
     if module.used:
         used = ", ".join(f"{key} = {value}" for key, value in module.used.items())
@@ -112,7 +112,7 @@ def _open(value: Any) -> bool:
     """Is the value, or an element of it, unknown?"""
     if isinstance(value, list | dict):
         return any(_open(one) or _called(one) for one in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Expression)
+    return isinstance(value, UnknownValue)
 
 
 def _only(known: Collection[str], where: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -128,7 +128,7 @@ def _only(known: Collection[str], where: Mapping[str, str] = MappingProxyType({}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
+class _ScriptCall:
     """One call of a script. ``bound``: the variable that holds its result. ``stage``: trainings that ran before."""
 
     name: str
@@ -154,7 +154,7 @@ class _Module:
                 into |= {one.asname or one.name.partition(".")[0]: one.name for one in node.names}
         self.names: dict[str, Any] = {}
         self.steps = self.depth = self.stage = 0
-        self.calls: list[_Call] = []
+        self.calls: list[_ScriptCall] = []
         self.options: dict[str, Any] = {}
         self.used: dict[str, Any] = {}
         self._results: dict[ast.AST, Any] = {}
@@ -183,7 +183,7 @@ class _Module:
             and any(isinstance(one, ast.Return) and one.value is not None for one in node.body)
         ]
 
-    def trainings(self) -> Mapping[str, _Call]:
+    def trainings(self) -> Mapping[str, _ScriptCall]:
         """A script's trainers that differ in their arguments, by name."""
         holders = {id(call.given): call.bound for call in self.calls if call.bound}
         trainers = [
@@ -198,7 +198,7 @@ class _Module:
             for name, one in zip(names, several, strict=True)
         }
 
-    def training(self, name: str | None) -> list[_Call]:
+    def training(self, name: str | None) -> list[_ScriptCall]:
         """Return the calls for one training, its arguments first; of each function those of the last stage before."""
         several = self.trainings()
         if not several:
@@ -229,7 +229,9 @@ class _Module:
         for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
             if default is not None:
                 defaults[one.arg] = self.value(default, {})
-        unknown = {one.arg: Expression(one.arg, node.lineno) for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        unknown = {
+            one.arg: UnknownValue(one.arg, node.lineno) for one in ast.walk(node.args) if isinstance(one, ast.arg)
+        }
         local = {**(unknown if self.script else {}), **defaults, **dict(zip(parameters, given, strict=False)), **named}
         self.depth += 1
         if self.depth > _DEPTH:
@@ -261,7 +263,7 @@ class _Module:
             if self.script:
                 self._calls(node, local, name)
             found = None if value is None else self.value(value, local)
-            found = found if stored is None or often[name] == 1 or value is None else Expression(value)
+            found = found if stored is None or often[name] == 1 or value is None else UnknownValue(value)
             match node:
                 case ast.Return() if value is not None and stored is None:
                     return found
@@ -281,7 +283,7 @@ class _Module:
                 case ast.Expr(value=ast.Constant()) | ast.Assert() | ast.Pass() | ast.Import() | ast.ImportFrom():
                     pass
                 case _ if self.script:
-                    local |= {other: Expression(other, node.lineno) for other in _stored([node])}
+                    local |= {other: UnknownValue(other, node.lineno) for other in _stored([node])}
                     runs = isinstance(node, ast.With | ast.Try) or "__name__" in ast.unparse(
                         getattr(node, "test", node)
                     )
@@ -331,7 +333,7 @@ class _Module:
                 ):
                     default = self.value(value, local)
                     plain = not (_called(default) and default[""] == "field")
-                    found[name] = default if plain else default.get("default", Expression(value))
+                    found[name] = default if plain else default.get("default", UnknownValue(value))
         return found
 
     # expressions ------------------------------------------------------------------------------------------------------
@@ -341,7 +343,7 @@ class _Module:
         try:
             return self._known(node, local)
         except _Unknown:
-            return Expression(node)
+            return UnknownValue(node)
 
     def _known(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
         self.steps += 1
@@ -402,11 +404,11 @@ class _Module:
         """Return a call's value, or the table of its arguments; of a script it is recorded, once."""
         if self.script and node in self._results:
             return self._results[node]
-        self._results[node] = Expression(node)
+        self._results[node] = UnknownValue(node)
         (given, named), function = self._arguments(node, local), ast.unparse(node.func)
         if isinstance(node.func, ast.Name) and function in self.functions and function not in local:
             found = self.call(function, given, named)
-            found = Expression(node) if found is None and self.script else found
+            found = UnknownValue(node) if found is None and self.script else found
         elif function in ("replace", "dataclasses.replace") and given and isinstance(given[0], dict):
             found = {**given[0], **named}
         elif not self.script:
@@ -436,7 +438,7 @@ class _Module:
             switch = {"store_true": False, "store_false": True}.get(str(named.get("action")))
             self.options[str(named.get("dest", flags[-1].lstrip("-").replace("-", "_")))] = named.get("default", switch)
         found = {"": name, **{str(n): value for n, value in enumerate(given)}, **named}
-        self.calls.append(_Call(name=name, line=node.lineno, bound=bound, stage=self.stage, given=found))
+        self.calls.append(_ScriptCall(name=name, line=node.lineno, bound=bound, stage=self.stage, given=found))
         owner = local.get(first, self.names.get(first, ""))
         self.stage += last == "train" and str(owner[""] if _called(owner) else owner).endswith("rainer")
         return found

@@ -24,7 +24,7 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
-from jettison.frameworks.python_values import Expression
+from jettison.frameworks.python_values import UnknownValue
 from jettison.frameworks.shell_script import NOTES, SOURCED
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
@@ -395,7 +395,7 @@ class Keys:
         for key in filter(self.on, (f"{prefix}{own}" for own in table.get("compiles", ()))):
             self.compiles(key)
         for key in reversed([key for key in table.get("names", ()) if self.has(key)]):
-            if not isinstance(self.values[key], Expression):
+            if not isinstance(self.values[key], UnknownValue):
                 self.model = str(self.get(key)) or None
                 self.read(key, why=str(self.model))
             elif self.asked_model is not None:
@@ -433,7 +433,7 @@ class Keys:
                 why = _open_reference(value) or why
             if why is None and key in self._became:
                 continue
-            if isinstance(value, Expression) and all(map(_SAID_OTHERWISE, self._became.get(key) or [""])):
+            if isinstance(value, UnknownValue) and all(map(_SAID_OTHERWISE, self._became.get(key) or [""])):
                 continue
             if key.startswith("$") or (why is None and _off(value)):
                 ignored.append(key)
@@ -727,12 +727,12 @@ def _off(value: Any) -> bool:
 def _variable(value: Any) -> bool:
     """Is the value an unset shell variable, or "auto", which another program fills in?"""
     first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, str) and (first.startswith("$") or value == "auto" or isinstance(first, Expression))
+    return isinstance(first, str) and (first.startswith("$") or value == "auto" or isinstance(first, UnknownValue))
 
 
 def _open_reference(value: Any) -> str:
     """Reason why a value, or a reference in it, is unknown; empty if it is known."""
-    if isinstance(value, Expression):
+    if isinstance(value, UnknownValue):
         return f"line {value.line}: its value is not a literal"
     match = re.search(r"\$\{(?:([\w.]+):)?([^{}]*)\}", str(value)) if isinstance(value, str | list) else None
     if match is None:
