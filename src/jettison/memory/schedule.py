@@ -87,7 +87,7 @@ class PipelineShape:
             raise UsageError(
                 f"got {micro_batches} micro-batches for {stages} pipeline stages of {self.virtual_stages} virtual "
                 f"stages each; interleaving takes a multiple of {stages}: change the global batch, or give "
-                f"--virtual-stages 1, or a --micro-batch-group of {stages} or more, as Megatron takes it"
+                f"--virtual-stages 1, or a --micro-batch-group of {stages} or more"
             )
         if group and not stages <= group <= micro_batches:
             raise UsageError(

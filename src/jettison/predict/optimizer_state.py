@@ -276,7 +276,7 @@ def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
     if not distributed and (run.optimizer is not Optimizer.MUON or run.kernels.device is Device.CPU):
         return 0
     found, moment = list(tensors_of(run, chunks)), _moment_bytes(run)
-    each = (_megatron_bytes(t) if distributed else torch_bytes(t, moment) for t in found if t.matrix)
+    each = (_distributed_bytes(t) if distributed else torch_bytes(t, moment) for t in found if t.matrix)
     most = max(each, default=0)
     if run.optimizer is not Optimizer.DIST_MUON_PINGPONG:
         return most
@@ -286,7 +286,7 @@ def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
     return max(most, *(nbytes for kind, nbytes in enumerate(gathered) if _ranks(run, expert=bool(kind)) > 1), 0)
 
 
-def _megatron_bytes(tensor: WholeTensor) -> int:
+def _distributed_bytes(tensor: WholeTensor) -> int:
     """Transients for one matrix in Megatron; moments are fp32, as ``newton_schulz`` requires."""
     if tensor.whole == (tensor.rows, tensor.columns):
         return 12 * tensor.numel

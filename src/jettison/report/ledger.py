@@ -413,7 +413,7 @@ def _tensor_parallel(run: Run) -> Iterator[str]:
     if layout.gathered_inputs and layout.tp > 1 and layout.sp:
         yield (
             f"--gathered-inputs: each rank saves the all-gathered input of its column-parallel layers, {layout.tp} "
-            "times the shard that Megatron saves and all-gathers again"
+            "times the shard that would be saved, and all-gathered again, without it"
         )
     elif layout.gathered_inputs:
         yield "--gathered-inputs does nothing without sequence parallelism"
