@@ -182,9 +182,9 @@ class Gated(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, cell: type[nn.RNNBase] = nn.GRU) -> None:
         super().__init__()
-        self.cell, self.after = nn.GRU(width, width), nn.Linear(width, width)
+        self.cell, self.after = cell(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         mixed: Tensor = self.after(self.cell(x[None])[0][0])
@@ -203,3 +203,15 @@ def test_what_is_saved_piece_by_piece_comes_back_whole(block: Callable[[int], nn
             each.zero_grad()
             run(each, found.batch)
         assert compare_gradients(found.model, found.plain).identical
+
+
+def test_a_workspace_that_its_backward_writes_to() -> None:
+    """oneDNN's LSTM does, past the counters, and reads it again in the next backward of a retained graph."""
+    torch.manual_seed(0)
+    model = Line([Recurrent(WIDTH, nn.LSTM) for _ in range(4)])
+    found = Pair(model, seeded(ROWS, WIDTH), ALL, {"regions": [f"layers.{i}" for i in range(4)]})
+    for each in (found.model, found.plain):
+        loss = each(found.batch).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert compare_gradients(found.model, found.plain).identical

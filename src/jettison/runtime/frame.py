@@ -231,8 +231,7 @@ class Frame:
 
     def leave(self) -> bool:
         """Fill the handles, and return whether the run was the recorded one. Raises `Diverged` if it was not and
-        dropped
-        tensors cannot be recomputed from the boxed values.
+        dropped tensors cannot be recomputed from the boxed values.
         """
         if self.check is not None:
             self.broken = self.broken or self.check.diverged
@@ -398,6 +397,8 @@ class Frame:
         if box.is_empty:
             raise self.lost(handle)
         if not isinstance(box, Box):
+            if box.flat is not None:  # it never moved, and kernels (LSTM) may write to their workspace in backward
+                self.seen[self.recipe.cells[buffer]] = None
             return box.open()
         held = box.tensor
         assert held is not None
