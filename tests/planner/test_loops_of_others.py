@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -49,9 +49,10 @@ class Ranged(Net):
         return found
 
 
-def test_a_teacher_may_run_in_inference_mode() -> None:
+@pytest.mark.parametrize("how", [torch.inference_mode, nullcontext])
+def test_a_frozen_teacher(how: Callable[[], AbstractContextManager[Any]]) -> None:
     def step(student: Any, teacher: Any, x: Tensor) -> None:
-        with torch.inference_mode():
+        with how():
             told = teacher(x)
         (student(x) - told.clone()).square().backward()
 
@@ -63,6 +64,20 @@ def test_a_teacher_may_run_in_inference_mode() -> None:
     step(plain, teacher, x)
     assert all(map(torch.equal, got, [p.grad for p in plain.parameters()]))
     handle.remove()
+
+
+def test_a_frozen_judge_of_what_is_made_and_of_the_batch() -> None:
+    """Its call with the batch saves nothing, and is not a forward that waits for its backward: no warning."""
+
+    def step(maker: Any, judge: Any, x: Tensor) -> None:
+        (judge(x * maker(x)) - judge(x)).square().backward()
+
+    maker, judge, x = net(), net().requires_grad_(False), batch()
+    with jettison.auto_checkpoint(maker, x, ENOUGH, step=step, models=(maker, judge)):
+        step(maker, judge, x)
+    plain = net()
+    step(plain, judge, x)
+    assert all(map(torch.equal, *([p.grad for p in one.parameters()] for one in (maker, plain))))
 
 
 def test_a_step_of_nothing_but_transforms_is_refused_in_words() -> None:

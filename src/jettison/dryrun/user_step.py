@@ -247,7 +247,7 @@ def _counting(counted: Counted | None) -> Iterator[None]:
 
 class _Watcher:
     """Hooks before and after a model's forward, for one run of a step: its calls with gradients, and which of them wait
-    for a backward.
+    for a backward. A frozen model's call has none, unless an argument requires them.
 
     A call's saved tensors are freed by the first backward that does not retain the graph, or with the last node of its
     graph (a double backward keeps some of them): all of them have the call's mark.
@@ -256,27 +256,28 @@ class _Watcher:
     def __init__(self, use: ModelUse) -> None:
         self.use = use
         self.calls = 0
-        self.running: list[tuple[int, int]] = []  # with the number of the call's first node
+        self.running: list[tuple[int, int] | None] = []  # with the number of the call's first node; None: no gradients
         self.unasked: set[int] = set()  # calls that no backward has come to
         self.held: dict[int, weakref.ref[_GraphMark]] = {}  # calls whose saved tensors may be there
 
-    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        use = self.use
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        use, given = self.use, (*module.parameters(), *_tensors((args, kwargs)))
+        self.running.append(None)
         if reason := _unplanned():  # what it keeps there is counted as it comes
             use.unplanned.add(reason)
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in given):
             call, self.calls = self.calls, self.calls + 1
-            self.running.append((call, next_sequence_number()))
-            given = tree_map(_apart, opaque_copy((args, kwargs)))
+            self.running[-1] = call, next_sequence_number()
+            args, kwargs = tree_map(_apart, opaque_copy((args, kwargs)))
             use.adds_up = use.adds_up or len(self.unasked) < call
-            use.calls.append(ModelCall(args=given[0], kwargs=given[1], switches=global_signature()))
+            use.calls.append(ModelCall(args=args, kwargs=kwargs, switches=global_signature()))
             self.unasked.add(call)
             use.in_flight = max(use.in_flight, 1 + sum(mark() is not None for mark in self.held.values()))
 
     def after(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if _unplanned() or not torch.is_grad_enabled():
+        if (running := self.running.pop()) is None:
             return
-        call, start = self.running.pop()
+        call, start = running
         trained = [p for p in module.parameters() if p.requires_grad]
         made = [leaf for leaf in _tensors(output) if leaf.requires_grad]
         for leaf in made:

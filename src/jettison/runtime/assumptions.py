@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.tensor_subclasses import plain
+from jettison.capture.trees import tree_leaves
 from jettison.core.units import format_bytes
 from jettison.runtime.batch_shape import BatchShape
 
@@ -137,6 +138,8 @@ class Assumptions:
                 if self.thaws
                 else "remove() the plan, and plan again as the model is trained now",
             )
+        if not self.ends and not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))):
+            return  # a frozen model, of which autograd saves nothing here
         if len(graphs) >= self.in_flight and not self.collected:
             self.collected = True  # once: no backward will come for graphs that only reference cycles keep alive
             gc.collect()
