@@ -102,6 +102,7 @@ LOOPS = [
     *((adamw, False, policy) for policy in ("none", "selective", "every:2")),
     (None, False, "full"),
     (adamw, True, "full"),
+    (torch.optim.Adafactor, False, "full"),  # reads values
     *(
         pytest.param(*loop, marks=pytest.mark.slow)
         for loop in (

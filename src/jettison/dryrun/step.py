@@ -19,7 +19,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.copies import copied
-from jettison.capture.fakes import fake_batch, is_sparse
+from jettison.capture.fakes import fake_batch, is_sparse, roughly
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.tracer import unseen_outputs
 from jettison.core.errors import TraceError, UsageError
@@ -222,8 +222,7 @@ def dry_run_events(part: ModulePolicy, dry_step: DryStep) -> tuple[AllocationEve
     make_state([part], dry_step)
     with _ready([part], dry_step):
         with AllocationCounter(dry_step.alive(), device=part.trace.device_type, record_events=True) as counter:
-            _, held = _passes_and_optimizer(dry_step, counter)
-            del held
+            _passes_and_optimizer(dry_step, counter)
         return counter.events
 
 
@@ -234,8 +233,9 @@ def _passes_and_optimizer(dry_step: DryStep, counter: AllocationCounter) -> tupl
     if not dry_step.last:
         return (forward, backward, None), held
     counter.phase("optimizer")
-    for optimizer in dry_step.last:
-        optimizer.step()
+    with roughly(dry_step.modules[0]):  # torch.optim.Adafactor reads norms
+        for optimizer in dry_step.last:
+            optimizer.step()
     return (forward, backward, counter.peak_bytes), held
 
 
@@ -258,7 +258,6 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
                     "it (its momentum), and grows by their entries in every step: no budget holds. Train that table "
                     "with SparseAdam or with SGD(momentum=0)"
                 )
-            optimizer.zero_grad(set_to_none=True)
     _HAVE_STATE.add(optimizer)
 
 
@@ -266,12 +265,12 @@ _HAVE_STATE: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers whose state was made, or was there: a step is enough for that."""
 
 
-def _first_step(
-    dry_step: DryStep, optimizer: torch.optim.Optimizer, device: str | None, workspace: Workspace | None
-) -> None:
+def _first_step(dry_step: DryStep, optimizer: Any, device: str | None, workspace: Workspace | None = None) -> None:
     with AllocationCounter(dry_step.alive(), workspace=workspace, device=device) as counter:
         dry_step.leave_gradients(counter)
-        optimizer.step()
+        with roughly(dry_step.modules[0]):
+            optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 @contextlib.contextmanager
@@ -307,9 +306,7 @@ class _BlockListener:
 
 
 # a step under somebody else's checkpointing ---------------------------------------------------------------------------
-#
-# Nothing of Jettison's runtime takes part: whoever calls brings a function that changes the model, and what it changed
-# is put back.
+# Nothing of Jettison's runtime takes part: the caller's function changes the model, and its changes are undone.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,8 +333,7 @@ def dry_run_given(
     with _changed(model, change), trace.context(), quiet_gc():
         try:
             if optimizer is not None and not optimizer.state:
-                _first_step(step, optimizer, device, None)
-                optimizer.zero_grad(set_to_none=True)
+                _first_step(step, optimizer, device)
             with AllocationCounter(step.alive(), workspace=workspace, device=device) as counter, torch.enable_grad():
                 before = counter.live_bytes
                 output = call_model(model, trace.batch)
@@ -346,8 +342,7 @@ def dry_run_given(
                 held_bytes = counter.live_bytes - before
                 del output, loss
             with AllocationCounter(step.alive(), workspace=workspace, device=device) as counter:
-                peaks, held = _passes_and_optimizer(step, counter)
-                del held
+                peaks = _passes_and_optimizer(step, counter)[0]
         except (RuntimeError, NotImplementedError, LookupError, AttributeError) as error:
             text = (str(error).splitlines() or [""])[0]
             raise TraceError(
