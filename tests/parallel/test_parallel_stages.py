@@ -142,6 +142,8 @@ def test_blocks_of_a_stage() -> None:
 
 def test_a_policy_without_blocks_is_said_to_do_nothing() -> None:
     stage, x = Stage(1, first=False, last=False), torch.zeros(ROWS, LENGTH, WIDTH)
+    with pytest.raises(UsageError, match="the blocks are none"):
+        jettison.apply(stage, {"blocks.0": "full"}, batch=received(x), loss_fn=stand_in_loss)
     with pytest.warns(UserWarning, match="Stage has no repeated blocks"):
         jettison.apply(stage, "full", batch=received(x), loss_fn=stand_in_loss)
 

@@ -169,11 +169,11 @@ def apply(
         assert policy is not None
         if loop.compile is not None:
             _refuse_op_words(policy)
-        policies, segments = policies_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
-        _warn_pointless(traced, policies, policy)
-        if any(chosen.word != "none" for chosen in policies.values()):
+        if getattr(policy, "word", policy) != "none":
             for text in traced.warnings:
                 warnings.warn(text, stacklevel=2)
+        policies, segments = policies_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
+        _warn_pointless(traced, policies, policy)
         installed = install(model, traced, policies, KeepAll(), segments, how=how, host_budget_bytes=host_bytes)
         return agreed(Applied(regions=installed), agreement)
 
@@ -223,7 +223,7 @@ def policies_of(policy: Policy, names: list[str]) -> tuple[dict[str, CheckpointP
         unknown = sorted(set(policy) - set(names))
         if unknown:
             raise UsageError(
-                f"policy names {unknown[0]!r}, which is not a block; the blocks are {', '.join(names[:8])}"
+                f"policy names {unknown[0]!r}, which is not a block; the blocks are {', '.join(names[:8]) or 'none'}"
             )
         return {name: _policy_of(policy.get(name, "none")) for name in names}, []
     if isinstance(policy, Sequence) and not isinstance(policy, str):
@@ -256,8 +256,8 @@ def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy]
     """
     if not policies and word != "none":
         warnings.warn(
-            f"policy {word!r} changes nothing here: {type(traced.fake_model).__name__} has no repeated blocks. "
-            "Name what to treat as blocks with regions=[...], or use a memory budget",
+            f"policy {word!r} changes nothing here: {type(traced.fake_model).__name__} has no repeated blocks that it "
+            "could apply to. Name what to treat as blocks with regions=[...], or use a memory budget",
             stacklevel=3,
         )
     chosen = [c for c in traced.calls if policies[c.name].word == "selective"]
