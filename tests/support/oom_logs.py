@@ -133,6 +133,61 @@ KILL = (
 
 REPORTED = (
     Case(
+        name="memory of an optimizer's first step that lies in pieces",
+        text=traceback((f"{SITE}/torch/optim/adamw.py", 599, "_multi_tensor_adamw"))
+        + new("98.00 MiB", "15.77 GiB", "5.12 MiB", "13.76 GiB", "540.64 MiB", own="15.76 GiB"),
+        kind=FindingKind.FRAGMENTATION,
+        phase=StepPhase.OPTIMIZER,
+        says=("foreach=False", "2.8 % of the device", "a next request may fail"),
+        never=("pad_to_multiple_of", "auto_checkpoint"),
+    ),
+    Case(
+        name="pieces that would leave next to nothing",
+        text=new("980.00 MiB", "23.65 GiB", "592.06 MiB", "21.89 GiB", "721.25 MiB", own="23.05 GiB"),
+        kind=FindingKind.FRAGMENTATION,
+        says=("expandable_segments:True", "1.4 % of the device", "pad_to_multiple_of", "auto_checkpoint(model, batch,"),
+    ),
+    Case(
+        name="DeepSpeed makes its fp32 weights",
+        text=traceback(
+            ME,
+            (f"{SITE}/deepspeed/runtime/zero/stage3.py", 327, "__init__"),
+            (f"{SITE}/deepspeed/runtime/zero/stage3.py", 372, "_setup_for_real_optimizer"),
+            (f"{SITE}/deepspeed/runtime/zero/stage3.py", 690, "_create_fp32_partitions"),
+        )
+        + old("1.43 GiB", "23.70 GiB", "21.43 GiB", "1.02 GiB", "21.44 GiB"),
+        kind=FindingKind.PEAK,
+        phase=StepPhase.OPTIMIZER,
+        trainer="DeepSpeed",
+        first='"offload_optimizer": {"device": "cpu"}',
+        never=("fully_shard", "mmap"),
+    ),
+    Case(
+        name="a mask of a wrong shape, in front of a fused kernel",
+        text=traceback(
+            (f"{SITE}/axolotl/monkeypatch/attention.py", 340, "forward"),
+            (f"{SITE}/flash_attn/bert_padding.py", 17, "forward"),
+        )
+        + old("341.58 GiB", "79.15 GiB", "5.62 GiB", "72.91 GiB", "5.73 GiB"),
+        kind=FindingKind.PEAK,
+        trainer="Axolotl",
+        first="value.shape",
+        never=("scaled_dot_product_attention",),
+    ),
+    Case(
+        name="a cell of Colab, whose output accelerate makes fp32",
+        text="OutOfMemoryError                          Traceback (most recent call last)\n"
+        "[<ipython-input-7-3d62c5>](https://localhost:8080/#) in <cell line: 1>()\n"
+        "----> 1 trainer.train()\n\n13 frames\n"
+        f"[{SITE}/accelerate/utils/operations.py](https://localhost:8080/#) in _convert_to_fp32(tensor)\n"
+        "--> 781         return tensor.float()\n\n"
+        + new("9.47 GiB", "14.75 GiB", "3.78 GiB", "10.69 GiB", "122.44 MiB"),
+        kind=FindingKind.PEAK,
+        phase=StepPhase.FORWARD,
+        site="<ipython-input-7-3d62c5>:0 <cell line: 1>",
+        first="LigerFusedLinearCrossEntropyLoss",
+    ),
+    Case(
         name="an Apple device, in a Trainer",
         text=traceback(
             (HF, 2560, "_inner_training_loop"), (f"{SITE}/accelerate/accelerator.py", 1964, "backward"), TENSOR
@@ -1108,7 +1163,7 @@ TRAPS = (
         text=traceback(*BACKWARD) + old("20.00 MiB", "23.70 GiB", "22.06 GiB", "3.31 MiB", "22.32 GiB"),
         kind=FindingKind.FRAGMENTATION,
         unused=0.26,
-        says=("1.1 % of the device", "expandable_segments:True", "auto_checkpoint"),
+        says=("1.0 % of the device", "expandable_segments:True", "auto_checkpoint"),
     ),
     Case(
         name="outputs that Accelerate makes fp32",

@@ -56,6 +56,7 @@ class Trainer:
     plan: str = ""
     rollout: str = ""
     serves: bool = False
+    fixed: bool = False
 
     def change(self, setting: str, **values: str) -> tuple[Change, ...]:
         """Yield the change of a setting, if it has one."""
@@ -127,7 +128,9 @@ def against_fragmentation(facts: MemoryFacts) -> tuple[Change, ...]:
         first = change("fragmentation.expandable", setting=device.expandable, later=later)
     else:
         first = change("fragmentation.empty_cache", call=device.empty_cache or "torch.accelerator.empty_cache()")
-    return (first, change("fragmentation.lengths"))
+    if facts.phase is StepPhase.OPTIMIZER:  # temporaries there are of parameters' sizes, whatever the batch's
+        return (first, *(() if facts.own_optimizer else changes("peak", "foreach")))
+    return (first, *(() if _trainer(facts).fixed else changes("fragmentation", "lengths")))
 
 
 def against_others(facts: MemoryFacts) -> tuple[Change, ...]:
@@ -151,10 +154,16 @@ def against_outside(facts: MemoryFacts) -> tuple[Change, ...]:
 
 
 def against_one_tensor(facts: MemoryFacts) -> tuple[Change, ...]:
-    """Avoid a tensor larger than the device: attention scores, or logits."""
+    """Avoid a tensor larger than the device: attention scores, logits, or one of a wrong shape."""
     if facts.logits:
         return _fused_loss(facts)
-    return (change("size.attention"), *of_trainer(facts, recompute=False))
+    first = against_size_error(facts) if facts.fused_attention else change("size.attention")
+    return (first, *of_trainer(facts, recompute=False))
+
+
+def against_size_error(facts: MemoryFacts) -> Change:
+    """Look for the shape that is wrong."""
+    return change("size.shapes", where=f" (at {facts.site})" if facts.site else "")
 
 
 def against_refusal(facts: MemoryFacts) -> tuple[Change, ...]:

@@ -119,6 +119,7 @@ class MemoryFacts:
         failure: what failed.
         site: the line of the program that asked.
         logits: the line that asked is in the head or the loss of a language model.
+        fused_attention: the traceback is in an attention kernel that never makes scores.
         trainer: the framework whose loop the traceback shows, by its name in `trainers.toml`.
         evaluating: the traceback is of an evaluation or of generation: there is no backward.
         colocated: the log speaks of an inference server, which may share the device with the trainer.
@@ -147,6 +148,7 @@ class MemoryFacts:
     phase: StepPhase = StepPhase.UNKNOWN
     site: str = ""
     logits: bool = False
+    fused_attention: bool = False
     trainer: str = ""
     evaluating: bool = False
     colocated: bool = False

@@ -36,13 +36,13 @@ _UNIT_FIRST: Final = re.compile(
 _UNIT_BEFORE: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
 _WRITTEN: Final = {unit.lower(): unit for unit in ("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
 _BEGINS: Final = re.compile(r"Traceback (?:of TorchScript )?\(most recent call last\)")
-_FRAMES: Final = (  # Python's, rich's and IPython's, a notebook's cell, older IPython's
+_FRAMES: Final = (  # Python's, rich's and IPython's, a notebook's cell, older IPython's and Colab's
     re.compile(r'\bFile "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[\w.<>]+)'),
     re.compile(
         r"(?:File )?(?P<file>[^\s:]+\.py|[A-Za-z]:\\\S+?\.py):(?P<line>\d+),? in(?: (?P<function>[\w.<>]+)|\s*$)"
     ),
     re.compile(r"(?P<file>Cell In ?\[\d+\]), line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?"),
-    re.compile(r"^(?P<file>\S+\.py|<ipython-input-\S+>) in (?P<function>[\w.<>]+)"),
+    re.compile(r"^\[?(?P<file>[^\s\]]+\.py|<ipython-input-[^\s\]]+>)(?:\]\(\S*\))? in (?P<function>[\w.]+|<[^<>]+>)"),
 )
 _TORCHS_OWN: Final = re.compile(r"torch/(?:optim/(?!optimizer\.py|lr_scheduler\.py)|nn/utils/clip_grad)")
 """Files of torch's optimizers; those of other packages are called by a wrapper of torch's."""
@@ -132,6 +132,7 @@ def _traceback(lines: list[str]) -> tuple[Figures, bool]:
         "site": place_of(frames),
         "trainer": trainer_of(files),
         "logits": speaks_of_logits(*near),
+        "fused_attention": any(pattern_of("fused_attention").search(file) for file in files),
         "evaluating": evaluates and "backward" not in functions,
         "own_optimizer": phase is StepPhase.OPTIMIZER and not any(_TORCHS_OWN.search(file) for file in files),
     }

@@ -1,15 +1,6 @@
 """Cause of an out-of-memory error, and the smallest changes that fit (`advice.py`).
 
-- *A leak*: bytes between steps grow, by as many as are missing.
-- *Fragmentation*: enough bytes are free, but not contiguous. The allocator frees unused segments before it fails, so
-  the unused bytes of PyTorch then lie between tensors.
-- *Other processes*, or *outside PyTorch*: they use the missing bytes. Every byte of the device is accounted for:
-  tensors, unused, private pools, this process outside of PyTorch, other processes, free.
-- *A size error*: a request larger than any device.
-- *Host memory*: the machine's, not the device's.
-- *A peak*: a step needs more than the device has, without growth between steps.
-
-A source with too little information is *unknown*.
+``docs/doctor.md`` lists the causes. The allocator frees unused segments first: unused bytes then lie between tensors.
 """
 
 from __future__ import annotations
@@ -23,15 +14,15 @@ from jettison.core.units import MIB, format_gib, format_percent
 from jettison.diagnose import advice
 from jettison.diagnose.advice import device_of
 from jettison.diagnose.facts import Failure, MemoryFacts, StepPhase
-from jettison.diagnose.finding import Change, Finding, FindingKind, change, changes
+from jettison.diagnose.finding import Change, Finding, FindingKind, changes
 from jettison.diagnose.growth import FIRST_STEPS, grown_bytes
 
 HIGHER_PEAK: Final = 1.05
 MOST_PARTS: Final = 5
 SLACK: Final = 0.01
 """Share of a device: smaller unaccounted figures are not reported."""
-LITTLE: Final = 0.02
-"""Share of a device in free pieces that would serve a few more requests if contiguous."""
+LITTLE: Final = 0.05
+"""Share of a device that free pieces, if contiguous, must leave after the request: less does not last for a step."""
 MUCH: Final = 0.1
 MUCH_BYTES: Final = 3 << 29
 """Share of a device, and at least so many bytes: a context, its kernels and communication buffers take as much."""
@@ -125,10 +116,11 @@ def _fragmentation(facts: MemoryFacts, short: int) -> Finding:
     if facts.expandable:
         evidence.append("expandable segments are switched on already")
     advised = advice.against_fragmentation(facts)
-    if facts.total_bytes and unused < LITTLE * facts.total_bytes:
-        share = format_percent(unused / facts.total_bytes)
-        evidence.append(f"these are {share} of the device: it is all but full, and the next request fails as well")
-        advised += advice.against_peak(facts, short, shape=False)
+    left = unused + (facts.free_bytes or 0) - (facts.requested_bytes or 0)
+    if facts.total_bytes and left < LITTLE * facts.total_bytes:
+        share = format_percent(left / facts.total_bytes)
+        evidence.append(f"joined they leave {share} of the device: it is all but full, and a next request may fail")
+        advised = tuple(dict.fromkeys((*advised, *advice.against_peak(facts, short, shape=False))))
     claim = f"fragmentation: free memory lacks {format_gib(short)}, which reserved but unused blocks have"
     return _finding(FindingKind.FRAGMENTATION, claim, facts, advised, evidence)
 
@@ -149,8 +141,7 @@ def _size_error(facts: MemoryFacts, asked: int) -> Finding:
     size = "more than 1 EiB" if asked >= 1 << 60 else format_gib(asked)
     times = f", {asked // facts.total_bytes:,} times the device" if facts.total_bytes and asked < 1 << 60 else ""
     claim = f"a size error: {size} were asked for at once{times}; no device has that, and no plan helps"
-    advised = change("size.shapes", where=f" (at {facts.site})" if facts.site else "")
-    return _finding(FindingKind.SIZE, claim, facts, (advised,))
+    return _finding(FindingKind.SIZE, claim, facts, (advice.against_size_error(facts),))
 
 
 # failures other than a request of PyTorch's allocator on a device -----------------------------------------------------
