@@ -366,6 +366,9 @@ def test_what_is_neither_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         capsys.readouterr()
         assert run(["profile", name]) == 2
         assert capsys.readouterr().err.startswith(f"jettison: there is no file {name}; give a trace")
+    (tmp_path / "empty.toml").touch()
+    assert run(["profile", str(tmp_path / "empty.toml")]) == 2
+    assert "empty.toml is empty; give a trace" in capsys.readouterr().err
     assert run(["profile", "nowhere.json", "x"]) == 2
     assert run(["profile", "nowhere.py", "--steps", "0"]) == 2
     (tmp_path / "t.json.gz").write_bytes(gzip.compress(json.dumps(planted()).encode()))

@@ -655,6 +655,25 @@ def test_presets_by_the_names_of_repositories(name: str, expected: str | None) -
     assert preset_named(name) == expected
 
 
+def test_arguments_as_python_prints_them(tmp_path: Path) -> None:
+    file = tmp_path / "args.json"
+    file.write_text("{'model_name_or_path': 'llama3-8b', 'per_device_train_batch_size': 4, 'deepspeed': None}")
+    assert read_run(file).request.micro_batch == 4
+
+
+def test_an_unknown_key_names_the_closest_one(write: Any) -> None:
+    with pytest.raises(UsageError, match=r"Lora_target = all .unknown key: is it lora_target.*ax_samples.*max_samples"):
+        read_run(write(FACTORY, Lora_target="all", ax_samples=10))
+
+
+def test_a_model_that_is_quantized_already(write: Any) -> None:
+    path = "/nowhere/Meta-Llama-3.1-8B-Instruct-bnb-4bit"
+    assert read_run(write(FACTORY, model_name_or_path=path, quantization_bit=4)).model == "llama3.1-8b"
+    assert read_run(write(FACTORY, model_name_or_path=path)).model == path
+    with pytest.raises(UsageError, match=r"no file or folder here; the closest are llama3\.1-8b"):
+        read_run(write(FACTORY, model_name_or_path=path)).spec()
+
+
 def test_llamafactorys_v1(write: Any) -> None:
     values = {
         "model": "Qwen/Qwen3-8B",

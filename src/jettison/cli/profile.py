@@ -80,13 +80,14 @@ def require_target(target: str) -> None:
     """Before torch is loaded: something is there that could run, or a name of Python's.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: there is no such file, or nothing in it.
     """
-    if ":" not in target and not Path(target).exists():
-        raise UsageError(
-            f"there is no file {target}; give a trace, a memory snapshot, a script, or a recipe (a TOML file or "
-            "module:name)"
-        )
+    file = Path(target)
+    empty = file.is_file() and not file.stat().st_size
+    if empty or (":" not in target and not file.exists()):
+        wrong = f"{target} is empty" if empty else f"there is no file {target}"
+        kinds = "a trace, a memory snapshot, a script, or a recipe (a TOML file or module:name)"
+        raise UsageError(f"{wrong}; give {kinds}")
 
 
 def profile_run(

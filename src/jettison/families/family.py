@@ -1,31 +1,6 @@
 """Model families: the fixed choices of an architecture's code, and the keys that its configuration may omit.
 
-``models/<model_type>.toml`` describes one ``model_type`` of Hugging Face's ``config.json``:
-
-    like = "llama"                  # start from all values of this other family
-    blocks = ["decoder"]            # then merge these files of ``blocks/``, the last one has priority
-    norm = { kind = "rms" }         # fields of `Norm`
-    gated = false                   # any field of `Family`; a choice is written as the name of its enum member
-    required = ["hidden_size"]      # keys that must be set
-    optional = ["head_dim"]         # keys that may be missing or null
-    refused = ["clip_qkv"]          # keys that may not be set: no closed form for their effect
-    [defaults]                      # keys that may be missing, with their default
-    [spelling]                      # this family's spelling of a key, if it is not the usual one
-    [dropout]                       # fields of `DropoutKeys`
-    [experts]                       # fields of `Experts`
-    [when.KEY]                      # fields of `Family`, and of its `Experts`, if the file has KEY true
-    [unless.KEY]                    # the same if the file has KEY false
-    reader = "falcon"               # a function of `fields`, for conversions that no table can express
-    [kernels]                       # fields of `Kernels` in which transformers' code of this family differs
-
-    described_kernels = ["liger"]   # not inherited by families that are like it
-    [tensor_parallel]               # not inherited either: names of classes and parts, for parallel/known_models.py
-    name = "Llama"                  # prefix of its class names
-    parts = "llama_parts"           # a file of ``blocks/``, unless the parts are listed here
-
-Tables are merged key by key, except for ``norm``; any other repeated key replaces the earlier value.
-``defaults`` are those of the configuration classes of transformers 5 (``models/*/configuration_*.py``). A key that is
-neither required nor among the defaults is not read by the architecture, so it is ignored here.
+``README.md`` has the form of their files.
 """
 
 from __future__ import annotations

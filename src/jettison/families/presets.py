@@ -32,11 +32,10 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = _PRESETS
 
 def unknown_preset(name: str, others: str) -> UsageError:
     """Error for an unknown model name. ``others``: alternatives, as the start of a sentence."""
-    from difflib import get_close_matches  # imported on use, to keep the command line's start fast
-
-    close = get_close_matches(name.lower(), PRESETS, n=4, cutoff=0.5)
+    close = _nearest(name)[:4]
     hint = f"the closest are {', '.join(close)}" if close else f"expected one of {', '.join(PRESETS)}"
-    return UsageError(f"got the model {name!r}; {hint}. {others} will work as well")
+    missing = ", which is no file or folder here" * ("/" in name)
+    return UsageError(f"got the model {name!r}{missing}; {hint}. {others} will work as well")
 
 
 @cache
@@ -126,15 +125,15 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _nearest(model: str) -> str:
-    """The preset with the name most similar to the repository's, as a sentence; empty if none is similar."""
-    from difflib import get_close_matches
+def _nearest(model: str) -> list[str]:
+    """Presets with names similar to the last part of this one, the most similar first."""
+    from difflib import get_close_matches  # imported on use, to keep the command line's start fast
 
-    asked = _letters(model.partition("/")[2])
-    within = [name for name in PRESETS if _letters(name) in asked]
+    asked = _letters(model.rpartition("/")[2])
     spelled = {_letters(name): name for name in reversed([*PRESETS])}
-    close = within or [spelled[one] for one in get_close_matches(asked, [*reversed(spelled)], n=1, cutoff=0.6)]
-    return f"The nearest preset is {max(close, key=len)}, which needs no file. " if close else ""
+    within = sorted((name for name in spelled if name in asked), key=len, reverse=True)
+    close = get_close_matches(asked, [*reversed(spelled)], n=4, cutoff=0.6)
+    return [spelled[name] for name in dict.fromkeys([*within, *close])]
 
 
 _SAME_SIZES: Final = frozenset(
@@ -159,8 +158,9 @@ def _letters(name: str) -> str:
 
 
 def _unknown(model: str, why: str) -> UsageError:
+    nearest = "".join(f"The nearest preset is {name}, which needs no file. " for name in _nearest(model)[:1])
     return UsageError(
         f"got the model {model!r}: no such file or folder exists, it is not in the Hugging Face cache "
-        f"({hub_cache()}), and {why}. {_nearest(model)}Give a config.json, its folder, or a name that `jettison list "
+        f"({hub_cache()}), and {why}. {nearest}Give a config.json, its folder, or a name that `jettison list "
         "models` has"
     )

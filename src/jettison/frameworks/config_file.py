@@ -7,10 +7,12 @@ environment variables and resolvers (``${oc.env:HOME}``) stay in the text.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -210,4 +212,14 @@ def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {"toml": tomllib.loads, "yaml": _yaml, "json": json.loads}
+def _json(text: str) -> Any:
+    """Parse JSON, or a dictionary as Python prints it into a log."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        with suppress(ValueError, SyntaxError):
+            return ast.literal_eval(text.strip())
+        raise
+
+
+_PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {"toml": tomllib.loads, "yaml": _yaml, "json": _json}

@@ -198,17 +198,20 @@ class Keys:
         self._became: dict[str, list[str]] = {}
         self._refused: dict[str, str] = {}
         self._tables: list[tuple[str, Mapping[str, Any]]] = []
+        self._asked_for: set[str] = set()
 
     # for readers ------------------------------------------------------------------------------------------------------
 
     def has(self, key: str) -> bool:
         """Does the file have this key, with a value other than null?"""
+        self._asked_for.add(key)
         return self.values.get(key) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key and mark it as read; the default if it is missing or null."""
         if key in self.values:
             self._became.setdefault(key, [])
+        self._asked_for.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
@@ -447,8 +450,15 @@ class Keys:
                 self._refused.pop(key, None)
                 self.read(key, why="the command line says it")
                 continue
-            unread.append(Key(name=self.written(key), value=value, why=why or _open_reference(value) or UNKNOWN))
+            unread.append(Key(name=self.written(key), value=value, why=why or _open_reference(value) or self._unknown(key)))
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
+
+    def _unknown(self, key: str) -> str:
+        from difflib import get_close_matches  # on use: the command line's start stays fast
+
+        known = self._asked_for.union(*(table.get("ignored", ()) for _, table in self._tables))
+        close = get_close_matches(re.sub(r"\W", "_", key.lower()), known - {*self.values}, n=1, cutoff=0.8)
+        return f"{UNKNOWN}: is it {close[0]}?" if close else UNKNOWN
 
     def _in_tables(self, key: str) -> str | None:
         """Return why the first table that has a key refuses it, empty if it is ignored; None without such a table."""
@@ -705,6 +715,8 @@ def _settled(model: str | None, keys: Keys) -> str | None:
     folder = keys.file.path.parent / model
     if Path(model).exists():
         return model
+    if str(keys.field("base", "")).startswith("nf4"):  # a checkpoint that is quantized so already
+        model = re.sub("-(?:unsloth-)?bnb-4bit$", "", model)
     if (folder / "config.json").is_file():
         return str(folder)
     found = preset_named(model)

@@ -125,9 +125,9 @@ def model_spec(model: str, *, live: bool = False) -> ModelSpec:
         path = Path(model)
         if is_hub_id(model):
             return replace(read_config(hub_config(model)), name=model)
-        if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
+        if path.exists() or path.suffix == ".json":
             return read_config(path)
-        if live:
+        if live or len(path.parts) > 1:
             raise unknown_preset(model, "A config.json, its folder or module:factory")
     return preset(model)
 

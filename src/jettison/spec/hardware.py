@@ -1,26 +1,6 @@
 """Accelerators: memory and speed of a device, from one TOML file each with the source of every figure.
 
-`hardware_data` has the files that ship; a path to a file of the same format works as well:
-
-    memory = "80GiB"                # of the chip; the only required key
-    usable = "79.15GiB"             # what a process can allocate; default: 98 % of memory
-    source, usable_source = "…"     # sources of these figures
-    host_memory = "2TiB"            # of the machine, divided by its devices
-    units = 108                     # multiprocessors, for the tiles of a matmul
-    node = 8                        # devices that the links connect
-    synchronous = false             # true: the host computes, as on a CPU
-    [teraflops]                     # peak 10^12 FLOP/s without sparsity: fp32 tf32 bf16 fp8 fp4
-    [gigabytes_per_second]          # peak 10^9 B/s, in one direction: memory link host network
-    [reached]                       # efficiencies of large kernels and transfers: see `Reached`
-    [microseconds]                  # latencies: see `Delays`
-    [edges]                         # fp32 = [52, 80, 57]: see `Edges`; default: tiles over multiprocessors
-    [attention]                     # efficiencies of fused attention by dtype and head width: see `AttentionRates`
-    reached_source, delays_source = "…"
-    note = "…"                      # printed with times on this device
-    [stacks.NAME]                   # source = "…", and the figures of --stack NAME:
-    [stacks.NAME.reached]           # the keys of [reached] that differ
-    [stacks.NAME.microseconds]      # the keys of [microseconds] that differ
-    [stacks.NAME.attention]         # replaces [attention]
+``hardware_data/README.md`` has the form of these files.
 """
 
 from __future__ import annotations
