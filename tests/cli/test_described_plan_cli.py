@@ -105,7 +105,7 @@ def test_plan_for_a_gpu_says_for_every_layer_what_and_why(capsys: pytest.Capture
     assert run([*EIGHT_B, "--gpu", "h100-80gb", "--format", "json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["offload"] is True and made["verdict"] == "fits"
-    assert {layer["policy"] for layer in made["layers"]} <= {"none", "selective", "full", "offload", "mixed"}
+    assert {layer["policy"] for layer in made["layers"]} <= {"none", "selective", "full", "offload", "per-tensor"}
     assert sum(layer["offloaded_bytes"] for layer in made["layers"]) == made["predicted"]["host_bytes"] > 0
     assert made["predicted"]["host_bytes"] <= made["host_budget_bytes"] == 256 * 2**30
     assert [reason["layer"] for reason in made["reasons"]] == [layer["layer"] for layer in made["layers"]]

@@ -263,7 +263,7 @@ def test_auto_recompute_is_left_to_the_planner(capsys):
     assert full < found["peak_bytes"] <= budget
     assert found["auto"]["minimum_budget_bytes"] <= budget
     assert found["auto"]["recompute_seconds"] > 0
-    assert {row["policy"] for row in found["layers"]} <= {"none", "full", "mixed"}
+    assert {row["policy"] for row in found["layers"]} <= {"none", "full", "per-tensor"}
     code, _, err = call(capsys, *flags, "--recompute", "auto", "--budget", "1GiB")
     assert code == 3
     assert "smallest feasible budget" in err

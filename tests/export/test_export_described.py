@@ -175,9 +175,9 @@ def test_a_brief_says_what_is_offloaded() -> None:
     assert "offloaded to CPU: 11.66 GiB" in found.files["brief.md"] and "--no-offload" in found.files["brief.md"]
     lost = exported(made, "torchtitan").lost
     assert lost[0].startswith("11.66 GiB of 31 layers are offloaded to CPU in the plan")
-    assert "layers.31: mixed (recomputed mlp silu) in the plan, selective here" in " ".join(lost)
+    assert "layers.31: per-tensor (recomputed mlp silu) in the plan, selective here" in " ".join(lost)
     last = exported(made, "torchtitan").document()["layers"][-1]
-    assert (last["plan"], last["plan_recomputed"], last["plan_offloaded"]) == ("mixed", ["mlp silu"], [])
+    assert (last["plan"], last["plan_recomputed"], last["plan_offloaded"]) == ("per-tensor", ["mlp silu"], [])
 
 
 def cli(*arguments: object) -> int:

@@ -105,7 +105,11 @@ def test_a_slow_link_is_left_alone() -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     with jettison.auto_checkpoint(model, x, Bytes(middle(line(), x)), offload=True, hardware=linked(1.3e6)) as handle:
         assert handle.plan is not None and handle.offload is None
-        assert {entry.policy for entry in handle.plan.layers} <= {PolicyName.MIXED, PolicyName.FULL, PolicyName.NONE}
+        assert {entry.policy for entry in handle.plan.layers} <= {
+            PolicyName.PER_TENSOR,
+            PolicyName.FULL,
+            PolicyName.NONE,
+        }
 
 
 def test_a_plan_that_fits_without_it_moves_nothing() -> None:

@@ -83,7 +83,7 @@ def test_a_plan_says_what_it_decides(tmp_path: Path) -> None:
     assert subject.kind is SubjectKind.PLAN
     assert subject.holds is None
     assert [(row.layer, row.policy, row.predicted_bytes, row.host_bytes) for row in subject.layers[:2]] == [
-        ("layers.0", "mixed", 1536, 4096),
+        ("layers.0", "per-tensor", 1536, 4096),
         ("layers.1", "none", 7680, 0),
     ]
     assert subject.layers[-1].layer == "embedding, head and loss"

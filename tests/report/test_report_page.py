@@ -65,7 +65,7 @@ def test_a_proof_is_drawn_with_its_numbers(tmp_path: Path, open_page: Open) -> N
     assert opened.page.locator("#layers .caption").inner_text() == (
         "All 5 layers held what was predicted, to the byte."
     )
-    assert numbers(opened, "layers")[0][:5] == ["layers.0", "mixed", "7,680", "1,536", "1,536"]
+    assert numbers(opened, "layers")[0][:5] == ["layers.0", "per-tensor", "7,680", "1,536", "1,536"]
     grid = {row[0]: row[5:] for row in numbers(opened, "tensors")}
     assert grid["activation input"] == ["recomputed", "kept", "kept", "kept"]
     assert grid["softmax output"] == ["offloaded", "kept", "kept", "kept"]

@@ -339,7 +339,7 @@ def test_the_group_before_comes_when_backward_asks_the_one_after() -> None:
 class Mixed:
     """A policy of the user's own: of each block one tensor is kept, one moves, the rest is computed again."""
 
-    word: str = "mixed"
+    word: str = "per-tensor"
 
     def kept(self, program: Program) -> frozenset[int]:
         wide = [b for b in sorted(KeepAll().kept(program)) if program.buffers[b].producer is not None]

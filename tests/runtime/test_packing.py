@@ -272,7 +272,7 @@ def test_a_plan_packs_where_that_costs_less_than_the_work(monkeypatch: pytest.Mo
         assert_same(train(model, [x, x]), train(plain, [x, x]))
     proof = jettison.verify(model, x, plan=made, rounds=1)
     assert proof.passed, proof.failures()
-    assert any(entry.policy == "mixed" and entry.predicted_bytes == entry.observed_bytes for entry in proof.layers)
+    assert any(entry.policy == "per-tensor" and entry.predicted_bytes == entry.observed_bytes for entry in proof.layers)
     unpacked = replace(made, layers=tuple(replace(entry, packed=()) for entry in made.layers))
     assert unpacked.hash != made.hash
     assert '"packed"' not in json.dumps(unpacked._decisions())  # the hash of plans from before is what it was

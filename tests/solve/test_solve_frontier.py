@@ -134,8 +134,8 @@ def test_policy_words() -> None:
     assert words == {
         (1, 2, 3): PolicyName.NONE,
         (0,): PolicyName.FULL,
-        (0, 2): PolicyName.MIXED,
-        (1,): PolicyName.MIXED,
+        (0, 2): PolicyName.PER_TENSOR,
+        (1,): PolicyName.PER_TENSOR,
     }
 
 

@@ -109,13 +109,13 @@ def largest(decision: Decision) -> Decision:
     """The three largest do."""
     there = everything(decision)
     order = sorted(there.offloaded, key=lambda b: (-decision.program.buffers[b].nbytes, b))
-    return replace(there, offloaded=frozenset(order[:3]), policy="mixed")
+    return replace(there, offloaded=frozenset(order[:3]), policy="per-tensor")
 
 
 def given(decision: Decision) -> Decision:
     """A checkpoint whose input does."""
     policy = checkpointed_on_host(decision)
-    return replace(decision, kept=policy.kept, offloaded=policy.offloaded, policy="mixed")
+    return replace(decision, kept=policy.kept, offloaded=policy.offloaded, policy="per-tensor")
 
 
 def unmoved(decision: Decision) -> Decision:

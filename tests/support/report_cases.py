@@ -52,7 +52,7 @@ def proof(*, layers: int = 4, budget: int = 9000, measured: int = 8800, name: st
         first = i == 0
         return LayerProof(
             layer=f"{name}.{i}",
-            policy="mixed" if first else "none",
+            policy="per-tensor" if first else "none",
             baseline_bytes=7680,
             predicted_bytes=1536 if first else 7680,
             observed_bytes=1536 if first else 7680,
@@ -103,7 +103,7 @@ def plan(*, layers: int = 4) -> Plan:
         first = i == 0
         return LayerPlan(
             layer=f"layers.{i}",
-            policy=PolicyName.MIXED if first else PolicyName.NONE,
+            policy=PolicyName.PER_TENSOR if first else PolicyName.NONE,
             kept_bytes=1536 if first else 7680,
             offloaded_bytes=4096 if first else 0,
             recompute_flops=1000 if first else 0,

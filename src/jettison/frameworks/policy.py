@@ -86,7 +86,7 @@ class Decision:
         """The policy, and all tensors that are recomputed and offloaded where the policy does not say it."""
         tensors = {"recomputed": self.recomputed, "offloaded": tensor_names(self.program, self.offloaded)}
         parts = [f"{verb} {', '.join(names)}" for verb, names in tensors.items() if names]
-        return f"{self.policy} ({'; '.join(parts)})" if self.policy == PolicyName.MIXED and parts else self.policy
+        return f"{self.policy} ({'; '.join(parts)})" if self.policy == PolicyName.PER_TENSOR and parts else self.policy
 
     @property
     def again(self) -> tuple[int, ...]:

@@ -450,7 +450,8 @@ class Keys:
                 self._refused.pop(key, None)
                 self.read(key, why="the command line says it")
                 continue
-            unread.append(Key(name=self.written(key), value=value, why=why or _open_reference(value) or self._unknown(key)))
+            why = why or _open_reference(value) or self._unknown(key)
+            unread.append(Key(name=self.written(key), value=value, why=why))
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
     def _unknown(self, key: str) -> str:

@@ -195,13 +195,13 @@ def _key(stage: Stage) -> tuple[object, ...]:
 
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
-    """Yield (layer, none, selective, full, offload or mixed) for each layer of a plan."""
+    """Yield (layer, none, selective, full, offload or per-tensor) for each layer of a plan."""
     for part in answer.forecast.parts:
         if part.is_layer:
             moved = frozenset() if part.chosen is None else part.chosen.offloaded
             program = part.program
             word = policy_name(program, part.kept, moved)
-            if word is PolicyName.MIXED and not moved:
+            if word is PolicyName.PER_TENSOR and not moved:
                 core = program.recompute_set(kept_by(part.region, Mode.SELECTIVE))
                 if set(program.recompute_set(part.kept)) <= set(core):  # all that is recomputed
                     word = PolicyName.SELECTIVE

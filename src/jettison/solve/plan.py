@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from jettison.core.errors import PlanMismatch, UsageError, first_problem
 from jettison.core.objects import renamed, summary, with_former_names
@@ -34,6 +34,9 @@ KEYS = (
 ROOT_LAYER = ""
 
 
+_FORMER: Final = "mixed"  # former value of `PolicyName.PER_TENSOR`, which hashes of plans cover
+
+
 class PolicyName(StrEnum):
     """A layer's policy in one word of the command line's contract."""
 
@@ -41,7 +44,11 @@ class PolicyName(StrEnum):
     SELECTIVE = "selective"  # only the attention core is recomputed; set by the planner
     FULL = "full"  # nothing is kept that could be recomputed
     OFFLOAD = "offload"  # some or all of it is offloaded, and nothing is recomputed
-    MIXED = "mixed"  # any other mix, or some of it is packed
+    PER_TENSOR = "per-tensor"  # any other choice of tensors, or some of it is packed
+
+    @classmethod
+    def _missing_(cls, value: object) -> PolicyName | None:
+        return cls.PER_TENSOR if value == _FORMER else None
 
 
 def policy_name(
@@ -50,12 +57,12 @@ def policy_name(
     """Return the word for a region's kept, offloaded and packed buffers."""
     again = program.recompute_set(kept)
     if packed:
-        return PolicyName.MIXED
+        return PolicyName.PER_TENSOR
     if moved:
-        return PolicyName.MIXED if again else PolicyName.OFFLOAD
+        return PolicyName.PER_TENSOR if again else PolicyName.OFFLOAD
     if not again:
         return PolicyName.NONE
-    return PolicyName.MIXED if any(_could_run_again(program, b) for b in kept) else PolicyName.FULL
+    return PolicyName.PER_TENSOR if any(_could_run_again(program, b) for b in kept) else PolicyName.FULL
 
 
 def _could_run_again(program: Program, b: int) -> bool:
@@ -202,6 +209,7 @@ class Plan:
         fields["predicted"] = {"peak_bytes": self.predicted.peak_bytes}
         for entry in (*fields["layers"], fields["root"]):
             del entry["price"]
+            entry["policy"] = _FORMER if entry["policy"] is PolicyName.PER_TENSOR else entry["policy"]
             if not entry["packed"]:
                 del entry["packed"]
         return {"schema": SCHEMA, **fields}

@@ -184,7 +184,7 @@ class Exactly:
     buffers: frozenset[int]
     otherwise: CheckpointPolicy
     form: str = ""
-    word: str = "mixed"
+    word: str = "per-tensor"
     offloaded_buffers: frozenset[int] = frozenset()
     packed_buffers: frozenset[int] = frozenset()
 
@@ -214,7 +214,7 @@ class KeepShare:
     """The cheapest recomputation that keeps at most this share of plain autograd's bytes."""
 
     fraction: float
-    word: str = "mixed"
+    word: str = "per-tensor"
 
     def kept(self, program: Program) -> frozenset[int]:
         from jettison.cost.matmul import op_seconds  # imported on use: most users of policies need no prices

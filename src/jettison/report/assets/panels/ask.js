@@ -273,7 +273,7 @@
       if (last && keys.every((key) => last.first[key] === layer[key])) [last.last, last.count] = [layer, last.count + 1];
       else runs.push({ first: layer, last: layer, count: 1 });
     }
-    return runs.map(({ first, last, count }) => [count > 1 ? `${first.layer} to ${last.layer.split(".").at(-1)}` : first.layer, count, ...keys.map((key) => (first[key] === "mixed" ? "per-tensor" : first[key]))]);
+    return runs.map(({ first, last, count }) => [count > 1 ? `${first.layer} to ${last.layer.split(".").at(-1)}` : first.layer, count, ...keys.map((key) => first[key])]);
   }
 
   const range = ([low, high], sure) => `${seconds(low)} to ${seconds(high)}: ` +
