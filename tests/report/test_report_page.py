@@ -16,7 +16,16 @@ from jettison.cli.main import run
 from jettison.cli.report import report
 from jettison.report import headless
 from jettison.report.page import page
-from support.browser import Open, OpenedPage, axe_violations, no_sideways_scroll, print_pdf, too_wide, walk_by_keyboard
+from support.browser import (
+    Open,
+    OpenedPage,
+    axe_violations,
+    no_sideways_scroll,
+    print_pdf,
+    settle,
+    too_wide,
+    walk_by_keyboard,
+)
 from support.chromium import find_chromium
 from support.patience import PATIENCE
 from support.report_cases import HOSTILE, proof, run_log
@@ -129,8 +138,15 @@ def test_a_described_plan_says_what_its_peak_is_made_of(tmp_path: Path, open_pag
     assert opened.page.locator("#does-0 tbody tr").count() < len(document["layers"])
     assert opened.page.locator("#next-0 tbody tr").count() == len(document["what_if"])
     assert axe_violations(opened) == []
-    for width in (390, 1440):
+    for width in (1440, 390):
         assert no_sideways_scroll(opened, width), too_wide(opened)
+    opened.page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    settle(opened)
+    wider = "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth)"
+    assert (
+        opened.page.evaluate(f"{wider}.map((e) => e.ariaLabel)") == []
+    )  # on a telephone a row is a list of its values
+    assert axe_violations(opened) == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -116,7 +116,7 @@ J.table = ({ columns, rows }) => {
   const right = heads.map((_, i) => rows.some((row) => typeof row[i] === "number"));
   const cell = (value, i) => {
     const text = value === null || value === undefined ? "" : (heads[i].format?.(value) ?? (typeof value === "number" && Number.isInteger(value) ? J.format.grouped(value) : String(value)));
-    return J.el("td", { class: right[i] ? "number" : text.length > 40 ? "sentence" : text.length < 9 ? "short" : null }, text);
+    return J.el("td", { "data-head": heads[i].label, class: right[i] ? "number" : text.length > 40 ? "sentence" : text.length < 9 ? "short" : null }, text);
   };
   return J.el(
     "table", {},
