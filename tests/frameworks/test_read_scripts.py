@@ -144,6 +144,22 @@ def test_what_is_no_literal_is_named_with_its_line(tmp_path: Path, old: str, new
     assert line - 4 <= int(unread.why.removeprefix("line ").partition(":")[0]) <= line + 4
 
 
+def test_a_module_that_makes_a_trainer_is_a_script(tmp_path: Path) -> None:
+    """Also one that another file runs; what no flag replaces is named by its line, whatever its value might be."""
+    module = SFT.partition('if __name__ == "__main__":')[0]
+    assert given(read_run(script(tmp_path, module))) == given(read_run(script(tmp_path, SFT, "whole.py")))
+    capable = ("torch.cuda.is_bf16_supported()", "torch.cuda.get_device_capability()[0] >= 8")
+    assert given(read_run(script(tmp_path, module, "train.py", capable)))["base"] == "nf4-double"
+    unknown = script(tmp_path, module, "train.py", ('output_dir=f"out/{MODEL}"', "optim=settings_of(run).optim"))
+    with pytest.raises(UsageError, match=r"optim = settings_of\(run\)\.optim \(line 27: its value is not a literal\)"):
+        read_run(unknown)
+    (targets,) = read_run(
+        script(tmp_path, SFT, "train.py", ('["q_proj", "v_proj"]', "linear_layers(model)")), allow_unread=True
+    ).unread
+    assert (targets.name, targets.why.endswith("not a literal")) == ("LoraConfig().target_modules", True)
+    assert not read_run(tmp_path / "train.py", asked={"lora": "r=16,targets=all-linear"}).unread
+
+
 def test_a_script_of_a_trainer(tmp_path: Path) -> None:
     found = read_run(script(tmp_path, TRAINER))
     own = given(found)

@@ -5,8 +5,8 @@ A call such as ``SelectiveAC.Config(debug=True)`` becomes a table of its argumen
 function's name under the empty key. Functions of the file itself and assignments to attributes
 (``config.training.steps = 10``) are evaluated. Other expressions become their text, other statements a key.
 
-A file that runs something when it is executed is a script, whose calls are collected in their order. Names count that
-are assigned once, or outside of branches and loops; command-line arguments have their defaults.
+A file that runs something when it is executed, or makes a trainer, is a script, whose calls are collected in their
+order. Names count that are assigned once, or outside of branches and loops; command-line arguments have their defaults.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ def _operators(names: str) -> Mapping[type, Callable[[Any, Any], Any]]:
 
 SUMS: Final = _operators("Add:add Sub:sub Mult:mul FloorDiv:floordiv Div:truediv Mod:mod")
 _COMPARED: Final = _operators("Eq:eq NotEq:ne Is:is_ IsNot:is_not Gt:gt GtE:ge Lt:lt LtE:le")
-_CASTS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({"int": int, "float": float, "str": str})
-_TRUE: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
-"""Questions about the GPU."""
+_CASTS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
+    {"int": int, "float": float, "str": str, "bool": bool}
+)
+_BF16: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
+_OF_THE_GPU: Final = {**dict.fromkeys(_BF16, True), "get_device_capability": [8, 0]}
+"""Answers of any GPU with bf16."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -144,7 +147,7 @@ class _Module:
             (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
             or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
             for node in tree.body
-        )
+        ) or any(isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Trainer") for node in ast.walk(tree))
         nodes = [*ast.walk(tree)] if self.script else tree.body
         self.functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
         self.modules, self.members = dict[str, str](), dict[str, str]()
@@ -425,8 +428,8 @@ class _Module:
         first, *rest = ast.unparse(node.func).split(".")
         name = ".".join([*([self.members.get(first, first)] if first not in self.modules or not rest else []), *rest])
         last, flags = name.rpartition(".")[2], [str(one) for one in given if str(one).startswith("--")]
-        if last in _TRUE:
-            return True
+        if last in _OF_THE_GPU:
+            return _OF_THE_GPU[last]
         if name in ("environ.get", "getenv") and len(given) > 1:
             return given[1]
         if name in _CASTS and len(given) == 1 and not _open(given[0]) and not _called(given[0]):

@@ -291,7 +291,8 @@ class Keys:
     def refuse(self, key: str, why: str) -> None:
         """Refuse a key that changes memory or time and is not read."""
         if key in self.values:
-            self._refused[key] = why
+            unknown = isinstance(value := self.values[key], UnknownValue)
+            self._refused[key] = _open_reference(value) if unknown else why
 
     def _left_open(self, key: str) -> None:
         """Refuse an unset variable of a script; readers handle "auto" themselves."""
