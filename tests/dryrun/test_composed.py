@@ -1,5 +1,5 @@
-"""Steps that are put together from intervals of others: equal to a dry run of the whole step, level by level; where
-that cannot be had, a reason, and the whole dry run's answer.
+"""Steps that are composed of dry runs of their parts: equal to a dry run of the whole step, level by level; where that
+cannot be had, a reason, and the whole dry run's answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import PlanMismatch
 from jettison.dryrun.composed import why_whole
+from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.step import ModulePolicy, step_of
-from jettison.dryrun.tape import IntervalTape
 from jettison.planner.planner import Planner, make_planner
 from jettison.solve.problem import Choice
 from support.families import Case, build
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         y = self.norm(x) * scale
-        return x + nn.functional.dropout(self.down(self.up(y) * nn.functional.silu(self.gate(y) + bias.sum())), 0.1)
+        return x + nn.functional.dropout(self.down(self.up(y) * nn.functional.silu(self.gate(y) + bias[:, :1])), 0.1)
 
 
 class Masked(nn.Module):
@@ -92,7 +92,7 @@ def levels_of(planner: Planner) -> Iterator[ModulePolicy]:
 
 
 def assert_equal(planner: Planner, part: ModulePolicy) -> bool:
-    """Whether the step was put together."""
+    """Whether the step was composed."""
     judge = planner.judge
     found = judge.step(part)
     assert judge.problem == ""
@@ -104,7 +104,7 @@ def assert_equal(planner: Planner, part: ModulePolicy) -> bool:
 
 FAMILIES = [
     pytest.param(Case(family="gpt2", layers=4, dropout=True), marks=pytest.mark.slow),
-    pytest.param(Case(family="mixtral", layers=4, router_loss=True), marks=pytest.mark.slow),
+    pytest.param(Case(family="mixtral", layers=4), marks=pytest.mark.slow),
     pytest.param(Case(family="llama", layers=4, cache=True), marks=pytest.mark.slow),
     pytest.param(Case(family="bert", layers=4, dropout=True), marks=pytest.mark.slow),
     pytest.param(Case(family="gemma2", layers=4, attention="eager"), marks=pytest.mark.slow),
@@ -118,7 +118,8 @@ def test_every_level_is_that_of_a_whole_dry_run(case):
     with built.context():
         planner = planner_of(built.model, built.batch, torch.optim.AdamW, loss_fn=built.loss_fn)
         composed = [assert_equal(planner, part) for part in levels_of(planner)]
-    assert sum(composed) >= len(composed) - 3, "but for the first, and those that a mixture had no room for"
+    assert not planner.judge.problem
+    assert sum(composed) >= len(composed) - 1, "but for the second step that shows that they are equal"
 
 
 @settings(max_examples=15, deadline=None)
@@ -129,18 +130,12 @@ def test_any_choice_is_that_of_a_whole_dry_run(data):
     assert_equal(planner, chosen(planner, data.draw(st.sampled_from(list(planner.options.root_points))), keys))
 
 
-def test_blocks_that_hold_one_input_together_are_put_together_where_they_were_seen_so():
+def test_blocks_that_hold_one_input_together_are_dry_run_whole():
     planner = masked()
-    runs = [s for s in planner.problem.segments if (s.start, s.stop) in {(1, 3), (3, 5)}]
-    assert len(runs) == 2
-    composed = []
-    for run in runs * 2:
-        keys = ["none"] * LAYERS
-        keys[run.start : run.stop] = [run.key] * (run.stop - run.start)
-        root = list(planner.options.root_points)[-1]
-        part = planner.part(Choice(root=root, regions=tuple(keys), segments=((run.start, run.stop),)))
-        composed.append(assert_equal(planner, part))
-    assert composed[-2:] == [True, True]
+    run = next(s for s in planner.problem.segments if (s.start, s.stop) == (1, 3))
+    keys = ["none", run.key, run.key, *["none"] * (LAYERS - 3)]
+    part = planner.part(Choice(root=list(planner.options.root_points)[-1], regions=tuple(keys), segments=((1, 3),)))
+    assert not assert_equal(planner, part)
 
 
 def test_a_tied_block_is_dry_run_whole_or_seen_by_itself():
@@ -151,14 +146,29 @@ def test_a_tied_block_is_dry_run_whole_or_seen_by_itself():
     assert not planner.judge.step(part).composed
 
 
-def test_what_nobody_sees_let_go_ends_the_putting_together(monkeypatch):
-    monkeypatch.setattr(IntervalTape, "_look", lambda tape: None)
+def test_references_that_nobody_watches_end_composition(monkeypatch):
+    monkeypatch.setattr(AllocationCounter, "watch", lambda *_, **__: {})
     torch.manual_seed(0)
     planner = planner_of(Masked(), (torch.randn(ROWS, WIDTH),))
+    assert planner.judge.problem == "a composed step is not what it is when it is run"
     for part in levels_of(planner):
-        found = planner.judge.step(part)
-        assert found == step_of([part], planner.judge.dry_step, planner.judge.pricing)
-    assert "policies of other blocks" in planner.judge.problem or "let go" in planner.judge.problem
+        assert planner.judge.step(part) == step_of([part], planner.judge.dry_step, planner.judge.pricing)
+
+
+def test_gradients_whose_sum_depends_on_other_blocks_end_composition():
+    """The first gradient of a sum's argument is one number, expanded; added to another, it is a tensor."""
+
+    class Summed(Block):
+        def forward(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+            return x + self.down(self.up(self.norm(x) * scale) * bias.sum())
+
+    torch.manual_seed(0)
+    model = Masked()
+    model.inner = Headed([Summed() for _ in range(LAYERS)], WIDTH, 2)
+    planner = planner_of(model, (torch.randn(ROWS, WIDTH),))
+    assert planner.judge.problem
+    part = next(levels_of(planner))
+    assert not planner.judge.step(part).composed
 
 
 def test_a_step_that_comes_out_wrong_is_dry_run_whole_from_then_on():
@@ -167,17 +177,17 @@ def test_a_step_that_comes_out_wrong_is_dry_run_whole_from_then_on():
     judge, parts = planner.judge, list(levels_of(planner))
     compose = judge.compose
 
-    def wrong(labels):
-        found = compose(labels)
+    def wrong(part):
+        found = compose(part)
         return found and replace(found, static_bytes=found.static_bytes - 4)
 
     judge.compose = wrong
     for part in parts:
         assert judge.step(part) == step_of([part], judge.dry_step, judge.pricing)
-    assert judge.problem == "a step that was put together is not what it is when it is run"
+    assert judge.problem == "a composed step is not what it is when it is run"
 
 
-def test_what_is_never_put_together_has_a_name():
+def test_what_is_never_composed_has_a_name():
     planner = masked()
     trace, step = planner.trace, planner.judge.dry_step
     assert why_whole(trace, step, offloads=False) == ""
@@ -186,7 +196,7 @@ def test_what_is_never_put_together_has_a_name():
     assert "no blocks" in why_whole(replace(trace, calls=[]), step, offloads=False)
 
 
-def test_a_sweep_says_which_peaks_were_put_together_and_one_plan_is_dry_run():
+def test_a_sweep_says_which_peaks_were_composed_and_one_plan_is_dry_run():
     torch.manual_seed(0)
     traced = trace_model(Masked(), (torch.randn(ROWS, WIDTH),))
     planner = make_planner(traced, measure=False)
@@ -202,7 +212,7 @@ def test_a_sweep_says_which_peaks_were_put_together_and_one_plan_is_dry_run():
     assert not jettison.plan(traced, budgets[0], measure=False).predicted.composed
 
 
-def test_a_plan_whose_peak_was_put_together_is_dry_run_before_it_is_applied():
+def test_a_plan_whose_peak_was_composed_is_dry_run_before_it_is_applied():
     torch.manual_seed(0)
     model, batch = Masked(), (torch.randn(ROWS, WIDTH),)
     traced = trace_model(model, batch)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,8 @@ from jettison.ledger.program import Buffer, Program, Source
 # outputs made from metadata, tied to a block's inputs in the graph ----------------------------------------------------
 
 
-class StubProbe(Protocol):
-    """Called when a stubbed block starts its forward and its backward."""
-
-    def forward(self, call: int) -> None: ...
-    def backward(self, call: int) -> None: ...
+StubBackward = Callable[[int, Callable[[], list[Any]]], list[Any]]
+"""Called in a stub's backward with its call's number and what makes its gradients, which it returns."""
 
 
 @contextlib.contextmanager
@@ -48,7 +45,12 @@ def forwards(instead: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 
 
 def stub_outputs(
-    trace: RegionTrace, leaves: list[Any], *, probe: StubProbe | None = None, call: int = 0, held: tuple[Any, ...] = ()
+    trace: RegionTrace,
+    leaves: list[Any],
+    *,
+    probe: StubBackward | None = None,
+    call: int = 0,
+    held: tuple[Any, ...] = (),
 ) -> Any:
     """The region's outputs, made from metadata; inputs that it returned are passed through. ``held`` is kept alive
     until the stub's backward, as by the block.
@@ -59,8 +61,6 @@ def stub_outputs(
     device = max((t.device for t in tensors), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
     if not any(t.requires_grad for t in tensors):  # a block on the bare batch: the gradients are its parameters'
         tensors.append(torch.empty(0, device=device, requires_grad=True))
-    if probe is not None:
-        probe.forward(call)
     fresh = list(_Stub.apply(made, trace.constants, device, (probe, call, held), *tensors)) if made else []
     out = []
     for leaf in trace.output_leaves:
@@ -87,6 +87,7 @@ class _Stub(torch.autograd.Function):
             for t in tensors
         ]
         ctx.extra = extra
+        ctx.set_materialize_grads(False)  # a block has no gradient of an output that nobody trains
         out = tensors_made(made, device, like=next((t for t in tensors if isinstance(t, FakeTensor)), None))
         ctx.mark_non_differentiable(
             *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not has_gradients(t.dtype))
@@ -96,11 +97,13 @@ class _Stub(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         probe, call, _held = ctx.extra
-        if probe is not None:
-            probe.backward(call)
-        ctx.extra = (None, call, ())
-        made = [None if meta is None else _empty(*meta) for meta in ctx.metas]
-        return None, None, None, None, *made
+
+        def gradients() -> list[Any]:
+            ctx.extra = (None, call, ())
+            return [None if meta is None else _empty(*meta) for meta in ctx.metas]
+
+        del _held
+        return None, None, None, None, *(gradients() if probe is None else probe(call, gradients))
 
 
 def tensors_made(refs: Sequence[TensorRef], device: torch.device, *, like: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -44,7 +44,7 @@ from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
 from jettison.core.objects import swapped
 from jettison.core.process import by_default, uncollected
-from jettison.dryrun.tape import NOBODY, IntervalTape, leaves_of
+from jettison.dryrun.intervals import Event, LastReference, Mark, Place, Role
 from jettison.ledger.levels import StepLevels
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
@@ -85,7 +85,8 @@ class _CountedStorage:
     node: int
     number: int
     weak: Any = None
-    born: int = NOBODY  # stretch of the tape that allocated it
+    role: Role = ()
+    holds: int = 0  # its bytes stay counted until that many are over
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class _Withheld:
     operand: _CountedStorage
     operand_key: int
     live_bytes: int
+    logged: int = 0  # events before it
 
 
 @outside_of_compiled
@@ -119,7 +121,7 @@ class AllocationCounter(TorchDispatchMode):
         device: str | None = None,
         record_events: bool = False,
         record_levels: bool = False,
-        tape: IntervalTape | None = None,
+        record_log: bool = False,
     ) -> None:
         super().__init__()
         self._storages: dict[int, _CountedStorage] = {}
@@ -131,7 +133,9 @@ class AllocationCounter(TorchDispatchMode):
         self._device = device
         self._numbers = KeptNumbers() if device in (None, "cpu") else None
         self.blind = False
-        self._tape = tape
+        self.log: list[Event] | None = [] if record_log else None
+        self.watched_bytes: dict[Role, int] = {}
+        self._late: tuple[Place, int] | None = None
         self._live_bytes = 0
         self._peak_bytes = 0
         self._events: list[AllocationEvent] | None = [] if record_events else None
@@ -166,34 +170,64 @@ class AllocationCounter(TorchDispatchMode):
         """Begin a phase: later levels belong to it; the ``first`` forgets earlier ones."""
         self._settle()
         self._phase = name
-        if self._tape is not None:
-            self._tape.phase(name, self._live_bytes, first=first)
+        if self.log is not None and first:
+            self.log.clear()
+        self.mark((name, -1, False))
         if self._phase_levels is not None:
             if first:
                 self._phase_levels.clear()
             self._phase_levels.append((name, []))
+        if self._phase_levels is not None or self.log is not None:
             self._note(self._live_bytes)
 
-    def enters(self, block: str, given: Any) -> None:
-        """Note on the tape that a block is called with these arguments."""
-        if self._tape is not None:
+    def mark(self, place: Place) -> None:
+        """Begin an interval of the log."""
+        if self.log is not None:
             self._settle()
-            self._tape.enter(block, leaves_of(given, self._made), self._live_bytes)
+            self._late = None
+            self.log.append(Mark(place, self._live_bytes))
 
-    def leaves(self, returned: Any) -> None:
-        """Record on the tape that the block returned these tensors."""
-        if self._tape is not None:
-            self._settle()
-            self._tape.leave(leaves_of(returned, self._made), self._live_bytes)
+    def mark_behind(self, place: Place) -> None:
+        """Begin an interval of the log where another node of the forward's graph runs: behind this one the engine frees
+        what it was given, and adds its gradients to those of others.
+        """
+        self._late = place, current_node()
 
-    def _made(self, tensor: Tensor) -> int | None:
-        """A tensor's storage, if it counts and did not exist from the start."""
+    def watch(self, tensors: Sequence[Any], role: Role, held: Container[int] = ()) -> dict[Role, Role]:
+        """Log the last references to these leaves' storages, as (*``role``, position), or as what they are watched as
+        already; by the end of each role. Static ones never die, those ``held`` stay counted (see `hold`).
+        """
+        found: dict[Role, Role] = {}
+        for position, leaf in enumerate(tensors):
+            entry = self._entry_of(leaf) if self.log is not None and isinstance(leaf, Tensor) else None
+            if entry is None or (entry.operator == "static" and position not in held):
+                continue
+            if not entry.role:
+                entry.role = (*role, position)
+                entry.holds += position in held
+                self.watched_bytes[entry.role] = entry.bytes
+            found[role[-1], position] = entry.role
+        return found
+
+    def hold(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
+        """Count these storages until the result is called, even if nothing refers to them any more."""
+        entries = [entry for entry in map(self._entry_of, tensors) if entry is not None]
+        for entry in entries:
+            entry.holds += 1
+
+        def let_go() -> None:
+            for entry in entries:
+                entry.holds -= 1
+                if not entry.holds and entry.weak() is None:
+                    self._change(entry, -entry.bytes)
+
+        return let_go
+
+    def _entry_of(self, tensor: Tensor) -> _CountedStorage | None:
         try:
-            key = plain(tensor).untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):
+            return self._storages.get(plain(tensor).untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # it has none
             return None
-        entry = self._storages.get(key)
-        return None if entry is None or entry.operator == "static" else int(key)
 
     def register(self, tensors: Iterable[Tensor]) -> None:
         """Count storages that exist already: parameters, buffers, gradients, optimizer state, the batch."""
@@ -273,8 +307,6 @@ class AllocationCounter(TorchDispatchMode):
             self._raise_peak(self._live_bytes)
             return out
         if func is _DETACH:
-            if self._tape is not None:
-                self._tape.at(current_node(), self._live_bytes)
             self._take_over(args[0])
             out = self._answer(func, args, kwargs)
             self._meet_all((out,), func, NO_NODE)
@@ -283,8 +315,8 @@ class AllocationCounter(TorchDispatchMode):
         node = current_node()
         if self._numbers is not None:
             self._live_bytes -= self._numbers.freed_by(node)
-        if self._tape is not None:
-            self._tape.at(node, self._live_bytes)
+        if self._late is not None and 0 <= node < self._late[1]:
+            self.mark(self._late[0])
         self._meet_all(args, "input", NO_NODE)
         self._meet_all(kwargs.values(), "input", NO_NODE)
         self._raise_peak(self._live_bytes)
@@ -298,10 +330,8 @@ class AllocationCounter(TorchDispatchMode):
             kept = self._numbers.kept_by(func, args, number)
             self._live_bytes += kept
             extra_bytes += number - kept
-        if self._tape is not None:
-            self._tape.ran(withheld=withheld is not None)
         if withheld is not None:
-            withheld.live_bytes = self._live_bytes
+            withheld.live_bytes, withheld.logged = self._live_bytes, len(self.log or ())
             self._withheld = withheld
         else:
             self._raise_peak(self._live_bytes + extra_bytes)
@@ -345,16 +375,15 @@ class AllocationCounter(TorchDispatchMode):
         key = storage._cdata
         self._met += 1
         entry = _CountedStorage(0, operator, node, self._met)
-        if self._tape is not None:
-            entry.born = self._tape.here
         this = weakref.ref(self)
 
         def died(_: object) -> None:
             counter = this()
             if counter is not None and counter._storages.pop(key, None) is not None:
-                if counter._tape is not None:
-                    counter._tape.died(key, entry.bytes, entry.born)
-                counter._change(entry, -entry.bytes)
+                freed_bytes = 0 if entry.holds else entry.bytes
+                if counter.log is not None and entry.role:
+                    counter.log.append(LastReference(entry.role, freed_bytes))
+                counter._change(entry, -freed_bytes)
 
         entry.weak = weakref.ref(storage, died)
         self._storages[key] = entry
@@ -397,10 +426,10 @@ class AllocationCounter(TorchDispatchMode):
         if withheld is None:
             return
         is_there = self._storages.get(withheld.operand_key) is withheld.operand
-        if self._tape is not None:
-            self._tape.comes_late(is_there)
         if is_there:
             self._raise_peak(withheld.live_bytes)
+            if self.log is not None:  # what has died since comes after it
+                self.log.insert(withheld.logged, self.log.pop())
         self._raise_peak(self._live_bytes)
 
     def _raise_peak(self, live_bytes: int) -> None:
@@ -408,8 +437,8 @@ class AllocationCounter(TorchDispatchMode):
         self._peak_bytes = max(self._peak_bytes, live_bytes)
 
     def _note(self, live_bytes: int) -> None:
-        if self._tape is not None:
-            self._tape.level(live_bytes)
+        if self.log is not None:
+            self.log.append(live_bytes)
         if self._phase_levels:
             self._phase_levels[-1][1].append(live_bytes)
 

@@ -5,9 +5,10 @@ backward. Blocks that cannot run on fake tensors are observed on real ones, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from jettison.capture import stand_ins
 from jettison.capture.dispatch import eagerly
 from jettison.capture.fakes import roughly
-from jettison.capture.model_trace import BlockClass, ModelTrace, call_model, context_of, loss_of
+from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace, call_model, context_of, loss_of
 from jettison.capture.randomness import seed_streams
 from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import as_signed, call_signature, opaque_copy
@@ -29,6 +30,18 @@ from jettison.capture.tensor_subclasses import arrived, bytes_of, has_gradients,
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError, UnsupportedModule, WrongValue
 from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.dryrun.intervals import (
+    GIVEN,
+    RETURNED,
+    STORED,
+    CallLevels,
+    IntervalLevels,
+    Place,
+    Role,
+    RootLevels,
+    Summed,
+    intervals_of,
+)
 from jettison.ledger.program import Source
 from jettison.runtime.install import install
 from jettison.runtime.offload import Group, StorageUse, flat_bytes
@@ -55,8 +68,13 @@ def dry_run_block(
     key: str,
     seconds: float,
     workspace: Workspace | None = None,
-) -> RegionOption:
-    """Levels of one block under one policy, with its recorded program."""
+    summed: Summed = frozenset(),
+    *,
+    logs: bool = True,
+) -> tuple[RegionOption, CallLevels]:
+    """One block under one policy, with its recorded program. ``summed``: gradients that it shares with other calls;
+    ``logs``: its intervals are wanted.
+    """
     module = trace.fake_model.get_submodule(cls.example)
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
     with contextlib.ExitStack() as stack:
@@ -69,29 +87,65 @@ def dry_run_block(
         region.in_dry_run = True
         hold_gradients(trace, module)
         try:
-            levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
+            levels, call = block_levels(
+                module, (cls.args, cls.kwargs), shared, workspace, trace.device_type, summed, logs=logs
+            )
         except (LookupError, AttributeError) as error:  # of code that distinguishes fake tensors from real ones
             raise TraceError(
                 f"blocks like {cls.example} ran on the batch itself, and cannot run on tensors without values "
                 f"({type(error).__name__}: {error}); leave them out with regions=[...]"
             ) from error
-    return RegionOption(key=key, seconds=seconds, **levels._asdict())
+    return RegionOption(key=key, seconds=seconds, **levels._asdict()), call
 
 
 def block_levels(
-    module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None, device: str | None
-) -> BlockLevels:
+    module: nn.Module,
+    call: tuple[Any, Any],
+    shared: set[int],
+    workspace: Workspace | None,
+    device: str | None,
+    summed: Summed = frozenset(),
+    *,
+    logs: bool = False,
+) -> tuple[BlockLevels, CallLevels]:
     """Levels of one call of a module in its present state, on arguments like these. Leaves it without gradients."""
     leaves, spec = tree_flatten(opaque_copy(call))
-    outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
-    counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace, device=device)
+    shared = shared - {position for position, _ in summed}
+    if logs:
+        _take_apart(leaves, shared)
+    outer = (leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared)
+    statics = itertools.chain(static_tensors(module), outer)
+    counter = AllocationCounter(statics, workspace=workspace, device=device, record_log=logs)
+
+    def has_returned(output: Any, call: Any) -> None:
+        if not logs:
+            return
+        counter.watch(tree_leaves(output), (RETURNED,))
+        inside: list[Tensor] = []  # of caches among the arguments
+
+        def seen(tensor: Tensor) -> Tensor:
+            inside.append(tensor)
+            return tensor
+
+        opaque_copy(call, seen)
+        stores.update(counter.watch([*tree_leaves(call), *inside], (STORED,)))
+        counter.mark(_AROUND)
+
+    stores: dict[Role, Role] = {}
+
     with counter:
         start = counter.live_bytes
         held = sum(bytes_of(p.grad) for p in module.parameters() if p.grad is not None)
         counter.reset_peak()
-        box = [tree_unflatten(given_to_block(leaves, shared), spec)]
-        loss, stored = forward_alone(module, box)
-        forward_peak = counter.peak_bytes - start
+        given = given_to_block(leaves, shared, lambda: counter.mark(_AROUND))
+        counter.watch(given, (GIVEN,), held=shared)
+        box = [tree_unflatten(given, spec)]
+        given.clear()
+        leaves[:] = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]  # a cache stays, with what is in it
+        counter.mark(("forward", 0, True))
+        later = [position for position, is_first in summed if not is_first] if summed else None
+        loss, stored = forward_alone(module, box, has_returned, lambda: counter.mark(("backward", 0, True)), later)
+        forward_peak, left = counter.peak_bytes - start, counter.live_bytes
         torch.clear_autocast_cache()
         resident = counter.live_bytes - start
         counter.reset_peak()
@@ -100,14 +154,42 @@ def block_levels(
             loss.backward()
         backward_peak = counter.peak_bytes - before
         del loss  # but not its storage, which the caller has
+        passes = dict(intervals_of(counter.log or (), counter.live_bytes))
         module.zero_grad(set_to_none=True)
         lasting = max(0, counter.live_bytes - start + held)
+        nothing = IntervalLevels((), 0, ())
+        alone = CallLevels(
+            forward=passes.get(("forward", 0, True), nothing),
+            backward=passes.get(("backward", 0, True), nothing),
+            watched_bytes=counter.watched_bytes,
+            cached_bytes=left - before,
+            stores=any(role[0] == STORED for role in stores.values()),
+        )
         del stored
-        return BlockLevels(resident, forward_peak, backward_peak, lasting)
+        return BlockLevels(resident, forward_peak, backward_peak, lasting), alone
 
 
-def given_to_block(leaves: list[Any], shared: set[int]) -> list[Any]:
-    """Leaves like these, owned by the call alone except for the shared ones."""
+_AROUND: Place = ("", -1, False)
+
+
+def _take_apart(leaves: list[Any], shared: set[int]) -> None:
+    """Give shared leaves storages that nobody else refers to, so that their last references are seen."""
+    fakes = [p for p in shared if type(leaves[p]) is FakeTensor and leaves[p].layout is torch.strided]
+    refs = [TensorRef.of(storage_of(leaves[p]), leaves[p]) for p in fakes]
+    made = tensors_made(refs, leaves[fakes[0]].device, like=leaves[fakes[0]]) if fakes else ()
+    found = dict(zip(fakes, made, strict=True))
+    uses = Counter(storage_of(leaf) for leaf in leaves if type(leaf) is Tensor)
+    alone = (p for p in shared if type(leaves[p]) is Tensor and uses[storage_of(leaves[p])] == 1)
+    found |= {p: leaves[p].detach().clone() for p in alone}  # values may be read
+    for position, tensor in found.items():
+        if tensor.stride() == leaves[position].stride():
+            leaves[position] = tensor.requires_grad_(leaves[position].requires_grad)
+
+
+def given_to_block(leaves: list[Any], shared: set[int], is_over: Callable[[], object] = bool) -> list[Any]:
+    """Leaves like these, owned by the call alone except for the shared ones. ``is_over``: called when backward arrives
+    at them.
+    """
     given: list[Any] = []
     together: dict[int, list[int]] = {}  # storage -> positions of leaves made in it
     for position, leaf in enumerate(leaves):
@@ -122,8 +204,9 @@ def given_to_block(leaves: list[Any], shared: set[int]) -> list[Any]:
         refs = [TensorRef.of(storage, t) for t in parts]
         trained = [t.requires_grad for t in parts]
         seed = torch.zeros((), requires_grad=any(trained), device=parts[0].device)
-        for position, made in zip(positions, _FromNowhere.apply(seed, refs, trained, parts[0].device), strict=True):
-            given[position] = made
+        made = _FromNowhere.apply(seed, refs, trained, parts[0].device, is_over)
+        for position, tensor in zip(positions, made, strict=True):
+            given[position] = tensor
     return given
 
 
@@ -131,7 +214,8 @@ class _FromNowhere(torch.autograd.Function):
     """Tensors without a source, whose gradients are discarded."""
 
     @staticmethod
-    def forward(ctx: Any, seed: Tensor, refs: list[TensorRef], trained: list[bool], device: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, seed: Tensor, refs: Any, trained: list[bool], device: Any, is_over: Any) -> Any:
+        ctx.is_over = is_over
         made = tensors_made(refs, device)
         for tensor in made:
             plain(tensor).normal_()
@@ -140,34 +224,51 @@ class _FromNowhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (None,) * 4
+        ctx.is_over()
+        return (None,) * 5
 
 
-def forward_alone(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:
+def forward_alone(
+    module: nn.Module,
+    box: list[Any],
+    has_returned: Callable[[Any, Any], object] = lambda *_: None,
+    goes_back: Callable[[], object] = bool,
+    later: Iterable[int] | None = None,
+) -> tuple[Tensor, list[Any]]:
     """Run the block on arguments that nothing else references; return a scalar over its outputs, and tensors that it
-    left in lists and dicts among its arguments.
+    left in lists and dicts among its arguments. Both functions are called at the ends of its passes that they name.
+    Of arguments that it returns, those at the positions ``later`` have a gradient when its backward begins, as of later
+    calls; None: all have one.
     """
     args, kwargs = box.pop()
     given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
     with torch.enable_grad():
         output = module.forward(*args, **kwargs)  # as it was recorded: hooks have seen the arguments before
+        has_returned(output, (args, kwargs))
         stored = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in given]
         wanted = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        if later is not None:
+            leaves = tree_leaves((args, kwargs))
+            wanted = [t for t in wanted if id(t) not in given] + [leaves[position] for position in later]
+            del leaves
         # a skipped block returns its arguments, which may require no gradients
-        return _ScalarOf.apply(*wanted) if wanted else torch.zeros((), requires_grad=True), stored
+        return _ScalarOf.apply(goes_back, *wanted) if wanted else torch.zeros((), requires_grad=True), stored
 
 
 class _ScalarOf(torch.autograd.Function):
     """A scalar of some tensors that saves none of them; its backward makes gradients that only the engine owns."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, goes_back: Any, *tensors: Tensor) -> Tensor:
+        ctx.goes_back = goes_back
         ctx.metas = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         return torch.zeros((), device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return tuple(torch.empty_strided(m[0], m[1], dtype=m[2], device=m[3]) for m in ctx.metas)
+        made = [torch.empty_strided(m[0], m[1], dtype=m[2], device=m[3]) for m in ctx.metas]
+        ctx.goes_back()
+        return None, *made
 
 
 def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
@@ -244,18 +345,19 @@ def dry_run_root(
     *,
     plain: Mapping[str, RegionOption] | None = None,
     through_blocks: bool = False,
-) -> RootOption:
-    """Levels of everything around the blocks under one decision. ``plain``: levels of each block class with everything
-    kept; used if root and blocks are entangled, or ``through_blocks``: they are, although the recording does not show
-    it.
+    logs: bool = True,
+) -> tuple[RootOption, RootLevels | None]:
+    """Levels of everything around the blocks under one decision, and its intervals, if stubs show them. ``plain``:
+    levels of each block class with everything kept; used if root and blocks are entangled, or ``through_blocks``: they
+    are, although the recording does not show it.
     """
     count = len(trace.calls)
     if trace.loop.gradients_preallocated:
         with trace.context():
             hold_gradients(trace, trace.fake_model)
     static = static_tensors(trace.fake_model, trace.batch)
-    counter = AllocationCounter(static, workspace=workspace, device=trace.device_type)
-    levels = RootLevels(counter, [chain_bytes(trace, i) for i in range(count)])
+    counter = AllocationCounter(static, workspace=workspace, device=trace.device_type, record_log=logs)
+    levels = RootProbe(counter, [chain_bytes(trace, i) for i in range(count)])
     policy = Exactly(trace.root.program.digest(), kept, KeepAll())
     real = plain if through_blocks or is_entangled(trace) else None  # blocks that run instead of stubs
     held, gradients = [0] * count, [0] * count
@@ -269,24 +371,26 @@ def dry_run_root(
     try:
         with setting, trace.context(), quiet_gc(), counter:
             base = counter.live_bytes
-            run_step(trace, trace.fake_model, counter)
+            *_, output = run_step(trace, trace.fake_model, counter)
             tail = counter.peak_bytes
+            intervals = tuple(intervals_of(counter.log or (), counter.live_bytes))
+            del output
     except StubsFallShort as error:
         if real is not None or plain is None:
             raise UnsupportedModule(
                 "the forward calls its blocks more often in a dry run than when it was recorded: it goes by state that "
                 "is not put back in between. Hold that state in attributes of the model or of the batch"
             ) from error
-        return dry_run_root(trace, kept, key, seconds, workspace, plain=plain, through_blocks=True)
+        return dry_run_root(trace, kept, key, seconds, workspace, plain=plain, through_blocks=True, logs=logs)
     finally:
         trace.fake_model.zero_grad(set_to_none=True)
     if real is not None and len(levels.forward_levels) < count:  # a block's forward was called past its hooks
-        return dry_run_root(trace, kept, key, seconds, workspace)
+        return dry_run_root(trace, kept, key, seconds, workspace, logs=logs)
     before = [0, *accumulate(held)]  # held by the blocks before this one
     after = [sum(gradients[i + 1 :]) for i in range(count)]
     if not levels.backward_levels:  # no blocks: everything happens around them
         levels.loss_peak = tail
-    return RootOption(
+    option = RootOption(
         key=key,
         held_forward_bytes=tuple(level - base - before[i] for i, level in enumerate(levels.forward_levels)),
         held_backward_bytes=tuple(
@@ -297,13 +401,24 @@ def dry_run_root(
         tail_peak_bytes=max(0, tail - base - sum(gradients)),
         seconds=seconds,
     )
+    if real is not None or not logs:
+        return option, None
+    return option, RootLevels(
+        intervals=intervals,
+        touched=levels.touched,
+        summed=levels.summed(trace.calls),
+        watched_bytes=counter.watched_bytes,
+    )
 
 
-class RootLevels:
+class RootProbe:
     """Records allocated bytes when a block's forward and its backward start, and the peak between blocks."""
 
     def __init__(self, counter: AllocationCounter, chains: Sequence[tuple[int, int]]) -> None:
         self.counter, self.chains = counter, chains  # bytes of each call's own inputs and outputs
+        self.touched: list[dict[Role, Role]] = []
+        self.edges: list[dict[tuple[int, int], int]] = []  # by call: where gradients of arguments go
+        self.held: dict[int, Callable[[], None]] = {}
         self.forward_levels: list[int] = []
         self.backward_levels: dict[int, int] = {}
         self.loss_peak = 0
@@ -317,6 +432,32 @@ class RootLevels:
             self.loss_peak = self.counter.peak_bytes
         self.backward_levels[call] = self.counter.live_bytes - self.chains[call][1]
         self.counter.reset_peak()
+
+    def stubs_backward(self, call: int, gradients: Callable[[], list[Any]]) -> list[Any]:
+        self.counter.mark(("backward", call, True))
+        self.backward(call)
+        self.held.pop(call)()
+        made = gradients()
+        self.counter.mark_behind(("backward", call, False))
+        return made
+
+    def given(self, call: int, leaves: Sequence[Any], shared: Iterable[int]) -> None:
+        """A stub is called."""
+        self.counter.mark(("forward", call, True))
+        self.touched.append(self.counter.watch(leaves, (call, GIVEN)))
+        self.held[call] = self.counter.hold(leaves[p] for p in shared if isinstance(leaves[p], Tensor))
+        nodes = ((p, leaf, leaf.grad_fn) for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        self.edges.append({(n._sequence_nr(), leaf.output_nr): p for p, leaf, n in nodes if n is not None})
+
+    def summed(self, calls: Sequence[BlockCall]) -> list[Summed]:
+        later: set[tuple[int, int]] = set()
+        found = []
+        for call, edges, touched in zip(reversed(calls), reversed(self.edges), reversed(self.touched), strict=True):
+            returned = {role for (what, _), role in touched.items() if what == RETURNED}
+            several = [p for p in edges.values() if p in call.shared or touched.get((GIVEN, p)) in returned]
+            found.append(frozenset((p, edge not in later) for edge, p in edges.items() if p in several))
+            later |= edges.keys()
+        return found[::-1]
 
 
 def _next_of(calls: Iterator[int]) -> int:
@@ -333,7 +474,7 @@ def _next_of(calls: Iterator[int]) -> int:
 
 
 @contextlib.contextmanager
-def over_stubs(trace: ModelTrace, levels: RootLevels, policy: CheckpointPolicy) -> Iterator[None]:
+def over_stubs(trace: ModelTrace, levels: RootProbe, policy: CheckpointPolicy) -> Iterator[None]:
     calls = iter(range(len(trace.calls)))
     names = list(dict.fromkeys(c.name for c in trace.calls))
     root = PlannedForward(trace.fake_model, "", policy, blocks=tuple(names))
@@ -346,12 +487,13 @@ def over_stubs(trace: ModelTrace, levels: RootLevels, policy: CheckpointPolicy) 
         leaves, (_, described, _) = call_signature(args, kwargs)
         if len(described) != len(trace.calls[call].signature[0][1]):
             raise StubsFallShort  # a list that the blocks fill
-        held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
-        levels.counter.enters(trace.calls[call].name, (args, kwargs))
+        levels.given(call, leaves, trace.calls[call].shared)
 
         def run() -> Any:
-            output = stub_outputs(region, leaves, probe=levels, call=call, held=held)
-            levels.counter.leaves(output)
+            levels.forward(call)
+            output = stub_outputs(region, leaves, probe=levels.stubs_backward, call=call)
+            levels.touched[call] |= levels.counter.watch(tree_leaves(output), (call, RETURNED))
+            levels.counter.mark(("forward", call, False))
             return output
 
         return root.nested(run)
@@ -366,7 +508,7 @@ def over_stubs(trace: ModelTrace, levels: RootLevels, policy: CheckpointPolicy) 
 
 @contextlib.contextmanager
 def _over_blocks(
-    trace: ModelTrace, levels: RootLevels, policy: Exactly, plain: Mapping[str, RegionOption]
+    trace: ModelTrace, levels: RootProbe, policy: Exactly, plain: Mapping[str, RegionOption]
 ) -> Iterator[None]:
     names = list(dict.fromkeys(c.name for c in trace.calls))
     regions = install(trace.fake_model, trace, dict.fromkeys(names, KeepAll()), policy, checked=True)
@@ -439,7 +581,7 @@ def observe_block(
                     for parameter, _ in gradients:
                         held = trace.loop.gradients_preallocated and parameter.requires_grad
                         parameter.grad = torch.empty_like(parameter) if held else None
-                    levels.append(block_levels(module, call, shared, workspace, trace.device_type))
+                    levels.append(block_levels(module, call, shared, workspace, trace.device_type)[0])
             except WrongValue:  # what its trial did not show: a real step would stop
                 cls.verdict = Verdict(again=False, why="a second run of its forward gives other values")
                 found.append(replace(found[0], key=key))
@@ -486,7 +628,7 @@ class StandIn:
         made = [self.blob(sent.nbytes) for sent in self.levels.sent if sent.place is None]
         there = self.levels.resident_bytes + sum(t.nbytes for t in made)
         self.blob(self.levels.forward_peak_bytes - there - self.own[0])
-        output = stub_outputs(self.region, leaves, probe=call, held=shared)
+        output = stub_outputs(self.region, leaves, probe=call.backward, held=shared)
         if group is not None:
             ends = leaves, tree_leaves(output)
             for sent in self.levels.sent:  # in their order: tensors of its own, arguments, results
@@ -509,10 +651,7 @@ class _StandInCall:
         self.moved: list[StorageUse] = []
         self.trained = [p for p in of.module.parameters() if p.requires_grad]
 
-    def forward(self, call: int) -> None:
-        """Nothing to note."""
-
-    def backward(self, _call: int) -> None:
+    def backward(self, _call: int, gradients: Callable[[], list[Any]]) -> list[Any]:
         if self.group is not None:
             self.group.asked()
         came = [moved.open() for moved in self.moved]
@@ -523,6 +662,7 @@ class _StandInCall:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
         del came
+        return gradients()
 
 
 def stand_in_for_opaque(

@@ -27,7 +27,6 @@ from jettison.core.objects import swapped
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
 from jettison.dryrun.levels import hold_gradients, run_step, stand_in_for_opaque, with_memory_of_their_own
 from jettison.dryrun.op_costs import Pricing
-from jettison.dryrun.tape import IntervalTape
 from jettison.ledger.levels import StepLevels
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
@@ -48,7 +47,9 @@ class StepPeaks:
     host_bytes: int = 0  # on the host at a time, before pinning rounds them up
     pinned_bytes: int = 0  # what is taken from the host for them
     levels: StepLevels | None = None  # over the step
-    composed: bool = False  # of parts of other steps (dryrun/composed.py), and not run itself
+    composed: bool = False  # of dry runs of its parts (dryrun/composed.py), and not run itself
+    extra_bytes: int = 0  # of them, allocated by nothing of the step
+    optimizer_levels: Sequence[int] = ()  # above the first
 
     @classmethod
     def of(
@@ -61,6 +62,7 @@ class StepPeaks:
             forward_peak_bytes=forward + extra_bytes,
             backward_peak_bytes=backward + extra_bytes,
             optimizer_peak_bytes=0 if optimizer is None else optimizer + extra_bytes,
+            extra_bytes=extra_bytes,
             **more,
         )
 
@@ -155,14 +157,10 @@ class OneBatch:
         return run_step(self.trace, self.trace.fake_model, counter)
 
 
-def step_of(
-    parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing, tape: IntervalTape | None = None
-) -> StepPeaks:
-    """A whole step, with what every kernel in it takes inside, recorded on the ``tape``. Kernels that only it runs have
-    a price before it.
-    """
+def step_of(parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing) -> StepPeaks:
+    """A whole step, with what every kernel in it takes inside. Kernels that only it runs have a price before it."""
     pricing.known(lambda workspace: make_state(parts, dry_step, workspace=workspace))
-    return pricing.known(lambda workspace: dry_run(parts, dry_step, workspace=workspace, tape=tape))
+    return pricing.known(lambda workspace: dry_run(parts, dry_step, workspace=workspace))
 
 
 def dry_run_batch(
@@ -180,31 +178,19 @@ def dry_run_batch(
     return dry_run([part], OneBatch(trace=trace, optimizer=optimizer), workspace=workspace)
 
 
-def dry_run(
-    parts: Sequence[ModulePolicy],
-    dry_step: DryStep,
-    *,
-    workspace: Workspace | None = None,
-    tape: IntervalTape | None = None,
-) -> StepPeaks:
+def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> StepPeaks:
     """The whole step under a plan: ``parts`` by module, traced in its fake mode."""
     make_state(parts, dry_step)
     trace = parts[0].trace
-    if tape is not None:
-        tape.begin()
     with _ready(parts, dry_step) as installed:
         engines = [regions[-1].offload for regions in installed if regions[-1].offload is not None]
         with AllocationCounter(
-            dry_step.alive(), workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
+            dry_step.alive(), workspace=workspace, device=trace.device_type, record_levels=True
         ) as counter:
             static = counter.live_bytes
-            if tape is not None:
-                for region in installed[0][:-1]:
-                    region.listener = _BlockListener(region.name, counter)
             peaks, held = _passes_and_optimizer(dry_step, counter)
-            if tape is not None:
-                tape.end_bytes = counter.live_bytes
             del held
+    optimizer = [level for name, levels in counter.phase_levels if name == "optimizer" for level in levels]
     return StepPeaks.of(
         *peaks,
         static_bytes=static,
@@ -212,6 +198,7 @@ def dry_run(
         host_bytes=sum(engine.pool.peak_bytes for engine in engines),
         pinned_bytes=sum(engine.pool.real_bytes for engine in engines),
         levels=StepLevels.of(counter.phase_levels, extra_bytes=trace.loop.elsewhere_bytes),
+        optimizer_levels=[level - optimizer[0] for level in optimizer],
     )
 
 
@@ -290,19 +277,6 @@ def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[li
         stack.enter_context(quiet_gc())
         stack.enter_context(unseen_outputs({k: c for part in parts for k, c in part.trace.classes.items()}))
         yield installed
-
-
-class _BlockListener:
-    """Tells a counter of one block's calls; see `CallListener`."""
-
-    def __init__(self, name: str, counter: AllocationCounter) -> None:
-        self.name, self.counter = name, counter
-
-    def begins(self, *given: Any) -> None:
-        self.counter.enters(self.name, given)
-
-    def ends(self, returned: Sequence[Any]) -> None:
-        self.counter.leaves(returned)
 
 
 # a step under somebody else's checkpointing ---------------------------------------------------------------------------

@@ -187,9 +187,9 @@ def apply_plan(
     *,
     confirms: bool = False,
 ) -> Applied:
-    """Apply a plan that was made for this trace. ``confirms``: for a plan whose peak was composed from other dry runs,
-    run its own dry run now, without an optimizer and without workspaces of kernels. Raise `PlanMismatch` if it was made
-    for another model or batch, or its dry run exceeds the plan's peak.
+    """Apply a plan that was made for this trace. ``confirms``: for a plan whose peak was composed of dry runs of its
+    parts, run its own dry run now, without an optimizer and without workspaces of kernels. Raise `PlanMismatch` if it
+    was made for another model or batch, or its dry run exceeds the plan's peak.
     """
     digests = {"": traced.root.program.digest(), **digests_of(traced, plan)}
     plan.require(model=fingerprint(traced), digests=digests)
@@ -199,8 +199,8 @@ def apply_plan(
         found = dry_run([replace(part, trace=trace)], OneBatch(trace=trace)).peak_bytes
         if found > plan.predicted.peak_bytes:
             raise PlanMismatch(
-                f"the plan states a peak of {plan.predicted.peak_bytes} bytes, put together from dry runs of other "
-                f"plans; a dry run of its own takes {found}. Make the plan by itself: jettison.plan(traced, budget)"
+                f"the plan states a peak of {plan.predicted.peak_bytes} bytes, composed of dry runs of its "
+                f"parts; a dry run of its own takes {found}. Make the plan by itself: jettison.plan(traced, budget)"
             )
     regions = install(
         model, traced, part.policies, part.root, part.segments, how=how, host_budget_bytes=host_budget_bytes

@@ -252,7 +252,7 @@ class _LoopListener:
         if self.handle.watch is not None:
             self.handle.watch.enter("forward")
 
-    def ends(self, _returned: Sequence[Any]) -> None:
+    def ends(self) -> None:
         if self.handle.watch is not None:
             self.handle.watch.enter("backward")
 

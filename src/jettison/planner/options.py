@@ -95,10 +95,14 @@ class OptionsBuilder:
         options = {key: self._options(key) for key in trace.classes}
         root_points = self._points_of_root()
         plain = {key: plain_of(of_class) for key, of_class in options.items()}
-        root = tuple(
-            self.pricing.known(lambda w, p=p: dry_run_root(trace, p.kept, p.key, p.seconds, w, plain=plain))  # type: ignore[misc]
-            for p in root_points
-        )
+        root, logs = [], not self.judge.problem
+        for p in root_points:
+            option, alone = self.pricing.known(
+                lambda w, p=p: dry_run_root(trace, p.kept, p.key, p.seconds, w, plain=plain, logs=logs)  # type: ignore[misc]
+            )
+            root.append(option)
+            if alone is not None:
+                self.judge.roots[p.kept] = alone
         segments = tuple(self._segments(options))
         # the step without a plan comes last: blocks have shown nearly all ops by then, and a run with ops
         # without a price has to be repeated
@@ -109,7 +113,7 @@ class OptionsBuilder:
             static_bytes=baseline.static_bytes,
             optimizer_peak_bytes=max(0, baseline.optimizer_peak_bytes - baseline.static_bytes),
             regions=tuple(self._regions(options)),
-            root=root,
+            root=tuple(root),
             segments=segments,
             plain_seconds=3 * forward,  # a matmul has two in its backward
             link=self.host.link(self.host.usable_bytes) if self.host is not None else None,
@@ -175,8 +179,13 @@ class OptionsBuilder:
         if (key, kept, packed) not in self._dry_runs:
             cls = self.trace.classes[key]
             policy = exactly(cls.program, kept, packed=packed)
-            found = self.pricing.known(lambda w: dry_run_block(self.trace, cls, policy, name, seconds, w))
+            logs = not self.judge.problem
+            found, alone = self.pricing.known(
+                lambda w: dry_run_block(self.trace, cls, policy, name, seconds, w, logs=logs)
+            )
             self._dry_runs[key, kept, packed] = found
+            if logs:
+                self.judge.calls[key, kept, packed, frozenset()] = alone
         return replace(self._dry_runs[key, kept, packed], key=name, seconds=seconds)
 
     def _kinks(self, key: str) -> list[int]:

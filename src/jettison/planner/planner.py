@@ -97,7 +97,7 @@ def make_planner(
         dry_step: the loop's step, over a module like the trace's fake copy, in its mode; by default one batch through
             the fake copy, and ``optimizer``.
         host: host memory for offloading; None: nothing is offloaded.
-        composes: many budgets will be requested: peaks are composed from earlier dry runs.
+        composes: many budgets will be requested: peaks are composed from dry runs of the step's parts.
     """
     pricing = Pricing(run=measure)
     step = dry_step or OneBatch(trace=trace, optimizer=optimizer)

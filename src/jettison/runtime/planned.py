@@ -68,8 +68,8 @@ class CallListener(Protocol):
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before anything runs; it may choose another plan."""
 
-    def ends(self, returned: Sequence[Any]) -> None:
-        """Called with the leaves that the forward returned."""
+    def ends(self) -> None:
+        """Called when the forward has returned."""
 
 
 class PlannedForward:
@@ -273,7 +273,7 @@ class PlannedForward:
         if self.assumptions is not None:
             self.assumptions.forward_ends(returned)
         if self.listener is not None:
-            self.listener.ends(returned)
+            self.listener.ends()
         return output
 
     def _is_watched(self) -> bool:

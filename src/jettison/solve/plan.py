@@ -106,7 +106,7 @@ class Predicted:
     """Peak of allocated bytes in a step, and of bytes on the host; its seconds, and the plan's overhead as a share of a
     step without checkpointing. 0.0 if not known.
 
-    ``composed``: the peak was composed from dry runs of other plans; this plan was not dry-run itself.
+    ``composed``: the peak was composed of dry runs of the step's parts; this plan was not dry-run itself.
     """
 
     peak_bytes: int
