@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from silent.harness import Program, Step
+from silent.harness import Program, Step, one_backward
 from silent.kit import BLOCKS, WIDTH, Net, block_class, case, rows
 
 
@@ -233,6 +233,19 @@ def weights_parametrized() -> Program:
         parametrize.register_parametrization(model.layers[1].a, "weight", Skew())
 
     return changed(change)
+
+
+@case(works=True)
+def weights_cached_for_other_lengths() -> Program:
+    """Torch keeps computed weights in a table of its own, which recordings must not leave theirs in."""
+
+    def step(model: Any, batch: Any, i: int) -> list[Tensor]:
+        with parametrize.cached():
+            return one_backward(model, batch, i)
+
+    model = net()
+    parametrize.register_parametrization(model.layers[1].a, "weight", nn.Tanh())
+    return Program(model=model, batch=lambda i: (rows(i, 64 - i),), step=step)
 
 
 @case()

@@ -33,7 +33,7 @@ class Isolation(Reach):
 
     def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
         values = list(values)
-        super().__init__(modules, values)
+        super().__init__(modules, [*values, nn.utils.parametrize._cache])
         leaves = [value for value in values if isinstance(value, Tensor) and value.is_leaf]
         self.states += [AttributeState(leaf, "requires_grad") for leaf in leaves]  # a model of forces changes it
         self.outside = outside_torch()
