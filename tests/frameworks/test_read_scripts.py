@@ -282,3 +282,49 @@ def test_odd_scripts_end_in_an_answer_or_a_message(tmp_path: Path, text: str) ->
         read_config_file(path)
     except UsageError as error:
         assert str(path) in str(error)
+
+
+def test_a_model_placed_by_an_empty_key(tmp_path: Path) -> None:
+    script = """
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf", device_map={"": 0})
+trainer = Trainer(model=model, args=TrainingArguments("out", per_device_train_batch_size=4))
+trainer.train()
+"""
+    (tmp_path / "train.py").write_text(script)
+    found = read_run(tmp_path / "train.py")
+    assert (found.model, found.request.micro_batch) == ("llama2-7b", 4)
+
+
+def test_arguments_of_a_trainer_by_position(tmp_path: Path) -> None:
+    script = """
+trainer = SFTTrainer("Qwen/Qwen2.5-0.5B", SFTConfig("out", max_length=2048), train_dataset=rows)
+trainer.train()
+"""
+    (tmp_path / "train.py").write_text(script)
+    found = read_run(tmp_path / "train.py")
+    assert (found.model, found.request.seq) == ("qwen2.5-0.5b", 2048)
+
+
+def test_a_trainer_that_generates_is_not_taken_for_dpo(tmp_path: Path) -> None:
+    script = """
+args = GRPOConfig(num_generations=8, max_prompt_length=256, max_completion_length=128)
+trainer = GRPOTrainer(model="Qwen/Qwen3-0.6B", args=args)
+trainer.train()
+"""
+    (tmp_path / "train.py").write_text(script)
+    with pytest.raises(UsageError, match="generation and reward models during training are not modelled"):
+        read_run(tmp_path / "train.py")
+    request = read_run(tmp_path / "train.py", allow_unread=True).request
+    assert (request.loss, request.seq) == ("tiled", 384)
+
+
+def test_unsloths_pairs_have_the_length_of_their_trainer(tmp_path: Path) -> None:
+    script = """
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/llama-3-8b-bnb-4bit", max_seq_length=4096)
+model = FastLanguageModel.get_peft_model(model, r=8, target_modules=["q_proj"])
+trainer = DPOTrainer(model=model, ref_model=None, args=DPOConfig(per_device_train_batch_size=1), max_length=1024)
+trainer.train()
+"""
+    (tmp_path / "train.py").write_text(script)
+    request = read_run(tmp_path / "train.py").request
+    assert (request.seq, request.micro_batch, request.loss) == (1024, 2, "dpo")

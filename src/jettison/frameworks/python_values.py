@@ -359,7 +359,8 @@ class _Module:
                 return [self.value(item, local) for item in items]
             case ast.Dict(keys=keys, values=values):
                 pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
-                return {str(self.value(key, local)): self.value(value, local) for key, value in pairs}
+                # an empty key, as in device_map={"": 0}, is no name of a call
+                return {str(self.value(key, local)) or "''": self.value(value, local) for key, value in pairs}
             case ast.Name(id=name) if name in local or name in self.names:
                 return local[name] if name in local else self.names[name]
             case ast.Attribute(value=ast.Name(id=module), attr=name) if self.script and module not in local:
@@ -440,7 +441,9 @@ class _Module:
         if last == "add_argument" and flags:
             switch = {"store_true": False, "store_false": True}.get(str(named.get("action")))
             self.options[str(named.get("dest", flags[-1].lstrip("-").replace("-", "_")))] = named.get("default", switch)
-        found = {"": name, **{str(n): value for n, value in enumerate(given)}, **named}
+        places = ["model", "args"] if last.endswith("Trainer") else []
+        keys = [*places[: len(given)], *map(str, range(len(places), len(given)))]
+        found = {"": name, **dict(zip(keys, given, strict=True)), **named}
         self.calls.append(_ScriptCall(name=name, line=node.lineno, bound=bound, stage=self.stage, given=found))
         owner = local.get(first, self.names.get(first, ""))
         self.stage += last == "train" and str(owner[""] if _called(owner) else owner).endswith("rainer")

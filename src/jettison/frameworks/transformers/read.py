@@ -28,14 +28,14 @@ def read(keys: Keys) -> None:
             "it is read as a Trainer's, since no key is TRL's, whose defaults differ: for TRL give a script with trl "
             "sft --config"
         )
-    others(keys)
+    generates = others(keys)
     if keys.field("micro_batch") is None:
         keys.give("micro_batch", trainer.MICRO_BATCH)
     _sequence(keys, trl=trl)
     usual = trl and not keys.some("$*TrainingArguments")  # ``sft_trainer.py``: their values, not SFTConfig's
     mixed = trainer.half(keys, default=usual)
     adapters(keys, trl=trl, mixed=mixed)
-    if trl and keys.some(*_DPO):
+    if trl and not generates and keys.some(*_DPO):
         preference(keys)
     elif trl and keys.text("loss_type", "nll") not in ("nll", "dft"):
         keys.refuse("loss_type", "of SFT's losses only nll and dft are modelled")
@@ -94,17 +94,23 @@ def packed_loaders(keys: Keys) -> None:
         keys.refuse("get_peft_model", "only adapters are modelled with its kernels")
     others(keys)
     if keys.some("$DPO[CT]*"):
+        keys.give("seq", keys.whole("max_length"), "max_length")
         preference(keys)
     trainer.full_length(keys, packed=keys.on("packing"))
     trainer.optimizer(keys, "optim", "adamw")
     trainer.replicas(keys)
 
 
-def others(keys: Keys) -> None:
-    """Refuse trainers other than of SFT and DPO."""
-    for script in keys.matching(*next(one for one in tables() if one["framework"] == "transformers")["trainers"]):
+def others(keys: Keys) -> bool:
+    """Refuse trainers other than of SFT and DPO, and return whether there is one."""
+    table = next(one for one in tables() if one["framework"] == "transformers")
+    found = [*keys.matching(*table["trainers"])]
+    for script in found:
         keys.values[f"trainer {script[1:]}"] = True
         keys.refuse(f"trainer {script[1:]}", "generation and reward models during training are not modelled")
+        if keys.has("max_completion_length"):
+            keys.give("seq", (keys.whole("max_prompt_length") or 512) + (keys.whole("max_completion_length") or 0))
+    return bool(found)
 
 
 def _script(keys: Keys) -> None:
