@@ -63,8 +63,16 @@ ROOT: Final = Path(__file__).parent.parent
 CSV: Final = ROOT / "docs" / "accuracy.csv"
 PAGE: Final = ROOT / "docs" / "accuracy.md"
 TEXT: Final = Path(__file__).parent / "pages" / "accuracy.md"
-BLIND: Final = ROOT / "tests" / "facts" / "blind_2026_11.csv"
-LAYOUTS: Final = ROOT / "tests" / "facts" / "blind_2026_11_layouts.csv"
+BLIND: Final = {
+    blind_runs.FACTS: "14 projects, 2026",
+    ROOT / "tests" / "facts" / "blind_2026_11.csv": "17 projects, November 2026",
+    ROOT / "tests" / "facts" / "blind_posts.csv": "issues, posts and READMEs, November 2026",
+}
+"""Rounds of blind predictions."""
+LAYOUTS: Final = {
+    ROOT / "tests" / "facts" / "blind_2026_11_layouts.csv": "of three sheets",
+    ROOT / "tests" / "facts" / "blind_posts_layouts.csv": "of issues and posts",
+}
 OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
 NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
 UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
@@ -76,6 +84,8 @@ DIGITS: Final = {"GiB": 3, "GB": 3, "MiB": 1, TOKENS: 1, "s": 3}
 NOT_COUNTED: Final = {
     "impossible": "the run cannot have been as it is stated",
     "misread": "the command describes another run",
+    "another-batch": "memory grows with accumulation alone: the micro-batch is another",
+    "atorch": "atorch's mixed precision was not read",
     "unsaid": "the figure is not named",
     "network": "the network is not named",
     "host-bound": "the host is the limit, which nothing prices",
@@ -153,7 +163,7 @@ def publisher(source: str) -> str:
 def entries() -> list[Entry]:
     """All rows, as they are predicted today, in the order of the CSV."""
     found = [*_times(), *_memory(), *_one_gpu(), *_megatron(), *_simumax()]
-    found += [one for path in (blind_runs.FACTS, BLIND) for row in blind_runs.rows(path) for one in _blind(row, path)]
+    found += [one for path in BLIND for row in blind_runs.rows(path) for one in _blind(row, BLIND[path])]
     return sorted(found, key=lambda one: (order(one.row), one.where, one.published))
 
 
@@ -282,7 +292,7 @@ def _simumax() -> Iterator[Entry]:
         yield replace(_bytes("reserved", "SimuMax", run, name, nbytes / GIB, "GiB"), where=simumax.FACTS.name)
 
 
-def _blind(row: blind_runs.Row, path: Path) -> Iterator[Entry]:
+def _blind(row: blind_runs.Row, projects: str) -> Iterator[Entry]:
     facts = row.facts
     figure, looked, source, name = facts["figure"], facts["looked"], publisher(facts["source"]), facts["run"]
     figure = "occupied" if looked == "occupied" else "unstated" if figure == "not said" else figure
@@ -307,7 +317,6 @@ def _blind(row: blind_runs.Row, path: Path) -> Iterator[Entry]:
     why = blind_runs.WHY.get(looked) or NOT_COUNTED.get(looked, "")
     verb = "estimate" if row.of_time else "ledger"
     note = "; ".join(part for part in (why, facts["note"].strip(), f"jettison {verb} {command}") if part)
-    projects = "14 projects, 2026" if path is blind_runs.FACTS else "17 projects, November 2026"
     yield replace(found, first=row.blind, round=projects, note=note, where=facts["source"])
 
 
@@ -566,24 +575,29 @@ def _centres(rows: Sequence[Row]) -> str:
 
 
 def layouts() -> Iterator[tuple[str, bool, FitVerdict]]:
-    """Published sheets of layouts: the sheet, whether the layout ran, and its verdict."""
-    with LAYOUTS.open(encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            run, gpu = described(line["command"])
-            device = hardware(gpu)
-            found = figures(run, forecast_sizes(run).peak_bytes, hardware=device.name)
-            ran = bool(line["tokens_per_second_per_gpu"])
-            yield line["sheet"], ran, found.verdict(usable_bytes=device.usable_bytes)
+    """Published layouts: where from, whether the layout ran, and its verdict. Refused commands have none."""
+    for path, name in LAYOUTS.items():
+        with path.open(encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                try:
+                    run, gpu = described(line["command"])
+                except UsageError:
+                    continue
+                device = hardware(gpu)
+                found = figures(run, forecast_sizes(run).peak_bytes, hardware=device.name)
+                ran = bool(line["tokens_per_second_per_gpu"])
+                yield name, ran, found.verdict(usable_bytes=device.usable_bytes)
 
 
 def _verdicts() -> Iterator[str]:
     found = list(layouts())
     yield "| layouts | rows | fits | too close to call | does not fit |"
     yield "| --- | ---: | ---: | ---: | ---: |"
-    for name, ran in (("ran", True), ("ran out of memory", False)):
-        own = [verdict for _, there, verdict in found if there is ran]
-        counts = " | ".join(str(own.count(verdict)) for verdict in FitVerdict)
-        yield f"| {name} | {len(own)} | {counts} |"
+    for sheet in LAYOUTS.values():
+        for name, ran in (("ran", True), ("ran out of memory", False)):
+            own = [verdict for where, there, verdict in found if there is ran and where == sheet]
+            counts = " | ".join(str(own.count(verdict)) for verdict in FitVerdict)
+            yield f"| {sheet}: {name} | {len(own)} | {counts} |"
 
 
 def _percent(share: float) -> str:

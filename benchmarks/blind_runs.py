@@ -1,7 +1,8 @@
-"""Published runs that were all predicted before an answer was looked into: two rounds.
+"""Published runs that were all predicted before an answer was looked into: three rounds.
 
-`tests/facts/blind_runs.csv` (fourteen projects) and `blind_2026_11.csv` (seventeen): each row was written down with its
-source and the command that somebody would type from it, then all were asked in one go (``blind``). ``mended`` is the
+`tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen) and `blind_posts.csv` (issues, posts
+and READMEs): each row was written down with its source and the command that somebody would type from it, then all were
+asked in one go (``blind``). ``mended`` is the
 command since then, where it is another, and ``looked`` a key of `WHY`.
 """
 
@@ -45,13 +46,20 @@ WHY = {
     "weights-host": "weights are offloaded to CPU (--offload-optimizer); the unit is GiB and the figure nvidia-smi's",
     "deepspeed": "DeepSpeed's step copies gradients; a bf16 master is --precision bf16-master16; live parameters and "
     "the gradient bucket are --zero-buckets",
-    "host-bound": "512 tokens a step: ZeRO 3's hooks on the host are the limit, which nothing prices",
+    "host-bound": "the host is the limit, which nothing prices: ZeRO 3's hooks at 512 tokens a step, Adam on the CPU",
     "misread": "the program sets attn_implementation where transformers does not read it: it runs sdpa",
     "impossible": "70B bf16 parameters, unsharded under ZeRO 2, are more than the device has",
     "own-mixtures": "was refused: Liger's kernels do not patch experts; AutoModel's own run on TransformerEngine",
     "packed": "documents are packed and attention stays within them; their lengths are not said, one was assumed",
     "network": "two nodes, whose network is not said; experts of 768 over eight ranks",
     "gpus-unsaid": "the number of GPUs is not said; 64 were assumed",
+    "liger": "Liger's loss has chunks about as large as its input, gradients of a gated MLP are written over its "
+    "activations, and axolotl's kernels over Liger's were refused",
+    "expert-tp": "was refused: 94 layers over 96 stages need --stage-layers, experts over tensor ranks --expert-tp",
+    "cache": "the kept output has the cache of keys and values as well (use_cache=True)",
+    "bf16-states": "states are in bf16: in fp32 those of 30B-A3B alone are more than was published",
+    "another-batch": "memory grows with accumulation alone: the micro-batch is another",
+    "atorch": "atorch's mixed precision was not read: 17 to 19 GiB more in each run, whatever the number of GPUs",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
 }
 

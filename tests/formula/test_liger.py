@@ -8,7 +8,8 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.families.family import kernels_for
-from jettison.formula.region import layer_region
+from jettison.formula.region import head_region, layer_region
+from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
 from jettison.spec.kernels import Loss
@@ -34,6 +35,32 @@ def test_a_layer_saves_what_ligers_kernels_do(family: str, monkeypatch: pytest.M
 def test_other_families_are_refused() -> None:
     with pytest.raises(UsageError, match=r"--kernels liger for gpt2 .*give --kernels huggingface"):
         run_of("gpt2", RunRequest(kernels="liger"))
+
+
+def test_a_set_like_it_is_of_the_same_families() -> None:
+    assert run_of("qwen3-0.6b", RunRequest(kernels="axolotl-liger", lora="r=16")).kernels.fused_adapters
+    with pytest.raises(UsageError, match=r"axolotl-liger for gpt2 .*modelled for gemma, gemma2.* qwen3: give"):
+        run_of("gpt2", RunRequest(kernels="axolotl-liger"))
+
+
+@pytest.mark.parametrize(
+    ("model", "seq", "rows"),
+    [("llama2-7b", 16384, 2048), ("qwen3-0.6b", 32768, 256), ("qwen3-0.6b", 100, 1)],  # the first is its comment's
+)
+def test_a_chunk_of_its_loss_is_about_as_large_as_the_input(model: str, seq: int, rows: int) -> None:
+    run = run_of(model, RunRequest(kernels="liger", seq=seq, precision="bf16-pure"))
+    (step,) = [step for step in head_region(run.signature).tape.steps if step.name == "fused_linear_cross_entropy"]
+    assert step.outputs[-1].nbytes == rows * run.model.vocab * 2
+    assert step.workspace == 0
+
+
+@pytest.mark.parametrize("name", ["liger", "axolotl", "unsloth"])
+def test_gradients_of_both_halves_are_written_over_them(name: str) -> None:
+    request = RunRequest(seq=65536, precision="bf16-pure", recompute="full", lora="r=16", loss="fused")
+    run = run_of("llama2-7b", replace(request, kernels=name))
+    apart = replace(run, kernels=replace(run.kernels, gate_in_place=False))
+    half = run.seq * 11008 * 2
+    assert half / 2 < forecast(apart).peak_bytes - forecast(run).peak_bytes <= 2 * half  # then another op is the worst
 
 
 def test_its_loss_is_the_fused_one() -> None:

@@ -19,6 +19,7 @@ from jettison.predict.passes import chosen_passes
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.predict.stages import NONE, kept_by
+from jettison.predict.units import mask_bytes
 from jettison.spec.frameworks import named, rule
 from jettison.spec.run import Run
 
@@ -214,6 +215,16 @@ def test_flash_attn_is_given_copies_of_what_is_not_batch_first(attention: str, b
     held = found["attention output"] + found.get("projection input", 0)
     assert held == outputs * Q * batch // 2
     assert (found["attention query"], found["attention key"]) == (Q * batch // 2, KV * batch // 2)
+
+
+def test_flash_attn_takes_a_window_without_a_mask() -> None:
+    """``transformers/masking_utils.py``: ``flash_attention_mask`` makes none, ``sdpa_mask`` one of s × s booleans."""
+    request = RunRequest(kernels="huggingface", seq=2048, recompute="full")
+    words = ("sdpa", "flash-attn")
+    sdpa, flash = (resolve(preset("gemma3-1b"), replace(request, attention=word)).run for word in words)
+    assert saved(sdpa)["attention mask"] % 2048**2 == 0
+    assert "attention mask" not in saved(flash)
+    assert (mask_bytes(sdpa), mask_bytes(flash)) == (2048**2, 0)
 
 
 def test_context_parallelism_holds_what_its_exchange_makes() -> None:

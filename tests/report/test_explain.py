@@ -383,7 +383,7 @@ def test_two_changes_are_named_where_one_does_not_fit() -> None:
 
 def test_changes_say_how_surely_they_fit() -> None:
     """The fastest that surely fits a GPU is listed, whatever is faster and may not."""
-    asked = RunRequest(dp=8, zero=3, seq=8192, micro_batch=2, like="torchtitan")
+    asked = RunRequest(dp=8, zero=3, seq=9216, micro_batch=2, like="torchtitan")
     run, device = resolve(preset("llama3-8b"), asked).run, hardware("h100-80gb")
     limit = limit_of(budget=None, gpu="h100-80gb", run=run)
     assert limit is not None

@@ -255,8 +255,8 @@ def kernels_for(model: ModelSpec, name: str) -> Kernels:
     """The named set of kernels, adapted to this model's family; a `UsageError` without a closed form of it."""
     chosen = kernels(name, model.family)
     family = FAMILIES.get(model.family) or PAIRS.get(model.family)
-    if chosen.undescribed and (family is None or chosen.name not in family.described_kernels):
-        kinds = ", ".join(kind for kind, one in FAMILIES.items() if chosen.name in one.described_kernels)
+    if chosen.described and (family is None or chosen.described not in family.described_kernels):
+        kinds = ", ".join(kind for kind, one in FAMILIES.items() if chosen.described in one.described_kernels)
         instead = chosen.undescribed.format(kinds=kinds)
         raise UsageError(f"got --kernels {name} for {model.name} ({model.family}); {instead}")
     return chosen if family is None or not chosen.model_code else replace(chosen, **family.kernels)

@@ -501,9 +501,9 @@ def has_mask_tensor(w: Writer, spec: Attention) -> bool:
     """Does a fused kernel need a mask tensor? A window no longer than the sequence needs one too."""
     windowed = spec.window is not None and spec.window <= w.run.seq
     both_ways = w.kernels.bidirectional_masks and not spec.causal
-    if w.run.packed:
-        return w.kernels.documents is Documents.MASK
-    return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.always_masks)
+    given = w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.always_masks)
+    # masking_utils.py: flash_attention_mask makes none
+    return w.kernels.documents is Documents.MASK and bool(w.run.packed or given)
 
 
 def document_bounds(w: Writer) -> Iterator[Value]:

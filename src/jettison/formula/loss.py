@@ -388,6 +388,8 @@ def _tiled(w: Writer, x: Value) -> Value:
 def _without_logits(w: Writer, x: Value) -> Value:
     """Head and loss together. FUSED makes gradients at once: dx and dW are saved. CHUNKED saves x and recomputes.
 
+    A chunk's logits live while it is computed: FUSED's in the forward, where their gradient overwrites them.
+
     CHUNKED_OUTPUT saves the logits as well: the model returns a list of chunks of them in the matmuls' dtype, and the
     loss has one chunk in fp32 at a time (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390).
     """
@@ -396,13 +398,25 @@ def _without_logits(w: Writer, x: Value) -> Value:
     with w.tape.scope("logits"):
         weight = w.parameter("weight", model.vocab, model.hidden, split=0, tied=model.tied_embeddings)
     labels = _labels(w)
-    chunks = w.kernels.loss_chunks
     tokens = whole.local_shape[0] * whole.local_shape[1]
-    logits_bytes = -(-tokens // chunks) * (weight.numel // model.hidden) * 4
+    vocab = weight.numel // model.hidden
+    logits_bytes = -(-tokens // w.kernels.loss_chunks) * vocab * 4
     flops = 2 * tokens * weight.numel
-    loss = w.tape.empty((), "float32", grad=True)
-    if w.kernels.loss in (Loss.CHUNKED, Loss.CHUNKED_OUTPUT):
-        kept_now, made = [Saved(kept, "linear input"), Saved(labels, "labels")], [loss]
+    loss, workspace = w.tape.empty((), "float32", grad=True), 2 * logits_bytes
+    if w.kernels.loss is Loss.FUSED:
+        dx = w.tape.empty(whole.shape, whole.dtype, whole.places)
+        name, kept_now, made = "fused_linear", [Saved(dx, "gradient of the head's input")], [loss, dx]
+        if not weight.frozen:
+            made.append(w.tape.empty(weight.shape, w.matmul_dtype, weight.places))
+            kept_now.append(Saved(made[-1], "gradient of the head's weight"))
+        flops *= len(made)
+        if not w.kernels.even_chunks:  # Liger-Kernel, ops/fused_linear_cross_entropy.py
+            rows = -(-tokens // -(-vocab // model.hidden))
+            made.append(w.tape.empty((min(1 << (rows - 1).bit_length(), tokens), vocab), w.matmul_dtype))
+            workspace = 0
+    else:
+        name, made = w.kernels.loss.replace("-", "_"), [loss]
+        kept_now = [Saved(kept, "linear input"), Saved(labels, "labels")]
         if w.kernels.loss is Loss.CHUNKED_OUTPUT:
             places = w.on_tp(2)
             wide = w.kernels.fp32_logits
@@ -411,30 +425,8 @@ def _without_logits(w: Writer, x: Value) -> Value:
             if wide:  # the loop references fp32 logits, and each chunk's log-softmax is saved
                 made.append(w.tape.empty((*whole.shape[:-1], model.vocab), "float32", places))
                 kept_now.append(Saved(made[-1], "log-softmax output"))
-        w.tape.record(
-            f"{w.kernels.loss.replace('-', '_')}_cross_entropy",
-            [whole, labels],
-            made,
-            saves=kept_now,
-            weights=[weight],
-            flops=flops,
-            workspace=2 * logits_bytes,
-        )
-        return loss
-    dx = w.tape.empty(whole.shape, whole.dtype, whole.places)
-    kept_now, made = [Saved(dx, "gradient of the head's input")], [loss, dx]
-    if not weight.frozen:
-        made.append(w.tape.empty(weight.shape, w.matmul_dtype, weight.places))
-        kept_now.append(Saved(made[-1], "gradient of the head's weight"))
-    w.tape.record(
-        "fused_linear_cross_entropy",
-        [whole, labels],
-        made,
-        saves=kept_now,
-        weights=[weight],
-        flops=len(made) * flops,
-        workspace=2 * logits_bytes,
-    )
+    name = f"{name}_cross_entropy"
+    w.tape.record(name, [whole, labels], made, saves=kept_now, weights=[weight], flops=flops, workspace=workspace)
     return loss
 
 

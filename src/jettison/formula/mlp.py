@@ -55,7 +55,7 @@ def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
     """activation(gate) * up. As one kernel it saves both halves and recomputes the rest."""
     if w.kernels.fused_gate and (w.one_block or not w.kernels.fused_adapters):
         kept = [Saved(gate, "activation input"), Saved(up, "activation input")]
-        return w.tape.op("gated_activation", [gate, up], saves=kept)
+        return w.tape.op("gated_activation", [gate, up], saves=kept, in_place=w.kernels.gate_in_place)
     return multiply(w, activation(w, gate, kind), up, ("activation output", "multiply input"))
 
 

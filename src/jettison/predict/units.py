@@ -48,7 +48,7 @@ from jettison.predict.passes import (
     tied_table,
 )
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, segment_length, sent_by
-from jettison.spec.kernels import AttentionKernel, Loss
+from jettison.spec.kernels import AttentionKernel, Documents, Loss
 from jettison.spec.model import Attention, Biases, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Gradients
 from jettison.spec.recompute import Mode
@@ -351,7 +351,7 @@ def _masks(run: Run) -> dict[bool, int]:
     each = run.seq * run.seq // run.layout.cp
     if eager:
         return dict.fromkeys(_masked(model), run.micro_batch * each * DTYPE_BYTES[run.signature.precision.compute])
-    if not kernels.tensor_masks:
+    if not kernels.tensor_masks or kernels.documents is not Documents.MASK:
         return {}
     windows = [a.window for layer in model.described if (a := _causal(layer.attention)) and a.window is not None]
     windowed = any(window <= run.seq for window in windows)

@@ -190,6 +190,7 @@ class LossChoices:
 
     loss: Loss = Loss.UPCAST
     loss_chunks: int = 8
+    even_chunks: bool = False  # of a fused loss, too; otherwise a chunk has about as many logits as there are inputs
     loss_float32: bool = True  # logits are cast to fp32
     shifted_labels: bool = False  # the model pads labels and shifts them by one position
     copied_logits: bool = False  # logits without a sequence's last are copied for the loss; otherwise labels are padded
@@ -214,7 +215,8 @@ class FrameworkChoices:
     te_gemms: bool = False  # FP8 and FP4 GEMMs are TransformerEngine's; otherwise torchao's
     stacks: bool = False  # hardware files have figures for its software stacks
     not_compiled: str = ""  # why its layers are not compiled, and the alternative
-    undescribed: str = ""  # of a set for some families: the alternative for another; ``{kinds}``: those families
+    described: str = ""  # of a set for some families: its name in theirs
+    undescribed: str = ""  # and the alternative for another; ``{kinds}``: those families
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +231,7 @@ class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossC
     separate_biases: bool = False  # a bias is added after the GEMM, in the wider dtype of both
     cast_down_input: bool = False  # the down projection's input is cast to its weight's dtype
     fused_gate: bool = False  # activation and multiplication of a gated MLP are one kernel that saves both halves
+    gate_in_place: bool = False  # and whose backward writes their gradients over them
     fused_adapters: bool = False  # a linear layer and its adapter are one op, which saves its inputs
     fused_gelu: bool = False  # GPT-2's tanh GELU is one kernel (``megatron/core/fusions/fused_bias_gelu.py``)
     gelu_function: bool = False  # GELU saves its input; five tensors of its size in backward (``bloom_gelu_back``)

@@ -346,9 +346,10 @@ class Layout:
     def _check_experts(self) -> None:
         """Reject sizes of --ep and --expert-tp that do not divide the ranks."""
         if not self.expert_tp or self.expert_tp == self.tp:
-            if (self.dp * self.cp) % self.ep:
+            ranks, more = self.dp * self.cp, "; --expert-tp 1 adds those of --tp" if self.tp > 1 else ""
+            if ranks % self.ep:
                 raise UsageError(
-                    f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}, the ranks of expert parallelism"
+                    f"--ep {self.ep} does not divide dp x cp = {ranks}, the ranks of expert parallelism{more}"
                 )
             return
         if self.expert_tp < 1 or self.tp % self.expert_tp or not self.sp:

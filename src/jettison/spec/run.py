@@ -480,7 +480,7 @@ def _compiled(run: Run) -> Iterator[str]:
     elif any(layer.scan is not None for layer in model.described):
         why = f"and {model.name}, whose state-space or linear-attention layers are not modelled compiled"
     elif any(layer.experts for layer in model.kinds):
-        why = f"and {model.name}, whose MoE layers have graph breaks"
+        why = f"and {model.name}, whose MoE layers have graph breaks; without it they are counted as they run eagerly"
     elif run.tuning is not None:
         why = "with --lora; compiled adapters are not modelled"
     elif mode not in COMPILED_MODES:
