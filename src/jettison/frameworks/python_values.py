@@ -82,7 +82,11 @@ def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str,
             made = value[""] if _called(value) else ""  # an object, whose arguments are keys of their own
             if key and not (made.rpartition(".")[2][:1].isupper() or made.endswith("from_pretrained")):
                 text = f"{made}(...)" if made else str(value)
-                known = UnknownValue(text, getattr(value, "line", call.line)) if made or _open(value) else value
+                alike = [one for one in calls if one.name == call.name and one.given.get(key) == value]
+                unsure = not call.certain and len(alike) < 2  # in a branch, unless another one says the same
+                known = (
+                    UnknownValue(text, getattr(value, "line", call.line)) if made or unsure or _open(value) else value
+                )
                 before = found.setdefault(f"{call.name}().{key}", known)
                 if before != known:
                     found[f"{call.name}().{key}"] = UnknownValue(f"{before} or {known}", call.line)
@@ -132,12 +136,13 @@ def _only(known: Collection[str], where: Mapping[str, str] = MappingProxyType({}
 
 @dataclass(frozen=True, kw_only=True)
 class _ScriptCall:
-    """One call of a script. ``bound``: the variable that holds its result. ``stage``: trainings that ran before."""
+    """One call. ``bound``: the variable that holds it. ``stage``: trainings before. ``certain``: it surely runs."""
 
     name: str
     line: int
     bound: str
     stage: int
+    certain: bool
     given: Mapping[str, Any]
 
 
@@ -157,6 +162,7 @@ class _Module:
                 into |= {one.asname or one.name.partition(".")[0]: one.name for one in node.names}
         self.names: dict[str, Any] = {}
         self.steps = self.depth = self.stage = 0
+        self.certain = True
         self.calls: list[_ScriptCall] = []
         self.options: dict[str, Any] = {}
         self.used: dict[str, Any] = {}
@@ -274,8 +280,6 @@ class _Module:
                     local[name] = found
                 case ast.Assign(targets=[ast.Attribute() as owner]) if self._set(owner, found, local):
                     pass
-                case ast.ClassDef() if self.script:
-                    local[node.name] = {"": node.name, **self._fields(node, local)}
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     if not self.script:
                         local[node.name] = f"def {node.name}"
@@ -293,7 +297,9 @@ class _Module:
                     for key in ("body", "handlers", "orelse", "finalbody"):
                         for block in getattr(node, key, ()):
                             inside = block.body if isinstance(block, ast.ExceptHandler) else [block]
+                            outer, self.certain = self.certain, self.certain and runs
                             found = self._follow(inside, local, unread, stored if runs else often)
+                            self.certain = outer
                             if found is not None and runs:
                                 return found
                 case _:
@@ -304,9 +310,22 @@ class _Module:
     def _calls(self, node: ast.stmt, local: dict[str, Any], name: str) -> None:
         """Record the calls in a statement, except those in its blocks."""
         for part in ast.iter_child_nodes(node) if not isinstance(node, _Function | ast.ClassDef) else ():
-            for call in ast.walk(part) if isinstance(part, ast.expr | ast.withitem) else ():
-                if isinstance(call, ast.Call):
-                    self._call(call, local, name if call is getattr(node, "value", None) else "")
+            if isinstance(part, ast.expr | ast.withitem):
+                self._reached(part, local, name if part is getattr(node, "value", None) else "")
+
+    def _reached(self, node: ast.AST, local: dict[str, Any], name: str = "") -> None:
+        """Record the calls in an expression; of a conditional one those of the branch that runs, or uncertain ones."""
+        parts, outer = [*ast.iter_child_nodes(node)], self.certain
+        if isinstance(node, ast.IfExp):
+            self._reached(node.test, local)
+            tested = self.value(node.test, local)
+            self.certain &= not (_open(tested) or _called(tested))
+            parts = [node.body if tested else node.orelse] if self.certain is outer else [node.body, node.orelse]
+        elif isinstance(node, ast.Call):
+            self._call(node, local, name)
+        for part in parts:
+            self._reached(part, local)
+        self.certain = outer
 
     def _set(self, target: ast.Attribute, value: Any, local: dict[str, Any]) -> bool:
         """Set an attribute of a table; False if the object is no table. Of a script only arguments are set."""
@@ -324,20 +343,6 @@ class _Module:
             return False
         table[path[-1]] = value
         return True
-
-    def _fields(self, node: ast.ClassDef, local: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults of a class's fields."""
-        found = {}
-        for one in node.body:
-            match one:
-                case (
-                    ast.Assign(targets=[ast.Name(id=name)], value=value)
-                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-                ):
-                    default = self.value(value, local)
-                    plain = not (_called(default) and default[""] == "field")
-                    found[name] = default if plain else default.get("default", UnknownValue(value))
-        return found
 
     # expressions ------------------------------------------------------------------------------------------------------
 
@@ -377,9 +382,6 @@ class _Module:
                 several, key = self._sure(owner, local), self._sure(place, local)
                 with suppress(KeyError, IndexError, TypeError):
                     return several[str(key) if isinstance(several, dict) else key]
-            case ast.JoinedStr(values=parts):
-                inner = (one.value if isinstance(one, ast.FormattedValue) else one for one in parts)
-                return "".join(str(self._sure(one, local)) for one in inner)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._number(operand, local)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
@@ -436,15 +438,15 @@ class _Module:
         if name in _CASTS and len(given) == 1 and not _open(given[0]) and not _called(given[0]):
             with suppress(ValueError, TypeError, OverflowError):
                 return _CASTS[name](given[0])
-        if _called(self.names.get(name)):  # a class of the file
-            return {**self.names[name], **named}
         if last == "add_argument" and flags:
             switch = {"store_true": False, "store_false": True}.get(str(named.get("action")))
             self.options[str(named.get("dest", flags[-1].lstrip("-").replace("-", "_")))] = named.get("default", switch)
         places = ["model", "args"] if last.endswith("Trainer") else []
         keys = [*places[: len(given)], *map(str, range(len(places), len(given)))]
         found = {"": name, **dict(zip(keys, given, strict=True)), **named}
-        self.calls.append(_ScriptCall(name=name, line=node.lineno, bound=bound, stage=self.stage, given=found))
+        self.calls.append(
+            _ScriptCall(name=name, line=node.lineno, bound=bound, stage=self.stage, certain=self.certain, given=found)
+        )
         owner = local.get(first, self.names.get(first, ""))
         self.stage += last == "train" and str(owner[""] if _called(owner) else owner).endswith("rainer")
         return found
