@@ -169,6 +169,26 @@ def test_large_products_reach_what_the_file_says_and_none_more() -> None:
     assert 235e12 < reached < A100.reached.matmul * 312e12
 
 
+def test_narrow_products_in_fp32_take_narrow_tiles() -> None:
+    """Without tensor cores: a down-projection to 16 uses half of a tile's columns, in two waves; an up-projection from
+    16 takes as long to write as to compute."""
+    ceiling = 19.5e12 * A100.reached.matmul
+    down, up = Gemm(1, 16384, 16, 4096, "float32"), Gemm(1, 16384, 4096, 16, "float32")
+    assert 2 < gemm_seconds(down, A100) * ceiling / down.flops < 3.5
+    assert 1.5 < gemm_seconds(up, A100) * ceiling / up.flops < 2.5
+
+
+def test_packed_matrices_are_unpacked_in_both_passes() -> None:
+    """``MatMul4Bit`` of bitsandbytes: all seven of a layer."""
+    run = run_of("llama3-8b", base="nf4", lora="r=8", seq=1024, input_gradients=True)
+    region = layer_region(run.signature, run.model.layers[0])
+    listed, steps = work(region, Execution(fusion=Fusion.NONE), "float32", None), region.tape.steps
+    ahead = [k.nbytes for k in listed.forward if steps[k.steps[0]].name == "dequantise.nf4"]
+    back = [k.nbytes for k in listed.backward if k.gemm is None and k.nbytes in ahead]
+    assert sorted(ahead) == sorted(back)
+    assert len(back) == 7
+
+
 sizes = st.integers(1, 300).map(lambda n: 32 * n)
 
 

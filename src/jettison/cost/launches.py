@@ -355,8 +355,9 @@ class _Listing:
             given, read, matrix = self.low_precision.reads(step, incoming)
             if any(v.grad for v in step.inputs):
                 moved = given + matrix + x.nbytes
-                dx = replace(p, n=p.k, k=p.n)
-                yield Kernel(steps=indices, nbytes=moved, gemm=dx, half=Half.INPUTS)
+                yield Kernel(steps=indices, nbytes=moved, gemm=replace(p, n=p.k, k=p.n), half=Half.INPUTS)
+                if weight.packed_bytes:  # unpacked once more: ``MatMul4Bit.backward`` of bitsandbytes
+                    yield Kernel(steps=indices, nbytes=weight.packed_bytes + step.workspace, half=Half.INPUTS)
             if weight.frozen:
                 return
             dw = replace(p, m=p.n, n=p.k, k=p.m)

@@ -4,8 +4,8 @@ NOTE [ Tiles ]
 A GEMM's result is cut into tiles, which multiprocessors compute in waves. Filling the pipeline and writing the result
 lengthen a wave as if its tiles were `EDGE` deeper, and a partial wave takes as long as a full one. Large tiles read
 fewer bytes per FLOP and reach the full rate; small ones suit small results. As a library does, this takes the fastest
-of several. With fewer tiles than multiprocessors the sum may be split (split-K). Left out: cache hits, and clocks that
-follow the power drawn.
+of several. With fewer tiles than multiprocessors the sum may be split (split-K). Without tensor cores (fp32) arithmetic
+is the limit, and narrow tiles reach the full rate (cuBLAS's ``ampere_sgemm_128x32``). Left out: cache hits, clocks.
 
 NOTE [ Aligned rows ]
 Tiles are loaded 16 bytes at a time if rows begin at multiples of 16 bytes, and in smaller pieces otherwise: with an
@@ -41,6 +41,7 @@ from jettison.spec.hardware import Hardware
 
 TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
 """Rows, columns, and share of the full rate, by bytes read per FLOP."""
+TILES_OF_FP32: Final = ((128, 128, 1.0), (128, 32, 1.0), (32, 128, 1.0))  # without tensor cores: NOTE [ Tiles ]
 EDGE: Final = 128
 """Depth (of k) that takes as long as starting and ending a tile: an A100 writes a tile of 256 × 128 in 3.5 µs at its
 share of the memory bandwidth, in which it computes a depth of 134."""
@@ -90,19 +91,17 @@ def _share(hardware: Hardware, dtype: str) -> float:
 @lru_cache(maxsize=65536)
 def gemm_seconds(gemm: Gemm, hardware: Hardware) -> float:
     """Seconds of a GEMM's arithmetic alone: see NOTE [ Tiles ] and NOTE [ Edges ]."""
-    full = rate(hardware, gemm.dtype) * _share(hardware, gemm.dtype)
+    full, units = rate(hardware, gemm.dtype) * _share(hardware, gemm.dtype), hardware.units
     edges = hardware.edges.fp32 if gemm.dtype == "float32" else hardware.edges.bf16
     if edges is not None:
         return gemm.flops / full * (1 + edges.rows / gemm.m + edges.columns / gemm.n + edges.depth / gemm.k)
-    per_unit = full / hardware.units * _aligned_share(gemm.aligned, hardware)
-    best = float("inf")
-    for rows, columns, of_full in TILES:
+    per_unit = full / units * _aligned_share(gemm.aligned, hardware)
+    best, wide = float("inf"), gemm.dtype == "float32"  # results twice as wide take as long to write at any rate
+    edge = 2 * EDGE * rate(hardware, gemm.dtype) / rate(hardware, "bfloat16") if wide else EDGE
+    for rows, columns, of_full in TILES_OF_FP32 if wide else TILES:
         tiles = gemm.batch * -(-gemm.m // rows) * -(-gemm.n // columns)
-        depth: float = gemm.k
-        if tiles < hardware.units and depth > SPLIT:
-            depth = max(SPLIT, depth / (hardware.units // tiles))
-        rounds = -(-tiles // hardware.units)
-        best = min(best, rounds * 2 * rows * columns * (depth + EDGE) / (per_unit * of_full))
+        depth = max(SPLIT, gemm.k / (units // tiles)) if tiles < units and gemm.k > SPLIT else gemm.k
+        best = min(best, -(-tiles // units) * 2 * rows * columns * (depth + edge) / (per_unit * of_full))
     return best
 
 
