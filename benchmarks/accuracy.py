@@ -46,6 +46,7 @@ from jettison.predict.forecast import forecast_sizes
 from jettison.predict.ranges import (
     ANCHORED,
     DATA,
+    UNEVEN,
     FitVerdict,
     Measure,
     Range,
@@ -90,7 +91,6 @@ NOT_COUNTED: Final = {
     "network": "the network is not named",
     "host-bound": "the host is the limit, which nothing prices",
     "slow": "its authors found the software or the nodes to be slow, and fixed them",
-    "lengths": "samples differ in length, and their order decides which cached blocks fit",
     "power": "power is limited, how far is not said",
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",
 }
@@ -231,9 +231,8 @@ def _memory() -> Iterator[Entry]:
 def _one_gpu() -> Iterator[Entry]:
     for one in one_gpu.rows():
         kept_inputs = one.framework == "litgpt" and "QLoRA" in one.run
-        aside = "kept-inputs" if kept_inputs else "lengths" if one.framework == "ms-swift" else ""
         note = [one_gpu.FRAMEWORKS.get(one.framework, ""), one_gpu.BLIND[one.blind]]
-        note.append(NOT_COUNTED.get(aside, ""))
+        note.append(NOT_COUNTED["kept-inputs"] if kept_inputs else "")
         if one.own is not None:
             note.append(f"the project's own modules on fake tensors: {one.own:.2f} {one.unit}")
         where, first = f"{one.framework}: {one.source}", one.first
@@ -248,7 +247,7 @@ def _one_gpu() -> Iterator[Entry]:
             more = EMPTY_PROCESS / UNITS[one.unit] if one.figure == "occupied" else 0
             source = publisher(one.framework)
             there = one.published + more
-            found = _bytes(figure, source, one.described(), one.run, there, one.unit, known and not aside)
+            found = _bytes(figure, source, one.described(), one.run, there, one.unit, known and not kept_inputs)
         words = "; ".join(part for part in note if part)
         yield replace(found, first=first, round="one GPU", note=words, where=where)
 
@@ -393,8 +392,8 @@ def table(found: Sequence[Entry]) -> str:
         tail, own = residuals.tail_of(measure, residuals.of_measure(counted, measure))
         held |= {id(one.row): one for one in own}
         if measure is Measure.FRAGMENTS:
-            beyond = residuals.of_measure(counted, measure)
-            tail_beyond = tail
+            beyond, tail_beyond = residuals.of_measure(counted, measure), tail
+            uneven = residuals.stated_uneven([row for row in counted if UNEVEN in row.classes], beyond, tail)
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -403,7 +402,9 @@ def table(found: Sequence[Entry]) -> str:
         middle = own_range.range if own_range else None
         if one.scale and middle is None:
             classes = classes_of(Measure.FRAGMENTS, one.row.stack, one.row.kind, "")
-            middle = residuals.stated(Measure.FRAGMENTS, beyond, classes, tail_beyond)
+            middle = (
+                uneven if classes[0] == UNEVEN else residuals.stated(Measure.FRAGMENTS, beyond, classes, tail_beyond)
+            )
         predicted = one.at(middle.expected) if one.scale and middle else one.modelled
         writer.writerow(_line(one, predicted, own_range))
     return text.getvalue()
@@ -457,7 +458,7 @@ def page(found: Sequence[Mapping[str, str]]) -> str:
     words = {
         "rows": f"{len(found):,}",
         "sources": str(len({line["source"] for line in found})),
-        "counted": f"{len(rows):,}",
+        "counted": f"{sum(bool(line['inside']) for line in found):,}",
         "summary": "\n".join(_summary(found, rows)),
         "classes": "\n".join(_classes(found)),
         "rounds": "\n".join(_rounds(found)),
@@ -487,7 +488,7 @@ def _summary(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> Iterato
     for measure in Measure:
         _, held = residuals.tail_of(measure, residuals.of_measure(rows, measure))
         for figure in (name for name, of in FIGURES.items() if of is measure):
-            own = [line for line in found if line["figure"] == figure and line["residual"]]
+            own = [line for line in found if line["figure"] == figure and line["inside"]]
             shares = residuals.shares([one for one in held if one.row.figure == figure])
             sources = len({line["source"] for line in own})
             inside = " | ".join(map(_percent, shares))
@@ -506,7 +507,7 @@ def _grouped(
 def _classes(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
     yield "| figure | class | rows | sources | median error | worst | inside |"
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
-    counted = [line for line in found if line["residual"]]
+    counted = [line for line in found if line["inside"]]
     for figure in FIGURES:
         own = [line for line in counted if line["figure"] == figure]
         for name, group in _grouped(own, lambda line: f"{line['stack']}, {line['kind']}"):
@@ -628,6 +629,9 @@ def data(rows: Sequence[Row]) -> str:
             own = [row for row in chosen if kind in row.classes]
             found = residuals.stated(measure, chosen, classes, tail)
             parts.append(_stated_row(measure, kind, len(own), own, found))
+        if measure is Measure.FRAGMENTS:
+            own = [row for row in rows if UNEVEN in row.classes]
+            parts.append(_stated_row(measure, UNEVEN, len(own), own, residuals.stated_uneven(own, chosen, tail)))
     return "\n".join(parts)
 
 

@@ -35,7 +35,7 @@ from itertools import accumulate, permutations
 from statistics import mean
 from typing import Final
 
-from jettison.predict.ranges import AGREES, ANCHOR_WEIGHT, ANCHORED, Measure, Range, classes_of
+from jettison.predict.ranges import AGREES, ALL, ANCHOR_WEIGHT, ANCHORED, UNEVEN, Measure, Range, classes_of
 
 ENOUGH: Final = 5
 """Sources."""
@@ -146,6 +146,12 @@ def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], tail: 
     return Range(expected=expected, low=min(low, expected), high=max(high, expected))
 
 
+def stated_uneven(rows: Sequence[Row], even: Sequence[Row], tail: float) -> Range:
+    """What is stated of fragments where lengths differ: see NOTE [ Ranges of published runs ] in `predict.ranges`."""
+    found = stated(Measure.FRAGMENTS, [*rows, *even], (UNEVEN, ALL), tail)
+    return replace(found, high=quantile(pool(rows, (UNEVEN,)).values(), 1 - TAILS[0]))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
     """A row, the range of all other sources, and whether that holds it."""
@@ -179,8 +185,8 @@ def shares(held: Sequence[Held]) -> tuple[float, float]:
 
 
 def of_measure(rows: Sequence[Row], measure: Measure) -> list[Row]:
-    """Rows that are held against one."""
-    return [row for row in rows if FIGURES[row.figure] is measure]
+    """Rows that are held against one: those of uneven lengths have one publisher, and nobody else's range."""
+    return [row for row in rows if FIGURES[row.figure] is measure and UNEVEN not in row.classes]
 
 
 def tail_of(measure: Measure, rows: Sequence[Row]) -> tuple[float, list[Held]]:

@@ -225,12 +225,14 @@ def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, targ
     keys.give("lora", f"r={keys.whole(rank, ranks)},targets={targets}{dropped}", rank, dropout, *came_from)
 
 
-def full_length(keys: Keys, *, packed: bool) -> None:
-    """Note that every sequence is counted at its maximum length."""
+def full_length(keys: Keys, *, packed: bool, expands: bool = False) -> None:
+    """Note that every sequence is counted at its maximum length; ``expands``: the trainer sets expandable segments."""
     if packed:
         keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
-    else:
-        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
+        return
+    if not expands:
+        keys.give("padding", "longest")
+    keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
 
 
 def targets(keys: Keys, key: str, default: str) -> str:

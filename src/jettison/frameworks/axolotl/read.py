@@ -47,7 +47,7 @@ def _batch(keys: Keys) -> None:
     packed = keys.on("sample_packing")
     why = "sequences of full length" if packed else ""
     keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches", why=why)
-    trainer.full_length(keys, packed=packed)
+    trainer.full_length(keys, packed=packed, expands=True)  # ``utils/__init__.py``, ``set_pytorch_cuda_alloc_conf``
 
 
 def _adapters(keys: Keys) -> None:
