@@ -93,6 +93,7 @@ def test_a_trl_run_field_by_field(write: Any) -> None:
         "optimizer": "adamw",
         "loss": "tiled",
         "recompute": "full",
+        "padding": "longest",
     }
     assert found.global_batch == 8
 
@@ -551,6 +552,7 @@ def test_llamafactory_field_by_field(write: Any) -> None:
         "precision": "bf16-autocast",
         "optimizer": "adamw",
         "recompute": "full",
+        "padding": "longest",
     }
     packed = read_run(write(FACTORY, quantization_bit=4, lora_target="q_proj,v_proj", flash_attn="fa2")).request
     assert (packed.base, packed.lora, packed.attention) == ("nf4-double", "r=16,targets=q_proj+v_proj", "flash-attn")

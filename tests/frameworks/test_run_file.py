@@ -266,7 +266,7 @@ def test_tables_name_fields_of_a_request() -> None:
         given = [*table.get("keys", {}).values(), *table.get("usual", {}), *table.get("first", {})]
         given += [field for said in table.get("on", {}).values() for field in said]
         for words in table.get("words", {}).values():
-            given += [field for word, said in words.items() if word != "why" for field in said]
+            given += [field for said in words.values() if isinstance(said, dict) for field in said]
         given = [name for name in given if name != "note"]
         for field in given:
             assert field in RunRequest.__dataclass_fields__, (table["framework"], field)
