@@ -19,9 +19,8 @@ A range is conformal: it holds 80 % of measured over predicted figures of publis
 Classes form a tree: stack x kind x hardware (of times), below stack x kind, below stack (except of fragments), below
 kind, below all. The stack is the framework of the kernels, or the software stack of ``--stack``, for a vendor's tuned
 recipes. A class with fewer than five independent sources borrows the missing ones from its parent.
-
-Fragments of micro-batches that differ in length have a class of their own, above all others. It has one publisher, whom
-no other can be held against; its high end is what nine in ten of those runs keep within.
+Fragments of micro-batches that differ in length have a class above all others, of one publisher, whom no other can be
+held against; nine in ten of its runs are within its high end.
 
 The range of device bytes includes that of context and communicators. On CPU nothing is reserved beyond tensors.
 """
@@ -193,9 +192,8 @@ class RunFigures:
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield name and text of each figure for tables; on CPU only allocated bytes."""
         on_host = self.device is self.allocated
-        for name, found in (("allocated", self.allocated), ("reserved", self.reserved), ("device", self.device)):
-            if name == "allocated" or not on_host:
-                yield name, found.words(_bytes) + (NAMES[name] if not on_host else ON_HOST)
+        for name, text in NAMES.items() if not on_host else (("allocated", ON_HOST),):
+            yield name, getattr(self, name).words(_bytes) + text
         if self.step_seconds is not None:
             yield "step time", self.step_seconds.words(format_seconds)
 
@@ -271,15 +269,10 @@ def fit_budgets(run: Run, limit: Limit, *, layout: Layout | None = None) -> tupl
     """
     if limit.budget_bytes is not None or limit.device_bytes is None:
         return (FitBudget(rule=FitRule.BUDGET, nbytes=limit.nbytes),)
-    surely, expected = (
-        min(limit.nbytes, fitting_bytes(run, limit.device_bytes, surely=surely, layout=layout))
-        for surely in (True, False)
-    )
-    return (
-        FitBudget(rule=FitRule.SURELY, nbytes=surely),
-        FitBudget(rule=FitRule.EXPECTED, nbytes=expected),
-        FitBudget(rule=FitRule.MAY, nbytes=limit.nbytes),
-    )
+    found = [fitting_bytes(run, limit.device_bytes, surely=surely, layout=layout) for surely in (True, False)]
+    rules = (FitRule.SURELY, FitRule.EXPECTED, FitRule.MAY)
+    sizes = (*(min(limit.nbytes, nbytes) for nbytes in found), limit.nbytes)
+    return tuple(FitBudget(rule=rule, nbytes=nbytes) for rule, nbytes in zip(rules, sizes, strict=True))
 
 
 def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool, layout: Layout | None = None) -> int:
@@ -360,14 +353,12 @@ def unlike_anchor(run: Run, hardware: str) -> tuple[str, ...]:
     if anchor is None:
         return ()
     own = f"{stack_of(run)}, {kind_of(run)}"
-    said = []
     if anchor.kind not in ("", own):
-        said.append(f"the anchor is of a run of another kind ({anchor.kind}; this one: {own}): ranges are not anchored")
-    elif anchor.measured.step is not None and hardware not in ("", anchor.gpu):
-        said.append(
-            f"the anchor's step was measured on {anchor.gpu}, this one is of {hardware}: its range is not anchored"
-        )
-    return tuple(said)
+        return (f"the anchor is of a run of another kind ({anchor.kind}; this one: {own}): ranges are not anchored",)
+    if anchor.measured.step is not None and hardware not in ("", anchor.gpu):
+        where = f"measured on {anchor.gpu}, this one is of {hardware}"
+        return (f"the anchor's step was {where}: its range is not anchored",)
+    return ()
 
 
 def _anchors(anchor: RunAnchor, measure: Measure) -> bool:
@@ -383,11 +374,10 @@ def _anchors(anchor: RunAnchor, measure: Measure) -> bool:
 def classes_of(measure: Measure, stack: str, kind: str, hardware: str) -> tuple[str, ...]:
     """Names of classes. Bytes do not depend on the hardware, and fragments not on the stack but on the allocator."""
     even = kind.removesuffix(f", {UNEVEN}")
+    if measure is Measure.FRAGMENTS:
+        return *(UNEVEN,) * (even != kind), f"{stack}, {even}", even, ALL
     near = (f"{stack}, {even}, {hardware}",) if measure is Measure.TIME else ()
-    if measure is Measure.FRAGMENTS and even != kind:
-        near = (UNEVEN,)
-    code = () if measure is Measure.FRAGMENTS else (stack,)
-    return *near, f"{stack}, {even}", *code, even, ALL
+    return *near, f"{stack}, {even}", stack, even, ALL
 
 
 def stack_of(run: Run) -> str:
@@ -412,8 +402,7 @@ def kind_of(run: Run) -> str:
         shape = "images, " if model.audio is None else "sound, "
     elif any(layer.scan is not None for layer in model.described) and not kernel_set(run.kernels.name).stacks:
         shape = "scans, "  # state-space and linear-attention layers were compared in one stack only
-    uneven = f", {UNEVEN}" * run.pads_to_longest
-    return f"{shape}{'experts' if experts else 'dense'}{adapters}{uneven}"
+    return f"{shape}{'experts' if experts else 'dense'}{adapters}" + f", {UNEVEN}" * run.pads_to_longest
 
 
 def time_residual(run: Run, hardware: str) -> Residual:
