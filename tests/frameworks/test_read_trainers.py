@@ -93,7 +93,7 @@ def test_a_trl_run_field_by_field(write: Any) -> None:
         "optimizer": "adamw",
         "loss": "tiled",
         "recompute": "full",
-        "padding": "longest",
+        "pad_to_longest": True,
     }
     assert found.global_batch == 8
 
@@ -552,7 +552,7 @@ def test_llamafactory_field_by_field(write: Any) -> None:
         "precision": "bf16-autocast",
         "optimizer": "adamw",
         "recompute": "full",
-        "padding": "longest",
+        "pad_to_longest": True,
     }
     packed = read_run(write(FACTORY, quantization_bit=4, lora_target="q_proj,v_proj", flash_attn="fa2")).request
     assert (packed.base, packed.lora, packed.attention) == ("nf4-double", "r=16,targets=q_proj+v_proj", "flash-attn")

@@ -11,7 +11,6 @@ from benchmarks import accuracy, residuals
 from benchmarks.residuals import Row, pool, quantile, shares, stated
 
 from jettison.cli.main import run as run_command
-from jettison.core.errors import UsageError
 from jettison.core.units import GIB
 from jettison.predict.allowance import fixed_allowance
 from jettison.predict.ranges import (
@@ -79,8 +78,8 @@ def test_micro_batches_of_other_lengths_have_a_high_end_of_their_own() -> None:
     """Nine in ten of the published runs' fragments are within the high end. Other measures have no such class."""
     uneven = [one.value for one in ROWS if UNEVEN in one.classes]
     even, ragged = (
-        run_of("llama3-8b", RunRequest(lora="r=16", like="huggingface", padding=padding))
-        for padding in ("max-length", "longest")
+        run_of("llama3-8b", RunRequest(lora="r=16", like="huggingface", pad_to_longest=longest))
+        for longest in (False, True)
     )
     assert kind_of(ragged) == f"{kind_of(even)}, {UNEVEN}"
     alike, apart = (figures(run, 16 * GIB, step_seconds=1.0) for run in (even, ragged))
@@ -89,8 +88,6 @@ def test_micro_batches_of_other_lengths_have_a_high_end_of_their_own() -> None:
     beyond = (apart.reserved.high - 16 * GIB) / (4 * GIB)  # GiB over the square root of 16 GiB
     assert len(uneven) == 26
     assert sum(value <= beyond for value in uneven) == 24
-    with pytest.raises(UsageError, match="got --padding 'no'; expected one of max-length, longest"):
-        run_of("llama3-8b", RunRequest(padding="no"))
 
 
 def test_layouts_that_ran_and_that_ran_out_of_memory() -> None:

@@ -229,10 +229,9 @@ def full_length(keys: Keys, *, packed: bool, expands: bool = False) -> None:
     """Note that every sequence is counted at its maximum length; ``expands``: the trainer sets expandable segments."""
     if packed:
         keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
-        return
-    if not expands:
-        keys.give("padding", "longest")
-    keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
+    else:
+        keys.give("pad_to_longest", None if expands else True)
+        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
 
 
 def targets(keys: Keys, key: str, default: str) -> str:

@@ -402,7 +402,7 @@ def kind_of(run: Run) -> str:
         shape = "images, " if model.audio is None else "sound, "
     elif any(layer.scan is not None for layer in model.described) and not kernel_set(run.kernels.name).stacks:
         shape = "scans, "  # state-space and linear-attention layers were compared in one stack only
-    return f"{shape}{'experts' if experts else 'dense'}{adapters}" + f", {UNEVEN}" * run.pads_to_longest
+    return f"{shape}{'experts' if experts else 'dense'}{adapters}" + f", {UNEVEN}" * run.pad_to_longest
 
 
 def time_residual(run: Run, hardware: str) -> Residual:

@@ -36,8 +36,7 @@ class CommonRequest:
     Sequence details:
         source_seq: Tokens that the encoder of an encoder-decoder reads; audio samples [default: --seq, where it can].
         packed: Tokens of a document, where a sequence packs several that do not attend to each other [default: none].
-        padding: max-length, or longest: micro-batches as long as their longest sequence, --seq at most; without
-            expandable segments cached blocks of one fit no other [default: max-length].
+        pad_to_longest: Micro-batches differ in length, up to --seq: cached blocks of one do not fit another.
 
     Kernels and numerics:
         kernels: Implementation of the layers: megatron, pytorch, pytorch-2.8 (or older), huggingface or
@@ -163,7 +162,7 @@ class CommonRequest:
     ssm_kernels: str | None = field(default=None, metadata={"former": "scans"})
     cp_comm_type: str | None = field(default=None, metadata={"former": "context_exchange"})
     packed: Tokens | None = None
-    padding: str | None = None
+    pad_to_longest: bool | None = None
     lora: str | None = None
     base: str | None = None
     kbit_upcast: str | None = None

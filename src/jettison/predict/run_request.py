@@ -34,7 +34,7 @@ from jettison.spec.model_variants import with_mtp, with_quant_recipe, with_start
 from jettison.spec.optimizer_offload import OptimizerOffload, optimizer_offload
 from jettison.spec.precision import Accumulation, Gradients, Precision, optimizer, precision
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
-from jettison.spec.run import Padding, Run, check_scans
+from jettison.spec.run import Run, check_scans
 from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenModelOptions, Role, Tuning, Upcast, When
 
 PAPER: Final = "paper"
@@ -189,7 +189,6 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         capacity_factor=request.capacity_factor,
         imbalance=given_or(request.expert_imbalance, 1.0),
         **_given(request, _OF_A_RUN),
-        pads_to_longest=_word(Padding, request.padding, "padding", Padding.MAX_LENGTH) is Padding.LONGEST,
         source_seq=_source_length(model, request, given_or(request.seq, seq)),
         stack=None if request.stack is None else software(request.stack),
         accumulation=_word(Accumulation, request.accumulation, "accumulation", Accumulation.AUTOGRAD),
@@ -300,7 +299,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
 
 _OF_A_RUN: Final = (
     *("tp_comm_overlap", "ep_comm_overlap", "cuda_graphs", "keep_batches", "keep_logits", "packed"),
-    "dataloader_attention_mask",
+    *("dataloader_attention_mask", "pad_to_longest"),
 )
 _OF_A_LAYOUT: Final = (
     *("tp", "pp", "cp", "ep", "dp", "expert_tp", "virtual_stages", "micro_batch_group", "wgrad_deferral_limit", "zero"),

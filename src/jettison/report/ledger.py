@@ -26,7 +26,7 @@ from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import DropoutSites
 from jettison.spec.precision import Accumulation, Gradients
 from jettison.spec.recompute import Mode
-from jettison.spec.run import Padding, Run
+from jettison.spec.run import Run
 
 if TYPE_CHECKING:
     from jettison.predict.auto_recompute import AutoForecast
@@ -236,7 +236,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "keep_batches": run.keep_batches,
         "keep_logits": run.keep_logits,
         "packed": run.packed or None,
-        "padding": str(Padding.LONGEST if run.pads_to_longest else Padding.MAX_LENGTH),
+        "pad_to_longest": run.pad_to_longest,
         "cp_comm_type": str(run.kernels.cp_comm_type),
         "ssm_kernels": str(run.kernels.ssm_kernels),
         "trained": None if run.tuning is None else str(run.tuning),

@@ -177,10 +177,12 @@ def _batch_text(asked: Resolved) -> str:
     def stated(name: str, text: str) -> str:
         return f"{text} (default)" if name in asked.assumed else text
 
-    documents = f" in documents of {run.packed}" * bool(run.packed)
     read = "samples of sound" if run.model.audio else "of an image" if run.model.pair else "of the encoder"
     parts = (
-        stated("seq", f"{run.seq} tokens{' at most' * run.pads_to_longest}{documents}"),
+        stated(
+            "seq",
+            f"{run.seq} tokens{' at most' * run.pad_to_longest}" + f" in documents of {run.packed}" * bool(run.packed),
+        ),
         *([stated("source_seq", f"{run.source_seq} {read}")] if run.source_seq else []),
         stated("micro_batch", f"{run.micro_batch} a micro-batch"),
         stated("micro_batches", f"{run.micro_batches} of these a step"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property, lru_cache
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Final
@@ -77,13 +76,6 @@ class RegionSignature:
         return hash((self.model, self.seq, self.micro_batch, layout.tp, layout.sp, layout.cp, layout.ep))
 
 
-class Padding(StrEnum):
-    """Length of micro-batches, by transformers' words: see `Run.pads_to_longest`."""
-
-    MAX_LENGTH = "max-length"
-    LONGEST = "longest"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A training step of a model under a layout. b and s are of one micro-batch on one data-parallel rank.
@@ -104,7 +96,7 @@ class Run:
         keep_logits: the training loop references the model's logits until their backward ends.
         source_seq: tokens that the encoder of an encoder-decoder reads; 0: no encoder.
         packed: tokens of a document in packed sequences; 0: sequences are not packed.
-        pads_to_longest: micro-batches are as long as their longest sequence; ``seq`` is the longest of all.
+        pad_to_longest: micro-batches are as long as their longest sequence; ``seq`` is the longest of all.
         tuning: adapters of frozen weights; None: full training.
         frozen: reference and reward models, of which a step runs the forward.
         optimizer_offload: the framework's rule for optimizer offload.
@@ -140,7 +132,7 @@ class Run:
     keep_batches: bool = False
     keep_logits: bool = False
     packed: int = 0
-    pads_to_longest: bool = False
+    pad_to_longest: bool = False
     tuning: Tuning | None = None
     source_seq: int = 0
     frozen: tuple[FrozenModel, ...] = ()
