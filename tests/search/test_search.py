@@ -467,7 +467,7 @@ def test_llama_70b_on_64_h100_is_quick() -> None:
     best = report.answer.best
     assert best.fits
     assert 0.3 < best.seconds.mfu < 0.65
-    assert best.figures.peak_bytes > 0.9 * best.limit_bytes  # there is something to do with the rest
+    assert best.figures.peak_bytes > 0.75 * best.limit_bytes  # what surely fits
     steps = [found.seconds.step for found in report.answer.ranked]
     assert all(one <= 1.01 * other for one, other in pairwise(steps))  # within one per cent by slack
     peaks = [found.needed_bytes for found in report.answer.front]
