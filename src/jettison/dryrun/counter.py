@@ -461,7 +461,7 @@ def quiet_gc() -> Iterator[None]:
 # nothing reports it, and its factors stay counted.
 
 NO_NODE = -2
-_KEPT = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)  # for the gradient of the other factor
+_KEPT = ("aten::mul", "aten::mul_", "aten::div", "aten::div_")  # for the gradient of the other factor
 
 
 def current_node() -> int:
@@ -488,7 +488,7 @@ class KeptNumbers:
 
     def kept_by(self, func: Any, args: tuple[Any, ...], nbytes: int) -> int:
         """Bytes of an op's number that the node just made for it keeps."""
-        if not nbytes or func not in _KEPT or not torch.is_grad_enabled() or not args[0].requires_grad:
+        if not nbytes or func._schema.name not in _KEPT or not torch.is_grad_enabled() or not args[0].requires_grad:
             return 0
         self._bytes[torch._C._autograd._get_sequence_nr() - 1] = nbytes
         return nbytes
