@@ -97,8 +97,9 @@ def test_a_script_of_trl_field_by_field(tmp_path: Path) -> None:
         "recompute": "full",
         "lora": "r=16,targets=q_proj+v_proj",
         "base": "nf4-double",
+        "pad_to_longest": True,
     }
-    assert "arguments of the script's command line have their defaults: batch_size = 2" in found.notes
+    assert any("command line and environment have their defaults: batch_size = 2" in note for note in found.notes)
     assert "SFTConfig().max_length = 2048" in map(str, found.used)
 
 
@@ -207,6 +208,7 @@ def test_a_script_of_unsloth(tmp_path: Path) -> None:
         "recompute": "full",
         "lora": "r=32,targets=q_proj+v_proj",
         "base": "nf4-double",
+        "pad_to_longest": True,
     }
     plain = ("r=32", "use_gradient_checkpointing=False, r=32")
     own = given(read_run(script(tmp_path, UNSLOTH, "train.py", plain)))
@@ -344,3 +346,112 @@ trainer.train()
     (tmp_path / "train.py").write_text(script)
     request = read_run(tmp_path / "train.py").request
     assert (request.seq, request.micro_batch, request.loss) == (1024, 2, "dpo")
+
+
+STEPS = """
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", dtype="bfloat16")
+lora = LoraConfig(r=8, target_modules="all-linear")
+args = SFTConfig("out", max_length=512, per_device_train_batch_size=BATCH)
+trainer = SFTTrainer(model=model, args=args, peft_config=lora)
+trainer.train()
+"""
+INSIDE = "    " + STEPS.strip().replace("\n", "\n    ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def size():\n    if large():\n        return 2\n    return 4\nBATCH = size()" + STEPS,
+        f"def train(BATCH=4):\n    if large():\n        BATCH = 8\n{INSIDE}\ntrain()",
+        f"def train(BATCH):\n{INSIDE}\ntrain(2)\ntrain(8)",
+        f"def train(BATCH=4):\n{INSIDE}\ntrain(**settings())",
+        f"def train(name, BATCH=4):\n{INSIDE}\ntrain(*sys.argv)",
+        f"class Run:\n  def train(self, BATCH=4):\n{INSIDE}\nRun().train(8)",
+        "try:\n    BATCH = int(line())\nexcept ValueError:\n    BATCH = 4" + STEPS,
+        "BATCH = 4\ndef larger():\n    global BATCH\n    BATCH = 8" + STEPS,
+        "sizes = {'a': 4}\nif large():\n    sizes['a'] = 8\nBATCH = sizes['a']" + STEPS,
+        "BATCH = 2\nother = BATCH = 4" + STEPS,
+        "sizes = [4]\nsizes.insert(0, 8)\nBATCH = sizes[0]" + STEPS,
+        "parser.add_argument('--batch', default=4)\no = parser.parse_args()\no.batch = o.batch // 2\nBATCH = o.batch"
+        + STEPS,
+        "parser.add_argument('--batch', default=4)\nBATCH = yaml.load(file).batch" + STEPS,
+        STEPS.replace("per_device_train_batch_size=BATCH", "**load(file)"),
+    ],
+)
+def test_a_value_that_may_be_another_one_is_unknown(tmp_path: Path, text: str) -> None:
+    (unread,) = read_run(script(tmp_path, text), allow_unread=True).unread
+    assert unread.name in ("SFTConfig().per_device_train_batch_size", "SFTConfig().**load(file)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sizes = {'a': 2}\nsizes['a'] = 4\nBATCH = sizes['a']" + STEPS,
+        "parser.add_argument('--batch', '--rows', default=4)\nBATCH = parser.parse_args().batch" + STEPS,
+        "BATCH = int(os.environ.get('BATCH', 4))" + STEPS,
+        f"def train(BATCH=2):\n{INSIDE}\ntrain(4)",
+        STEPS.replace("per_device_train_batch_size=BATCH", "**dict(per_device_train_batch_size=4)"),
+    ],
+)
+def test_a_value_that_is_sure(tmp_path: Path, text: str) -> None:
+    found = read_run(script(tmp_path, "import os\n" + text))
+    assert given(found)["micro_batch"] == 4
+    noted = any("command line and environment have their defaults: " in note for note in found.notes)
+    assert noted == ("environ" in text or "parser" in text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("lora =", "model = PeftModel.from_pretrained(model, 'adapters')\n#", "adapters are not read: give --lora"),
+        ("AutoModel", "AutoPeftModel", ""),
+        ("CausalLM", "SequenceClassification", "a classification head is not read"),
+        ("args = SFTConfig(", "args = HfArgumentParser(SFTConfig).parse() #", "it reads a command line"),
+        ("args =", "if large():\n    model.gradient_checkpointing_enable()\nargs =", ""),
+    ],
+)
+def test_what_a_script_does_beside_its_arguments(tmp_path: Path, old: str, new: str, why: str) -> None:
+    text = STEPS.replace("BATCH", "4, gradient_checkpointing=False")
+    if not why:
+        assert given(read_run(script(tmp_path, text)))["recompute"] == "none"
+    path = script(tmp_path, text.replace(", peft_config=lora", ""), "train.py", (old, new))
+    if "Peft" in new:
+        assert given(read_run(path, model="gpt2", asked={"lora": "r=4,targets=all-linear"}))["lora"][:3] == "r=4"
+    with pytest.raises(UsageError, match=why or "not a literal|give --lora"):
+        read_run(path)
+
+
+def test_objects_that_nothing_uses(tmp_path: Path) -> None:
+    text = STEPS.replace("BATCH", "4")
+    bits = "bits = BitsAndBytesConfig(load_in_4bit=True)"
+    own = given(read_run(script(tmp_path, bits + text)))
+    assert own["lora"].startswith("r=8") and "base" not in own
+    for unused in ("", ", peft_config=lora if LARGE else None"):
+        changed = "LARGE = False" + text.replace(", peft_config=lora", unused)
+        assert "lora" not in given(read_run(script(tmp_path, changed)))
+
+
+def test_a_reference_that_is_given_is_kept_beside_adapters(tmp_path: Path) -> None:
+    text = STEPS.replace("BATCH", "4").replace("SFT", "DPO")
+    assert given(read_run(script(tmp_path, text)))["reference"] == "base"
+    reference = 'ref_model=AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B", dtype="bfloat16"), args'
+    assert given(read_run(script(tmp_path, text.replace("args=args", f"{reference}=args"))))["reference"] == "same"
+
+
+def test_arguments_of_a_trainer_under_unsloth(tmp_path: Path) -> None:
+    assert given(read_run(script(tmp_path, UNSLOTH, "train.py", ("optim", "max_seq_length=512, optim"))))["seq"] == 512
+    assert (
+        given(read_run(script(tmp_path, UNSLOTH, "train.py", ("optim", "max_seq_length=4096, optim"))))["seq"] == 1024
+    )
+    off = read_run(script(tmp_path, UNSLOTH, "train.py", ("optim", "gradient_checkpointing=False, optim")))
+    assert (given(off)["recompute"], given(off)["offload"]) == ("none", False)
+    with pytest.raises(UsageError, match="adapters of only some layers"):
+        read_run(script(tmp_path, UNSLOTH, "train.py", ("r=32", "layers_to_transform=[0, 1], r=32")))
+
+
+def test_a_call_of_several_on_a_line_is_changed(tmp_path: Path, capsys: Any) -> None:
+    line = 'SFTTrainer(model="gpt2", args=SFTConfig(gradient_checkpointing=True, max_length=64)).train()\n'
+    path = script(tmp_path, line)
+    assert run(["plan", "--from", str(path), "--gpu", "h100-80gb", "--write", "--force"]) == 0
+    assert (tmp_path / "train.planned.py").read_text() == line.replace("=True", "=False")
+    capsys.readouterr()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +40,8 @@ _CASTS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
 _BF16: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
 _OF_THE_GPU: Final = {**dict.fromkeys(_BF16, True), "get_device_capability": [8, 0]}
 """Answers of any GPU with bf16."""
+_CHANGES: Final = ("append", "extend", "insert", "pop", "remove", "setdefault", "update")
+_Table = dict[str, Any]
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -80,7 +82,9 @@ def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str,
     for call in calls:
         for key, value in call.given.items():
             made = value[""] if _called(value) else ""  # an object, whose arguments are keys of their own
-            if key and not (made.rpartition(".")[2][:1].isupper() or made.endswith("from_pretrained")):
+            if made.rpartition(".")[2][:1].isupper() or made.endswith("from_pretrained"):
+                found[f"${call.name}.{key}"] = True
+            elif key:
                 text = f"{made}(...)" if made else str(value)
                 alike = [one for one in calls if one.name == call.name and one.given.get(key) == value]
                 unsure = not call.certain and len(alike) < 2  # in a branch, unless another one says the same
@@ -90,10 +94,10 @@ def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str,
                 before = found.setdefault(f"{call.name}().{key}", known)
                 if before != known:
                     found[f"{call.name}().{key}"] = UnknownValue(f"{before} or {known}", call.line)
-    found |= {f"${call.name}": True for call in calls}
+    found |= {f"${one.name}": True if one.certain else UnknownValue(one.name, one.line) for one in calls}
     if module.used:
         used = ", ".join(f"{key} = {value}" for key, value in module.used.items())
-        found[notes] = [f"arguments of the script's command line have their defaults: {used}"]
+        found[notes] = [f"arguments of the script's command line and environment have their defaults: {used}"]
     return found, True
 
 
@@ -155,9 +159,16 @@ class _Module:
         ) or any(isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Trainer") for node in ast.walk(tree))
         nodes = [*ast.walk(tree)] if self.script else tree.body
         self.functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+        self.sites = defaultdict[str, list[ast.Call]](list)
+        self.loads = Counter(["", *_loaded(tree.body)])
+        self.shared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
         self.modules, self.members = dict[str, str](), dict[str, str]()
         for node in nodes:
-            if isinstance(node, ast.Import | ast.ImportFrom):
+            if isinstance(node, ast.Call):
+                self.sites[
+                    node.func.id if isinstance(node.func, ast.Name) else f".{getattr(node.func, 'attr', '')}"
+                ].append(node)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
                 into = self.modules if isinstance(node, ast.Import) else self.members
                 into |= {one.asname or one.name.partition(".")[0]: one.name for one in node.names}
         self.names: dict[str, Any] = {}
@@ -170,6 +181,7 @@ class _Module:
         self._follow(tree.body, self.names, {})
         for name in self.functions if self.script else ():
             self.call(name, [], {})
+        self.calls = [one for one in self.calls if self.loads[one.bound] or one.name.endswith("Trainer")]
 
     # configurations ---------------------------------------------------------------------------------------------------
 
@@ -195,12 +207,8 @@ class _Module:
     def trainings(self) -> Mapping[str, _ScriptCall]:
         """A script's trainers that differ in their arguments, by name."""
         holders = {id(call.given): call.bound for call in self.calls if call.bound}
-        trainers = [
-            one for one in self.calls if one.name.endswith("Trainer") and {"model", "args", "0"} & one.given.keys()
-        ]
-        several = [
-            *{id(args) if _called(args := one.given.get("args")) else one.line: one for one in trainers}.values()
-        ]
+        all_ = (one for one in self.calls if one.name.endswith("Trainer") and {"model", "args", "0"} & one.given.keys())
+        several = {id(args) if _called(args := one.given.get("args")) else one.line: one for one in all_}.values()
         names = [holders.get(id(one.given.get("args"))) or one.bound for one in several]
         return {
             name if name and names.count(name) == 1 else str(one.line): one
@@ -235,13 +243,17 @@ class _Module:
         defaults = dict(
             zip(reversed(parameters), (self.value(one, {}) for one in reversed(node.args.defaults)), strict=False)
         )
-        for one, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-            if default is not None:
-                defaults[one.arg] = self.value(default, {})
-        unknown = {
-            one.arg: UnknownValue(one.arg, node.lineno) for one in ast.walk(node.args) if isinstance(one, ast.arg)
-        }
-        local = {**(unknown if self.script else {}), **defaults, **dict(zip(parameters, given, strict=False)), **named}
+        named_only = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        defaults |= {one.arg: self.value(default, {}) for one, default in named_only if default is not None}
+        local = {**defaults, **dict(zip(parameters, given, strict=False)), **named}
+        if self.script:
+            every = [one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)]
+            unknown, sites = {*every} - local.keys(), self.sites["." * (every[:1] == ["self"]) + name]
+            said = {"".join(map(ast.unparse, [*one.args, *one.keywords])) for one in sites}
+            unpacked = "*" in "".join([*named, *(one[:1] for one in given if isinstance(one, UnknownValue))])
+            if unpacked or len(said if given or named else said | {""}) > 1:  # its calls differ, and one is followed
+                unknown = {*every}
+            local |= {one: UnknownValue(one, node.lineno) for one in unknown}
         self.depth += 1
         if self.depth > _DEPTH:
             raise ValueError(f"more than {_DEPTH} calls within each other")
@@ -253,52 +265,57 @@ class _Module:
         return found
 
     def _follow(
-        self,
-        body: Sequence[ast.stmt],
-        local: dict[str, Any],
-        unread: dict[str, Any],
-        stored: Counter[str] | None = None,
+        self, body: Sequence[ast.stmt], local: _Table, unread: _Table, stored: Counter[str] | None = None
     ) -> Any:
         """Evaluate a body, and return its return value; statements that are not followed are added to ``unread``.
 
         Args:
             stored: how often the function assigns each name, if it is uncertain whether the body runs.
         """
-        often = Counter(_stored(body)) if stored is None else stored
+        often = Counter([*_stored(body), *local]) if stored is None else stored
+        returns = False
         for node in body:
             value = cast("ast.expr | None", getattr(node, "value", None))
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            name = target.id if isinstance(target, ast.Name) and isinstance(node, ast.Assign | ast.AnnAssign) else ""
+            to = getattr(node, "targets", [getattr(node, "target", None)])
+            name = to[0].id if [*map(type, to)] == [ast.Name] and isinstance(node, ast.Assign | ast.AnnAssign) else ""
             if self.script:
                 self._calls(node, local, name)
             found = None if value is None else self.value(value, local)
             found = found if stored is None or often[name] == 1 or value is None else UnknownValue(value)
             match node:
                 case ast.Return() if value is not None and stored is None:
-                    return found
+                    return UnknownValue(value) if returns else found
                 case ast.Assign() | ast.AnnAssign() if name and value is not None:
                     local[name] = found
                 case ast.Assign(targets=[ast.Attribute() as owner]) if self._set(owner, found, local):
                     pass
+                case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=table), slice=ast.Constant(value=key))]) if (
+                    stored is None and isinstance(local.get(table), dict)
+                ):
+                    local[table] = {**local[table], str(key): found}
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     if not self.script:
                         local[node.name] = f"def {node.name}"
                 case ast.If() if not _open(tested := self.value(node.test, local)) and not _called(tested):
+                    self.loads.subtract(_loaded(node.orelse if tested else node.body))
                     found = self._follow(node.body if tested else node.orelse, local, unread, stored)
                     if found is not None:
                         return found
                 case ast.Expr(value=ast.Constant()) | ast.Assert() | ast.Pass() | ast.Import() | ast.ImportFrom():
                     pass
                 case _ if self.script:
-                    local |= {other: UnknownValue(other, node.lineno) for other in _stored([node])}
                     runs = isinstance(node, ast.With | ast.Try) or "__name__" in ast.unparse(
                         getattr(node, "test", node)
                     )
+                    sure = runs and not getattr(node, "handlers", ())
+                    changed = _stored(getattr(node, "items", []) if sure else [node])
+                    local |= {other: UnknownValue(other, node.lineno) for other in changed}
+                    returns |= not runs and any(isinstance(one, ast.Return) and one.value for one in ast.walk(node))
                     for key in ("body", "handlers", "orelse", "finalbody"):
                         for block in getattr(node, key, ()):
                             inside = block.body if isinstance(block, ast.ExceptHandler) else [block]
                             outer, self.certain = self.certain, self.certain and runs
-                            found = self._follow(inside, local, unread, stored if runs else often)
+                            found = self._follow(inside, local, unread, stored if sure else often)
                             self.certain = outer
                             if found is not None and runs:
                                 return found
@@ -320,7 +337,9 @@ class _Module:
             self._reached(node.test, local)
             tested = self.value(node.test, local)
             self.certain &= not (_open(tested) or _called(tested))
-            parts = [node.body if tested else node.orelse] if self.certain is outer else [node.body, node.orelse]
+            taken, other = (node.body, node.orelse) if tested else (node.orelse, node.body)
+            parts = [taken] if self.certain is outer else [taken, other]
+            self.loads.subtract(_loaded([other] if self.certain is outer else []))
         elif isinstance(node, ast.Call):
             self._call(node, local, name)
         for part in parts:
@@ -335,6 +354,8 @@ class _Module:
             path.insert(0, owner.attr)
             owner = owner.value
         table = local.get(owner.id) if isinstance(owner, ast.Name) else None
+        if table is None or (_called(table) and "pars" in table[""]):
+            self.options.pop(target.attr, None)  # a default of the command line that the script replaces
         if self.script and (len(path) > 1 or not isinstance(table, dict) or "." in table.get("", ".")):
             return True
         for name in path[:-1]:
@@ -366,13 +387,13 @@ class _Module:
                 pairs = [(key, value) for key, value in zip(keys, values, strict=True) if key is not None]
                 # an empty key, as in device_map={"": 0}, is no name of a call
                 return {str(self.value(key, local)) or "''": self.value(value, local) for key, value in pairs}
-            case ast.Name(id=name) if name in local or name in self.names:
+            case ast.Name(id=name) if (name in local or name in self.names) and name not in self.shared:
                 return local[name] if name in local else self.names[name]
             case ast.Attribute(value=ast.Name(id=module), attr=name) if self.script and module not in local:
                 if module in self.modules or module in self.members:
                     return name
         match node:
-            case ast.Attribute(attr=name) if self._default(name):
+            case ast.Attribute(value=owner, attr=name) if self._default(name, self.value(owner, local)):
                 return self.used[name]
             case ast.Attribute(value=owner, attr=name):
                 table = self._known(owner, local)
@@ -383,11 +404,11 @@ class _Module:
                 with suppress(KeyError, IndexError, TypeError):
                     return several[str(key) if isinstance(several, dict) else key]
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._number(operand, local)
+                return -self._sure(operand, local, number=True)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return not self._sure(operand, local)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in SUMS:
-                first, then = self._number(left, local), self._number(right, local)
+                first, then = (self._sure(one, local, number=True) for one in (left, right))
                 try:
                     found = SUMS[type(op)](first, then)
                 except (ArithmeticError, ValueError):
@@ -434,13 +455,14 @@ class _Module:
         if last in _OF_THE_GPU:
             return _OF_THE_GPU[last]
         if name in ("environ.get", "getenv") and len(given) > 1:
+            self.used[str(given[0])] = given[1]
             return given[1]
         if name in _CASTS and len(given) == 1 and not _open(given[0]) and not _called(given[0]):
             with suppress(ValueError, TypeError, OverflowError):
                 return _CASTS[name](given[0])
         if last == "add_argument" and flags:
             switch = {"store_true": False, "store_false": True}.get(str(named.get("action")))
-            self.options[str(named.get("dest", flags[-1].lstrip("-").replace("-", "_")))] = named.get("default", switch)
+            self.options[str(named.get("dest", flags[0].lstrip("-").replace("-", "_")))] = named.get("default", switch)
         places = ["model", "args"] if last.endswith("Trainer") else []
         keys = [*places[: len(given)], *map(str, range(len(places), len(given)))]
         found = {"": name, **dict(zip(keys, given, strict=True)), **named}
@@ -451,42 +473,49 @@ class _Module:
         self.stage += last == "train" and str(owner[""] if _called(owner) else owner).endswith("rainer")
         return found
 
-    def _default(self, name: str) -> bool:
-        """Does the command line have a default for this argument? It is noted."""
+    def _default(self, name: str, owner: Any) -> bool:
+        """Does the command line have a default for this argument of its, not another object's? It is noted."""
         found = self.options.get(name)
-        if found is not None and not _open(found) and not _called(found):
-            self.used[name] = found
-        return name in self.used
+        known = not (found is None or _open(found) or _called(found)) and (not _called(owner) or "pars" in owner[""])
+        self.used |= {name: found} if known else {}
+        return known
 
     def _arguments(self, node: ast.Call, local: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         named = {one.arg: self.value(one.value, local) for one in node.keywords if one.arg is not None}
         for one in node.keywords:
             if one.arg is None:
                 more = self.value(one.value, local)
-                more = more if isinstance(more, dict) else {f"**{more}": more}
+                opened = (isinstance(more, dict) and more.get("", "dict") == "dict") or not self.script
+                more = more if opened and isinstance(more, dict) else {f"**{(said := UnknownValue(one.value))}": said}
                 named |= {str(key): value for key, value in more.items() if key}
         return [self.value(one, local) for one in node.args], named
 
-    def _sure(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
-        """Return the value of an operand that is neither unknown nor the result of a call."""
+    def _sure(self, node: ast.expr, local: Mapping[str, Any], *, number: bool = False) -> Any:
+        """Return the value of an operand that is neither unknown nor the result of a call; ``number``: it is one."""
         found = self._known(node, local)
-        if _open(found) or _called(found):
+        if (
+            _open(found)
+            or _called(found)
+            or (number and (isinstance(found, bool) or not isinstance(found, int | float)))
+        ):
             raise _Unknown
         return found
 
-    def _number(self, node: ast.expr, local: Mapping[str, Any]) -> Any:
-        found = self._known(node, local)
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise _Unknown
-        return found
+
+def _loaded(body: Sequence[ast.AST]) -> Iterator[str]:
+    found = (one for node in body for one in ast.walk(node) if isinstance(one, ast.Name))
+    return (one.id for one in found if isinstance(one.ctx, ast.Load))
 
 
 def _stored(body: Sequence[ast.AST]) -> Iterator[str]:
-    """Names that statements assign, outside of the functions and classes in them."""
+    """Names that statements assign, or whose elements they change, outside of the functions and classes in them."""
     waiting = [*body]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
+                yield name
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in _CHANGES:
+                yield name
         if not isinstance(node, _Function | ast.ClassDef | ast.Lambda):
             waiting += ast.iter_child_nodes(node)

@@ -323,8 +323,7 @@ class Keys:
         """Read keys under a prefix, with those of a further file, by another framework's reader."""
         if file is not None:
             self.values = {**{f"{prefix}{key}": value for key, value in file.values.items()}, **self.values}
-        known = [one for _, one in self._tables if one["framework"] == name]
-        table = (known or [one for one in tables() if one["framework"] == name])[0]
+        table = next((one for _, one in self._tables if one["framework"] == name), None) or table_of(name)
         first = all(before != prefix for before, _ in self._tables)
         self.by_table(table, prefix)
         if first:
@@ -638,6 +637,11 @@ def tables() -> Sequence[Mapping[str, Any]]:
                 table["words"][key] = {**known, **{word: said for word, said in words.items() if word != "like"}}
         table["others"] = [one for one in found if one["framework"] in table.get("others", ())]
     return sorted(found, key=lambda table: int(table.get("order", 50)))
+
+
+def table_of(framework: str) -> Mapping[str, Any]:
+    """Return a framework's first table."""
+    return next(one for one in tables() if one["framework"] == framework)
 
 
 @cache

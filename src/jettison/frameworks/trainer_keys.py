@@ -7,31 +7,13 @@ from pathlib import Path
 from typing import Final
 
 from jettison.frameworks.config_file import ConfigFile
-from jettison.frameworks.run_file import Keys
+from jettison.frameworks.run_file import Keys, table_of
 from jettison.spec.tuning import TARGETS
 
 MICRO_BATCH: Final = 8
 """transformers/training_args.py, ``per_device_train_batch_size``."""
 DEFAULT_TARGETS: Final = "q_proj+v_proj+qkv_proj"
 """PEFT's default target modules (0.21, ``utils/constants.py``), as far as a model has them."""
-_HARMLESS: Final = re.compile(
-    r"(fsdp_)?((final_)?state_dict_type|sync_module_states|cpu_ram_efficient_loading|use_orig_params|forward_prefetch|"
-    r"transformer_(layer_cls|cls_names)_to_wrap|backward_prefetch(_policy)?|limit_all_gathers|min_num_params|"
-    r"cpu_offload_pin_memory|mixed_precision_policy|xla|xla_fsdp_v2|xla_fsdp_grad_ckpt)"
-)
-"""FSDP settings that do not change memory, and hardly time."""
-
-_BEFORE_5: Final = (
-    *("evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params", "group_by_length", "no_cuda"),
-    *("half_precision_backend", "save_safetensors", "use_mps_device", "jit_mode_eval"),
-)
-"""Arguments that transformers 5 does not have; the first went in 4.46."""
-_ZERO_SIZES: Final = {
-    "reduce": "reduce_bucket_size", "live": "stage3_max_live_parameters", "reuse": "stage3_max_reuse_distance",
-    "prefetch": "stage3_prefetch_bucket_size", "persist": "stage3_param_persistence_threshold",
-    "sub-group": "sub_group_size",
-}  # fmt: skip
-"""Parts of ``--zero-buckets`` by key of DeepSpeed 0.19.8 (``runtime/zero/config.py``); ZeRO 3's but for the first."""
 
 
 def reduces_last(keys: Keys, *, synced: bool = False, remedy: str = "sync_each_batch", preset: bool = True) -> None:
@@ -206,7 +188,8 @@ def preference(
     if reference is not None:
         before = ",when=before" if keys.on("precompute_ref_log_probs") else ""
         tuned = keys.field("lora") is not None
-        keys.give("reference", "base" if tuned else reference + before, *came_from, "precompute_ref_log_probs")
+        within = tuned and not keys.some("$*Trainer.ref_model")  # ``dpo_trainer.py``: a model that is given is kept
+        keys.give("reference", "base" if within else reference + before, *came_from, "precompute_ref_log_probs")
 
 
 def compiled(keys: Keys) -> None:
@@ -277,7 +260,7 @@ def sharding(keys: Keys, *, version: int | None = None) -> None:
     Args:
         version: default of FSDP; None: transformers', 2 (``training_args.py``, ``_process_fsdp_args``), 1 before 5.
     """
-    older = next(filter(keys.has, _BEFORE_5), "") if version is None else ""
+    older = next(filter(keys.has, table_of("transformers")["before_5"]), "") if version is None else ""
     version = version or (1 if older else 2)
     given = keys.some("deepspeed.*")
     for key in ("deepspeed", "deepspeed_config_file", "deepspeed_config"):
@@ -335,7 +318,8 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
         keys.refuse(key("auto_wrap_policy"), "only layers are modelled as FSDP units: TRANSFORMER_BASED_WRAP")
     if first and keys.field("zero") == 3:
         keys.give("fsdp_version", 1, key("version"))
-    keys.read(*(key for key in keys.matching(f"{prefix}*") if _HARMLESS.fullmatch(key[len(prefix) :])))
+    harmless = table_of("accelerate")["harmless"]
+    keys.read(*(key for key in keys.matching(f"{prefix}*") if re.fullmatch(harmless, key[len(prefix) :])))
 
 
 def zero_buckets(keys: Keys, prefix: str, **defaults: int) -> None:
@@ -346,7 +330,7 @@ def zero_buckets(keys: Keys, prefix: str, **defaults: int) -> None:
     """
     stage = keys.field("zero", 0)
     parts: dict[str, str] = {}
-    for name, key in _ZERO_SIZES.items():
+    for name, key in table_of("deepspeed")["sizes"].items():
         for there in (f"{prefix}{key}", f"{prefix}{key.removeprefix('stage3_')}"):
             size = "auto" if keys.text(there) == "auto" else keys.whole(there, defaults.get(key))
             if size is not None and (stage == 3 or name == "reduce"):

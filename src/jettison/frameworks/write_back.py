@@ -361,7 +361,7 @@ def _python(text: str, key: str, value: Any, name: str | None) -> str:
     tree = ast.parse(text)
     call, inside, argument = key.partition("().")
     if inside:
-        return _script(text, tree, call_line(text, name, call), argument, value)
+        return _script(text, tree, call, call_line(text, name, call), argument, value)
     name = name or (configurations(text) or [""])[0]
     body = next((node.body for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name), [])
     path = key.split(".")
@@ -388,9 +388,10 @@ def _python(text: str, key: str, value: Any, name: str | None) -> str:
     return _with_import(text, *imported) if imported else text
 
 
-def _script(text: str, tree: ast.Module, line: int, argument: str, value: Any) -> str:
+def _script(text: str, tree: ast.Module, name: str, line: int, argument: str, value: Any) -> str:
     """Edit an argument of a script's call; what is to be removed is off."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.lineno == line and node.keywords]
+    calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call) and one.lineno == line and one.keywords]
+    calls.sort(key=lambda one: not ast.unparse(one.func).endswith(name))  # several may be on the line
     if not calls:
         raise _cannot(argument)
     given = {one.arg: one.value for one in calls[0].keywords}

@@ -25,22 +25,15 @@ def read(keys: Keys, prefix: str = "") -> None:
 
 def _deepspeed(keys: Keys, prefix: str) -> None:
     keys.give("like", "deepspeed")
-    stage = keys.whole(f"{prefix}zero_stage")
-    if stage is not None:
-        keys.give("zero", stage, f"{prefix}zero_stage")
+    keys.give("zero", keys.whole(f"{prefix}zero_stage"), f"{prefix}zero_stage")
     offloads(keys, f"{prefix}offload_optimizer_device", f"{prefix}offload_param_device")
-    if keys.text(f"{prefix}gradient_accumulation_steps") == "auto":  # the Trainer's
-        keys.read(f"{prefix}gradient_accumulation_steps")
+    keys.read(f"{prefix}gradient_accumulation_steps")  # auto: the Trainer's
 
 
 def _axes(keys: Keys, prefix: str) -> None:
     """Read ``parallelism_config``: tensor and context parallelism, and hybrid sharding."""
     for name, field in (("tp_size", "tp"), ("cp_size", "cp"), ("dp_replicate_size", "zero_replicas")):
-        size = keys.whole(f"{prefix}{name}", 1)
-        if size is not None and size > 1:
+        if (size := keys.whole(f"{prefix}{name}", 1) or 1) > 1:
             keys.give(field, size, f"{prefix}{name}")
-    shard = keys.whole(f"{prefix}dp_shard_size", 1)
-    if shard is not None and shard > 1:
+    if (keys.whole(f"{prefix}dp_shard_size", 1) or 1) > 1:
         keys.give("zero", 3, f"{prefix}dp_shard_size")
-    if (keys.whole(f"{prefix}sp_size", 1) or 1) > 1:
-        keys.refuse(f"{prefix}sp_size", "Ulysses' sequence parallelism of accelerate is not read")

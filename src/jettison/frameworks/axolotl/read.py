@@ -26,9 +26,7 @@ def read(keys: Keys) -> None:
     trainer.compiled(keys)
     if keys.some("fsdp_config", "fsdp_config.*") and keys.values.get("fsdp_config", True):
         keys.values.setdefault("fsdp", True)  # a configuration turns it on
-    trainer.sharding(
-        keys, version=keys.whole("fsdp_version", 1) or 1
-    )  # ``schemas/validation.py``, ``check_fsdp_version``
+    trainer.sharding(keys, version=keys.whole("fsdp_version", 1) or 1)  # ``validation.py``, ``check_fsdp_version``
     # ``normalize_config``: reentrant by default
     plain = not keys.has("unfrozen_parameters") and not keys.has("rl") and not keys.has("gradient_checkpointing_kwargs")
     trainer.reentrant(keys, default=plain)
@@ -100,8 +98,7 @@ def _wide_ends(keys: Keys, *, half: bool) -> None:
 
 def _losses(keys: Keys) -> None:
     """Read losses of ``integrations/liger`` and ``integrations/cut_cross_entropy``; the latter's plugin turns it on."""
-    listed = keys.get("plugins", [])
-    plugins = " ".join(map(str, listed if isinstance(listed, list) else [listed])).lower()
+    plugins = " ".join(map(str, keys.listed("plugins"))).lower()
     if "liger" in plugins:
         _liger(keys)
     elif own := [*keys.matching("liger_*")]:  # ``integrations/config.py``: the plugin's keys are dropped without it
@@ -161,6 +158,5 @@ def _axes(keys: Keys) -> None:
     else:
         keys.drop("cp")
         keys.read("ring_attn_func")
-    groups = keys.whole("dp_replicate_size", 1)
-    if groups is not None and groups > 1:
+    if (groups := keys.whole("dp_replicate_size", 1) or 1) > 1:
         keys.give("zero_replicas", groups, "dp_replicate_size")

@@ -85,10 +85,7 @@ def _of_v1(keys: Keys) -> None:
     elif way == "deepspeed" and (file := keys.named("dist_config.config_file")) is not None:
         keys.under("deepspeed", "deepspeed.", file)
         keys.read("dist_config.name", "dist_config.config_file", why="that file")
-    if (keys.whole("cp_size", 1) or 1) > 1:
-        keys.refuse("cp_size", "its loss of sharded sequences is not modelled")
-    if keys.text("optim_config.name") == "muon":
-        keys.give("optimizer", "muon", "optim_config.name")
+    if keys.field("optimizer") == "muon":
         keys.read(*keys.matching("optim_config.*"))
     trainer.optimizer(keys, "optim_config.name", "adamw-foreach")
     if keys.said("like") != "deepspeed" and keys.on("bf16", True):

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from jettison.frameworks import trainer_keys as trainer
-from jettison.frameworks.run_file import Keys, tables
+from jettison.frameworks.run_file import Keys, table_of
 
 _DPO: Final = ("$dpo.py", "$dpo", "$DPO[CT]*", "beta", "precompute_ref_log_probs", "max_prompt_length")
 
@@ -15,14 +15,14 @@ def read(keys: Keys) -> None:
     """Read a Trainer's arguments, or a TRL trainer's if they have its keys."""
     if keys.file.syntax == "arguments":
         trainer.follow(keys, "config", "transformers", "")
+        for key in keys.matching("no_*"):  # ``hf_argparser.py``: --no_NAME turns off a default
+            keys.values.setdefault(key.removeprefix("no_"), not keys.on(key))
     for key in ("config_file", "accelerate_config"):
         trainer.follow(keys, key, "accelerate", "accelerate.")
-    if keys.file.syntax == "arguments":  # ``hf_argparser.py``: --no_NAME turns off a default
-        for key in [*keys.matching("no_*")]:
-            keys.values.setdefault(key.removeprefix("no_"), not keys.on(key))
     trl, script = keys.form == "trl", keys.file.syntax == "python script"
+    usual = trl and not keys.some("$*TrainingArguments")  # ``sft_trainer.py``: their values, not SFTConfig's
     if script:
-        _script(keys)
+        _script(keys, checkpoints=usual)
     elif not trl and keys.file.syntax != "arguments" and keys.has("dataset_name"):
         keys.note(
             "it is read as a Trainer's, since no key is TRL's, whose defaults differ: for TRL give a script with trl "
@@ -32,7 +32,6 @@ def read(keys: Keys) -> None:
     if keys.field("micro_batch") is None:
         keys.give("micro_batch", trainer.MICRO_BATCH)
     _sequence(keys, trl=trl)
-    usual = trl and not keys.some("$*TrainingArguments")  # ``sft_trainer.py``: their values, not SFTConfig's
     mixed = trainer.half(keys, default=usual)
     adapters(keys, trl=trl, mixed=mixed)
     if trl and not generates and keys.some(*_DPO):
@@ -43,14 +42,10 @@ def read(keys: Keys) -> None:
     trainer.checkpointing(keys, default=usual)
     if keys.on("use_liger_kernel"):
         keys.give("kernels", "liger", "use_liger_kernel")
-        _liger(keys)
         if not trl and keys.on("liger_kernel_config.fused_linear_cross_entropy", True):
             keys.give("loss", "fused", "use_liger_kernel")  # TRL has its own head with Liger's norms and gates
     else:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
-    if trl and keys.on("use_liger"):  # before TRL 0.18, ``sft_trainer.py``: liger_kernel's AutoLigerKernelForCausalLM
-        keys.give("kernels", "liger", "use_liger")
-        keys.give("loss", "fused", "use_liger")
     if trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
         keys.note("TRL computes its loss on tiles of logits (1.16); give --loss upcast for older ones, which keep all")
@@ -66,16 +61,6 @@ def read(keys: Keys) -> None:
     trainer.optimizer(keys, "optim", "adamw")
     trainer.precision(keys, weights=weights, mixed=mixed)
     trainer.replicas(keys)
-
-
-def _liger(keys: Keys) -> None:
-    """Read Liger's configuration, with defaults of ``integrations/liger.py``."""
-    prefix = "liger_kernel_config."
-    for name in ("rms_norm", "swiglu"):
-        if not keys.on(f"{prefix}{name}", True):
-            keys.refuse(f"{prefix}{name}", "Liger's norms and gates are modelled only together")
-    if not keys.on(f"{prefix}rope", True):
-        keys.note("rope of liger_kernel_config is off in the run but counted as on, which keeps slightly less")
 
 
 def packed_loaders(keys: Keys) -> None:
@@ -96,6 +81,8 @@ def packed_loaders(keys: Keys) -> None:
     if keys.some("$DPO[CT]*"):
         keys.give("seq", keys.whole("max_length"), "max_length")
         preference(keys)
+    elif (length := keys.whole("max_seq_length", 0) or 0) and length < keys.field("seq"):  # ``rl.py``, ``length_check``
+        keys.give("seq", length, "max_seq_length")
     trainer.full_length(keys, packed=keys.on("packing"))
     trainer.optimizer(keys, "optim", "adamw")
     trainer.replicas(keys)
@@ -103,26 +90,36 @@ def packed_loaders(keys: Keys) -> None:
 
 def others(keys: Keys) -> bool:
     """Refuse trainers other than of SFT and DPO, and return whether there is one."""
-    table = next(one for one in tables() if one["framework"] == "transformers")
-    found = [*keys.matching(*table["trainers"])]
+    found = [*keys.matching(*table_of("transformers")["trainers"])]
     for script in found:
         keys.values[f"trainer {script[1:]}"] = True
         keys.refuse(f"trainer {script[1:]}", "generation and reward models during training are not modelled")
         if keys.has("max_completion_length"):
             keys.give("seq", (keys.whole("max_prompt_length") or 512) + (keys.whole("max_completion_length") or 0))
+    if keys.some("$HfArgumentParser", "$TrlParser") and not keys.some("$*TrainingArguments", "$[SDGKC]*[FPT]*Config"):
+        keys.values["HfArgumentParser"] = True
+        keys.refuse("HfArgumentParser", "it reads a command line: give the script or YAML that has it as --from")
     return bool(found)
 
 
-def _script(keys: Keys) -> None:
-    """Read the calls of a script that stand for arguments of a trainer."""
+def _script(keys: Keys, *, checkpoints: bool) -> None:
+    """Read the calls of a script that stand for arguments of a trainer; ``checkpoints``: it does by default."""
     if keys.some("$LoraConfig"):
         keys.values["use_peft"] = True
+    elif keys.some("$PeftModel*.from_pretrained", "$AutoPeft*.from_pretrained") and not keys.some(
+        "$*.merge_and_unload"
+    ):
+        keys.values |= {"use_peft": True, "peft_config": "of a checkpoint"}
+        keys.refuse("peft_config", "a checkpoint's adapters are not read: give --lora")
     elif keys.some("$get_peft_model", "$*LoraConfig", "$*TuningConfig"):
         keys.values["peft_config"] = "?"
         keys.refuse("peft_config", "of PEFT's methods only LoRA is modelled")
-    prepared = keys.some("$prepare_model_for_*_training") and keys.on("kbit.use_gradient_checkpointing", True)
-    if prepared or keys.some("$*.gradient_checkpointing_enable"):
-        keys.values["gradient_checkpointing"] = True
+    prepares = ["$prepare_model_for_*_training"] * keys.on("kbit.use_gradient_checkpointing", True)
+    for call in keys.matching("$*.gradient_checkpointing_enable", *prepares):
+        if not keys.on("gradient_checkpointing", checkpoints):
+            keys.values["gradient_checkpointing"] = keys.values[call]
+    if keys.some("$*ForSequenceClassification.*", "$*ForTokenClassification.*"):
+        keys.values.setdefault("model.num_labels", 2)
 
 
 def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
@@ -145,8 +142,7 @@ def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
         if wide:
             keys.note("the script casts embedding, norms and head to fp32, which is not counted over 8 bits")
     if keys.on("load_in_4bit"):
-        double = "-double" * keys.on("use_bnb_nested_quant")
-        keys.give("base", f"nf4{double}", "load_in_4bit", "use_bnb_nested_quant")
+        keys.give("base", "nf4" + "-double" * keys.on("use_bnb_nested_quant"), "load_in_4bit", "use_bnb_nested_quant")
         if wide and mixed:
             keys.give("kbit_upcast", "all")
         # transformers loads a quantized model in 16 bits, whose inputs decide (bitsandbytes, ``set_compute_type``)
@@ -165,7 +161,7 @@ def _sequence(keys: Keys, *, trl: bool) -> None:
     keys.read(*cut)
     if keys.field("seq") is None:
         keys.note("it has no sequence length: give --seq, such as --seq 2048")
-    packed = keys.on("packing") or keys.on("padding_free")
+    packed = keys.on("packing") or keys.on("padding_free") or keys.some("$DataCollatorWithFlattening")
     if packed:
         keys.read("packing", "padding_free", why="sequences of full length")
     if packed or trl:
