@@ -191,7 +191,7 @@ def test_a_trainers_file_is_planned_and_comes_back(
     assert download.value.suggested_filename == f"{name}.planned.toml"
     assert [one for one in written.splitlines() if one not in text.splitlines()] == [
         'mode = "selective"                      # none, selective, full',
-        'selective_ac_option = "16"',
+        'selective_ac_option = "32"',
     ]
 
 

@@ -318,4 +318,4 @@ def test_only_what_a_trainer_wrote_is_written(server: Served) -> None:
     written = server.post("write", {"files": example("pretrain.toml"), "gpus": 64, "gpu": "h100-80gb"}).json()
     assert written["schema"] == "jettison.written/1"
     assert written["name"] == "pretrain.planned.toml"
-    assert 'selective_ac_option = "16"' in written["text"] and written["changes"]
+    assert 'selective_ac_option = "32"' in written["text"] and written["changes"]
