@@ -81,8 +81,8 @@
     const talking = [run.t, run.cp, run.ep, run.pp, run.dp].filter((n) => n > 1).length;
     const fixed = data.fixed.map((n, i) => n + talking * data.communicator[i] + (run.ep > 1 ? data.all_to_all[i] : 0));
     const allocated = bytes.map((share) => nbytes * share), more = fragments.map((share) => nbytes + share * scale);
-    const reserved = [Math.max(allocated[0], more[0]), more[1], Math.max(allocated[2], more[2])];
-    const device = reserved.map((n, i) => n + fixed[i]), least = Math.min(device[0], allocated[0] * data.least_fragments + fixed[0]);
+    const floor = allocated[0] * data.least_fragments, least = floor + fixed[0];
+    const reserved = [Math.max(floor, more[0]), more[1], Math.max(allocated[2], more[2])], device = reserved.map((n, i) => n + fixed[i]);
     const usable = data.gpus.find(([name]) => name === run.gpu)[1];
     const verdict = device[2] <= usable ? "fits" : least <= usable ? "too close to call" : "does not fit";
     return { allocated, reserved, device, usable, verdict };
