@@ -30,6 +30,7 @@ FACTS = ROOT / "tests" / "facts" / "blind_runs.csv"
 UNITS = {"GiB": GIB, "GB": 10**9, "MiB": MIB, "tokens/s": 1}
 REFUSED = "refused"
 WHY = {
+    "lengths": "samples differ in length: a micro-batch has so many tokens at most",
     "nanotron": "attention, loss and gradients are now those of nanotron's code; under tensor parallelism its code of "
     "July 2024 keeps all-gathered inputs (--gathered-inputs)",
     "slow": "its authors fixed what made it slow: nanotron's software in October 2024 (bench_cluster f55b5e5; "
