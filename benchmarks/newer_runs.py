@@ -186,7 +186,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         recipe += "-blackwell"
     gated = all(kind.mlp.gated for kind in model.described if kind.mlp is not None)  # fused experts are, in recipes
     described = not fsdp and "layernorm" not in row["recompute"]  # what copies stay is not, under these
-    products = PRODUCTS.get((row["model"], row["precision"]))
+    quant_recipe = PRODUCTS.get((row["model"], row["precision"]))
     request = RunRequest(
         seq=int(row["sequence"]),
         micro_batch=micro_batch,
@@ -208,7 +208,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         precision="bf16" if described or not recipe else "fp8",
         fp8_recipe=recipe if described else None,
         fp8_param_gather=bool(recipe) and described,
-        quant_recipe=products if described else None,
+        quant_recipe=quant_recipe if described else None,
         recompute_modules=row["recompute"].replace("+", ",") or None,
         attention="flash",
         kernels="megatron",
@@ -220,9 +220,9 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         tp_comm_overlap=row["model"].startswith("llama") and tp > 1 and recipe != "nvfp4",
     )
     run = resolve(model, request).run
-    if products and not described:
+    if quant_recipe and not described:
         quantized = fp8_recipe(str(recipe), "megatron")
-        run = replace(run, model=with_quant_recipe(run.model, products, quantized))
+        run = replace(run, model=with_quant_recipe(run.model, quant_recipe, quantized))
     how = replace(
         execution_of(run),
         hides_stages=True,

@@ -147,7 +147,7 @@ def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], tail: 
 
 
 def stated_uneven(rows: Sequence[Row], even: Sequence[Row], tail: float) -> Range:
-    """What is stated of fragments where lengths differ: see NOTE [ Ranges of published runs ] in `predict.ranges`."""
+    """Range of fragments where lengths differ: see NOTE [ Ranges of published runs ] in `predict.ranges`."""
     found = stated(Measure.FRAGMENTS, [*rows, *even], (UNEVEN, ALL), tail)
     return replace(found, high=quantile(pool(rows, (UNEVEN,)).values(), 1 - TAILS[0]))
 

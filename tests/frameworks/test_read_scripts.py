@@ -410,7 +410,7 @@ def test_a_value_that_is_sure(tmp_path: Path, text: str) -> None:
         ("args =", "if large():\n    model.gradient_checkpointing_enable()\nargs =", ""),
     ],
 )
-def test_what_a_script_does_beside_its_arguments(tmp_path: Path, old: str, new: str, why: str) -> None:
+def test_what_a_script_does_in_addition_to_its_arguments(tmp_path: Path, old: str, new: str, why: str) -> None:
     text = STEPS.replace("BATCH", "4, gradient_checkpointing=False")
     if not why:
         assert given(read_run(script(tmp_path, text)))["recompute"] == "none"

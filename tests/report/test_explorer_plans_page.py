@@ -38,7 +38,7 @@ BUILDERS = {
 }
 PANELS = tuple(BUILDERS)
 SCRIPTS = {"fit": "models_by_gpus"}
-"""Where a panel's address is not its script's name."""
+"""Script names of panels whose address is another."""
 
 
 @cache

@@ -19,8 +19,8 @@ A range is conformal: it holds 80 % of measured over predicted figures of publis
 Classes form a tree: stack x kind x hardware (of times), below stack x kind, below stack (except of fragments), below
 kind, below all. The stack is the framework of the kernels, or the software stack of ``--stack``, for a vendor's tuned
 recipes. A class with fewer than five independent sources borrows the missing ones from its parent.
-Fragments of micro-batches that differ in length have a class above all others, of one publisher, whom no other can be
-held against; nine in ten of its runs are within its high end.
+Fragments of micro-batches that differ in length have a class of their own, before these. Its rows are one publisher's,
+so that no other source tests its range; its high end holds nine in ten of them.
 
 The range of device bytes includes that of context and communicators. On CPU nothing is reserved beyond tensors.
 """

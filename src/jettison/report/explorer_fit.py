@@ -435,8 +435,8 @@ class SizeGrid:
     def value(self, one: Sum) -> Values:
         """Return the values of a sum."""
         if one not in self._values:
-            products = (n * self._monomial(factors) for factors, n in one.terms)
-            self._values[one] = sum(products, self._nothing)
+            terms = (n * self._monomial(factors) for factors, n in one.terms)
+            self._values[one] = sum(terms, self._nothing)
         return self._values[one]
 
     def _monomial(self, factors: Monomial) -> Values:
