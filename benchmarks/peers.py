@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = Size(layers=options.layers, hidden=options.hidden, sequence=options.sequence, vocabulary=options.vocabulary)
     size = replace(size, dtype=getattr(torch, options.dtype))
     rows: list[Row] = []
-    out = options.json or RESULTS / f"peers-{options.device}.json"
+    out = options.json or RESULTS / f"peers-{options.device}-{options.dtype}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     for section in options.sections:
         shrunk = replace(size, layers=options.compile_layers or size.layers) if section == "compile" else size
