@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from jettison.capture.model_trace import Loop, ModelTrace
 from jettison.capture.stand_ins import stub_outputs
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.counter import measured_peak, static_tensors
+from jettison.dryrun.levels import dry_run_root
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 from jettison.dryrun.step import StepPeaks, dry_run_batch, fake_optimizer
 from jettison.planner.apply import policies_of
@@ -28,6 +30,7 @@ from jettison.solve.walk import minimum_budget
 from jettison.verify.gradients import independent_copy
 from support.families import Built, Case, build
 from support.stacks import Block, rows, stack
+from support.toys import Headed
 from support.training import adamw
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")]
@@ -229,6 +232,38 @@ def test_a_block_that_returns_a_view_of_its_argument_is_stubbed_by_that_view() -
     assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
     assert (tuple(view.shape), tuple(view.stride())) == ((8, 6), (1, 8))
     assert number.untyped_storage()._cdata != x.untyped_storage()._cdata
+
+
+class Scaled(torch.nn.Module):
+    """A block that may be skipped; all share their second argument."""
+
+    def __init__(self, skipped: bool) -> None:
+        super().__init__()
+        self.mix, self.skipped = torch.nn.Linear(16, 16), skipped
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x if self.skipped else x + torch.tanh(self.mix(x) * scale)
+
+
+class Conditioned(Headed):
+    """Most bytes are those of the first layer's backward."""
+
+    def __init__(self, blocks: Iterable[torch.nn.Module]) -> None:
+        super().__init__(blocks, 16, 2)
+        self.embed = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.Tanh(), torch.nn.Linear(256, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, x.detach().cos())
+
+
+@pytest.mark.parametrize("skipped", [(True, False, False), (False, True, False)])
+def test_a_block_that_returns_its_argument_holds_no_argument_until_backward(skipped: tuple[bool, ...]) -> None:
+    def tail_peak_bytes(blocks: tuple[bool, ...]) -> int:
+        names = [f"layers.{n}" for n in range(len(blocks))]
+        traced = trace_model(Conditioned(map(Scaled, blocks)), (torch.randn(64, 16),), regions=names)
+        return dry_run_root(traced, KeepAll().kept(traced.root.program), "", 0.0)[0].tail_peak_bytes
+
+    assert tail_peak_bytes(skipped) == tail_peak_bytes((False, False))
 
 
 def test_empty_memory_that_is_asked_for_by_its_shape_is_fake(monkeypatch: pytest.MonkeyPatch) -> None:

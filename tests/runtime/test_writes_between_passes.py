@@ -191,3 +191,29 @@ def test_one_step_stops_at_the_most(name: str) -> None:
             assert torch.equal(expected.grad, found.grad), path
     assert len(stopped) == case.stops, stopped
     assert all(case.names in text and "From the next step on" in text for text in stopped)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_write_to_a_dropped_tensor_leaves_the_gradients_of_forward(passes: int) -> None:
+    """Plain autograd, which has the written tensor alone, raises."""
+
+    def step(model: nn.Module, *, writes: bool) -> list[Tensor]:
+        seen: list[Tensor] = []
+        hook = model[1].down.register_forward_pre_hook(lambda _module, args: seen.extend(args))
+        loss = model(x).square().mean()
+        hook.remove()
+        parameters = list(model.parameters())
+        if passes == 2:
+            torch.autograd.grad(loss, parameters[-1:], retain_graph=True)
+        if writes:
+            seen[0].detach().add_(1)
+        return list(torch.autograd.grad(loss, parameters))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Centred(), Centred(), Centred()), torch.randn(16, WIDTH)
+    expected = step(model, writes=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model, writes=True)
+    with jettison.apply(model, "full", batch=(x,), loss_fn=lambda y: y.square().mean()):
+        found = step(model, writes=True)
+    assert all(map(torch.equal, found, expected))

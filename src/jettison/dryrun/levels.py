@@ -445,6 +445,7 @@ class RootProbe:
         """A stub is called."""
         self.counter.mark(("forward", call, True))
         self.touched.append(self.counter.watch(leaves, (call, GIVEN)))
+        shared = shared if self.chains[call][1] else ()  # a call that makes nothing has no backward to let go in
         self.held[call] = self.counter.hold(leaves[p] for p in shared if isinstance(leaves[p], Tensor))
         nodes = ((p, leaf, leaf.grad_fn) for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         self.edges.append({(n._sequence_nr(), leaf.output_nr): p for p, leaf, n in nodes if n is not None})
