@@ -499,9 +499,8 @@ def over_stubs(trace: ModelTrace, levels: RootProbe, policy: CheckpointPolicy) -
 
         return root.nested(run)
 
-    modules = [trace.fake_model.get_submodule(name) for name in names]
     try:
-        with forwards(dict.fromkeys(modules, stub)):
+        with forwards({trace.fake_model.get_submodule(name): stub for name in names}):
             yield
     finally:
         root.remove()
