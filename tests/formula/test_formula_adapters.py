@@ -23,7 +23,7 @@ from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
-from jettison.spec.tuning import Base, Tuning
+from jettison.spec.tuning import HEAD, TABLE, Base, Tuning
 from support.formula_cases import FAMILIES as FAMILIES_OF_CASES
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 
@@ -31,6 +31,7 @@ peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning"),
 ]
 
 FAMILIES = ("llama", "qwen2", "gemma", "phi3", "gpt2")
@@ -59,7 +60,13 @@ def tuned(case: FormulaCase, tuning: Tuning) -> Run:
 
 def adapted(case: FormulaCase, tuning: Tuning, targets: Any = "all-linear", *, upcast: bool = False) -> Any:
     """The model, as PEFT makes it."""
-    config = peft.LoraConfig(r=tuning.rank, target_modules=targets, lora_dropout=tuning.dropout, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=tuning.rank,
+        target_modules=targets,
+        lora_dropout=tuning.dropout,
+        modules_to_save=sorted(tuning.full),
+        task_type="CAUSAL_LM",
+    )
     made = peft.get_peft_model(model_of(case), config, autocast_adapter_dtype=upcast)
     if tuning.inputs_need_gradients:
         made.enable_input_require_grads()
@@ -129,26 +136,44 @@ def test_a_wide_base_under_autocast(family: str, tuning: Tuning) -> None:
     assert under_autocast(FormulaCase(family=family, attention="sdpa"), tuning) == []
 
 
+FULL = [frozenset(names) for names in ({TABLE}, {HEAD}, {TABLE, HEAD})]
+"""Modules that PEFT trains in full: NOTE [ Modules trained in full ] in `spec.tuning`."""
+TIED = "llama ungrouped"
+
+
+@pytest.mark.parametrize("full", FULL, ids="+".join)
+@pytest.mark.parametrize("family", ["llama", TIED])
+def test_modules_trained_in_full_keep_what_peft_keeps(family: str, full: frozenset[str]) -> None:
+    tuning = Tuning(rank=4, full=full, inputs_need_gradients=TABLE in full)
+    assert differences(FormulaCase(family=family, attention="sdpa"), tuning) == []
+
+
 @pytest.mark.parametrize(
-    ("recompute", "asks", "precision", "base"),
+    ("recompute", "asks", "precision", "base", "full", "family"),
     [
-        ("none", False, "fp32", Base.PLAIN),
-        ("none", True, "fp32", Base.PLAIN),
-        ("full", True, "fp32", Base.PLAIN),
-        ("full", True, "bf16-autocast", Base.PLAIN),
-        ("none", False, "bf16-autocast", Base.FP32),
-        ("full", True, "bf16-autocast", Base.FP32),
+        ("none", False, "fp32", Base.PLAIN, frozenset(), "llama"),
+        ("none", True, "fp32", Base.PLAIN, frozenset(), "llama"),
+        ("full", True, "fp32", Base.PLAIN, frozenset(), "llama"),
+        ("full", True, "bf16-autocast", Base.PLAIN, frozenset(), "llama"),
+        ("none", False, "bf16-autocast", Base.FP32, frozenset(), "llama"),
+        ("full", True, "bf16-autocast", Base.FP32, frozenset(), "llama"),
+        *(("full", True, "bf16-autocast", Base.PLAIN, full, family) for full in FULL for family in ("llama", TIED)),
+        ("none", True, "fp32", Base.PLAIN, FULL[-1], TIED),
+        ("full", True, "bf16-autocast", Base.FP32, FULL[-1], TIED),
     ],
 )
-def test_the_peak_of_a_step_is_the_measured_one(recompute: str, asks: bool, precision: str, base: Base) -> None:
+def test_the_peak_of_a_step_is_the_measured_one(
+    recompute: str, asks: bool, precision: str, base: Base, full: frozenset[str], family: str
+) -> None:
     """Forward, backward and AdamW on the adapters, on real tensors; with layers computed again as torch does it, which
-    needs an input with a gradient. Under autocast what PEFT casts to fp32 is there until an adapter is done.
+    needs an input with a gradient. Under autocast what PEFT casts to fp32 is there until an adapter is done. Copies of
+    embedding and head, their gradients and moments have the dtype of the base.
     """
     narrow = precision == "bf16-autocast" and base is Base.PLAIN
     case = FormulaCase(
-        family="llama", attention="sdpa", batch=4, sequence=64, precision="bf16-pure" if narrow else "fp32"
+        family=family, attention="sdpa", batch=4, sequence=64, precision="bf16-pure" if narrow else "fp32"
     )
-    tuning = Tuning(rank=4, inputs_need_gradients=asks, base=base)
+    tuning = Tuning(rank=4, inputs_need_gradients=asks, base=base, full=full)
     model = adapted(case, tuning, upcast=True)
     if recompute == "full":
         model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -169,12 +194,18 @@ def test_the_peak_of_a_step_is_the_measured_one(recompute: str, asks: bool, prec
         step()
     run = replace(tuned(case, tuning), precision=PRECISIONS[precision])
     run = replace(run, recompute=Recompute.parse(recompute, layers=run.model.depth))
-    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, rel=0.01)
+    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, rel=0.0025)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_trained_weights_are_those_of_peft(family: str) -> None:
-    case, tuning = FormulaCase(family=family), Tuning(rank=4)
+@pytest.mark.parametrize(
+    ("family", "full"),
+    [
+        *((family, frozenset[str]()) for family in FAMILIES),
+        *((family, full) for family in ("phi3", TIED) for full in FULL),
+    ],
+)
+def test_trained_weights_are_those_of_peft(family: str, full: frozenset[str]) -> None:
+    case, tuning = FormulaCase(family=family), Tuning(rank=4, full=full)
     signature = tuned(case, tuning).signature
     regions = [
         embedding_region(signature),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from jettison.core.errors import UsageError
@@ -19,7 +20,7 @@ from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
 from jettison.spec.run import Run
-from jettison.spec.tuning import Base, Tuning, Upcast
+from jettison.spec.tuning import HEAD, TABLE, Base, Tuning, Upcast
 from support.formula_cases import spec_of
 from support.quantized_bases import COMPUTE, RANK, checkpointed, described, replace_linear_layers, step_peak, tiny_llama
 
@@ -59,7 +60,7 @@ class Adapted4bit(nn.Module):
         return result
 
 
-def prepared(upcast: Upcast, vocabulary: int, recompute: str) -> tuple[Any, Run]:
+def prepared(upcast: Upcast, vocabulary: int, recompute: str, full: frozenset[str] = frozenset()) -> tuple[Any, Run]:
     """A model as a trainer prepares it, and the described run."""
     config, model = tiny_llama(vocabulary, 64, 224)
     model.requires_grad_(False)
@@ -69,10 +70,14 @@ def prepared(upcast: Upcast, vocabulary: int, recompute: str) -> tuple[Any, Run]
     if upcast is Upcast.NORMS:  # peft_module_casting_to_bf16
         model.lm_head.to(COMPUTE)
         model.model.embed_tokens.to(COMPUTE)
+    for owner, name in ((model.model, TABLE), (model, HEAD)):
+        if name in full:
+            setattr(owner, name, ModulesToSaveWrapper(getattr(owner, name), "default"))
+            getattr(owner, name).set_adapter("default")
     spec = spec_of(config)
     if upcast is Upcast.NORMS:
         spec = replace(spec, layers=(replace(spec.layers[0], low_precision=True), *spec.layers[1:]))
-    tuning = Tuning(rank=RANK, base=Base.NF4_DOUBLE, upcast=upcast, inputs_need_gradients=True)
+    tuning = Tuning(rank=RANK, base=Base.NF4_DOUBLE, upcast=upcast, inputs_need_gradients=True, full=full)
     return checkpointed(model, recompute), described(spec, recompute, tuning)
 
 
@@ -80,9 +85,12 @@ def prepared(upcast: Upcast, vocabulary: int, recompute: str) -> tuple[Any, Run]
 @pytest.mark.parametrize("vocabulary", [64, 4096])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("upcast", list(Upcast))
-def test_the_peak_of_a_step_of_a_prepared_base(upcast: Upcast, recompute: str, vocabulary: int) -> None:
-    """In the loss, or in a layer."""
-    model, run = prepared(upcast, vocabulary, recompute)
+@pytest.mark.parametrize("full", [frozenset(), frozenset({TABLE, HEAD})], ids=sorted)
+def test_the_peak_of_a_step_of_a_prepared_base(
+    upcast: Upcast, recompute: str, vocabulary: int, full: frozenset[str]
+) -> None:
+    """In the loss, or in a layer; with embedding and head trained in full, in the dtype that they are prepared in."""
+    model, run = prepared(upcast, vocabulary, recompute, full)
     peak = step_peak(model, vocabulary)
     assert forecast(run).peak_bytes == pytest.approx(peak, abs=8192), "a fourth of a hidden state"
 

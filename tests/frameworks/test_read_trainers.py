@@ -243,9 +243,10 @@ def test_sizes_of_deepspeed_that_do_not_fit(write: Any) -> None:
         with pytest.raises(UsageError, match="train_batch_size = 64, and its other sizes make 48 on 8 ranks"):
             read_run(write(config, "ds.json"), model="gpt2", gpus=8, asked=asked)
     found = read_run(write(config, "ds.json"), model="gpt2", gpus=8, asked={"micro_batches": 3})
-    assert "a script has the sequence length and the checkpoints: give --seq and --recompute" in found.notes
+    open_length = "it has no sequence length: give --seq, such as --seq 2048"
+    assert {"a script has the checkpoints: give --recompute", open_length} <= {*found.notes}
     found = read_run(write(config, "ds.json"), model="gpt2", gpus=8, asked={"micro_batches": 3, "seq": 128})
-    assert "a script has the sequence length and the checkpoints: give --recompute" in found.notes
+    assert open_length not in found.notes
     wide = {"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "fp32"}}
     with pytest.raises(UsageError, match=r"grad_accum_dtype = fp32 \(expected one of bf16, fp16"):
         read_run(write(wide, "ds.json"), model="gpt2", gpus=8)
@@ -562,6 +563,18 @@ def test_llamafactory_field_by_field(write: Any) -> None:
     assert read_run(write(full, finetuning_type="full", pure_bf16=True)).request.precision == "bf16-pure"
 
 
+def test_modules_trained_in_full(write: Any) -> None:
+    """PEFT's ``modules_to_save``, by the names of models' code."""
+    for names in (["lm_head", "embed_tokens"], ["model.embed_tokens", "lm_head"], "wte,embed_out"):
+        found = read_run(write(QLORA, lora_modules_to_save=names))
+        assert found.request.lora.endswith(",modules_to_save=embed_tokens+lm_head"), names
+    tuned = resolve(found.spec(), found.request).run.tuning
+    assert tuned is not None
+    assert tuned.full == {"embed_tokens", "lm_head"}
+    assert tuned.inputs_need_gradients
+    assert not tuned.follows_recompute
+
+
 @pytest.mark.parametrize(
     ("values", "more", "message"),
     [
@@ -581,7 +594,7 @@ def test_llamafactory_field_by_field(write: Any) -> None:
         (QLORA, {"unfrozen_parameters": ["lm_head"]}, "frozen by name"),
         (QLORA, {"adapter": "relora"}, r": 1 key .* is not read: adapter = relora \(expected lora"),
         (QLORA, {"adapter": None}, r"load_in_4bit = true \(quantized weights cannot be trained without an adapter"),
-        (QLORA, {"lora_modules_to_save": ["lm_head"]}, "trained in full along with adapters"),
+        (QLORA, {"lora_modules_to_save": ["norm"]}, r"norm is no known embedding or head; expected some of embed_tok"),
         (QLORA, {"adapter": None, "load_in_4bit": False, "flash_attention": False}, r"head and norms are fp32"),
         (QLORA, {"rl": "grpo"}, r"rl = grpo \(generation during training"),
         (QLORA, {"optimizer": "came_pytorch"}, r"optimizer = came_pytorch \(expected one of"),

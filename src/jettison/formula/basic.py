@@ -11,7 +11,7 @@ from jettison.formula.sums import positive
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight, Writer
 from jettison.ledger.program import Anchor
 from jettison.spec.fp8 import FP8
-from jettison.spec.tuning import FP8_BLOCK, Base, Tuning
+from jettison.spec.tuning import FP8_BLOCK, HEAD, Base, Tuning
 
 WEIGHT_COPY, ADAPTER_COPY = "weight in the dtype of GEMMs", "adapter in the dtype of GEMMs"
 
@@ -102,10 +102,10 @@ def linear(
     """
     width = x.shape[-1]
     with w.tape.scope(name):
-        dim = {"column": 0, "row": 1}.get(split or "")
+        dim, module = {"column": 0, "row": 1}.get(split or ""), HEAD if head else ""
         if weight is None:
-            weight = w.parameter("weight", features, width, split=dim, tied=tied, gemm=True, head=head)
-        biases = [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
+            weight = w.parameter("weight", features, width, split=dim, tied=tied, gemm=True, head=head, module=module)
+        biases = [w.parameter("bias", features, split=0 if split == "column" else None, module=module)] if bias else []
         apart = w.kernels.separate_biases and not head
         weights = [weight] if apart else [weight, *biases]
         last = len(x.shape) - 1

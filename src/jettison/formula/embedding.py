@@ -28,6 +28,7 @@ from jettison.spec.model import (
     Pair,
     Patches,
 )
+from jettison.spec.tuning import TABLE
 
 POSITIONS, TOKENS = "position ids", "tokens"
 FEATURES = "image features"
@@ -148,7 +149,7 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     if declared:
         ways, sizes = _whole_gradient(w), (model.vocab, model.hidden)
-        weights.append(w.parameter(TOKENS, *sizes, split=0, tied=tied, table=True, gradient_ways=ways))
+        weights.append(w.parameter(TOKENS, *sizes, split=0, tied=tied, table=True, gradient_ways=ways, module=TABLE))
     learned = not weights[0].frozen if declared else w.run.tuning is None
     return leave(w, _rows(w, ids, "token ids", weights, w.shape(model.hidden), w.inside(), grad=learned))
 

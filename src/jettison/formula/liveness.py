@@ -102,7 +102,7 @@ def replay(
         resident=resident,
         forward_peak=max(around.forward),
         backward_peak=max(around.backward),
-        gradient=sum(w.gradient_numel for w in owned) * DTYPE_BYTES[rule.kept],
+        gradient=sum(w.gradient_bytes(DTYPE_BYTES[rule.kept]) for w in owned),
         recompute_flops=sum(program.ops[o].flops for o in again),
         output=region.output.nbytes,
         around=around,
@@ -272,8 +272,9 @@ class Backward:
         incoming = [self.gradient[v.storage] for v in step.outputs if v.storage in self.gradient]
         contributions = self._contributions(step, incoming)
         made = self._made(step, incoming)
-        weights = sum(w.gradient_numel for w in made) * self.weight_bytes
-        added = sum(w.gradient_numel for w in made if self.accumulates or w.name in self.learned) * self.weight_bytes
+        each = self.weight_bytes
+        weights = sum(w.gradient_bytes(each) for w in made)
+        added = sum(w.gradient_bytes(each) for w in made if self.accumulates or w.name in self.learned)
         self.learned.update(w.name for w in made)
         self._grow(weights)
         for b in () if step.in_place else needed:

@@ -15,6 +15,7 @@ from jettison.formula.norm import norm
 from jettison.formula.tape import Saved, Value, Weight, Writer
 from jettison.spec.kernels import Device, Loss
 from jettison.spec.model import Audio, Pair, Pooling
+from jettison.spec.tuning import HEAD
 
 EXTRA = "arXiv 2205.05198 §4.3"
 IN_ROWS: Final = "rows_cross_entropy"
@@ -361,14 +362,15 @@ def _tiled(w: Writer, x: Value) -> Value:
     """
     model, batch, rows = w.run.model, w.run.micro_batch, w.run.seq - 1
     with w.tape.scope("logits"):
-        weight = w.parameter("weight", model.vocab, model.hidden, tied=model.tied_embeddings, gemm=True, head=True)
+        sizes = model.vocab, model.hidden
+        weight = w.parameter("weight", *sizes, tied=model.tied_embeddings, gemm=True, head=True, module=HEAD)
     scored = w.tape.op("aten.index.Tensor", [x], (batch * rows, model.hidden))
     targets = w.tape.op("aten.index.Tensor", [_labels(w)], (batch * rows,))
     numbers = [w.tape.empty((batch * rows,), "float32") for _ in range(2)]
     loss = w.tape.empty((), "float32", grad=True)
     tile = w.tape.empty((min(batch * rows, TILE_TOKENS), TILE_WORDS), w.matmul_dtype)
     wide = 4 * batch * rows * model.hidden if scored.dtype != "float32" else 0
-    wide += 4 * weight.numel if not weight.frozen and w.run.precision.parameter != "float32" else 0
+    wide += 4 * weight.numel if not weight.frozen and weight.nbytes < 4 * weight.numel else 0
     w.tape.record(
         "tiled_log_probabilities",
         [scored, targets],
@@ -396,7 +398,7 @@ def _without_logits(w: Writer, x: Value) -> Value:
     model = w.run.model
     whole, kept = enter(w, x)
     with w.tape.scope("logits"):
-        weight = w.parameter("weight", model.vocab, model.hidden, split=0, tied=model.tied_embeddings)
+        weight = w.parameter("weight", model.vocab, model.hidden, split=0, tied=model.tied_embeddings, module=HEAD)
     labels = _labels(w)
     tokens = whole.local_shape[0] * whole.local_shape[1]
     vocab = weight.numel // model.hidden

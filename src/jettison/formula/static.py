@@ -128,7 +128,7 @@ def static(
             whole = w.packed_bytes - w.scale_bytes if w.packed_bytes else w.numel * DTYPE_BYTES[precision.compute]
             gathered += whole if shared else 0
             continue
-        held = _wide(precision) if w.wide else precision
+        held = _own(precision, w.dtype) if w.dtype else precision
         recipe = precision.recipe if w.quantized_bytes else None
         parameters += w.quantized_bytes
         if recipe is None or not recipe.parameters:
@@ -174,10 +174,9 @@ def static(
     )
 
 
-def _wide(precision: Precision) -> Precision:
-    """Precision of a weight held in fp32: no copy of it in another dtype."""
-    wide = "float32"
-    return replace(precision, parameter=wide, gradient=wide, accumulator=None, master=None, optimizer_gradient=None)
+def _own(precision: Precision, dtype: str) -> Precision:
+    """Precision of a weight in a dtype of its own: no copy of it in another one."""
+    return replace(precision, parameter=dtype, gradient=dtype, accumulator=None, master=None, optimizer_gradient=None)
 
 
 def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:

@@ -72,7 +72,7 @@ class Weight:
     ``gemm``: a matrix whose gradient can be accumulated by the matmul that makes it. ``head``: the LM head's matrix;
     autograd still receives a gradient of its size: ``torch.empty`` in Megatron-LM's
     ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept. ``frozen``: it has no gradient.
-    ``wide``: held in fp32 whatever the precision of others, with its gradient and its state.
+    ``dtype``: of the weight, its gradient and its state, if not the precision's.
     ``packed_bytes``: bytes on one rank if it is quantized (0: it is not); ``scale_bytes``: the part of them that is
     stored separately and that ZeRO does not shard.
     ``quantized_bytes``: persistent FP8/FP4 copies on one rank.
@@ -92,7 +92,7 @@ class Weight:
     frozen: bool = False
     packed_bytes: int = 0
     scale_bytes: int = 0
-    wide: bool = False
+    dtype: str = ""
     quantized_bytes: int = 0
     adapter: bool = False
     recipe: Fp8Recipe | None = None
@@ -107,6 +107,10 @@ class Weight:
     def held_bytes(self) -> int:
         """Bytes of a frozen weight on one rank."""
         return self.packed_bytes or self.nbytes
+
+    def gradient_bytes(self, each: int) -> int:
+        """Bytes of its gradient on one rank, ``each`` an element for weights of the precision's dtype."""
+        return self.gradient_numel * (DTYPE_BYTES[self.dtype] if self.dtype else each)
 
     @property
     def total(self) -> int:
@@ -528,19 +532,23 @@ class Writer:
         fixed: bool = False,
         wide: bool = False,
         gradient_ways: int = 1,
+        module: str = "",
     ) -> Weight:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
         ``tied``: it belongs to another region; held once more only on another pipeline stage.
         ``gemm``: a matrix of a GEMM; ``head``: the LM head's. ``adapter``: trained while the others are frozen.
         ``table``: an embedding table. ``fixed``: the model's own code never trains it. ``wide``: held in fp32, whatever
-        the others are.
+        the others are. ``module``: PEFT's name of it in `Tuning.full`, which trains a copy.
         """
         axis = self.expert_axis if expert else "tp"
         places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
-        frozen = fixed or (self.run.tuning is not None and not adapter)
+        tuning, given = self.run.tuning, self.run.precision.parameter
+        if full := tuning is not None and module in tuning.full:
+            self.parameter(f"original_{name}", *shape, split=split, tied=tied, gemm=gemm, head=head, table=table)
+        frozen = fixed or (tuning is not None and not adapter and not full)
         packed = copies = scales = 0
         held = self.recipe
         spread = tuple(sorted(places))
@@ -553,9 +561,10 @@ class Writer:
             packed = count * self.base.packed_bytes(prod(local) // count, local[-2])
             if self.kernels.model_code:  # bitsandbytes' ``quant_state``, say
                 scales = count * self.base.scale_bytes(prod(local) // count, local[-2])
-        wide = wide or (adapter and self.run.tuning is not None and self.run.tuning.wide)
-        dtype = "float32" if wide else self.held(frozen=frozen)
-        dtype = self.table_dtype if frozen and (table or head) and self.base.packed else dtype
+        wide = wide or (adapter and tuning is not None and tuning.wide)
+        like = frozen or (full and self.run.layout.zero < 3)  # NOTE [ Modules trained in full ] in `spec.tuning`
+        dtype = "float32" if wide else self.held(frozen=like)
+        dtype = self.table_dtype if like and (table or head) and self.base.packed else dtype
         weight = Weight(
             f"{self.tape.path}.{name}" if self.tape.path else name,
             tuple(shape),
@@ -563,13 +572,13 @@ class Writer:
             prod(local) * DTYPE_BYTES[dtype],
             prod(local),
             expert=expert,
-            tied=tied or self.repeats,
+            tied=(tied and not full) or self.repeats,
             gemm=gemm,
             head=head,
             frozen=frozen,
             packed_bytes=packed,
             scale_bytes=scales,
-            wide=wide,
+            dtype=dtype if wide or (full and dtype != given) else "",
             quantized_bytes=copies,
             adapter=adapter,
             recipe=self.other_recipe if gemm else None,

@@ -288,8 +288,9 @@ class Keys:
                 if why:
                     found.append(why)
 
-    def refuse(self, key: str, why: str) -> None:
-        """Refuse a key that changes memory or time and is not read."""
+    def refuse(self, key: str, why: str, *, implied: bool = False) -> None:
+        """Refuse a key that changes memory or time and is not read; ``implied``: the file need not have it."""
+        self.values |= {} if not implied or key in self.values else {key: True}
         if key in self.values:
             unknown = isinstance(value := self.values[key], UnknownValue)
             self._refused[key] = _open_reference(value) if unknown else why
@@ -556,6 +557,8 @@ def read_run(
             raise UsageError(f"got --from {other.path}, {kind['says']}, with {first.path}; give one of them")
         keys.under(kind["framework"], prefixes[kind["framework"]], other)
     _reader(*table.get("reader", name).split(":"))(keys)
+    if keys.field("seq") is None and gpus != 0:
+        keys.note("it has no sequence length: give --seq, such as --seq 2048")
     unread, ignored = keys.left()
     if unread and not allow_unread:
         listed = "; ".join(f"{key} ({key.why})" for key in unread[:8])
@@ -572,7 +575,7 @@ def read_run(
         request=keys.request(table.get("like")),
         compile=keys.compile,
         gpus=keys.gpus,
-        global_batch=keys.global_batch,
+        global_batch=keys.global_batch or prod(keys.field(name, 1) for name in ("micro_batch", "micro_batches", "dp")),
         used=keys.used(),
         unread=unread,
         ignored=ignored,

@@ -80,7 +80,6 @@ def replicas(keys: Keys) -> None:
     dp = keys.share("tp", "pp", "cp")
     if dp > 1 or keys.field("zero"):
         keys.give("dp", dp)
-    keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * keys.field("dp", 1)
     each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
     reduces_last(keys, synced=each is not None and each[1] == "true")
 
@@ -199,13 +198,28 @@ def compiled(keys: Keys) -> None:
 
 
 def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, targets: str, *came_from: str) -> None:
-    """Set adapters; alpha changes no bytes.
+    """Set adapters, and modules that are trained in full; alpha changes no bytes.
 
     Args:
         rank, dropout: their keys. ``ranks``, ``share``: the defaults of these.
     """
     dropped = f",dropout={found:g}" if (found := keys.number(dropout, share)) else ""
-    keys.give("lora", f"r={keys.whole(rank, ranks)},targets={targets}{dropped}", rank, dropout, *came_from)
+    key, names = "lora_modules_to_save", table_of("transformers")["modules_to_save"]
+    full = [str(one).rpartition(".")[2] for one in keys.listed(key)]
+    for one in {*full} - {*names}:
+        keys.refuse(key, f"{one} is no known embedding or head; expected some of {', '.join(names)}")
+    saved = "+".join(sorted({names[one] for one in full if one in names}))
+    made = f"r={keys.whole(rank, ranks)},targets={targets}{dropped}{f',modules_to_save={saved}' if saved else ''}"
+    keys.give("lora", made, rank, dropout, key, *came_from)
+
+
+def without_adapters(keys: Keys, *globs: str, known: bool = True) -> None:
+    """Read a run without adapters, whose keys match ``globs``; not ``known``: with others, that are refused."""
+    keys.read(*keys.matching(*globs), why="no adapters")
+    for key in keys.matching("load_in_4bit", "load_in_8bit", "quantization_bit"):
+        keys.read(key)
+        if keys.on(key) and known:
+            keys.refuse(key, "quantized weights cannot be trained without an adapter")
 
 
 def full_length(keys: Keys, *, packed: bool, expands: bool = False) -> None:

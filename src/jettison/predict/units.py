@@ -53,7 +53,7 @@ from jettison.spec.model import Attention, Biases, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Gradients
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
-from jettison.spec.tuning import When
+from jettison.spec.tuning import TABLE, When
 
 ROWS = "aten.embedding.default"
 LOGITS = "logits"
@@ -149,7 +149,7 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
     added = adding.backward_peak
     if how.frees:  # it is freed like one that was accumulated
         gradient, backward = _left(run, [part]), adding.backward_peak
-    if run.model.tied_embeddings and run.layout.pp == 1 and not has_outer_ends(run):
+    if run.model.tied_embeddings and run.tuning is None and run.layout.pp == 1 and not has_outer_ends(run):
         if part.name == HEAD:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * each
             gradient += pending
@@ -488,7 +488,7 @@ def _with_loss(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit], re
 
 def _leaf(run: Run, region: Region) -> frozenset[int]:
     """Buffer of a frozen embedding's scaled output, if it requires a gradient."""
-    if run.tuning is None or not run.tuning.inputs_need_gradients:
+    if run.tuning is None or not run.tuning.inputs_need_gradients or TABLE in run.tuning.full:
         return frozenset()
     at = next((at for at, step in enumerate(region.tape.steps) if step.name == ROWS), None)
     if at is None:

@@ -321,7 +321,7 @@ def _region(region: Region, modes: Iterable[str], rule: GradientRule, positions:
             [
                 sum_of(w.numel),
                 w.gradient_ways,
-                *map(int, (w.frozen, w.tied, w.wide, w.name == TOKENS, w.expert)),
+                *map(int, (w.frozen, w.tied, w.dtype == "float32", w.name == TOKENS, w.expert)),
                 # of a frozen weight: bytes on one rank, and whether they are packed
                 *([sum_of(w.held_bytes), int(w.packed_bytes > 0)] if w.frozen else []),
             ]

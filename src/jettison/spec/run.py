@@ -360,6 +360,8 @@ def _source(run: Run) -> Iterator[str]:
     if run.tuning is not None and (sound or run.model.pair is not None):
         what = "reads audio" if sound else f"is {run.model.two_stacks}"
         yield f"got --lora; {name} {what}, for which it is not modelled: drop --lora"
+    if run.tuning is not None and run.tuning.full and source is not None:
+        yield f"got --lora with modules_to_save; {name} is an encoder-decoder, for which they are not modelled"
     got = f"got --source-seq {run.source_seq}"
     if run.model.pair is not None:
         if run.source_seq != (tokens := run.model.pair.tokens):

@@ -10,6 +10,12 @@ frozen weight needs no saved input: autograd saves x for adapters only.
 With a frozen embedding the first layer's input has no gradient, and ops before its first adapter save nothing. With
 checkpoints, trainers make the embedding's output require one (``enable_input_require_grads``).
 
+NOTE [ Modules trained in full ]
+PEFT 0.21, ``utils/other.py``, ``ModulesToSaveWrapper.update``: a module of ``modules_to_save`` stays, frozen, and a
+deep copy in its dtype is trained in its place; ``cast_adapter_dtype`` casts only layers with adapters. So a tied
+embedding and head become two trained copies over one frozen tensor. FSDP2 has the copies in fp32 like other trained
+weights (accelerate 1.15, ``utils/fsdp_utils.py``, ``fsdp2_prepare_model``).
+
 NOTE [ Four bits ]
 bitsandbytes (``functional.py``, ``quantize_4bit``): two elements a byte, an fp32 scale per 64 and a table of 16 fp32;
 with double quantization (arXiv 2305.14314 §3) a byte per 64, an fp32 scale per 256 of these and an fp32 offset.
@@ -55,7 +61,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.spec.model import ModelSpec
@@ -136,7 +142,9 @@ TARGETS: Final = MappingProxyType({
     "attention": (*_HEADS, "query_down", "key_value_down", "key_value"), "mlp": _MLP,
 })  # fmt: skip
 """Linear layers by PEFT's names of target modules, and by names for several."""
-_KEYS: Final = ("r", "alpha", "targets", "dropout")
+_KEYS: Final = ("r", "alpha", "targets", "dropout", "modules_to_save")
+TABLE: Final = "embed_tokens"
+HEAD: Final = "lm_head"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,6 +159,7 @@ class Tuning:
     follows_recompute: bool = False  # that depends on the recompute mode: see `Run.recomputed`
     upcast: Upcast = Upcast.NONE  # parts of a quantized base in fp32
     wide: bool = False  # fp32 adapters in every precision: PEFT's ``autocast_adapter_dtype``
+    full: frozenset[str] = frozenset()  # `TABLE`, `HEAD`: NOTE [ Modules trained in full ]
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -160,6 +169,8 @@ class Tuning:
         for word in sorted(self.targets - {ALL}):
             if word not in TARGETS:
                 raise UsageError(f"got --lora targets={word}; expected {ALL} or some of {', '.join(TARGETS)}")
+        for word in sorted(self.full - {TABLE, HEAD}):
+            raise UsageError(f"got --lora modules_to_save={word}; expected {TABLE}, {HEAD} or {TABLE}+{HEAD}")
 
     def adapts(self, name: str) -> bool:
         """Whether the linear layer of this name has an adapter."""
@@ -167,40 +178,33 @@ class Tuning:
 
     def __str__(self) -> str:
         drop = f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"LoRA r={self.rank} on {'+'.join(sorted(self.targets))}{drop}, base {self.base}"
+        full = f", {' and '.join(sorted(self.full))} in full" if self.full else ""
+        return f"LoRA r={self.rank} on {'+'.join(sorted(self.targets))}{drop}{full}, base {self.base}"
 
     @classmethod
-    def parse(
-        cls,
-        text: str,
-        *,
-        base: Base = Base.PLAIN,
-        inputs_need_gradients: bool = False,
-        follows_recompute: bool = False,
-        wide: bool = False,
-        upcast: Upcast = Upcast.NONE,
-    ) -> Tuning:
-        """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``; a `UsageError` for other words."""
+    def parse(cls, text: str, **more: Any) -> Tuning:
+        """Read ``16``, or ``r=16,targets=qkv+o_proj,dropout=0.05``; ``more``: other fields; or raise a `UsageError`."""
         given = {"r": text} if text.isdecimal() else {}
         for part in () if given else text.split(","):
             key, equals, value = part.partition("=")
             if key not in _KEYS or not equals or key in given:
                 raise UsageError(
-                    f"got --lora {text!r}; expected r=16, optionally with alpha=32,targets=qkv+mlp,dropout=0.05"
+                    f"got --lora {text!r}; expected r=16, optionally with alpha=32,targets=qkv+mlp,dropout=0.05,"
+                    f"modules_to_save={TABLE}+{HEAD}"
                 )
             given[key] = value
         if "r" not in given:
             raise UsageError(f"got --lora {text!r} without a rank; expected one, such as r=16,{text}")
         _number(text, given.get("alpha", "1"), float)
+        full = frozenset(given.get("modules_to_save", "").split("+")) - {""}
+        if TABLE in full:  # its output has a gradient in any case
+            more |= {"inputs_need_gradients": True, "follows_recompute": False}
         return cls(
             rank=int(_number(text, given["r"], int)),
             targets=frozenset(given.get("targets", ALL).split("+")),
             dropout=_number(text, given.get("dropout", "0"), float),
-            base=base,
-            inputs_need_gradients=inputs_need_gradients,
-            follows_recompute=follows_recompute,
-            wide=wide,
-            upcast=upcast,
+            full=full,
+            **more,
         )
 
 

@@ -77,17 +77,12 @@ def _batch(keys: Keys) -> None:
             f"step_scheduler.global_batch_size = {total}, which {local} sequences on each of {ranks} data-parallel "
             "ranks do not divide"
         )
-    keys.global_batch = total
     steps = total // (local * ranks)
     if keys.field("pp", 1) > 1:
         steps = _pipeline(keys, local, steps)
     else:
         keys.read(*keys.matching("distributed.pipeline.*"))
     keys.give("micro_batches", steps, "step_scheduler.global_batch_size")
-    if keys.field("seq") is None:
-        keys.notes.append(
-            "the file has no sequence length, and batches are padded to their longest sequence: give --seq"
-        )
 
 
 def _pipeline(keys: Keys, local: int, steps: int) -> int:

@@ -56,11 +56,8 @@ def _adapters(keys: Keys) -> None:
     preparation casts to fp32 are cast back to 16 bits.
     """
     if keys.text("adapter") not in ("lora", "qlora"):
-        keys.read(*keys.matching("lora_r", "lora_alpha", "lora_dropout", "lora_target_*"))
-        for key in keys.matching("load_in_4bit", "load_in_8bit"):
-            if keys.on(key) and keys.text("adapter", "none") == "none":
-                keys.refuse(key, "quantized weights cannot be trained without an adapter")
-            keys.read(key)
+        own = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_*", "lora_modules_to_save")
+        trainer.without_adapters(keys, *own, known=not keys.has("adapter"))
         return
     targets = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
     if keys.on("lora_target_linear"):

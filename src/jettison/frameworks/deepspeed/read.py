@@ -28,8 +28,8 @@ def read(keys: Keys, prefix: str = "") -> None:
         elif keys.field("precision") is None:
             keys.give("precision", "fp32")
         pipeline(keys)
-        if missing := [flag for flag in ("--seq", "--recompute") if keys.field(flag[2:]) is None]:
-            keys.note(f"a script has the sequence length and the checkpoints: give {' and '.join(missing)}")
+        if keys.field("recompute") is None:
+            keys.note("a script has the checkpoints: give --recompute")
         replicas(keys)
         _batch(keys)
 

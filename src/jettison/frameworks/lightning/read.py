@@ -34,8 +34,6 @@ def _devices(keys: Keys) -> int:
         keys.gpus = count * nodes
     devices = keys.share()
     keys.give("dp", devices, "trainer.devices", "trainer.num_nodes")
-    micro, steps = keys.field("micro_batch", 1), keys.field("micro_batches", 1)
-    keys.global_batch = micro * steps * devices
     return devices
 
 

@@ -117,7 +117,6 @@ def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) 
         expected = f"at least {micro} sequences for each of {devices} devices"
         raise keys.error(f"got train.global_batch_size = {total}; expected {expected}")
     keys.give("micro_batches", steps, "train.global_batch_size")
-    keys.global_batch = steps * micro * devices
     longest = config.get("max_position_embeddings")
     if tuned:
         keys.notes.append(

@@ -54,8 +54,7 @@ def _adapters(keys: Keys) -> None:
     (``model/model_utils/quantization.py``).
     """
     if keys.text("finetuning_type", "lora") != "lora":
-        keys.read("lora_rank", "lora_dropout", "lora_target")
-        keys.refuse("quantization_bit", "quantized weights cannot be trained without an adapter")
+        trainer.without_adapters(keys, "lora_rank", "lora_dropout", "lora_target")
         return
     targets = trainer.targets(keys, "lora_target", "all-linear")
     trainer.low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, targets, "finetuning_type", "lora_target")
@@ -98,4 +97,3 @@ def _of_v1(keys: Keys) -> None:
     trainer.replicas(keys)
     if whole is not None:
         keys.give("micro_batches", max(1, whole // (each * keys.field("dp", 1))), "global_batch_size")
-        keys.global_batch = whole

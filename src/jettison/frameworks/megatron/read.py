@@ -244,7 +244,7 @@ def config(keys: Keys) -> Mapping[str, Any]:
         "tie_word_embeddings": not keys.on("untie_embeddings_and_output_weights"),
         "rms_norm": keys.text("normalization", "layernorm") == "rmsnorm",
         "gated_linear_unit": gated,
-        "hidden_act": _activation(keys),
+        "hidden_act": next(word for key, word in keys.table["activations"].items() if not key or keys.on(key)),
         "attention_bias": (bias or keys.on("add_qkv_bias")) and not latent,
         "attention_out_bias": bias,
         "mlp_bias": bias,
@@ -277,14 +277,6 @@ def _position_kind(keys: Keys) -> str:
     if keys.on("no_position_embedding"):
         return "none"
     return keys.text("position_embedding_type", "learned_absolute")
-
-
-def _activation(keys: Keys) -> str:
-    if keys.on("swiglu"):
-        return "silu"
-    if keys.on("squared_relu"):
-        return "relu2"
-    return "gelu" if keys.on("openai_gelu") else "gelu_pytorch_tanh"
 
 
 def _vocabulary(keys: Keys) -> int:
@@ -542,15 +534,13 @@ def _aware(keys: Keys) -> None:
     name = "use_precision_aware_optimizer"
     if not keys.on(name):
         return
-    kinds = {key: _dtype(keys, key) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}
-    gradients = _dtype(keys, "main_grads_dtype")
-    if list(kinds.values()) == ["fp32", "fp32", "fp32"] and gradients == "fp32":
+    kinds = [f"{kind}_dtype" for kind in ("main_params", "exp_avg", "exp_avg_sq", "main_grads")]
+    params, *moments, gradients = (_dtype(keys, key) for key in kinds)
+    if {params, *moments, gradients} == {"fp32"}:
         keys.read(name, why="all in fp32, the default")
-    elif list(kinds.values()) == ["fp32", "bf16", "bf16"] and keys.on("bf16") and keys.form == "recipe":
-        keys.give("precision", "bf16-bridge", name, "main_grads_dtype", *kinds)
-    elif list(kinds.values()) == ["fp32", "bf16", "bf16"] and keys.on("bf16"):
+    elif (params, *moments) == ("fp32", "bf16", "bf16") and keys.on("bf16"):
         word = "bf16-aware" if gradients == "bf16" else "bf16-aware-grad32"
-        keys.give("precision", word, name, "main_grads_dtype", *kinds)
+        keys.give("precision", "bf16-bridge" if keys.form == "recipe" else word, name, *kinds)
     else:
         keys.refuse(name, "expected moments in bf16 (--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16) or in fp32")
 

@@ -32,9 +32,7 @@ def read(keys: Keys) -> None:
     if keys.text("optimizer.optimizer_factory.name", "adamw") in ("adamw", "adam"):
         fused = keys.on("optimizer.optimizer_factory.torch_adam_is_fused") or keys.on("optimizer.torch_adam_is_fused")
         keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.optimizer_factory.torch_adam_is_fused")
-    replicas = keys.field("dp", 1)
-    keys.gpus = keys.gpus or tensor * stages * replicas * keys.field("cp", 1)
-    keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * replicas
+    keys.gpus = keys.gpus or tensor * stages * keys.field("dp", 1) * keys.field("cp", 1)
 
 
 def _model(keys: Keys) -> None:

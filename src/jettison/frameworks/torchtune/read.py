@@ -74,7 +74,6 @@ def _layout(keys: Keys) -> None:
     keys.give("dp", replicas * shards, "data_parallel_shard_dim", "data_parallel_replicate_dim")
     if keys.gpus is None:
         keys.gpus = replicas * shards * keys.field("tp", 1) * keys.field("cp", 1)
-    keys.global_batch = keys.field("micro_batch", 1) * keys.field("micro_batches", 1) * keys.field("dp", 1)
     if keys.field("dp", 1) * keys.field("cp", 1) > 1:
         keys.give("zero", 3)
         reshard = keys.on("fsdp_reshard_after_forward", True)
@@ -97,14 +96,9 @@ def _layout(keys: Keys) -> None:
 
 def _sequence(keys: Keys) -> None:
     longest = next(filter(keys.has, keys.table["first"]["seq"]), None)
-    if longest is not None:
-        if not keys.on("dataset.packed"):
-            keys.notes.append(
-                f"batches are padded to their longest sequence, at most {longest}: give --seq for shorter ones"
-            )
-    elif "seq" not in keys.asked:
+    if longest is not None and not keys.on("dataset.packed"):
         keys.notes.append(
-            "the file has no sequence length, and batches are padded to their longest sequence: give --seq"
+            f"batches are padded to their longest sequence, at most {longest}: give --seq for shorter ones"
         )
 
 

@@ -75,8 +75,7 @@ def packed_loaders(keys: Keys) -> None:
         if keys.on("model.load_in_4bit", True):
             keys.give("base", "nf4-double", "model.load_in_4bit")
     else:
-        keys.values["get_peft_model"] = True
-        keys.refuse("get_peft_model", "only adapters are modelled with its kernels")
+        keys.refuse("get_peft_model", "only adapters are modelled with its kernels", implied=True)
     others(keys)
     if keys.some("$DPO[CT]*"):
         keys.give("seq", keys.whole("max_length"), "max_length")
@@ -92,13 +91,13 @@ def others(keys: Keys) -> bool:
     """Refuse trainers other than of SFT and DPO, and return whether there is one."""
     found = [*keys.matching(*table_of("transformers")["trainers"])]
     for script in found:
-        keys.values[f"trainer {script[1:]}"] = True
-        keys.refuse(f"trainer {script[1:]}", "generation and reward models during training are not modelled")
+        why = "generation and reward models during training are not modelled"
+        keys.refuse(f"trainer {script[1:]}", why, implied=True)
         if keys.has("max_completion_length"):
             keys.give("seq", (keys.whole("max_prompt_length") or 512) + (keys.whole("max_completion_length") or 0))
     if keys.some("$HfArgumentParser", "$TrlParser") and not keys.some("$*TrainingArguments", "$[SDGKC]*[FPT]*Config"):
-        keys.values["HfArgumentParser"] = True
-        keys.refuse("HfArgumentParser", "it reads a command line: give the script or YAML that has it as --from")
+        why = "it reads a command line: give the script or YAML that has it as --from"
+        keys.refuse("HfArgumentParser", why, implied=True)
     return bool(found)
 
 
@@ -109,11 +108,10 @@ def _script(keys: Keys, *, checkpoints: bool) -> None:
     elif keys.some("$PeftModel*.from_pretrained", "$AutoPeft*.from_pretrained") and not keys.some(
         "$*.merge_and_unload"
     ):
-        keys.values |= {"use_peft": True, "peft_config": "of a checkpoint"}
-        keys.refuse("peft_config", "a checkpoint's adapters are not read: give --lora")
+        keys.values["use_peft"] = True
+        keys.refuse("peft_config", "a checkpoint's adapters are not read: give --lora", implied=True)
     elif keys.some("$get_peft_model", "$*LoraConfig", "$*TuningConfig"):
-        keys.values["peft_config"] = "?"
-        keys.refuse("peft_config", "of PEFT's methods only LoRA is modelled")
+        keys.refuse("peft_config", "of PEFT's methods only LoRA is modelled", implied=True)
     prepares = ["$prepare_model_for_*_training"] * keys.on("kbit.use_gradient_checkpointing", True)
     for call in keys.matching("$*.gradient_checkpointing_enable", *prepares):
         if not keys.on("gradient_checkpointing", checkpoints):
@@ -125,10 +123,7 @@ def _script(keys: Keys, *, checkpoints: bool) -> None:
 def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
     """Read adapters and quantization, of TRL's ``ModelConfig`` or of a script's calls."""
     if not keys.on("use_peft"):
-        keys.read(*keys.matching("lora_*"), why="" if trl else "no adapters")
-        for key in keys.matching("load_in_4bit", "load_in_8bit"):
-            if keys.on(key):
-                keys.refuse(key, "quantized weights cannot be trained without use_peft")
+        trainer.without_adapters(keys, "lora_*")
         return
     script = keys.file.syntax == "python script"
     targets = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
@@ -159,8 +154,6 @@ def _sequence(keys: Keys, *, trl: bool) -> None:
     if trl and keys.field("seq") is None and not cut:
         keys.give("seq", 1024)  # ``SFTConfig.max_length``
     keys.read(*cut)
-    if keys.field("seq") is None:
-        keys.note("it has no sequence length: give --seq, such as --seq 2048")
     packed = keys.on("packing") or keys.on("padding_free") or keys.some("$DataCollatorWithFlattening")
     if packed:
         keys.read("packing", "padding_free", why="sequences of full length")
