@@ -8,50 +8,49 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF` says the same, name by name
-    from jettison import integrations
-    from jettison.capture.entries import ledger_of
-    from jettison.cli.export import export_plan
-    from jettison.cli.search import search
-    from jettison.core.errors import (
-        DoesNotFit,
-        HostBudgetExceeded,
-        Infeasible,
-        JettisonError,
-        PlanMismatch,
-        ProofFailed,
-        RecordingLeft,
-        StaleTensor,
-        TraceError,
-        UnsupportedModule,
-        UsageError,
-        WrongValue,
-    )
-    from jettison.core.units import Bytes
-    from jettison.families.config import read_config
-    from jettison.families.presets import preset
-    from jettison.frameworks.run_file import run_from
-    from jettison.ledger import Ledger
-    from jettison.planner import apply, auto_checkpoint, plan, sweep, trace
-    from jettison.predict.forecast import forecast
-    from jettison.predict.run_fields import RunRequest
-    from jettison.predict.run_request import run_of
-    from jettison.predict.time import estimate
-    from jettison.runtime.recompute_function import checkpoint, checkpointable
-    from jettison.search.request import SearchRequest
-    from jettison.search.search import NothingFits
-    from jettison.solve.plan import Plan
-    from jettison.spec.hardware import Hardware, hardware
-    from jettison.spec.layout import Layout
-    from jettison.spec.model import ModelSpec
-    from jettison.spec.run import Run
-    from jettison.verify.given import verify_given
-    from jettison.verify.planned import verify
-    from jettison.verify.watch import watch
-
-_ERRORS = (
-    "DoesNotFit", "HostBudgetExceeded", "Infeasible", "JettisonError", "PlanMismatch", "ProofFailed", "RecordingLeft",
-    "StaleTensor", "TraceError", "UnsupportedModule", "UsageError", "WrongValue",
-)  # fmt: skip
+    from jettison import integrations as integrations
+    from jettison.capture.entries import ledger_of as ledger_of
+    from jettison.cli.export import export_plan as export_plan
+    from jettison.cli.search import search as search
+    from jettison.core.errors import DoesNotFit as DoesNotFit
+    from jettison.core.errors import HostBudgetExceeded as HostBudgetExceeded
+    from jettison.core.errors import Infeasible as Infeasible
+    from jettison.core.errors import JettisonError as JettisonError
+    from jettison.core.errors import PlanMismatch as PlanMismatch
+    from jettison.core.errors import ProofFailed as ProofFailed
+    from jettison.core.errors import RecordingLeft as RecordingLeft
+    from jettison.core.errors import StaleTensor as StaleTensor
+    from jettison.core.errors import TraceError as TraceError
+    from jettison.core.errors import UnsupportedModule as UnsupportedModule
+    from jettison.core.errors import UsageError as UsageError
+    from jettison.core.errors import WrongValue as WrongValue
+    from jettison.core.units import Bytes as Bytes
+    from jettison.families.config import read_config as read_config
+    from jettison.families.presets import preset as preset
+    from jettison.frameworks.run_file import run_from as run_from
+    from jettison.ledger.ledger import Ledger as Ledger
+    from jettison.planner import apply as apply
+    from jettison.planner import auto_checkpoint as auto_checkpoint
+    from jettison.planner import plan as plan
+    from jettison.planner import sweep as sweep
+    from jettison.planner import trace as trace
+    from jettison.predict.forecast import forecast as forecast
+    from jettison.predict.run_fields import RunRequest as RunRequest
+    from jettison.predict.run_request import run_of as run_of
+    from jettison.predict.time import estimate as estimate
+    from jettison.runtime.recompute_function import checkpoint as checkpoint
+    from jettison.runtime.recompute_function import checkpointable as checkpointable
+    from jettison.search.request import SearchRequest as SearchRequest
+    from jettison.search.search import NothingFits as NothingFits
+    from jettison.solve.plan import Plan as Plan
+    from jettison.spec.hardware import Hardware as Hardware
+    from jettison.spec.hardware import hardware as hardware
+    from jettison.spec.layout import Layout as Layout
+    from jettison.spec.model import ModelSpec as ModelSpec
+    from jettison.spec.run import Run as Run
+    from jettison.verify.given import verify_given as verify_given
+    from jettison.verify.planned import verify as verify
+    from jettison.verify.watch import watch as watch
 
 _NAMES_OF = {
     "jettison.planner": "auto_checkpoint trace plan sweep apply",
@@ -71,28 +70,22 @@ _NAMES_OF = {
     "jettison.families.config": "read_config",
     "jettison.core.units": "Bytes",
     "jettison.spec.layout": "Layout",
-    "jettison.ledger": "Ledger",
+    "jettison.ledger.ledger": "Ledger",
     "jettison.spec.model": "ModelSpec",
     "jettison.solve.plan": "Plan",
     "jettison.spec.run": "Run",
     "jettison.predict.run_fields": "RunRequest",
     "jettison.search.request": "SearchRequest",
     "jettison.search.search": "NothingFits",
-    "jettison.core.errors": " ".join(_ERRORS),
+    "jettison.core.errors": "DoesNotFit HostBudgetExceeded Infeasible JettisonError PlanMismatch ProofFailed "
+    "RecordingLeft StaleTensor TraceError UnsupportedModule UsageError WrongValue",
 }
 _HOME_OF = MappingProxyType({name: home for home, names in _NAMES_OF.items() for name in names.split()})
 
 _ROOMS = ("integrations",)
 """Modules of the package that are part of its interface."""
 
-__all__ = [
-    "Bytes", "DoesNotFit", "Hardware", "HostBudgetExceeded", "Infeasible", "JettisonError", "Layout", "Ledger",
-    "ModelSpec", "NothingFits", "Plan", "PlanMismatch", "ProofFailed", "RecordingLeft", "Run", "RunRequest",
-    "SearchRequest", "StaleTensor", "TraceError", "UnsupportedModule", "UsageError", "WrongValue", "__version__",
-    "apply", "auto_checkpoint", "checkpoint", "checkpointable", "estimate", "export_plan", "forecast", "hardware",
-    "integrations", "ledger_of", "plan", "preset", "read_config", "run_from", "run_of", "search", "sweep", "trace",
-    "verify", "verify_given", "watch",
-]  # fmt: skip
+__all__ = sorted([*_HOME_OF, *_ROOMS, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

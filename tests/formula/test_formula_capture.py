@@ -9,7 +9,7 @@ import pytest
 
 from jettison.families.family import kernels_for
 from jettison.formula.region import embedding_region, layer_region
-from jettison.ledger import compare
+from jettison.ledger.compare import compare
 from jettison.spec.kernels import kernels
 from jettison.spec.model import Attention
 from support.formula_cases import (

@@ -10,7 +10,7 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from jettison.ledger import compare
+from jettison.ledger.compare import compare
 from jettison.parallel.context import Context, set_cores
 from jettison.parallel.regions import Axis
 from jettison.spec.layout import Layout

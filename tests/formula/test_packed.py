@@ -15,7 +15,7 @@ from jettison.cost.flops import Counting, model_flops
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.presets import preset
 from jettison.formula.region import layer_region
-from jettison.ledger import compare
+from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve

@@ -244,9 +244,7 @@ def held_in(value: Any, seen: set[int], *, ours: bool = True) -> Iterator[tuple[
 
 
 def close_over_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Make functions among the attributes of a model's copied modules close over the copies, which are by id of the
-    original.
-    """
+    """Make functions among the attributes of a model's copied modules close over the copies (by id of the original)."""
     for module in model.modules():
         attributes = vars(copies.get(id(module), module))
         if attributes is vars(module):

@@ -137,9 +137,7 @@ FEW = 16  # elements of a draw that a forward may decide by
 
 
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """Random numbers: fake if many; else real, and as large as they get, as a forward may skip parts where one is
-    small.
-    """
+    """Random numbers: fake if many; else real and at their largest, as a forward may skip parts where one is small."""
     out = func(*args, **kwargs)
     if not isinstance(out, FakeTensor) or out.numel() > FEW or not out.is_floating_point():
         return out

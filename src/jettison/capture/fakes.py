@@ -47,9 +47,7 @@ LARGEST_RNN_BYTES = 2**28
 
 
 class StepFakeMode(QuickFakeMode):
-    """A `FakeTensorMode` for operators whose fake kernel refuses arguments of the real one (`_RULES`), or returns
-    something else (`_CORRECTIONS`).
-    """
+    """A `FakeTensorMode` with other answers where torch's fake kernels refuse (`_RULES`) or err (`_CORRECTIONS`)."""
 
     sparse = False
     """Whether there are sparse tensors: see below."""
@@ -346,9 +344,7 @@ _RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any]] =
     **dict.fromkeys((aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default), _cudnn),
     **dict.fromkeys((aten._cudnn_rnn_flatten_weight.default, aten.miopen_rnn.default), _cudnn),
 }
-"""By operator: its result for (operator, arguments, keywords, whether values are made up); None where torch's fake
-kernel is right.
-"""
+"""By operator: its result for (operator, arguments, keywords, are values made up); None: torch's is right."""
 if torch.distributed.is_available():  # the real one returns its argument, torch's fake kernel a new tensor
     _RULES[torch.ops._c10d_functional.wait_tensor.default] = lambda _, args, *__: args[0]
 
@@ -449,9 +445,7 @@ def _note_truth(func: Any, args: tuple[Any, ...], out: Tensor) -> None:
 
 
 def started_by_fabric() -> contextlib.AbstractContextManager[None]:
-    """Allow a backward through a model that Lightning Fabric has set up, which refuses any that it did not start
-    (lightning/fabric/wrappers.py).
-    """
+    """Allow a backward that Lightning Fabric did not start, which it refuses (lightning/fabric/wrappers.py)."""
     wrappers = sys.modules.get("lightning.fabric.wrappers") or sys.modules.get("lightning_fabric.wrappers")
     has_flag = getattr(wrappers, "_in_fabric_backward", None) is not None
     return swapped(wrappers, _in_fabric_backward=True) if has_flag else contextlib.nullcontext()
@@ -484,9 +478,7 @@ def is_sparse(value: Any) -> bool:
 
 
 def sparse_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Result of an op on fake sparse tensors; None where torch's own fake kernel is right. Raise `TraceError` if it is
-    unknown.
-    """
+    """Result of an op on fake sparse tensors; None where torch's fake kernel is right. `TraceError` if unknown."""
     name = func._schema.name.removeprefix("aten::")
     given: Tensor = args[0]
     if name in _LOOKS or func.namespace != "aten":
@@ -553,9 +545,7 @@ def sparse_workspace(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def with_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of the backward of bags with sparse gradients. The real op computes the bag of each index; the fake one
-    finds no index in any.
-    """
+    """Arguments of a sparse bags' backward: the real op finds each index's bag, the fake one finds no index in any."""
     if not has_places(func) or not args[9]:
         return args
     gradient, indices, offsets, places = args[:4]

@@ -35,9 +35,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torc
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _LENGTH = "number of entries"
 _LOOK_ON = ("transformers.utils.output_capturing", "torch.distributed.fsdp._fully_shard._fsdp_state")
-"""Modules whose hooks do not change results: they collect outputs, or all-gather parameters. FSDP's casts are
-compared separately (`precision_of`).
-"""
+"""Modules whose hooks do not change results: they collect outputs or all-gather; casts: see `precision_of`."""
 _MISSING = object()
 _FORWARDS = itertools.repeat("forward")
 _wants, _content = attrgetter("requires_grad"), attrgetter("cell_contents")

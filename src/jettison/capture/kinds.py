@@ -1329,9 +1329,7 @@ def is_simple(cls: Same[type]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_extension(cls: Same[type]) -> bool:
-    """Whether instances of a class may hold state outside of attributes and slots: a base of it was made in C, by an
-    unknown library.
-    """
+    """Whether an unknown library made a base of the class in C: state outside of attributes and slots."""
     return any(not (_is_made_in_python(c) or package_of(c) in _KNOWN_IN_C) for c in cls.it.__mro__)
 
 

@@ -141,9 +141,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """The scalar to differentiate: ``loss_fn(output)``, ``output.loss``, or the output itself. Raise `TraceError` if
-    none of the three gives a scalar tensor.
-    """
+    """The scalar to differentiate: ``loss_fn(output)``, ``output.loss`` or the output. `TraceError` if none is one."""
     if loss_fn is not None:
         loss = loss_fn(output)
     elif isinstance(output, Tensor):
@@ -210,9 +208,7 @@ class CompileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A block's forward as Inductor's graph, before its partitioner chooses what to save; ``default``: what it would
-    save.
-    """
+    """A block's forward as Inductor's graph before partitioning; ``default``: what its partitioner would save."""
 
     program: Program
     default: frozenset[int] = field(default_factory=frozenset)

@@ -130,9 +130,7 @@ def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call overwrites, by its schema; several may be pieces of one memory. A higher-order operator
-    has none: its ops are functional.
-    """
+    """Tensors that a call overwrites, by its schema; may be pieces of one memory. A higher-order op has none."""
     found: list[Tensor] = []
     if isinstance(func, HigherOrderOperator):
         return found

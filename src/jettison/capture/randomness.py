@@ -159,9 +159,7 @@ def outside_torch() -> dict[str, StreamState]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
-    """State of every default stream. The CPU's is not kept as a tensor, which would count against a budget; ``cuda`` is
-    None if CUDA is not in use.
-    """
+    """Every default stream's state; the CPU's as no tensor, which budgets count; ``cuda`` is None if unused."""
 
     cpu: bytes
     cuda: tuple[Tensor, ...] | None

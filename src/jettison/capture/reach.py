@@ -175,9 +175,7 @@ class Reach:
         self._importing[module.__name__] = [(state, state.read()) for state in kept]
 
     def imported(self, module: types.ModuleType, *, stays: bool) -> None:
-        """Note the globals of a module which has just been imported, and their contents. If it stays, so do its
-        code's changes.
-        """
+        """Note the globals of a module that was just imported, and their contents. If it stays, so do its changes."""
         before = self._importing.pop(module.__name__, ())
         if stays:
             self._kept(module)
@@ -223,9 +221,7 @@ class Reach:
                 state.put_back()
 
     def set_aside(self) -> None:
-        """Hide objects that cannot be restored from a run until `restore`, and note modules that the run imports. See
-        NOTE [ Set aside ] in kinds.py.
-        """
+        """Hide what cannot be restored until `restore`, and note imports. See NOTE [ Set aside ] in kinds.py."""
         side_effects.note_imports(self)
         side_effects.refuse_file_changes(self.refused)
         logging.raiseExceptions = False  # a handler that is refused would print that for each record

@@ -226,9 +226,7 @@ def signature_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]
 
 
 def layout(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of the dims that have more than one element: the others are arbitrary, and two kernels may set them
-    differently.
-    """
+    """Strides of the dims with more than one element: two kernels may set the others differently."""
     return layout_of(tensor.shape, tensor.stride())
 
 

@@ -1,6 +1,4 @@
-"""Side effects of a run on its process: switches of torch, Python and numpy; imported modules, changed files, started
-processes.
-"""
+"""Side effects of a run: switches of torch, Python and numpy; imports, changed files, started processes."""
 
 from __future__ import annotations
 
@@ -142,9 +140,7 @@ def _with_imported(before: list[Any], now: Iterable[Any], added: list[Any]) -> l
 
 _paths_since: list[str] = []
 _filters_since: list[Any] = []
-"""Entries of the search path and of the warnings' filters that imported libraries added in runs that otherwise restore
-all state: the libraries need them.
-"""
+"""Search-path and warnings-filter entries of libraries imported in runs that restore all else: they need them."""
 
 
 @contextlib.contextmanager

@@ -27,9 +27,7 @@ _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.
 
 
 def leaf_signature(leaf: Any) -> Any:
-    """A tensor by its metadata, a value by itself, an object by its type and contents. Raise `UnsupportedModule` for a
-    tensor that is not one piece of memory.
-    """
+    """A tensor by metadata, a value itself, an object by type and contents. `UnsupportedModule`: a tensor in pieces."""
     kind = leaf.__class__
     if kind is Tensor and leaf.layout is torch.strided:  # the common case
         return tensor_description(leaf)

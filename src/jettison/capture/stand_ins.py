@@ -52,9 +52,7 @@ def stub_outputs(
     call: int = 0,
     held: tuple[Any, ...] = (),
 ) -> Any:
-    """The region's outputs, made from metadata; inputs that it returned are passed through. ``held`` is kept alive
-    until the stub's backward, as by the block.
-    """
+    """The region's outputs from metadata, returned inputs passed through. ``held`` lives until the stub's backward."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     by_input = {b: leaves[position] for b, position in trace.inputs.items()}
     made = [r for r in trace.output_leaves if isinstance(r, TensorRef) and r.buffer not in by_input]
@@ -153,9 +151,7 @@ def is_real(module: nn.Module) -> bool:
 
 
 def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
-    """A trace without ops: inputs, and outputs as one call on real tensors returned them; buffers and random generators
-    are restored.
-    """
+    """A trace without ops: inputs, and outputs of one call on real tensors; buffers and generators are restored."""
     leaves, spec = tree_flatten((args, kwargs))
     with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves):
         given = [stand_in(leaf) for leaf in leaves]

@@ -52,9 +52,7 @@ class Wrapping:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWrapping(Wrapping):
-    """Class and context (of `__tensor_flatten__`) of a quantized tensor; equal for two that are read in the same way,
-    whatever their scales.
-    """
+    """Class and `__tensor_flatten__` context of a quantized tensor, whatever its scales."""
 
     factor: Any = field(compare=False)
 
@@ -149,9 +147,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def infers_shapes() -> bool:
-    """Whether this is called from within DTensor while it infers the shapes of a new call: ops that it runs for that
-    are not the model's.
-    """
+    """Whether DTensor is inferring the shapes of a new call: the ops that it runs for that are not the model's."""
     propagation = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if propagation is None or not torch.distributed.is_initialized():  # no DTensor without a mesh, nor that without it
         return False

@@ -156,12 +156,23 @@ _DEBUGGING: Final = {
 }
 _ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OPTIONS: Final = (
-    "backend", "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse",
-    "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction", "pinned_max_register_threads",
-    "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "pinned_use_background_threads",
-    "pinned_use_cuda_host_register", "release_lock_on_cudamalloc", "roundup_bypass_threshold_mb",
-    "roundup_power2_divisions", "use_cuda_host_register",
-)  # fmt: skip
+    "backend",
+    "expandable_segments",
+    "garbage_collection_threshold",
+    "graph_capture_record_stream_reuse",
+    "max_non_split_rounding_mb",
+    "max_split_size_mb",
+    "per_process_memory_fraction",
+    "pinned_max_register_threads",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "pinned_use_background_threads",
+    "pinned_use_cuda_host_register",
+    "release_lock_on_cudamalloc",
+    "roundup_bypass_threshold_mb",
+    "roundup_power2_divisions",
+    "use_cuda_host_register",
+)
 
 
 def environment_notes(environment: Mapping[str, str], cores: int) -> list[tuple[str, str]]:

@@ -37,8 +37,16 @@ from jettison.verify.gradients import independent_copy, tensor_bytes
 
 
 _CHOICES: Final = (
-    "topk", "argmax", "argmin", "argsort", "sort", "multinomial", "nonzero", "unique_consecutive", "_unique2",
-)  # fmt: skip
+    "topk",
+    "argmax",
+    "argmin",
+    "argsort",
+    "sort",
+    "multinomial",
+    "nonzero",
+    "unique_consecutive",
+    "_unique2",
+)
 
 
 class Hazard(StrEnum):

@@ -11,17 +11,17 @@ from jettison.core.errors import UsageError
 
 _BY_BYTES: Final = {
     1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
-    2: "uint16 int16 float16 bfloat16", 4: "uint32 int32 float32 complex32", 8: "uint64 int64 float64 complex64",
+    2: "uint16 int16 float16 bfloat16",
+    4: "uint32 int32 float32 complex32",
+    8: "uint64 int64 float64 complex64",
     16: "complex128",
-}  # fmt: skip
+}
 DTYPE_BYTES: Final = MappingProxyType({name: size for size, names in _BY_BYTES.items() for name in names.split()})
 """Bytes of one element of each dtype; that of ``float4_e2m1fn_x2`` holds two 4-bit numbers."""
 
 
 def dtype_name(dtype: object) -> str:
-    """Name a dtype: ``"bfloat16"`` for ``"bfloat16"``, ``"torch.bfloat16"`` and for the torch object itself. Raise
-    `UsageError` if it is not in the table.
-    """
+    """Name a dtype: ``"bfloat16"``, ``"torch.bfloat16"`` or torch's object. Raise `UsageError` for an unknown one."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UsageError(f"got the dtype {name!r}; expected one of {', '.join(DTYPE_BYTES)}")

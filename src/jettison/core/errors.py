@@ -127,9 +127,7 @@ class UnsupportedModule(JettisonError, ValueError):
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra (of ``[project.optional-dependencies]`` in pyproject.toml) of this
-    package, which is on no package index.
-    """
+    """Return the command that installs an extra of this package (pyproject.toml), which no package index has."""
     return f"pip install '.[{extra}]' in a clone of Jettison"
 
 

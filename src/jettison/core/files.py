@@ -40,9 +40,7 @@ def read_text(path: Path, name: str = "", *, most: int | None = None) -> str:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, or replace one, in one step. Raise `OSError` if it cannot be written; the file from before is
-    unchanged.
-    """
+    """Write or replace a file in one step. Raise `OSError` if that fails; the former file is unchanged then."""
     with whole_file(path) as partial:
         partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 

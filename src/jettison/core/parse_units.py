@@ -65,9 +65,7 @@ def parse_bytes(quantity: str | SupportsIndex) -> int:
 
 
 def parse_seconds(quantity: str) -> float:
-    """Read a duration: ``"120s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"``. Raise `UsageError` if the unit is missing or
-    unknown.
-    """
+    """Read a duration: ``"120s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"``. Raise `UsageError` without a known unit."""
     match = _QUANTITY.fullmatch(quantity.strip())
     if match is None or match["unit"] not in _SECONDS:
         known = ", ".join(_SECONDS)

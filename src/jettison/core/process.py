@@ -69,8 +69,7 @@ def uncollected() -> Iterator[None]:
 
 
 SELDOM: Final = 100_000
-"""Objects allocated between two garbage collections. One takes 0.2 s over all of torch's objects: an eighth of
-a layout search, a tenth of planning a small model."""
+"""Objects allocated between garbage collections. One takes 0.2 s: an eighth of a layout search."""
 
 
 @contextmanager

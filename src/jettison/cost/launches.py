@@ -58,8 +58,7 @@ LOSS_PASSES = 3
 PIECES: Mapping[CpCommType, tuple[float, float, int]] = MappingProxyType(
     {CpCommType.P2P: (3 * 0.75, 3 * 0.75, 2), CpCommType.RING: (38 / 2 * 0.75 + 2, 18 / 2, 5)}
 )
-"""Passes over 16-bit outputs, over gradients of queries, keys and values, and kernels, for each piece but the first: by
-exchange. See NOTE [ Pieces of a ring ]."""
+"""Passes and kernels of each piece but the first, by exchange. See NOTE [ Pieces of a ring ]."""
 
 
 @lru_cache(maxsize=4096)
@@ -78,9 +77,7 @@ def work(
 
 
 def backward_of_attention(step: TapeOp) -> float:
-    """FLOPs of fused attention's backward: five matmuls for the forward's two, three as wide as queries and two as wide
-    as values (arXiv 2205.14135, Algorithm 4).
-    """
+    """FLOPs of fused attention's backward: three matmuls of queries' width, two of values' (arXiv 2205.14135)."""
     query, value = step.inputs[0].local_shape[-1], step.inputs[2].local_shape[-1]
     return step.flops * (3 * query + 2 * value) / (query + value)
 
@@ -405,9 +402,7 @@ class _Listing:
         return sum(views.values())
 
     def _made(self, own: list[TapeOp]) -> list[int]:
-        """Bytes of each gradient of an outside input, unless it equals the incoming one, as that of a sum's does if the
-        group's last step is one.
-        """
+        """Bytes of each outside input's gradient, unless it is the incoming one, as that of a last sum is."""
         inside = {v.storage for step in own for v in step.outputs}
         passed = own[-1].passes
         found: dict[int, int] = {}

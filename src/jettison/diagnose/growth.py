@@ -13,9 +13,7 @@ FIRST_STEPS: Final = 2
 FEWEST_STEPS: Final = 4
 """Steps after the first ones that a report of growth needs."""
 SHARE_OF_STEPS: Final = 0.6
-"""Steps in which a line has to leak, one of the first third included: prefetched batches and tensors of the last few
-steps are only from the last few.
-"""
+"""Steps in which a line has to leak, one in the first third: prefetched batches live in the last few only."""
 _LEVELS: Final = 5
 _SHARE_GROWING: Final = 0.8
 _LEAST_GROWTH: Final = 0.01

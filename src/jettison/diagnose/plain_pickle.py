@@ -26,8 +26,15 @@ _TRUE_FALSE_NONE = "NEWTRUE NEWFALSE NONE"
 _NUMBERS = f"BININT BININT1 BININT2 LONG1 BINFLOAT {_TRUE_FALSE_NONE}".split()
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _FIXED = {
-    "BININT": 4, "BININT1": 1, "BININT2": 2, "BINFLOAT": 8, "BINGET": 1, "LONG_BINGET": 4, "BINPUT": 1, "FRAME": 8,
-}  # fmt: skip
+    "BININT": 4,
+    "BININT1": 1,
+    "BININT2": 2,
+    "BINFLOAT": 8,
+    "BINGET": 1,
+    "LONG_BINGET": 4,
+    "BINPUT": 1,
+    "FRAME": 8,
+}
 _PLAIN = ["EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "MARK", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MEMOIZE"]
 _LENGTHS = {"SHORT_BINUNICODE": 1, "BINUNICODE": 4, "BINUNICODE8": 8}
 _CODE = {op.name: ord(op.code) for op in pickletools.opcodes}

@@ -36,9 +36,12 @@ _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 _UNMARKED: Final = "step"
 _CALL: Final = "python_function"
 _OLD: Final = {
-    "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Operator": "cpu_op",
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Operator": "cpu_op",
     "Runtime": "cuda_runtime",
-}  # fmt: skip
+}
 """Names of torch 1.8 to 1.11."""
 
 

@@ -675,9 +675,7 @@ def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]
 
 
 def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
-    """Find lines whose bytes grow, but not in most steps or not in new tensors: a list that grows occasionally, a
-    buffer that is replaced by a larger one.
-    """
+    """Find lines whose bytes grow, but seldom or not in new tensors: a list, a buffer replaced by a larger."""
     first, last = FIRST_STEPS, len(ends) - 1
     if last - first < LEAST_TO_GROW:
         return ()

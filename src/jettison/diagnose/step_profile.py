@@ -27,8 +27,14 @@ PHASES: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 SLOW_FIRST: Final = 1.5
 """Multiple of the other steps' median above which a step is warmup, and excluded from averages."""
 _ALLOCATES: Final = (
-    "cudaMalloc", "cudaFree", "cudaMallocAsync", "cuMemCreate", "cuMemMap", "cuMemUnmap", "cudaMemGetInfo",
-)  # fmt: skip
+    "cudaMalloc",
+    "cudaFree",
+    "cudaMallocAsync",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cudaMemGetInfo",
+)
 _WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 _COMPILED: Final = ("CompiledFunction", "CompiledFunctionBackward")
 """Operators around code of torch.compile."""
@@ -410,9 +416,11 @@ def overlap(spans: Sequence[Span], others: Sequence[Span]) -> int:
 # FLOPs: a multiply-add is 2 -------------------------------------------------------------------------------------------
 
 _FORWARD: Final = (
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-)  # fmt: skip
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
 _BACKWARD: Final = tuple(f"{name}_backward" for name in _FORWARD)
 _COUNTED: Final = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", *_FORWARD, *_BACKWARD}
 

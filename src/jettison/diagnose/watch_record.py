@@ -15,9 +15,17 @@ from jettison.diagnose.snapshot import facts_of_snapshot, read_snapshot
 
 SCHEMA: Final = "jettison.watch/1"
 _OF_THE_MESSAGE: Final = (
-    "total_bytes", "outside_bytes", "other_processes_bytes", "unaccounted_bytes", "shared_bytes", "trainer",
-    "evaluating", "colocated", "own_optimizer", "device",
-)  # fmt: skip
+    "total_bytes",
+    "outside_bytes",
+    "other_processes_bytes",
+    "unaccounted_bytes",
+    "shared_bytes",
+    "trainer",
+    "evaluating",
+    "colocated",
+    "own_optimizer",
+    "device",
+)
 """Facts that only an error message has."""
 
 

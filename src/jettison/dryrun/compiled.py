@@ -56,9 +56,7 @@ class MeasuredChoice(NamedTuple):
 
 
 def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> CompiledProgram:
-    """Inductor's program of a block before it chooses what to save; a `TraceError` if torch cannot make one graph of
-    it.
-    """
+    """Inductor's program of a block before it chooses what to save; a `TraceError` if torch finds no single graph."""
     from torch._inductor.compile_fx import compile_fx
 
     from jettison.runtime.partition import Partition, watching_splits
@@ -91,9 +89,7 @@ def measure_choices(
     *,
     may_move: bool = False,
 ) -> dict[str, MeasuredChoice]:
-    """Levels of every choice for a class of compiled blocks, by its key. ``may_move``: saved tensors are examined as
-    well, and pass hooks.
-    """
+    """Levels of each choice for a class of compiled blocks, by its key. ``may_move``: saved tensors pass hooks."""
     assert cls.compiled is not None
     shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
     here = (

@@ -48,9 +48,7 @@ def why_whole(trace: ModelTrace, dry_step: DryStep, *, offloads: bool) -> str:
 
 @dataclass(kw_only=True)
 class Judge:
-    """Peaks of one model's steps. ``calls``: by class of blocks, what is kept and packed, and sums of gradients;
-    ``roots``: by what is kept.
-    """
+    """Peaks of a model's steps. ``calls``: by blocks' class, kept, packed and summed; ``roots``: by what is kept."""
 
     trace: ModelTrace
     dry_step: DryStep

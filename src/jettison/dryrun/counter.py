@@ -404,9 +404,7 @@ class AllocationCounter(TorchDispatchMode):
             )
 
     def _in_place_otherwise(self, func: Any, args: tuple[Any, ...], node: int) -> _Withheld | None:
-        """The pending peak of an op that the engine, or a formula, would have done in place without a mode; None if
-        not. See NOTE [Accumulating in place].
-        """
+        """Pending peak of an op that is in place without a mode; None if not. See NOTE [Accumulating in place]."""
         if func is not _ACCUMULATE and func not in _INTO_ZEROS:
             return None
         operand = args[0]

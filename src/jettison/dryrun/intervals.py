@@ -37,8 +37,7 @@ Event = int | Mark | LastReference
 """Entry of a log; a number is a level, in bytes."""
 
 Summed = frozenset[tuple[int, bool]]
-"""Arguments of a call whose gradients autograd adds to those of other calls: position, and whether this call's is the
-first that comes in backward."""
+"""Arguments whose gradients autograd sums over calls: position, and whether this call's comes first."""
 
 
 class IntervalLevels(NamedTuple):
@@ -66,9 +65,7 @@ class CallLevels:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RootLevels:
-    """A step whose blocks are stubs that refer to nothing: its intervals, and what each call is given and returns, by
-    their roles in the step.
-    """
+    """A step of stubs that refer to nothing: its intervals, and the role of what each call is given and returns."""
 
     intervals: tuple[tuple[Place, IntervalLevels], ...]
     touched: Sequence[Mapping[Role, Role]]

@@ -72,9 +72,7 @@ def dry_run_block(
     *,
     logs: bool = True,
 ) -> tuple[RegionOption, CallLevels]:
-    """One block under one policy, with its recorded program. ``summed``: gradients that it shares with other calls;
-    ``logs``: its intervals are wanted.
-    """
+    """A block under a policy, with its program. ``summed``: gradients shared with other calls; ``logs``: log them."""
     module = trace.fake_model.get_submodule(cls.example)
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
     with contextlib.ExitStack() as stack:
@@ -187,9 +185,7 @@ def _take_apart(leaves: list[Any], shared: set[int]) -> None:
 
 
 def given_to_block(leaves: list[Any], shared: set[int], is_over: Callable[[], object] = bool) -> list[Any]:
-    """Leaves like these, owned by the call alone except for the shared ones. ``is_over``: called when backward arrives
-    at them.
-    """
+    """Leaves like these, owned by the call alone but for the shared ones. ``is_over``: called when backward arrives."""
     given: list[Any] = []
     together: dict[int, list[int]] = {}  # storage -> positions of leaves made in it
     for position, leaf in enumerate(leaves):
@@ -311,9 +307,7 @@ def with_memory_of_their_own(gradients: Mapping[nn.Parameter, Tensor]) -> dict[n
 def hold_gradients(
     trace: ModelTrace, module: nn.Module, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
 ) -> None:
-    """Allocate the gradients that the loop has when its forward starts, those ``left`` by a step if it was seen. Call
-    it in the trace's context.
-    """
+    """Allocate gradients that exist when forward starts: those seen ``left`` by a step. Call in the trace's context."""
     if trace.loop.gradients_preallocated:
         for parameter in module.parameters():
             held = left[parameter] if parameter in left else torch.empty_like(parameter)
@@ -604,9 +598,7 @@ def _alike(leaf: Any) -> Any:
 
 
 class StandIn:
-    """The forward of a block that cannot run on fake tensors: allocates what the block was seen to allocate, and sends
-    to the host what it will send.
-    """
+    """Forward of a block that cannot run on fake tensors: it allocates and offloads what the block was seen to."""
 
     def __init__(self, trace: ModelTrace, planned: PlannedForward, levels: RegionOption) -> None:
         self.planned, self.module, self.levels, self.device = planned, planned.module, levels, trace.device_type

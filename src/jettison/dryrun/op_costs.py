@@ -110,9 +110,7 @@ TELLING_BYTES = 256 << 10
 
 
 def _worth_running(requests: Sequence[OpRequest]) -> list[OpRequest]:
-    """Requests whose workspaces smaller ones, which are priced first, do not tell: an elementwise kernel takes none at
-    any size, or at each.
-    """
+    """Requests whose workspaces smaller ones do not tell: an elementwise kernel takes none at any size, or always."""
     kinds: dict[Any, list[OpRequest]] = {}
     for request in requests:
         same = torch.Tag.pointwise in request.func.tags and len({meta.dtype for meta in request.metas}) == 1

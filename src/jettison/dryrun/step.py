@@ -203,9 +203,7 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
 
 
 def dry_run_events(part: ModulePolicy, dry_step: DryStep) -> tuple[AllocationEvent, ...]:
-    """Every allocation of the whole step under a plan, in order, to be looked at. What kernels take inside of a call is
-    not among them.
-    """
+    """All allocations of the step under a plan, in order; those that kernels take inside of a call are left out."""
     make_state([part], dry_step)
     with _ready([part], dry_step):
         with AllocationCounter(dry_step.alive(), device=part.trace.device_type, record_events=True) as counter:
@@ -285,9 +283,7 @@ def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[li
 
 @dataclass(frozen=True, kw_only=True)
 class GivenStep:
-    """Bytes of a step. ``held_bytes`` are alive between forward and backward and were not before: what is saved, and
-    what the model returned.
-    """
+    """Bytes of a step. ``held_bytes`` are born in forward and alive until backward: saved tensors, and outputs."""
 
     held_bytes: int
     peak_bytes: int

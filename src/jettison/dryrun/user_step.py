@@ -344,9 +344,7 @@ def _parts(real: Sequence[nn.Module], copies: Sequence[nn.Module]) -> Iterator[t
 def _on_fakes(
     step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTensorMode, real: Sequence[nn.Module]
 ) -> Iterator[None]:
-    """Context of a step's runs. Values that its code reads (``loss.item()``) are made up; its warnings come when it
-    really runs.
-    """
+    """Context of a step's runs: values that its code reads (``loss.item()``) are made up, warnings held back."""
     own: Any = FakeTensor.__format__
     with (
         warnings.catch_warnings(action="ignore"),

@@ -247,8 +247,7 @@ PAIRS: Final[Mapping[str, Family]] = files(_HERE / "pairs")
 
 
 WRAPPERS: Final[Mapping[str, str]] = Named(lambda: read_table(_HERE / "wrappers.toml"), str)
-"""Family of a wrapped language model whose ``text_config`` names none. With two encoders, the one that a batch of
-images with classes runs."""
+"""Family of a wrapped language model without a named one; of two encoders, that of batches with classes."""
 
 
 def kernels_for(model: ModelSpec, name: str) -> Kernels:

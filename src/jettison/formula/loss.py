@@ -190,8 +190,7 @@ def _cross_entropy(w: Writer, rows: Value, labels: Value) -> Value:
 
 
 ROWS, DEVICE_CHUNKS, CPU_CHUNK_BYTES, SMALLEST_BYTES = 16, 32, 2 * 1024**2, 4 * 1024**2
-"""Chunking of `runtime.chunked_loss`: multiples of these rows, number or size of chunks, and logits below which nothing
-is chunked. A test compares both."""
+"""Chunking of `runtime.chunked_loss`: rows' multiple, chunks' number or size, least logits. A test compares both."""
 
 
 def _rows(w: Writer, logits: Value, labels: Value) -> Value:

@@ -21,12 +21,17 @@ NAMES: Final[Mapping[type, Mapping[str, str]]] = MappingProxyType(
     {
         Attention: {"heads": "a", "kv_heads": "k", "head_dim": "d", "rotary_dim": "r", "window": "w"},
         LatentAttention: {
-            "heads": "a", "query_rank": "rq", "kv_rank": "rkv", "nope_dim": "dn", "rope_dim": "r", "value_dim": "dv",
+            "heads": "a",
+            "query_rank": "rq",
+            "kv_rank": "rkv",
+            "nope_dim": "dn",
+            "rope_dim": "r",
+            "value_dim": "dv",
         },
         Mlp: {"ffn": "f"},
         Moe: {"ffn": "f", "experts": "e", "top_k": "c", "shared_ffn": "g"},
     }
-)  # fmt: skip
+)
 """Sizes of a layer: r rotated part of a head · w window · c experts of a token · g width of the shared experts."""
 MODEL_NAMES: Final = MappingProxyType({"hidden": "h", "vocab": "V", "max_positions": "P", "position_rows": "rows"})
 

@@ -188,9 +188,7 @@ def _states(w: Writer, chunk: int, each: int) -> int:
 
 
 def short_convolution(w: Writer, x: Value, channels: int, taps: int, *, bias: bool) -> Value:
-    """b × s × C, with SiLU. ``causal_conv1d_fn`` of transformers pads both sides and cuts off the end, so that the
-    activation saves a longer sequence.
-    """
+    """b × s × C, with SiLU. transformers' ``causal_conv1d_fn`` pads both sides, so that a longer sequence is saved."""
     b, s = w.run.micro_batch, w.run.seq
     with w.tape.scope("convolution"):
         weights = [w.parameter("weight", channels, 1, taps)]
@@ -259,9 +257,7 @@ def gated_delta(w: Writer, x: Value, spec: GatedDelta) -> Value:
 
 
 def _delta_project(w: Writer, x: Value, spec: GatedDelta) -> tuple[Value, Value, Value, Value]:
-    """Query, key and value as one tensor; the output gate; write strength, and decay rate. All but the first b × s × a,
-    in the code's usual layout of activations.
-    """
+    """Query, key and value as one tensor; output gate; write strength; decay rate. All but the first b × s × a."""
     b, s, joint = w.run.micro_batch, w.run.seq, 2 * spec.keys + spec.values
     each, per_head = (b, s, spec.value_heads), (b, s, spec.value_heads, spec.value_dim)
     if not spec.grouped:

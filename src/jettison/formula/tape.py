@@ -40,9 +40,7 @@ Places = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One tensor of the forward. ``storage`` is the index of the value that owns its memory; ``piece`` the index of the
-    value that was split off it, or -1.
-    """
+    """A tensor of the forward. ``storage``: index of its memory's owner; ``piece``: of what was split off it, or -1."""
 
     index: int
     shape: tuple[int, ...]

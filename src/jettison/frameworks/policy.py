@@ -172,9 +172,7 @@ class OpCall:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPolicy:
-    """Policy of one layer: ``kept`` buffers of its program, the subset ``offloaded`` to CPU, and the recomputed ops
-    ``again``.
-    """
+    """Policy of one layer: ``kept`` buffers of its program, those of them ``offloaded``, and recomputed ops."""
 
     decision: Decision
     action: LayerAction
@@ -222,9 +220,7 @@ def checkpointed(decision: Decision) -> LayerPolicy:
 
 
 def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy]:
-    """Yield the policies of one checkpoint around all layers: it keeps the first one's inputs, and recomputes all but
-    the last to their ends.
-    """
+    """Yield the policies of one checkpoint around all layers: only the last is not recomputed to its end."""
     for place, decision in enumerate(decisions):
         policy = checkpointed(decision)
         if place:
@@ -262,9 +258,7 @@ def by_ops(decision: Decision) -> LayerPolicy:
 
 
 def by_ops_and_host(decision: Decision) -> LayerPolicy:
-    """Return the policy of `by_ops`, with the plan's offloading of tensors that hooks see: NOTE [ What hooks move ] in
-    frameworks/text.py.
-    """
+    """Return the policy of `by_ops` with the plan's offloading: NOTE [ What hooks move ] in frameworks/text.py."""
     if not decision.offloaded:
         return by_ops(decision)
     if not decision.program.recompute_set(decision.kept):

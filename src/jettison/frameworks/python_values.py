@@ -107,9 +107,7 @@ def call_line(text: str, name: str | None, call: str) -> int:
 
 
 def configurations(text: str) -> list[str]:
-    """Names of a file's configurations: functions without required arguments that return something; of a script with
-    several trainings, theirs.
-    """
+    """Names of a file's configurations: functions that return something and need no argument, trainings' first."""
     module = _Module(ast.parse(text))
     return [*module.trainings()] if module.script else module.configurations()
 

@@ -37,9 +37,11 @@ _SBATCH: Final = re.compile(
 )
 _SBATCH_NAMES: Final = {"N": "nodes", "n": "ntasks", "G": "gpus", "gres": "gpus-per-node"}
 _SLURM: Final[Mapping[str, Sequence[str]]] = {
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
-    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",), "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-}  # fmt: skip
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
+}
 """Variables of a job by option of sbatch."""
 _HERE: Final = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2\s*$", re.MULTILINE | re.DOTALL)
 _INSIDE: Final = re.compile(r"`#[^`\n]*`")
@@ -121,9 +123,7 @@ class _Script:
     _depth: int = 0
 
     def command(self, name: str | None) -> list[str]:
-        """Return the command of this name, or the one with most arguments among those that start a program; without
-        one, all words.
-        """
+        """Return the command of this name, or that with most arguments of those that start a program; else all."""
         started = [words for words in self.commands if _begin(words) >= 0]
         with_arguments = [words for words in started if any(word.startswith("--") for word in words)]
         if with_arguments:

@@ -119,9 +119,7 @@ def holding(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unmoved(owner: Any) -> Iterator[None]:
-    """Restore an object's attributes, and the contents of plain containers among them, so that a dry run counts as no
-    step and logs nothing.
-    """
+    """Restore an object's attributes and plain containers: a dry run then counts as no step and logs nothing."""
     attributes = dict(vars(owner))
     tables = [v for v in attributes.values() if isinstance(v, dict | list | set | deque) and _is_plain(v)]
     before = copy.deepcopy(tables)

@@ -252,9 +252,7 @@ def targets(keys: Keys, key: str, default: str) -> str:
 
 
 def follow(keys: Keys, key: str, framework: str, prefix: str) -> None:
-    """Read the file that a key names, unless such a file was given as well; a missing one is refused, unless it is
-    known as the framework's own (``shipped``).
-    """
+    """Read the file of a key, unless given; refuse a missing one that is not the framework's own (``shipped``)."""
     value = keys.values.get(key)
     if (file := keys.named(key)) is None and isinstance(value, str) and not (prefix and keys.some(f"{prefix}*")):
         for name, values in keys.table.get("shipped", {}).items():

@@ -243,9 +243,7 @@ def _other_key(path: Path, text: str, changed: Mapping[str, Any]) -> str:
 
 
 def edited(file: ConfigFile, changes: Mapping[str, Any]) -> str:
-    """Change the values of keys in a file's text, with comments and order kept; None removes a key. A `UsageError` if
-    a key's place in the text cannot be changed.
-    """
+    """Change keys in a file's text, comments and order kept; None: remove. `UsageError` for a place unknown."""
     text, name = file.text, split_name(file.path)[1]
     for key, value in changes.items():
         python = file.syntax.startswith("python")

@@ -24,21 +24,26 @@ from jettison.spec.model import CHARACTERS, SECOND
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "sdpa"}  # PyTorch's own fused kernels are what sdpa runs
 MAPPINGS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
-    "MODEL_FOR_CTC_MAPPING", "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_CTC_MAPPING",
+    "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING",
     "MODEL_FOR_PRETRAINING_MAPPING",
-)  # fmt: skip
+)
 """Tables of trainable classes for a config that names none: the first that knows the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRequest:
-    """Changes of a config, and the batch's size. None means: as the config says. Raise `UsageError` for an unknown
-    word.
-    """
+    """Changes of a config, and the batch's size. None: as the config says. Raise `UsageError` for an unknown word."""
 
     seq: int | None = None
     micro_batch: int | None = None
@@ -211,9 +216,7 @@ DEFAULT_SEQUENCE: Final = 2048
 
 
 def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, Any]:
-    """A batch of random tokens, pixels or sound with labels. Raise `UsageError` if the model takes something else, or
-    the sequence is longer than its positions.
-    """
+    """A random batch with labels. `UsageError` if the model takes other inputs, or has fewer positions."""
     maker = _Batch(model, config, asked)
     wanted = getattr(model, "main_input_name", "input_ids")
     makers = {

@@ -21,9 +21,7 @@ _TABLES: Final = ("auto_mappings.py", "configuration_auto.py")
 
 @cache
 def transformers_types() -> frozenset[str] | None:
-    """Read every quoted word in transformers' tables of types, as text: importing them takes seconds. None where they
-    cannot be found.
-    """
+    """Read the quoted words of transformers' tables of types as text: imports take seconds. None if not found."""
     found = find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return None

@@ -108,9 +108,7 @@ _IGNORED: Final = "_keys_to_ignore_on_load_unexpected"
 
 
 def open_weights(path: Path) -> WeightsFolder:
-    """Look into every file of a folder; no tensor is read. Raise `UsageError` if it is no folder, has no safetensors,
-    or they are damaged or incomplete.
-    """
+    """Look into a folder's files; no tensor is read. `UsageError` without safetensors, or if they are damaged."""
     if safe_open is None:
         raise UsageError(f"model.pretrained needs safetensors: {install('hf')}")
     if not path.is_dir():
@@ -201,9 +199,7 @@ def hub_name(name: str) -> str:
 
 
 def reference_config(hub: Any) -> LlamaConfig:
-    """Sizes out of a configuration of transformers. Raise `UsageError` if it describes what the code of record does not
-    do.
-    """
+    """Sizes from a configuration of transformers. Raise `UsageError` if it describes more than our model does."""
     rope = dict(getattr(hub, "rope_parameters", None) or {})
     theta = rope.pop("rope_theta", 10000.0)
     values = {name: getattr(hub, name, None) for name in _SETTINGS} | {"rope_type": rope.pop("rope_type", "default")}
@@ -232,9 +228,17 @@ def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
 
 
 COPIED_FILES: Final = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "spiece.model", "sentencepiece.bpe.model", "chat_template*", "generation_config.json",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template*",
+    "generation_config.json",
+)
 """Files of a pretrained model's folder that go with its weights: the tokenizer's, and how text is generated."""
 
 

@@ -263,9 +263,7 @@ RECORD: Final[Mapping[str, tuple[Any, Any]]] = {kind.__name__.lower(): (kind, si
 
 
 Part = tuple[Tensor, int]
-"""Positions of the tokens at hand, n numbers, and the length s of the sequence of which they are a part. Documents are
-then told of all of it, b × s.
-"""
+"""Positions of the n tokens at hand, and the length s of their sequence. Documents cover all of it, b × s."""
 
 
 def gpt_layer_inputs(s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> tuple[Tensor]:

@@ -42,9 +42,7 @@ EXPECTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """A request for a live model. None means: as the factory or the config says. Raise `UsageError` for a value that
-    makes no sense.
-    """
+    """A request for a live model. None: as the factory or config says. Raise `UsageError` for a senseless value."""
 
     model: str
     seq: int | None = None

@@ -286,9 +286,7 @@ def _grouped(places: Sequence[range], said: Sequence[bytes | list[EqualRanks]]) 
 
 
 class Round(Ranks):
-    """One rank's part in one agreement of one group, the ``number``-th of this process: digests, and before them
-    perhaps a number, and a plan.
-    """
+    """One rank's part in a group's ``number``-th agreement: digests, and before them perhaps a number and a plan."""
 
     def __init__(self, ranks: tuple[int, ...], timeout_seconds: float, *, rank: int, store: Store, number: int) -> None:
         key = f"jettison/{hashlib.sha256(','.join(map(str, ranks)).encode()).hexdigest()[:16]}/{number}"
@@ -324,9 +322,7 @@ class Round(Ranks):
             raise PlanMismatch(self._difference(*groups))
 
     def hear_of(self, topic: str, who: str) -> Any:
-        """Value that a rank, ``who`` in words, tells of a topic. Raises `PlanMismatch` if it does not in time, or a
-        rank failed.
-        """
+        """Value that a rank (``who``) tells of a topic. Raise `PlanMismatch` if a rank failed, or is too late."""
         if not self.comes(topic):
             raise PlanMismatch(
                 f"{who} said nothing within {self.seconds:g} s; all of ranks {listed(self.ranks)} have to call "

@@ -26,18 +26,20 @@ from jettison.core.objects import swapped
 
 _PREFETCHED = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
 _SET_ON_GROUPS = (
-    "reduce_grads", "all_reduce_grads", "reshard_after_backward", "gradient_divide_factor",
-    "force_sum_reduction_for_comms", "unshard_in_backward",
-)  # fmt: skip
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "unshard_in_backward",
+)
 """Settings of FSDP's modules after `fully_shard` that memory depends on, by their internal names."""
 
 _imagined: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
 
 
 def imagined_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A fake copy that runs as the model does on this rank. If it is sharded, its ranks call this together, and
-    `UnsupportedModule` says how it cannot be.
-    """
+    """A fake copy, as on this rank. A sharded model's ranks call it together. `UnsupportedModule` if impossible."""
     if isinstance(model, DistributedDataParallel):
         again = bool(model.static_graph or not model.find_unused_parameters)
         return ImaginedReplica(fake_copy(model.module, mode), views=gradients_stay(model), buckets_again=again)

@@ -138,9 +138,7 @@ class Ranks:
         return found
 
     def tell(self, topic: str, value: object) -> None:
-        """Tell all ranks, whichever of them has it to tell. A topic is told once, and is gone once all have said
-        something else: whoever wants it asks first.
-        """
+        """Tell all ranks, once a topic; it is gone when all have said something else: whoever wants it asks first."""
         self.store.set(f"{self.key}/{topic}", _packed(value))
         self._told.append(f"{self.key}/{topic}")
 

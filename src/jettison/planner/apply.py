@@ -251,9 +251,7 @@ def _refuse_op_words(policy: Policy) -> None:
 
 
 def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], word: object) -> None:
-    """Warn of a policy without effect: no blocks, or selective recomputation with fused attention, which stores no
-    scores.
-    """
+    """Warn of a policy without effect: no blocks, or selective recomputation with fused attention (no scores)."""
     if not policies and word != "none":
         warnings.warn(
             f"policy {word!r} changes nothing here: {type(traced.fake_model).__name__} has no repeated blocks that it "

@@ -308,9 +308,7 @@ MOST_RANK_SHAPES = 4
 
 
 def alike(batches: Sequence[Any], sharing: Agreement) -> list[Any]:
-    """Return batches of the same shapes on all ranks, in one order. Raise `PlanMismatch` if batches do not have the
-    same tensors on all ranks.
-    """
+    """Return batches of one shape on all ranks, in one order. Raise `PlanMismatch` if ranks have other tensors."""
     if not sharing.rounds:
         return list(batches)
     own = {BatchShape.of((batch,)): batch for batch in reversed(batches)}

@@ -43,9 +43,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedBudget:
-    """A budget as requested: bytes, or a share of the memory that the device has left for this process; with neither,
-    all of it less a margin.
-    """
+    """A requested budget: bytes, or a share of what the device has left; with neither, all of it less a margin."""
 
     nbytes: int | None = None
     share: Fraction | None = None
@@ -57,9 +55,7 @@ class AskedBudget:
 
     @classmethod
     def of(cls, asked: AskedBudget | str | SupportsIndex) -> AskedBudget:
-        """Read ``"8GiB"``, a whole number of bytes, ``"90%"`` or ``"auto"``. Raise `UsageError` if it is none of these,
-        or a share of more than 100 %.
-        """
+        """Read ``"8GiB"``, whole bytes, ``"90%"`` or ``"auto"``. Raise `UsageError` for others, and above 100 %."""
         if isinstance(asked, AskedBudget):
             return asked
         if isinstance(asked, str) and asked.strip() == "auto":

@@ -175,9 +175,7 @@ class Applied:
         return "" if self.plan is None else self.plan.to_json()
 
     def live(self) -> dict[str, PendingCalls]:
-        """Calls between their forward and their backward, by region. Regions that keep everything are counted
-        after the first call of this.
-        """
+        """Calls between forward and backward, by region. Regions that keep everything count from this first call on."""
         return {region.name: region.live() for region in self.regions}
 
     def __enter__(self) -> Applied:

@@ -169,9 +169,7 @@ def with_parts_sent(
     kinks: Sequence[int],
     seen: Mapping[int, OffloadedTensor] = MappingProxyType({}),
 ) -> Iterator[FrontierPoint]:
-    """Yield a point with parts of its kept tensors offloaded: of the ``free`` buffers. ``seen``: buffers of which
-    Inductor saved other bytes.
-    """
+    """Yield a point with parts of its ``free`` buffers offloaded. ``seen``: those that Inductor saves resized."""
     buffers = (replace(b, nbytes=seen[b.index].nbytes) if b.index in seen else b for b in program.buffers)
     sizes = replace(program, buffers=tuple(buffers)) if seen else program
     for part in parts_to_send(sizes, point.kept, free, sorted(set(kinks))):

@@ -337,9 +337,7 @@ def digest(value: Any) -> str:
 
 
 class CodeDigest:
-    """Digest of functions and classes, and of those that they reference, if their files belong to no large library; of
-    such a library its version.
-    """
+    """Digest of functions, classes and what they reference; of a large library only the version."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}

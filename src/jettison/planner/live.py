@@ -470,9 +470,7 @@ class _Planning:
         reached: Collection[str] | None = None,
         stages: Agreement | None = None,
     ) -> Described:
-        """Describe the step on these batches. ``blocks``: by model, if known; ``reached``: parameters that all ranks
-        together reach; None: exchange them.
-        """
+        """Describe the step on these batches. ``blocks``: by model; ``reached``: by all ranks; None: exchange them."""
         ask, found = self.ask, None
         if self.step is None:
             ask.progress("tracing")

@@ -42,9 +42,7 @@ PYTHON_SECONDS_PER_OP = 6e-6  # overhead of replaying one op (measured, 2 CPU co
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options: the solver's problem, and the kept tensors of each, by class of blocks and option. ``baseline``: the
-    step without a plan.
-    """
+    """The solver's problem and, by class of blocks and option, its kept tensors. ``baseline``: without a plan."""
 
     baseline: StepPeaks
     problem: StepProblem
@@ -270,9 +268,7 @@ class OptionsBuilder:
         return program.kept_bytes(frozenset(b for b in Full().kept(program) if cls.trace.inputs.get(b) not in linked))
 
     def _full_option(self, key: str) -> tuple[RegionOption, int, float] | None:
-        """Option that keeps only the input: levels, plain autograd's bytes, and seconds with the output recomputed too;
-        None if the output cannot be recomputed.
-        """
+        """Option that keeps only the input, with the output's seconds; None if the output cannot be recomputed."""
         cls = self.trace.classes[key]
         program = cls.trace.program
         kept = Full().kept(program)  # excludes an input that only the output needs
@@ -287,9 +283,7 @@ class OptionsBuilder:
     # seconds ----------------------------------------------------------------------------------------------------------
 
     def seconds_of(self, trace: RegionTrace, request: Callable[[RecordedOp], OpRequest] | None = None) -> list[float]:
-        """Seconds to recompute each op of a region, or of another ``request``: measured if possible, else from its
-        FLOPs and bytes.
-        """
+        """Seconds to recompute each op of a region, or of another ``request``: measured, or from FLOPs and bytes."""
         asked, out = request or _again, []
         for op, call in zip(trace.program.ops, trace.calls, strict=True):
             price = self.pricing.prices.get(asked(call).key) if self.pricing.prices else None

@@ -214,9 +214,7 @@ class Planner:
         return self.baseline.peak_bytes + UNSEEN_BYTES
 
     def plan(self, budget_bytes: int) -> DryRunChoice:
-        """Return the fastest plan whose dry run fits. Raise `Infeasible` with the dry-run peak of the smallest plan if
-        none does.
-        """
+        """Return the fastest plan whose dry run fits. Raise `Infeasible` with the smallest plan's peak if none does."""
         if self.minimum_budget_bytes > budget_bytes:
             # no plan fits below the bytes allocated before a step
             fewest = self._least_untimed if self.baseline.static_bytes > budget_bytes else self.smallest
@@ -304,9 +302,7 @@ def _infeasible(budget_bytes: int, minimum_bytes: int, fewest: DryRunChoice) -> 
 
 
 def untimed(problem: StepProblem) -> StepProblem:
-    """Keep only options that do not depend on measured seconds and exist in every planning: both ends, and those that
-    lower the peak of the lower end.
-    """
+    """Keep options that no measured second decides: both ends, and those that lower the lower end's peak."""
     regions = tuple(replace(r, options=_ends(r.options)) for r in problem.regions)
     return replace(problem, regions=regions, root=_ends(problem.root))
 
@@ -375,9 +371,7 @@ def fingerprint(trace: ModelTrace) -> str:
 
 
 def plan_tensors(traced: ModelTrace) -> tuple[PlanTensor, ...]:
-    """Saved tensors for readers of a plan, of the root and of one example of each program, without parameters, which
-    add nothing to a step.
-    """
+    """Saved tensors for a plan's readers, of the root and one example of each program; parameters left out."""
     found = dict.fromkeys(_tensors_of(traced.root.program, traced.root, traced.fake_model))
     for call in traced.calls:
         cls, program = traced.classes[call.class_key], traced.program(call)
@@ -476,9 +470,7 @@ class StagesPlanner:
         return self.seen[choices]
 
     def plans(self, budget_bytes: int) -> list[Plan]:
-        """Return one plan for each part, together under the budget. Raise `Infeasible` with the dry-run peak of the
-        smallest plans if none fit.
-        """
+        """Return a plan a part, together under the budget. Raise `Infeasible` with the smallest peak if none fit."""
         if min(self.sure.needs, self.at(0.0).needs) > budget_bytes:
             raise _infeasible(budget_bytes, self.sure.needs, self.sure)
         fewest_bytes, most_bytes = (sum(ends) for ends in zip(*self.ends, strict=True))

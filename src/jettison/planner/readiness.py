@@ -213,9 +213,7 @@ def survey_blocks(trace: ModelTrace, model: nn.Module) -> ModelTrace:
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers (two networks', one for each kind of parameters), which step in order. It has no state of its
-    own.
-    """
+    """Several optimizers that step in order (two networks', or one a kind of parameter). Stateless."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers

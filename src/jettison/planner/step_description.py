@@ -70,9 +70,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A step on a batch: one forward and one backward of a model. ``parts`` are planned; ``counted``: ops and levels of
-    a run, for a custom step.
-    """
+    """One forward and backward on a batch. ``parts`` are planned; ``counted``: ops and levels, for a custom step."""
 
     parts: Sequence[Part]
     optimizer: torch.optim.Optimizer | None

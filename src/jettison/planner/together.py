@@ -45,9 +45,7 @@ class PlanningRanks:
         return set(self.sharing.union(self.replicas.union(names)))
 
     def follow(self, kept: KeptPlans | None) -> bool:
-        """Do all ranks reuse kept plans? All ranks call this, also those that keep none. A rank that gets its plan from
-        another can, unless it once kept its own.
-        """
+        """Do all ranks reuse kept plans? All call this. One that gets its plan can, unless it once kept its own."""
         makes = self.sharing.leads and self.replicas.leads  # its own plans, or plans for others
         here = not makes if kept is None else bool(kept.plans) or not (makes or kept.file.exists())
         number = self.replicas.least(self.stages.least(int(here)))
@@ -76,9 +74,7 @@ class PlanningRanks:
         return self.sharing.first(from_a_replica, tell)
 
     def settled(self, make: Callable[[], Applied]) -> Applied:
-        """Apply the plans once all other ranks have plans too: NOTE [ One refusal ]. Raise `Infeasible` if some rank
-        has none.
-        """
+        """Apply the plans once all ranks have some: NOTE [ One refusal ]. Raise `Infeasible` if a rank has none."""
         applied: Applied | None = None
         try:
             applied = make()

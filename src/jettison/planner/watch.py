@@ -189,9 +189,7 @@ class OptimizerWatch:
         return [one for ref in self.given if (one := ref()) is not None]
 
     def stepped(self, stepping: torch.optim.Optimizer) -> None:
-        """Check any optimizer after its step, until its state grows no more (LBFGS has its history after some
-        steps).
-        """
+        """Check any optimizer after its step, until its state grows no more (LBFGS: after some steps)."""
         before, states = self.seen.get(stepping), self.states.get(stepping)
         if states is not None and len(stepping.state) > len(states.reached):
             self._look_at_late(stepping, states)

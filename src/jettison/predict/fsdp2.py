@@ -597,9 +597,7 @@ def _made_shards(run: Run, part: StageRegion, apart: Static = NOTHING) -> int:
 
 
 class Phases(NamedTuple):
-    """Peaks of a layer's backward: until gradients reach its experts, within them, and after them; and live bytes when
-    they are done, with their gradients.
-    """
+    """Peaks of a layer's backward before, within and after its experts; bytes alive at its end, gradients too."""
 
     until: int
     within: int

@@ -61,8 +61,10 @@ AGREES: Final = 0.02
 ANCHOR_WEIGHT: Final = 2 / 3
 """Weight of an anchor's fragments against its class's: nearest on published runs, whichever source is left out."""
 NAMES: Final = {
-    "allocated": ", of tensors", "reserved": ", by the caching allocator", "device": ", as nvidia-smi shows it",
-}  # fmt: skip
+    "allocated": ", of tensors",
+    "reserved": ", by the caching allocator",
+    "device": ", as nvidia-smi shows it",
+}
 """Explanation of each memory figure in tables."""
 ON_HOST: Final = ", of tensors; a host has no caching allocator, and no driver that takes more"
 
@@ -381,9 +383,7 @@ def classes_of(measure: Measure, stack: str, kind: str, hardware: str) -> tuple[
 
 
 def stack_of(run: Run) -> str:
-    """Software stack of ``--stack`` without its release; without one, or with another framework's kernels, the
-    framework of the kernels.
-    """
+    """Software stack of ``--stack`` without its release; else, or with another's kernels, the kernels' framework."""
     own = str(named("kernels")[run.kernels.name]["folder"])
     if run.stack is None or named("stacks").get(run.stack, {}).get("folder", OTHERS) not in (own, OTHERS):
         return own

@@ -135,9 +135,7 @@ class StageChoice:
 
     @cached_property
     def least(self) -> StageOutcome:
-        """Choice with the lowest peak of the timeline, independent of the budget: of the recompute modes' and the
-        solver's for its smallest budget.
-        """
+        """Choice with the lowest peak of any budget: of the recompute modes' and the solver's smallest."""
         found = [self._fewest, self._ask(self._lowest), *(self._uniform() if self.mask else ())]
         if self._without_mask is not None:
             found.append(self._without_mask.least)

@@ -33,8 +33,7 @@ from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
 OPTIMIZER_PASSES = 3
-"""Memory traffic of an unfused AdamW over a fused one's: its ops read and write 80 bytes of fp32 a parameter, a fused
-kernel 28."""
+"""Memory traffic of an unfused AdamW over a fused one's: 80 bytes of fp32 a parameter, and 28."""
 GRADIENT_PASSES = 3
 """Passes over gradients before the optimizer: a read for the norm, a read and a write for clipping."""
 BUCKET_BYTES = 25 << 20
@@ -421,9 +420,7 @@ class Timing:
     # the end of a step ------------------------------------------------------------------------------------------------
 
     def _end(self, items: Sequence[Item]) -> tuple[float, float]:
-        """Exposed seconds after the last backward, where gradients are ready region by region and reduced in turn; and
-        the part that longer backwards would hide.
-        """
+        """Exposed seconds of reductions after the last backward, by region; and what longer backwards would hide."""
         layout = self.run.layout
         if layout.shards == 1 or not items:
             return 0.0, 0.0

@@ -196,8 +196,7 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         ),
     }
 )
-"""Fields of a stage's load, of its units and their parts, by part; ``fixed`` without ``aside``, ``resident`` without
-``whole``, which are parts of them."""
+"""Fields of a load, its units and their parts, by part; ``fixed`` less ``aside``, ``resident`` less ``whole``."""
 _BYTES: Final = frozenset[str]().union(*_PARTS.values())
 
 

@@ -304,10 +304,12 @@ def _named_part(steps: list[TapeOp]) -> str:
 
 _OPS: Final = MappingProxyType(
     {
-        "aten.native_dropout.default": "dropout", "aten.bernoulli.p": "dropout", "aten.mul.Tensor": "dropout",
+        "aten.native_dropout.default": "dropout",
+        "aten.bernoulli.p": "dropout",
+        "aten.mul.Tensor": "dropout",
         "aten.add.Tensor": "residual sum",
     }
-)  # fmt: skip
+)
 
 
 def _transfers(region: Region, cuts: list[int]) -> Iterator[SumTransfer]:

@@ -203,8 +203,7 @@ GIGABYTES: Final = (8, 16, 32, 64, 128, 225, 450)
 
 
 def offload_data(models: Sequence[str] = ()) -> dict[str, Any]:
-    """By model and bandwidth, seconds of a step when tensors are recomputed, all sent away, or either; of `MODEL`
-    where none is asked for."""
+    """Seconds of a step by model and bandwidth: recompute, offload, or either; of `MODEL` if none is asked for."""
     asked = [(model, usual_layout(model, hardware(GPU))) for model in models] or [(MODEL, OFFLOAD_FLAGS)]
     links = [{"name": link.name, "gigabytes": link.bytes_per_second / 1e9} for link in LINKS]
     return {"links": links, "models": [_offload(model, flags) for model, flags in asked]}

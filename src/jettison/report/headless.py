@@ -22,19 +22,33 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 
 NAMES: Final = (
-    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "chrome-headless-shell",
-    "microsoft-edge", "msedge",
-)  # fmt: skip
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+    "chrome-headless-shell",
+    "microsoft-edge",
+    "msedge",
+)
 _MAC: Final = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
     "/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
 )
 _FLAGS: Final = (
-    "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--window-size=1120,900",
-    "--virtual-time-budget=20000", "--dump-dom",
-)  # fmt: skip
+    "--headless",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--window-size=1120,900",
+    "--virtual-time-budget=20000",
+    "--dump-dom",
+)
 _SECONDS: Final = 180
 _TRIES: Final = 3
 _FIGURES: Final = re.compile(r'<pre id="saved-figures">([A-Za-z0-9+/=]*)</pre>')

@@ -351,8 +351,13 @@ def advice(asked: Resolved) -> tuple[str, ...]:
 
 _OF_PIPELINES: Final = ("schedule", "keep_stage_outputs", "keep_received", "stage_buffers")
 _OF_EXPERTS: Final = (
-    "capacity_factor", "dispatcher", "expert_tp", "sequential_experts", "deterministic", "ep_comm_overlap",
-)  # fmt: skip
+    "capacity_factor",
+    "dispatcher",
+    "expert_tp",
+    "sequential_experts",
+    "deterministic",
+    "ep_comm_overlap",
+)
 
 
 _OF_FSDP: Final = ("fsdp_version", "fsdp_wrap_layers_only", "reshard_after_forward", "gradient_sync", "reduce_dtype")

@@ -33,9 +33,12 @@ MOST_STAGES = 20
 MOST_DIFFERENCES = 20
 """Rows of a table of stages; of more, those in the middle are left out."""
 PLACES = {
-    "before forward": "before the forward", "loss": "in the loss", "frozen model": "in a frozen model's forward",
-    "optimizer": "in the optimizer step", "after the step": "after the step",
-}  # fmt: skip
+    "before forward": "before the forward",
+    "loss": "in the loss",
+    "frozen model": "in a frozen model's forward",
+    "optimizer": "in the optimizer step",
+    "after the step": "after the step",
+}
 """Phases that need no region to say where they are."""
 
 

@@ -29,8 +29,14 @@ LIBRARY: Final = "application/javascript+deflate"
 PLAIN_CHARACTERS: Final = 32_000
 """Data that may stand in a page as they are; more are compressed, by ten and more where they repeat themselves."""
 KIT: Final = (
-    "kit/base.js", "kit/state.js", "kit/controls.js", "kit/marks.js", "kit/plot.js", "kit/save.js", "kit/figure.js",
-)  # fmt: skip
+    "kit/base.js",
+    "kit/state.js",
+    "kit/controls.js",
+    "kit/marks.js",
+    "kit/plot.js",
+    "kit/save.js",
+    "kit/figure.js",
+)
 LAST: Final = ("kit/saved.js",)
 STYLES: Final = ("kit/kit.css",)
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*")

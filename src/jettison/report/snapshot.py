@@ -20,9 +20,12 @@ from jettison.report.tables import exact, facts, grid, signed
 
 MOST_ROWS: Final = 25
 PANELS: Final = (
-    "panels/timeline_data.js", "panels/timeline_canvas.js", "panels/timeline_svg.js", "panels/memory_map.js",
+    "panels/timeline_data.js",
+    "panels/timeline_canvas.js",
+    "panels/timeline_svg.js",
+    "panels/memory_map.js",
     "panels/memory_timeline.js",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

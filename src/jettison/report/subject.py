@@ -196,8 +196,7 @@ def _phases(levels: Mapping[str, StepLevels]) -> tuple[PhaseBytes, ...]:
 
 
 def _grids(layers: Sequence[LayerPlan | LayerProof], tensors: Sequence[PlanTensor]) -> tuple[Grid, ...]:
-    """The layers, and apart from them what is around: it has other tensors. Tensors that mean the same in several
-    layers are one row."""
+    """The layers, and apart from them the root. Tensors that mean the same in several layers are one row."""
     found = []
     for title in ("layers", ROOT_NAME):
         part = [one for one in layers if (one.layer in ("", ROOT_NAME)) is (title == ROOT_NAME)]

@@ -540,9 +540,7 @@ def looking() -> Iterator[Looked]:
 
 
 def run_sending(region: PlannedForward, run: Runs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one call, and offload the tensors that the policy names. A call that offloads nothing takes its turn in the
-    order of copies, too.
-    """
+    """Run one call, and offload the tensors that the policy names. Without any, it takes its turn all the same."""
     group = region.begin_group(moves=True)
     assert group is not None
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -132,9 +132,7 @@ def _read(path: Path) -> str:
 
 
 class HostPool:
-    """Slabs within a budget of pinned bytes as pinning rounds them; None: all that ``left`` says is available (None
-    there: nothing is really allocated).
-    """
+    """Slabs within pinned bytes as pinning rounds them; None: all that ``left`` has (None: nothing is allocated)."""
 
     def __init__(
         self, device: StreamDevice, budget_bytes: int | None = None, *, left: Callable[[], int] | None = left_on_host

@@ -38,9 +38,7 @@ _OWN_CODE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One partitioned graph: its forward, and the tensors that it gives autograd to save, in order, by buffer of the
-    program; None: of none.
-    """
+    """A partitioned graph's forward, and what it gives autograd to save, in order, by buffer of the program or None."""
 
     program: Program
     kept: frozenset[int]
@@ -63,9 +61,7 @@ def watching_splits() -> Iterator[list[Split]]:
 
 @dataclass(frozen=True)
 class Partition(CustomPartitionerFn):
-    """Partitions a joint graph by a policy; ``none`` means torch's default. Inductor copies and compares it, and names
-    its cached code by `uuid`.
-    """
+    """Partition a joint graph by a policy; ``none``: torch's default. Inductor copies it, and caches by `uuid`."""
 
     policy: CheckpointPolicy
 

@@ -55,9 +55,7 @@ class Structure:
         self._look()
 
     def check(self) -> None:
-        """Move regions to where they belong now, if modules have moved. Raises `UnsupportedModule` if
-        checkpointing was switched on, or wrapped around blocks.
-        """
+        """Move regions to where their modules are now. `UnsupportedModule` if blocks are checkpointed by now."""
         for module in self.switches:
             if module.gradient_checkpointing is True:
                 self._refuse_checkpointing()

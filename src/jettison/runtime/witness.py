@@ -146,9 +146,7 @@ def _is_dense(dims: Sequence[tuple[int, int]]) -> bool:
 
 
 def look(tensor: Tensor, spots: SamplePositions, salt: int) -> Tensor:
-    """Sample a plain tensor's elements, as a new tensor. ``salt`` shifts the positions; the same for both samples of
-    one tensor.
-    """
+    """Sample a plain tensor's elements, as a new tensor. ``salt`` shifts the positions, equally for both samples."""
     if isinstance(tensor, FakeTensor):  # a dry run: only the bytes matter
         return tensor.detach().new_empty(spots.count)  # derived from it: an outer mode may make a bare `empty` real
     if tensor.is_conj() or tensor.is_neg():

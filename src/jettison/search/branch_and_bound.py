@@ -43,8 +43,7 @@ ROUND: Final = 64
 SHARPENED: Final = 256
 PLANNER_BOUNDS: Final = 64
 PLANNERS: Final = 2
-"""Setups of a round of sharp bounds, of planner bounds, and of planner runs: more at once would run some in vain, which
-takes longer than waiting."""
+"""Setups of a round of sharp bounds, of planner bounds and of planner runs: more would run some in vain."""
 RUNNERS: Final = 2
 """Fewest exact places: the best, and the runner-up that it is compared with."""
 

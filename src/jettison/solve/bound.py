@@ -72,9 +72,7 @@ class BudgetedWalk:
 
     @classmethod
     def of(cls, walk: StepWalk, budget_bytes: int) -> BudgetedWalk:
-        """Drop moves that do not fit even after the shortest prefix that leads to them with the fewest bytes in
-        flight.
-        """
+        """Drop moves that do not fit even after the shortest prefix that leads to them, with the fewest in flight."""
         shortest: list[int | None] = [0] + [None] * walk.count
         kept: list[tuple[WalkMove, ...]] = []
         for r, moves in enumerate(walk.moves):
@@ -206,9 +204,7 @@ def relaxation(budgeted: BudgetedWalk) -> Relaxation:
 
 @lru_cache(maxsize=1)
 def _quiet(highspy: Any) -> Any:
-    """Return a solver that prints nothing: highspy 1.16 prints its banner while it registers callbacks in its
-    constructor, before any option can be set.
-    """
+    """Return a solver that prints nothing: highspy 1.16 prints its banner within its constructor."""
 
     class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:

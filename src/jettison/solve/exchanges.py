@@ -181,9 +181,7 @@ class _Alternatives:
 
     @cached_property
     def figures(self) -> tuple[Integers, ...]:
-        """Region, kept bytes, need, offloaded bytes, host bytes, and picoseconds: own, of a copy, and of hidden
-        copies.
-        """
+        """Region, kept bytes, need, offloaded bytes, host bytes; picoseconds: own, of a copy, and of hidden copies."""
         rows = [
             (m.start, m.resident_bytes, m.need_bytes, m.sent_bytes, m.host_bytes, m.picoseconds, m.copying, m.hides)
             for m in self.moves

@@ -195,9 +195,7 @@ def _build_network(
 
 
 def _reachable(program: Program, repeatable: frozenset[int]) -> tuple[list[int], list[int]]:
-    """Buffers that backward may need, and ops that it may recompute. Raise `ValueError` if a slot's buffer can neither
-    be kept nor recomputed.
-    """
+    """Buffers that backward may need, ops it may recompute. `ValueError`: a slot that cannot be kept or recomputed."""
     wanted = set(_costly(program, program.needed_buffers()))
     for b in sorted(wanted):
         buffer = program.buffers[b]

@@ -59,9 +59,7 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Result of a search; ``path`` is None if nothing beats the limit. The optimum is at most ``loss`` picoseconds
-    below the answer, or at least ``dropped``.
-    """
+    """Result; ``path``: None if nothing beats the limit. An optimum is at most ``loss`` ps below, or >= ``dropped``."""
 
     path: Path | None
     loss: int
@@ -261,9 +259,7 @@ def _faster(prefix: Integers, picoseconds: Integers) -> Integers:
 
 
 def _beaten(labels: Integers, bounds: NDArray[np.float64]) -> Flags:
-    """Mark labels, in lexicographic order, that an earlier label dominates. Only `STRONG` undominated labels are
-    compared with, so some dominated labels may stay.
-    """
+    """Mark labels (in lexicographic order) that an earlier one dominates, of `STRONG` undominated ones: some stay."""
     count = labels.shape[1]
     beaten = np.zeros(count, dtype=np.bool_)
     for start in range(0, count, BLOCK):

@@ -25,8 +25,11 @@ from jettison.solve.policy import BATCHED, close
 WITHOUT_OUTPUT: Final = frozenset({"layernorm", "own_layernorm", "mla_up_proj", "moe_act"})
 """See NOTE [ Two kinds of parts ]."""
 OWN: Final = {
-    "layernorm": "own_layernorm", "attn_norm": "own_attn_norm", "mlp_norm": "own_mlp_norm", "qkv_linear": "normed_qkv",
-}  # fmt: skip
+    "layernorm": "own_layernorm",
+    "attn_norm": "own_attn_norm",
+    "mlp_norm": "own_mlp_norm",
+    "qkv_linear": "normed_qkv",
+}
 """Ops by module name, with the same names for TransformerEngine's linear layers: NOTE [ Norms of their own ]."""
 SMALLEST_OFFLOADED: Final = 1024 * 1024
 """Elements; smaller tensors are not offloaded (``min_offloaded_tensor_size``)."""

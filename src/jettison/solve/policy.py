@@ -230,9 +230,7 @@ class KeepShare:
 
 
 def close(program: Program, wanted: frozenset[int], *, transfers: bool = True) -> frozenset[int]:
-    """Add buffers that can neither be recomputed nor found, and drop those without readers; ``transfers``: collectives
-    may be recomputed.
-    """
+    """Add buffers that cannot be recomputed, drop those without readers; ``transfers``: recompute collectives."""
     must = set(wanted)
     while True:
         needed, missing = _demand(program, frozenset(must), transfers=transfers)

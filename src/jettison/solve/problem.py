@@ -211,9 +211,7 @@ class LevelPhase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One option key for the root and one for each region; ``segments`` are the ``(start, stop)`` treated as one, in
-    which the region's key is the segment's.
-    """
+    """Option keys of the root and of each region; ``segments``: (start, stop), where regions have the segment's key."""
 
     root: str
     regions: tuple[str, ...]

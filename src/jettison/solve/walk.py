@@ -140,9 +140,7 @@ def walks(problem: StepProblem) -> tuple[StepWalk, ...]:
 
 
 def minimum_budget(problem: StepProblem) -> int:
-    """Smallest budget in bytes that some choice fits; `choose` at it returns the fastest that does. Raise `ValueError`
-    if no choice fits the host's budget.
-    """
+    """Smallest budget that some choice fits, in bytes. Raise `ValueError` if none fits the host's budget."""
     return least_of(walks(problem))
 
 

@@ -460,20 +460,17 @@ def _attention(who: str, table: Mapping[str, Any]) -> AttentionRates | None:
 
 # A device that is slower, or faster, than its file --------------------------------------------------------------------
 
-_COMPUTE: Final = (
-    "matmul", "matmul_fp8", "matmul_mxfp8", "matmul_lines", "matmul_fp4", "attention", "attention_backward",
-    "attention_64", "scan", "memory", "operands", "gather",
-)  # fmt: skip
 _COMMUNICATION: Final = ("link", "all_to_all", "network", "host")
+_NO_RATES: Final = ("unaligned", "shared")
 
 
 def slower(hardware: Hardware, *, compute: float, communication: float, host: float) -> Hardware:
     """Return a device whose kernels, transfers and host are slower by these factors."""
 
     def reached(shares: Reached) -> Reached:
-        own = {f.name: getattr(shares, f.name) for f in fields(Reached)}
-        by = dict.fromkeys(_COMPUTE, compute) | dict.fromkeys(_COMMUNICATION, communication)
-        return Reached(**{name: own[name] / by[name] if own[name] and name in by else own[name] for name in own})
+        own = {f.name: getattr(shares, f.name) for f in fields(Reached) if f.name not in _NO_RATES}
+        by = dict.fromkeys(own, compute) | dict.fromkeys(_COMMUNICATION, communication)
+        return replace(shares, **{name: own[name] / by[name] for name in own if own[name]})
 
     def attention(rates: AttentionRates | None) -> AttentionRates | None:
         if rates is None:

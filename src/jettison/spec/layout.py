@@ -324,9 +324,7 @@ class Layout:
 
     @property
     def reduces_chunks(self) -> bool:
-        """Whether gradients are unsharded until a stage's last backward is over: NOTE [ Unsharded gradients ]
-        in `predict.fsdp2`.
-        """
+        """Whether gradients are unsharded until a stage's last backward: NOTE [ Unsharded gradients ], `fsdp2`."""
         return self.stage_buffers and self.pp > 1 and self.shards_parameters
 
     @property

@@ -130,17 +130,28 @@ class Upcast(StrEnum):
 
 
 ALL: Final = "all-linear"
-_QKV, _HEADS = ("query", "key", "value", "qkv"), ("query", "key", "value", "qkv", "out")
-_MLP = ("gate", "up", "down", "gate_up")
-TARGETS: Final = MappingProxyType({
-    "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "o_proj": ("out",), "qkv_proj": ("qkv",),
-    "query_key_value": ("qkv",), "c_attn": ("qkv",), "gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",),
-    "gate_up_proj": ("gate_up",), "q_a_proj": ("query_down",), "q_b_proj": ("query",),
-    "kv_a_proj_with_mqa": ("key_value_down",), "kv_b_proj": ("key_value",), "q": ("query",), "k": ("key",),
-    "v": ("value",), "o": ("out",), "wi": ("up",), "wi_0": ("gate",), "wi_1": ("up",), "wo": ("down",),
-    "out_proj": ("out",), "fc1": ("up",), "fc2": ("down",), "c_fc": ("up",), "c_proj": ("out", "down"), "qkv": _QKV,
-    "attention": (*_HEADS, "query_down", "key_value_down", "key_value"), "mlp": _MLP,
-})  # fmt: skip
+_NAMES_OF: Final = {
+    "query": "q_proj q_b_proj q",
+    "key": "k_proj k",
+    "value": "v_proj v",
+    "qkv": "qkv_proj query_key_value c_attn",
+    "out": "o_proj o out_proj c_proj",
+    "query_down": "q_a_proj",
+    "key_value_down": "kv_a_proj_with_mqa",
+    "key_value": "kv_b_proj",
+    "gate": "gate_proj wi_0",
+    "up": "up_proj wi wi_1 fc1 c_fc",
+    "down": "down_proj wo fc2 c_proj",
+    "gate_up": "gate_up_proj",
+}
+_LAYERS: Final = tuple(_NAMES_OF)
+TARGETS: Final = MappingProxyType(
+    {
+        name: tuple(layer for layer, names in _NAMES_OF.items() if name in names.split())
+        for name in " ".join(_NAMES_OF.values()).split()
+    }
+    | {"qkv": _LAYERS[:4], "attention": _LAYERS[:8], "mlp": _LAYERS[8:]}
+)
 """Linear layers by PEFT's names of target modules, and by names for several."""
 _KEYS: Final = ("r", "alpha", "targets", "dropout", "modules_to_save")
 TABLE: Final = "embed_tokens"

@@ -228,9 +228,7 @@ class Checkpoints:
         self.world.together(lambda: _state_for(run, path))
 
     def load(self, path: Path, tensors: Mapping[str, Tensor], run: RunState) -> RunState:
-        """Read into these tensors, from any saved layout. Raise `UsageError` if the checkpoint is of another run than
-        this, does not fit, or is damaged.
-        """
+        """Read into these tensors, from any layout. `UsageError` if damaged, of another run, or of other sizes."""
         state, values = self.world.together(lambda: _state_for(run, path))
         try:
             load_tensors(tensors, path, str(values.get("description")), self.world, self._group)

@@ -144,9 +144,7 @@ def read_tensors(
     world: World,
     group: dist.ProcessGroup,
 ) -> None:
-    """Read each rank's part of tensors that are known to fit. Every rank calls it, with the tensors that it has. Raise
-    one of `DAMAGE` if the files are damaged.
-    """
+    """Read each rank's part of tensors that fit. All ranks call it with theirs. Raise one of `DAMAGE` if damaged."""
     plain = {name: tensor for name, tensor in tensors.items() if tensor.shape == there[name].size}
     dcp.load(plain, storage_reader=reader(), process_group=group)
     grouped = {name: tensor for name, tensor in tensors.items() if name not in plain}

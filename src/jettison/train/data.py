@@ -96,9 +96,7 @@ class TextDigest:
 
 
 def surveyed(corpus: Corpus, world: World) -> TextDigest:
-    """Read and compare the text: NOTE [ Who reads what ]. All ranks call it. Raise `UsageError` on every rank, about
-    the first rank with another text than rank 0.
-    """
+    """Read and compare the text: NOTE [ Who reads what ]. All ranks call it. `UsageError` on all if texts differ."""
     is_small, length = corpus.blocks <= _SMALL, len(corpus.tokens)
     own = range(corpus.blocks) if is_small else range(world.rank, corpus.blocks, world.size)
     blocks = world.together(lambda: {number: corpus.block(number) for number in own})
@@ -165,9 +163,7 @@ def open_corpus(section: DataSection, seq: int) -> Corpus:
 
 
 def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
-    """Return source files of the standard library's top level, in order, up to a limit. Raise `UsageError` if this
-    Python has no sources.
-    """
+    """Return the standard library's top-level sources, in order, up to a limit. `UsageError` if there are none."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for file in sorted(folder.glob("*.py")):

@@ -56,9 +56,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, micro_batches: int) -> None:
-        """Prepare for steps of this many micro-batches, once parts are planned and sharded. Raise `UsageError` if the
-        layout cannot run such steps.
-        """
+        """Prepare for steps of this many micro-batches, after planning and sharding. `UsageError` if impossible."""
 
     @abstractmethod
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Engine:
@@ -74,9 +72,7 @@ class Engine(ABC):
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
-        """Set the parameters' gradients to those of the mean loss over all ranks; return this rank's mean, detached, or
-        None if it does not compute the loss.
-        """
+        """Set gradients to the global mean loss's; return this rank's mean, detached, or None if it has no loss."""
 
     @abstractmethod
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:

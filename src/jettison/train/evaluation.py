@@ -41,9 +41,7 @@ class EvaluationResult:
 
 
 def evaluation_set(recipe: TrainRecipe, vocab: int | None, world: World) -> EvaluationSet | None:
-    """Open a recipe's evaluation text; None without one. All ranks call it. Raise `UsageError` if the text is too
-    short, or the model cannot read it.
-    """
+    """Open a recipe's evaluation text, if any. All ranks call it. `UsageError` if it is too short or unreadable."""
     section, batch = recipe.eval, recipe.batch
     data = section.data
     if data is None:
@@ -69,9 +67,7 @@ def evaluation_set(recipe: TrainRecipe, vocab: int | None, world: World) -> Eval
 def evaluate(
     found: EvaluationSet, engine: Engine, world: World, *, data_rank: int, accumulation: int
 ) -> EvaluationResult:
-    """Evaluate the current model. All ranks call it. ``accumulation``: micro-batches of a global batch on one
-    data-parallel rank.
-    """
+    """Evaluate the model. All ranks call it. ``accumulation``: micro-batches a step on one data-parallel rank."""
     started = time.perf_counter()
     losses: dict[int, float] = {}
     first = data_rank * accumulation

@@ -134,9 +134,7 @@ def export_run(make: Callable[[], TrainRecipe], *, say: Progress = silent, warn:
 
 
 def export_session(session: Session) -> str | None:
-    """Export the weights at the end of a run if the recipe names a folder, and return it. Every rank calls it. Raise
-    `ExportFailed` if they could not be written.
-    """
+    """Export weights if the recipe names a folder; return it. All ranks call it. Raise `ExportFailed` if unwritten."""
     section = session.recipe.export
     if session.hub is not None:
         session.say(f"writing the weights to {section.folder}")

@@ -272,9 +272,7 @@ def leave(hangs: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """State of one rank at one moment: the place of its main thread, collectives begun by name of the group, and
-    whether it has timed out.
-    """
+    """One rank's state at one moment: its main thread's place, collectives begun by group, whether it timed out."""
 
     number: int = -1
     place: str = "nowhere yet"

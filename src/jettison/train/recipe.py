@@ -29,9 +29,7 @@ _EXPECTED: Final = "expected a TOML file, or module:name of a TrainRecipe or of 
 
 
 def at_least(smallest: int, default: Any = MISSING, expected: str = "") -> Any:
-    """Field of a section with a smallest value; the value must be finite. ``expected``: for the error message; by
-    default "``smallest`` or more".
-    """
+    """Field with a smallest, finite value. ``expected``: for the error message; else "``smallest`` or more"."""
     metadata = {"smallest": smallest, "expected": expected or f"{smallest} or more"}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
@@ -119,9 +117,7 @@ class BatchSection(RecipeSection):
     seq: int = at_least(1)
 
     def accumulation(self, dp: int) -> int:
-        """Micro-batches in a step on one data-parallel rank. Raise `UsageError` if the global batch is no multiple of
-        micro_batch x dp.
-        """
+        """Micro-batches a step and data-parallel rank. Raise `UsageError` if the batch is no such multiple."""
         at_a_time = self.micro_batch * dp
         if self.global_batch % at_a_time:
             raise UsageError(
@@ -167,9 +163,7 @@ class LayoutSection(RecipeSection):
             raise UsageError(f"got shards {self.shards} with zero 0, which shards nothing; expected zero 2 or 3")
 
     def over(self, ranks: int) -> Layout:
-        """Return the layout on this many ranks. Raise `UsageError` if they are not dp x cp x tp x pp, or options
-        contradict each other.
-        """
+        """Return the layout on this many ranks. `UsageError` if they are not dp x cp x tp x pp, or options clash."""
         inner = self.cp * self.tp * self.pp
         dp = max(1, ranks // inner) if self.dp is None else self.dp
         if dp * inner != ranks:
@@ -182,9 +176,7 @@ class LayoutSection(RecipeSection):
         return Layout(dp=dp, sp=sp, schedule=Schedule(self.schedule), **alike)
 
     def spread(self, dp: int) -> tuple[int, int]:
-        """Return the number of replicas, and of ranks over which each is sharded, for dp x cp ranks. Raise `UsageError`
-        if the shards do not divide them.
-        """
+        """Return the replicas, and the ranks that shard each, of dp x cp. `UsageError` if shards do not divide them."""
         ranks = dp * self.cp
         if not self.zero:
             return ranks, 1
@@ -458,9 +450,7 @@ def _counted(ranks: int) -> str:
 
 
 def read_recipe(target: str) -> TrainRecipe:
-    """Read a recipe by path or by name. Raise `UsageError` if there is none, or about the first invalid key, by its
-    section.
-    """
+    """Read a recipe by path or name. Raise `UsageError` if there is none, or about its first invalid key."""
     path = Path(target)
     if path.suffix == ".toml" or path.exists():
         return parse_recipe(read_text(path, f"recipe {path}"), name=str(path))

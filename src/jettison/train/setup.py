@@ -318,9 +318,7 @@ def _plan(
 
 
 def _keeping(recipe: TrainRecipe, places: Places) -> Keeping | None:
-    """Keep plans next to the checkpoints, for a resumed run with the same settings; others plan anew. Settings that
-    only read, write or end a run do not count.
-    """
+    """Keep plans next to checkpoints for resumed runs; settings that only read, write or end a run do not count."""
     if recipe.checkpoint.folder is None or recipe.plan.budget is None:
         return None
     asked = AskedBudget(nbytes=parse_bytes(recipe.plan.budget))
@@ -362,9 +360,7 @@ def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """FLOPs of one step over all ranks, forward and backward and, apart, recomputation; and the peak FLOP/s of one
-    device. None if unknown.
-    """
+    """FLOPs of a step over all ranks, and its recomputation's; peak FLOP/s of one device. None if unknown."""
 
     model_flops: float | None
     recomputed_flops: float = 0.0

@@ -170,9 +170,7 @@ def _prove(
 
 
 def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerProof, ...], tuple[PlanTensor, ...]]:
-    """Bytes by layer: of plain autograd and of the plan by the ledger, and as observed on the real tensors; and a
-    description of the saved tensors.
-    """
+    """Bytes by layer: plain autograd's and the plan's by the ledger, observed ones; and the saved tensors described."""
     # the plain copy is traced: modules under a plan run stand-ins
     traced = trace_model(
         plain.model, plain.batch, loss_fn=plain.loss_fn, regions=[r.name for r in applied.regions if r.name]

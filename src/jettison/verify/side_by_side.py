@@ -166,9 +166,7 @@ def proof_of(
     *,
     under: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Proof:
-    """Measure peaks and step times of both sides, after steps that were compared. ``name``: of the other side;
-    ``under``: a context for complete steps of both.
-    """
+    """Measure both sides' peaks and step times, after compared steps. ``under``: a context for steps of both."""
     parameters = parameter_digest(plain.model) == parameter_digest(other.model)
     with under():
         progress("measuring peaks")

@@ -50,9 +50,7 @@ def read(keys: Keys) -> None:
 
 
 def _adapters(keys: Keys) -> None:
-    """Read adapters (``hparams/finetuning_args.py``: LoRA on all linear layers by default) and quantization
-    (``model/model_utils/quantization.py``).
-    """
+    """Read adapters (``hparams/finetuning_args.py``) and quantization (``model/model_utils/quantization.py``)."""
     if keys.text("finetuning_type", "lora") != "lora":
         trainer.without_adapters(keys, "lora_rank", "lora_dropout", "lora_target")
         return

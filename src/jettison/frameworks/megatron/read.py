@@ -358,9 +358,7 @@ def _pattern(keys: Keys) -> str:
 
 
 def _hybrid(keys: Keys, pattern: str, hidden: int) -> dict[str, Any]:
-    """Read a hybrid model (``megatron/core/models/hybrid/hybrid_model.py``): one letter per layer; together SSM heads
-    are twice as wide as the hidden size.
-    """
+    """Read a hybrid model (hybrid_model.py): a letter a layer; SSM heads together are twice the hidden size."""
     table = keys.table["hybrid"]
     heads, width = (keys.whole(*table[kind]) for kind in ("heads", "width"))
     assert width

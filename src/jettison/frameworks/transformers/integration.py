@@ -20,14 +20,10 @@ _REFERENCES = ("ref_model", "reward_model", "value_model")
 """Attributes of TRL's trainers that hold models of their own."""
 
 _SWITCHES = ("activation_checkpointing", "gradient_checkpointing")
-"""Arguments for checkpointing; the second is the older name, and follows the first if there are both (transformers'
-``training_args.py``).
-"""
+"""Arguments for checkpointing; the second, older, follows the first if both are there (``training_args.py``)."""
 
 _ROLLOUT = "_generate_and_score_completions"
-"""Method of TRL's trainers that generate their data; ``_prepare_inputs`` calls it within ``training_step``
-(``grpo_trainer.py``, ``rloo_trainer.py``).
-"""
+"""Method by which TRL's trainers generate data within ``training_step`` (grpo_trainer.py, rloo_trainer.py)."""
 
 
 class TransformersPlan(TrainerPlan):
