@@ -66,3 +66,19 @@ def test_gradients_of_both_halves_are_written_over_them(name: str) -> None:
 def test_its_loss_is_the_fused_one() -> None:
     assert run_of("llama3-8b", RunRequest(kernels="liger")).kernels.loss is Loss.FUSED
     assert run_of("llama3-8b", RunRequest(kernels="liger", loss="upcast")).kernels.loss is Loss.UPCAST
+
+
+@pytest.mark.parametrize(
+    ("like", "kernels", "loss"),
+    [
+        ("huggingface", "liger", Loss.FUSED),
+        ("deepspeed", "liger", Loss.FUSED),
+        ("deepspeed", "pytorch", Loss.UPCAST),
+        ("automodel", None, Loss.UPCAST),
+        ("automodel", "liger", Loss.UPCAST),
+        ("megatron", "megatron", Loss.VOCAB_PARALLEL),
+    ],
+)
+def test_a_preset_with_other_kernels_has_the_loss_of_these(like: str, kernels: str | None, loss: Loss) -> None:
+    """Not where they are the preset's own, whose loss it sets."""
+    assert run_of("llama3-8b", RunRequest(like=like, kernels=kernels)).kernels.loss is loss

@@ -455,3 +455,36 @@ def test_a_call_of_several_on_a_line_is_changed(tmp_path: Path, capsys: Any) -> 
     assert run(["plan", "--from", str(path), "--gpu", "h100-80gb", "--write", "--force"]) == 0
     assert (tmp_path / "train.planned.py").read_text() == line.replace("=True", "=False")
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (
+            "for p in model.parameters():\n    p.requires_grad = False",
+            r"requires_grad = line \d+ \(parameters frozen by hand",
+        ),
+        ("model.wte.requires_grad_(False)", r"requires_grad = line \d+ \(parameters frozen by hand"),
+        ("def compute_loss(self, model, inputs): ...", r"compute_loss = line \d+ \(a loss of the script's own"),
+        ("model = model.to('cuda', torch.bfloat16)", r"model\.bfloat16 = line \d+ \(weights that the script casts"),
+        ("model.half()", r"model\.half = line \d+ \(weights that the script casts"),
+        ("if fast():\n    model = torch.compile(model)", r"torch\.compile = torch\.compile \(line \d+: its value"),
+    ],
+)
+def test_changes_of_a_step_that_are_no_arguments(tmp_path: Path, line: str, why: str) -> None:
+    text = STEPS.replace("BATCH", "4").replace(", peft_config=lora", "").replace("lora =", "unused =")
+    assert read_run(script(tmp_path, text)).compile is False
+    harmless = "model.to('cuda'), model.requires_grad_(True)"
+    assert read_run(script(tmp_path, text, "train.py", ("args =", f"{harmless}\nargs ="))).compile is False
+    with pytest.raises(UsageError, match=why):
+        read_run(script(tmp_path, text, "train.py", ("args =", f"import torch\n{line}\nargs =")))
+
+
+def test_a_compiled_model_and_weights_frozen_under_adapters(tmp_path: Path) -> None:
+    text = STEPS.replace("BATCH", "4")
+    lines = (
+        "import torch\nfor p in model.parameters():\n    p.requires_grad = False\nmodel = torch.compile(model)\nargs ="
+    )
+    found = read_run(script(tmp_path, text, "train.py", ("args =", lines)))
+    assert found.compile
+    assert found.request.lora

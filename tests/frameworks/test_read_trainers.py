@@ -287,7 +287,7 @@ def test_parts_of_ligers_kernels(write: Any) -> None:
     assert read_run(write(plain)).request.loss == "fused"
     parts = {"fused_linear_cross_entropy": False, "rope": False}
     found = read_run(write(plain, liger_kernel_config=parts))
-    assert (found.request.kernels, found.request.loss) == ("liger", None)
+    assert (found.request.kernels, found.request.loss) == ("liger", "upcast")
     for name, value in (("cross_entropy", True), ("rms_norm", False), ("novel", True)):
         with pytest.raises(UsageError, match=rf"liger_kernel_config\.{name} = "):
             read_run(write(plain, liger_kernel_config={name: value}))

@@ -40,6 +40,8 @@ _CASTS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
 _BF16: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
 _OF_THE_GPU: Final = {**dict.fromkeys(_BF16, True), "get_device_capability": [8, 0]}
 """Answers of any GPU with bf16."""
+_OVERRIDDEN: Final = ("compute_loss", "training_step", "create_optimizer")  # methods of a trainer
+_HALVES: Final = ("bfloat16", "float16", "half")
 _CHANGES: Final = ("append", "extend", "insert", "pop", "remove", "setdefault", "update")
 _Table = dict[str, Any]
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -63,7 +65,7 @@ class _Unknown(Exception):
 
 def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str, Any], bool]:
     """Return the value that a function returns or a variable of the module holds, or of a script the arguments of its
-    calls by ``NAME()``, with True by ``$NAME``; and whether it is a script.
+    calls by ``NAME()``, with their lines by ``$NAME``; and whether it is a script.
 
     Args:
         name: of the function or variable; None: the only function without required arguments, or without any the only
@@ -94,7 +96,7 @@ def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str,
                 before = found.setdefault(f"{call.name}().{key}", known)
                 if before != known:
                     found[f"{call.name}().{key}"] = UnknownValue(f"{before} or {known}", call.line)
-    found |= {f"${one.name}": True if one.certain else UnknownValue(one.name, one.line) for one in calls}
+    found |= {f"${one.name}": f"line {one.line}" if one.certain else UnknownValue(one.name, one.line) for one in calls}
     if module.used:
         used = ", ".join(f"{key} = {value}" for key, value in module.used.items())
         found[notes] = [f"arguments of the script's command line and environment have their defaults: {used}"]
@@ -142,9 +144,9 @@ class _ScriptCall:
 
     name: str
     line: int
-    bound: str
-    stage: int
-    certain: bool
+    bound: str = ""
+    stage: int = 0
+    certain: bool = True
     given: Mapping[str, Any]
 
 
@@ -177,8 +179,9 @@ class _Module:
         self.used: dict[str, Any] = {}
         self._results: dict[ast.AST, Any] = {}
         self._follow(tree.body, self.names, {})
-        for name in self.functions if self.script else ():
+        for name, function in self.functions.items() if self.script else ():
             self.call(name, [], {})
+            self.calls += [_ScriptCall(name=name, line=function.lineno, given={})] if name in _OVERRIDDEN else []
         self.calls = [one for one in self.calls if self.loads[one.bound] or one.name.endswith("Trainer")]
 
     # configurations ---------------------------------------------------------------------------------------------------
@@ -354,6 +357,8 @@ class _Module:
         table = local.get(owner.id) if isinstance(owner, ast.Name) else None
         if table is None or (_called(table) and "pars" in table[""]):
             self.options.pop(target.attr, None)  # a default of the command line that the script replaces
+        if target.attr == "requires_grad" and str(value) == "False":
+            self.calls.append(_ScriptCall(name="requires_grad", line=target.lineno, given={}))
         if self.script and (len(path) > 1 or not isinstance(table, dict) or "." in table.get("", ".")):
             return True
         for name in path[:-1]:
@@ -461,6 +466,10 @@ class _Module:
         if last == "add_argument" and flags:
             switch = {"store_true": False, "store_false": True}.get(str(named.get("action")))
             self.options[str(named.get("dest", flags[0].lstrip("-").replace("-", "_")))] = named.get("default", switch)
+        name = "requires_grad" if last == "requires_grad_" and given[:1] == [False] else name
+        name = ast.unparse(node.func) if last == "compile" else name  # of torch, a model or a pattern
+        if cast := [one for one in (*given, *named.values()) if last == "to" and str(one) in _HALVES]:
+            name = f"{name[:-2]}{cast[0]}"  # ``model.to(torch.bfloat16)`` as ``model.bfloat16()``
         places = ["model", "args"] if last.endswith("Trainer") else []
         keys = [*places[: len(given)], *map(str, range(len(places), len(given)))]
         found = {"": name, **dict(zip(keys, given, strict=True)), **named}

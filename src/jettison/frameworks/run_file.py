@@ -389,9 +389,8 @@ class Keys:
             if key := next(filter(self.whole, filter(self.has, owns)), ""):
                 self.give(name, self.whole(key), key)
         for own, given in table.get("on", {}).items():
-            if self.on(f"{prefix}{own}"):
-                for name, value in given.items():
-                    self.give(name, value, f"{prefix}{own}")
+            for key in filter(self.on, [*self.matching(f"{prefix}{own}")]):
+                self._take(key, given, self.written(key))
         for name, value in table.get("usual", {}).items():
             if self.field(name) is None:
                 self.give(name, value)
@@ -416,12 +415,16 @@ class Keys:
         found = known.get(text, next((said for glob, said in known.items() if fnmatchcase(text, glob)), None))
         if found is None:
             found = str(words.get("why", f"expected one of {', '.join(known)}")).replace("{}", text)
-        if isinstance(found, str):
-            self.refuse(key, found)
+        self._take(key, found, f"{self.written(key)} = {text}")
+
+    def _take(self, key: str, given: Mapping[str, Any] | str, said: str) -> None:
+        """Set the fields of a key's value, or refuse it for a reason; ``said``: the key, for a note."""
+        if isinstance(given, str):
+            self.refuse(key, given)
             return
-        for name, value in found.items():
+        for name, value in given.items():
             if name == "note":
-                self.note(f"{self.written(key)} = {text}: {value}")
+                self.note(f"{said}: {value}")
             else:
                 self.give(name, value, key)
 
@@ -439,7 +442,7 @@ class Keys:
                 continue
             if isinstance(value, UnknownValue) and all(map(_SAID_OTHERWISE, self._became.get(key) or [""])):
                 continue
-            if key.startswith("$") or (why is None and _off(value)):
+            if why is None and (key.startswith("$") or _off(value)):
                 ignored.append(key)
                 continue
             why = why or self._in_tables(key)
@@ -452,7 +455,7 @@ class Keys:
                 self.read(key, why="the command line says it")
                 continue
             why = why or _open_reference(value) or self._unknown(key)
-            unread.append(Key(name=self.written(key), value=value, why=why))
+            unread.append(Key(name=self.written(key).removeprefix("$"), value=value, why=why))
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
     def _unknown(self, key: str) -> str:

@@ -191,12 +191,6 @@ def preference(
         keys.give("reference", "base" if within else reference + before, *came_from, "precompute_ref_log_probs")
 
 
-def compiled(keys: Keys) -> None:
-    """Read torch.compile of layers."""
-    if keys.on("torch_compile") or keys.has("torch_compile_backend") or keys.has("torch_compile_mode"):
-        keys.compiles("torch_compile", "torch_compile_backend", "torch_compile_mode")
-
-
 def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, targets: str, *came_from: str) -> None:
     """Set adapters, and modules that are trained in full; alpha changes no bytes.
 
@@ -216,6 +210,7 @@ def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, targ
 def without_adapters(keys: Keys, *globs: str, known: bool = True) -> None:
     """Read a run without adapters, whose keys match ``globs``; not ``known``: with others, that are refused."""
     keys.read(*keys.matching(*globs), why="no adapters")
+    keys.refuse("$requires_grad", "parameters frozen by hand are not modelled")
     for key in keys.matching("load_in_4bit", "load_in_8bit", "quantization_bit"):
         keys.read(key)
         if keys.on(key) and known:

@@ -163,8 +163,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
             f"got --wgrad-deferral-limit with --loss {kernels.loss}, which has no gradients of logits that could wait"
         )
     if tuning is not None:
-        first = model.layers[0]
-        assert isinstance(first, Layer), "recorded models are refused adapters"
+        assert isinstance(model.layers[0], Layer), "recorded models are refused adapters"
         low_precision = tuning.upcast is Upcast.NORMS and model.embedding_norm is None
         if low_precision or not tuning.inputs_need_gradients:
             model = with_starts(model, low_precision=low_precision, detached=not tuning.inputs_need_gradients)
@@ -249,8 +248,10 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
         said.pop("kbit_upcast", None)  # only with the preset's precision
     if request.offload_optimizer is not None and request.gradients is None:
         said["gradients"] = "one-by-one"  # in addition to DeepSpeed's buffer of shards
-    if model.head.pooling is not Pooling.NONE or model.audio is not None or model.pair is not None:
-        said.pop("loss", None)  # such a head has its own loss
+    asked = fields_of["kernels"] if request.kernels is None else request.kernels
+    own = asked != fields_of["kernels"] and kernel_set(asked).loss is not Loss.UPCAST
+    if own or model.head.pooling is not Pooling.NONE or model.audio is not None or model.pair is not None:
+        said.pop("loss", None)  # such kernels or such a head have their own loss
     found = resolve(model, replace(request, like=None, **said))
     shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
     return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
@@ -402,12 +403,11 @@ def _tuning(request: RunRequest) -> Tuning | None:
 
 def _check_upcast(run: Run) -> None:
     """Check the settings of a base prepared for k-bit training: NOTE [ What is not packed ] in `spec.tuning`."""
-    tuning = run.tuning
-    if tuning is None or tuning.upcast is Upcast.NONE:
+    if run.tuning is None or run.tuning.upcast is Upcast.NONE:
         return
-    if tuning.base not in (Base.NF4, Base.NF4_DOUBLE) or not run.autocast or run.layout.tp > 1:
+    if run.tuning.base not in (Base.NF4, Base.NF4_DOUBLE) or not run.autocast or run.layout.tp > 1:
         raise UsageError(
-            f"got --kbit-upcast {tuning.upcast} without an unsharded 4-bit base under autocast; give --base "
+            f"got --kbit-upcast {run.tuning.upcast} without an unsharded 4-bit base under autocast; give --base "
             "nf4-double and --precision bf16-autocast, without --tp and --zero 3, or --kbit-upcast none"
         )
 

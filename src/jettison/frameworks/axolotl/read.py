@@ -23,7 +23,6 @@ def read(keys: Keys) -> None:
     if keys.text("rl") == "dpo":
         trainer.preference(keys, "micro_batch_size", 1, "rl")
     _lora_kernels(keys)
-    trainer.compiled(keys)
     if keys.some("fsdp_config", "fsdp_config.*") and keys.values.get("fsdp_config", True):
         keys.values.setdefault("fsdp", True)  # a configuration turns it on
     trainer.sharding(keys, version=keys.whole("fsdp_version", 1) or 1)  # ``validation.py``, ``check_fsdp_version``

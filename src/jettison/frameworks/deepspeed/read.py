@@ -46,4 +46,3 @@ def _batch(keys: Keys) -> None:
     found = keys.field("micro_batch") * keys.field("micro_batches", 1) * ranks
     if found != whole and not {"micro_batch", "micro_batches", "tp", "pp", "cp", "dp"} & keys.asked.keys():
         raise keys.error(f"train_batch_size = {whole}, and its other sizes make {found} on {ranks} ranks")
-    keys.global_batch = found

@@ -31,7 +31,6 @@ def read(keys: Keys) -> None:
         keys.give("like", "unsloth", "use_unsloth")
     if keys.on("use_unsloth_gc") and on:  # ``UnslothGradientCheckpointing``: a layer's input is offloaded to CPU
         keys.give("offload", True, "use_unsloth_gc")
-    trainer.compiled(keys)
     trainer.sharding(keys)
     # ``model/model_utils/checkpointing.py``, ``_get_gradient_checkpointing_kwargs``
     trainer.reentrant(keys, default=keys.on("use_reentrant_gc", True))

@@ -42,14 +42,14 @@ def read(keys: Keys) -> None:
     trainer.checkpointing(keys, default=usual)
     if keys.on("use_liger_kernel"):
         keys.give("kernels", "liger", "use_liger_kernel")
-        if not trl and keys.on("liger_kernel_config.fused_linear_cross_entropy", True):
-            keys.give("loss", "fused", "use_liger_kernel")  # TRL has its own head with Liger's norms and gates
+        if not trl:  # TRL has its own head with Liger's norms and gates
+            fused = keys.on("liger_kernel_config.fused_linear_cross_entropy", True)
+            keys.give("loss", "fused" if fused else "upcast", "use_liger_kernel")
     else:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
     if trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
         keys.note("TRL computes its loss on tiles of logits (1.16); give --loss upcast for older ones, which keep all")
-    trainer.compiled(keys)
     trainer.sharding(keys)
     unsaid = weights == "fp32" and (script or not trl) and not (keys.has("dtype") or keys.has("torch_dtype"))
     if unsaid and keys.said("like") != "deepspeed":  # whose engine replaces it
@@ -91,13 +91,12 @@ def others(keys: Keys) -> bool:
     """Refuse trainers other than of SFT and DPO, and return whether there is one."""
     found = [*keys.matching(*table_of("transformers")["trainers"])]
     for script in found:
-        why = "generation and reward models during training are not modelled"
-        keys.refuse(f"trainer {script[1:]}", why, implied=True)
+        keys.refuse(script, "generation and reward models during training are not modelled")
         if keys.has("max_completion_length"):
             keys.give("seq", (keys.whole("max_prompt_length") or 512) + (keys.whole("max_completion_length") or 0))
-    if keys.some("$HfArgumentParser", "$TrlParser") and not keys.some("$*TrainingArguments", "$[SDGKC]*[FPT]*Config"):
-        why = "it reads a command line: give the script or YAML that has it as --from"
-        keys.refuse("HfArgumentParser", why, implied=True)
+    for parser in keys.matching("$HfArgumentParser", "$TrlParser"):
+        if not keys.some("$*TrainingArguments", "$[SDGKC]*[FPT]*Config"):
+            keys.refuse(parser, "it reads a command line: give the script or YAML that has it as --from")
     return bool(found)
 
 
