@@ -87,7 +87,6 @@ def test_a_plan_keeps_at_most_what_compiled_layers_keep(recipe: str | None) -> N
     [
         ({"kernels": "megatron"}, "whose layers are not compiled"),
         ({"recompute": "selective"}, "chooses within a layer, as the compiler does"),
-        ({"lora": "8"}, "compiled adapters are not modelled"),
     ],
 )
 def test_what_is_not_known_is_refused(given: dict[str, object], words: str) -> None:
@@ -96,8 +95,11 @@ def test_what_is_not_known_is_refused(given: dict[str, object], words: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
-def test_it_is_inductors_choice_to_the_byte(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [("llama", None), ("gpt2", None), ("qwen3", None), ("llama", "r=4,targets=q_proj+o_proj+down_proj")],
+)
+def test_it_is_inductors_choice_to_the_byte(kind: str, lora: str | None) -> None:
     """All but tables that every layer is given: two of fp32 for each place, of a head's width."""
     import torch
     from torch._inductor.compile_fx import compile_fx
@@ -107,6 +109,13 @@ def test_it_is_inductors_choice_to_the_byte(kind: str) -> None:
     from jettison.solve.policy import KeepAll
 
     model = Loss(language_model(kind))
+    values = model.model.config.to_dict()
+    if lora is not None:
+        import peft
+
+        model.model.enable_input_require_grads()
+        targets = ["q_proj", "o_proj", "down_proj"]
+        model.model = peft.get_peft_model(model.model, peft.LoraConfig(r=4, target_modules=targets)).base_model.model
     block = blocks_of(model)[0]
 
     def split_only(graph: Any, inputs: Any) -> Any:
@@ -122,6 +131,7 @@ def test_it_is_inductors_choice_to_the_byte(kind: str) -> None:
     (split,) = seen
     tables = 0 if kind == "gpt2" else 2 * 4 * S * 16
     theirs = split.program.kept_bytes(split.kept) - tables
-    values = model.model.config.to_dict()
-    found = described(values, dropout=0.1 if kind == "gpt2" else None, attention="eager" if kind == "gpt2" else None)
+    found = described(
+        values, lora=lora, dropout=0.1 if kind == "gpt2" else None, attention="eager" if kind == "gpt2" else None
+    )
     assert dict(found.layer_bytes())["layers.1"] == theirs

@@ -392,7 +392,8 @@ def _without_logits(w: Writer, x: Value) -> Value:
     A chunk's logits live while it is computed: FUSED's in the forward, where their gradient overwrites them.
 
     CHUNKED_OUTPUT saves the logits as well: the model returns a list of chunks of them in the matmuls' dtype, and the
-    loss has one chunk in fp32 at a time (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390).
+    compiled loss reads them (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390). Backward has all gradients of
+    chunks before the first matmul of the head, and adds up those of its weight.
     """
     model = w.run.model
     whole, kept = enter(w, x)
@@ -417,12 +418,17 @@ def _without_logits(w: Writer, x: Value) -> Value:
             workspace = 0
     else:
         name, made = w.kernels.loss.replace("-", "_"), [loss]
-        kept_now = [Saved(kept, "linear input"), Saved(labels, "labels")]
-        if w.kernels.loss is Loss.CHUNKED_OUTPUT:
+        listed, wide = w.kernels.loss is Loss.CHUNKED_OUTPUT, w.kernels.fp32_logits
+        kept_now = [Saved(labels, "labels")]
+        if not (listed and weight.frozen):  # a frozen head's matmuls save their weight alone
+            kept_now.insert(0, Saved(kept, "linear input"))
+        if listed:
             places = w.on_tp(2)
-            wide = w.kernels.fp32_logits
             made.append(w.tape.empty((*whole.shape[:-1], model.vocab), "float32" if wide else w.matmul_dtype, places))
             kept_now.append(Saved(made[-1], "logits", "16-bit logits: 2sbV"))
+            if not wide:  # a chunk's gradient; or, as the second chunk has one, a second gradient of the weight
+                chunk = made[-1].nbytes // w.kernels.loss_chunks
+                workspace = max(chunk, 0 if weight.frozen else weight.nbytes - chunk)
             if wide:  # the loop references fp32 logits, and each chunk's log-softmax is saved
                 made.append(w.tape.empty((*whole.shape[:-1], model.vocab), "float32", places))
                 kept_now.append(Saved(made[-1], "log-softmax output"))

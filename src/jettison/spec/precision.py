@@ -185,6 +185,7 @@ PRECISIONS: Final = MappingProxyType(
             replace(_PURE, name="bf16-master16", master="bfloat16"),
             # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
             replace(_FULL, name="bf16-autocast", compute="bfloat16"),
+            replace(_FULL, name="fp16-autocast", compute="float16"),
             replace(_MIXED, name="fp8", gemm_inputs=FP8),
         )
     }

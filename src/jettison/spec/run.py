@@ -485,8 +485,6 @@ def _compiled(run: Run) -> Iterator[str]:
         why = f"and {model.name}, whose state-space or linear-attention layers are not modelled compiled"
     elif any(layer.experts for layer in model.kinds):
         why = f"and {model.name}, whose MoE layers have graph breaks; without it they are counted as they run eagerly"
-    elif run.tuning is not None:
-        why = "with --lora; compiled adapters are not modelled"
     elif mode not in COMPILED_MODES:
         modes = ", ".join(COMPILED_MODES)
         why = f"with --recompute {mode}, which chooses within a layer, as the compiler does; give one of {modes}"
