@@ -112,3 +112,13 @@ def test_a_block_saves_what_its_code_saves(groups: int, targets: str, adapted: t
     heads = 2 * 8 * HEADS if groups < HEADS else 0  # indices of ``repeat_interleave``
     assert out.shape == x.shape
     assert abs(sum(kept.values()) - heads - described) <= 256, (sum(kept.values()), described)
+
+
+def test_norms_of_older_versions_save_16_bits_for_their_weight() -> None:
+    """Before 916a84ca ``RMSNorm`` returned ``x_normed.to(dtype) * self.weight``: two bytes a number less, two a layer."""
+
+    def kept(kernels: str) -> int:
+        request = RunRequest(seq=S, micro_batch=B, precision="bf16-pure", kernels=kernels)
+        return dict(forecast(resolve(parse_config(LLAMA, name="small"), request).run).layer_bytes())["layers.1"]
+
+    assert kept("litgpt") - kept("litgpt-0.4.5") == 2 * 2 * B * S * H

@@ -506,7 +506,12 @@ def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
     assert read_run(write(plain, **cut)).request.loss == "fused"
     fsdp = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offload_params": False}}
     found = _fields(read_run(write(plain, **fsdp), gpus=2))
-    assert (found["zero"], found["dp"], found["precision"]) == (3, 2, "bf16-autocast")
+    assert (found["zero"], found["dp"], found["precision"]) == (3, 2, "bf16-pure"), "its FSDP2 casts no weights"
+    assert read_run(write(plain, **fsdp | {"fsdp_version": 1}), gpus=2).request.precision == "bf16-autocast"
+    mx = {"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}
+    assert read_run(write(plain, **mx)).request.base is None
+    with pytest.raises(UsageError, match="other quantizations than bitsandbytes"):
+        read_run(write(plain, **mx | {"model_quantization_config_kwargs": {"dequantize": False}}))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ DEFAULT_TARGETS: Final = "q_proj+v_proj+qkv_proj"
 def reduces_last(keys: Keys, *, synced: bool = False, remedy: str = "sync_each_batch", preset: bool = True) -> None:
     """Read when FSDP reduces the gradients of several micro-batches: in the last one, unless the file says otherwise.
 
-    accelerate 1.15, ``accelerator.py``, ``no_sync``: FSDP1's, and ``set_requires_gradient_sync`` of FSDP2.
+    accelerate 1.15, ``accelerator.py``, ``no_sync``: FSDP1's, and since 1.11 ``set_requires_gradient_sync`` of FSDP2.
 
     Args:
         synced: gradients are reduced in each micro-batch.
@@ -34,7 +34,7 @@ def reduces_last(keys: Keys, *, synced: bool = False, remedy: str = "sync_each_b
     if not synced and keys.asked.get("gradient_sync") != "each" and keys.field("lora") is None:
         keys.note(
             "FSDP keeps the whole model's gradients unsharded until a step's last micro-batch, which is counted; with "
-            f"{remedy} it reduces them in each: --gradient-sync each shows what that saves"
+            f"{remedy}, or FSDP2 by accelerate before 1.11, it reduces them in each: --gradient-sync each counts that"
         )
 
 
@@ -105,19 +105,20 @@ def half(keys: Keys, *, default: bool = False) -> bool:
     return bf16 or fp16 or asked in ("bf16", "fp16")
 
 
-def precision(keys: Keys, *, weights: str, mixed: bool) -> None:
+def precision(keys: Keys, *, weights: str, mixed: bool, upcast: bool = True) -> None:
     """Read the precision of weights and of compute.
 
     Args:
         weights: dtype in which weights are loaded, fp32 or bf16.
         mixed: matmuls run in 16 bits under autocast.
+        upcast: FSDP casts weights to fp32.
     """
     deepspeed, tuned = keys.said("like") == "deepspeed", keys.field("lora") is not None
     if deepspeed and mixed and keys.field("like") != "deepspeed":
         keys.give("precision", "bf16")  # the engine runs under another preset, too
     if keys.field("precision") is not None or (deepspeed and mixed):
         return  # the framework's own precision, or the engine's bf16, which is the preset's
-    if not deepspeed and mixed and not tuned and keys.field("zero", 0) == 3:
+    if upcast and not deepspeed and mixed and not tuned and keys.field("zero", 0) == 3:
         weights = "fp32"  # accelerate/utils/fsdp_utils.py, ``fsdp2_prepare_model``: upcast for the optimizer
     if tuned and weights == "fp32" and keys.field("base") is None:
         keys.give("base", "fp32")

@@ -31,7 +31,9 @@ def read(keys: Keys) -> None:
     trainer.reentrant(keys, default=plain)
     trainer.optimizer(keys, "optimizer", "adamw")
     _wide_ends(keys, half=half)
-    trainer.precision(keys, weights="bf16" if half else "fp32", mixed=half)
+    # ``monkeypatch/accelerate/fsdp2.py``, ``fsdp2_prepare_model``: unlike accelerate's, it does not cast weights to fp32
+    upcast = keys.field("fsdp_version") == 1
+    trainer.precision(keys, weights="bf16" if half else "fp32", mixed=half, upcast=upcast)
     _axes(keys)
     trainer.replicas(keys)
 
@@ -54,6 +56,9 @@ def _adapters(keys: Keys) -> None:
     adapters. ``loaders/model.py``, ``_configure_embedding_dtypes``: with adapters, tensors that PEFT's k-bit
     preparation casts to fp32 are cast back to 16 bits.
     """
+    weights = [keys.values.get(f"model_quantization_config{key}") for key in ("", "_kwargs.dequantize")]
+    if weights == ["Mxfp4Config", True]:
+        keys.read(*keys.matching("model_quantization_config*"), why="16-bit weights")
     if keys.text("adapter") not in ("lora", "qlora"):
         own = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_*", "lora_modules_to_save")
         trainer.without_adapters(keys, *own, known=not keys.has("adapter"))
