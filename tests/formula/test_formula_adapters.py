@@ -250,8 +250,8 @@ def test_a_frozen_head_has_no_gradient_of_its_weight(loss: str, forwards: int) -
 
 
 def test_a_list_of_logits_is_all_that_chunks_do_without() -> None:
-    """Two bytes a logit between the passes; in backward, where a chunk of eight is in fp32 twice in the one and freed in
-    the other, a second gradient of the weight as well: torchtune's loss in chunks.
+    """Two bytes a logit between the passes; in backward, where a chunk of eight is in fp32 twice in the one and freed
+    in the other, a second gradient of the weight as well: torchtune's loss in chunks.
     """
     run = resolve(preset("llama3-8b"), RunRequest(seq=2048, precision="bf16-pure", recompute="full")).run
     chunked, listed = (

@@ -115,7 +115,7 @@ def test_a_block_saves_what_its_code_saves(groups: int, targets: str, adapted: t
 
 
 def test_norms_of_older_versions_save_16_bits_for_their_weight() -> None:
-    """Before 916a84ca ``RMSNorm`` returned ``x_normed.to(dtype) * self.weight``: two bytes a number less, two a layer."""
+    """Before 916a84ca ``RMSNorm`` returned ``x_normed.to(dtype) * self.weight``: two bytes a number less, twice."""
 
     def kept(kernels: str) -> int:
         request = RunRequest(seq=S, micro_batch=B, precision="bf16-pure", kernels=kernels)

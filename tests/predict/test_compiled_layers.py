@@ -63,10 +63,10 @@ def test_layers_beside_checkpoints_are_compiled_as_well(mode: str, checkpointed:
     assert full["layers.1"] < plain["layers.1"]
 
 
-@pytest.mark.parametrize("recipe", [None, "tensorwise"])
-def test_a_plan_keeps_at_most_what_compiled_layers_keep(recipe: str | None) -> None:
+@pytest.mark.parametrize("given", [{}, {"fp8_recipe": "tensorwise"}, {"lora": "4", "kernels": "huggingface"}], ids=str)
+def test_a_plan_keeps_at_most_what_compiled_layers_keep(given: dict[str, str]) -> None:
     """With room for all it is the compiled run, in bytes and seconds; with less it recomputes some of that."""
-    run = described(LLAMA, kernels="pytorch", precision="bf16", fp8_recipe=recipe).run
+    run = described(LLAMA, **{"kernels": "pytorch", "precision": "bf16"} | given).run
     plain, device = forecast(run), hardware("h100-80gb")
     roomy = choose(replace(run, recompute=Recompute(mode=Mode.AUTO)), plain.peak_bytes, device)
     assert roomy.forecast.peak_bytes == plain.peak_bytes and roomy.seconds == 0.0
@@ -78,6 +78,10 @@ def test_a_plan_keeps_at_most_what_compiled_layers_keep(recipe: str | None) -> N
     tight = choose(replace(run, recompute=Recompute(mode=Mode.AUTO)), roomy.minimum_budget_bytes, device)
     assert tight.forecast.peak_bytes <= roomy.minimum_budget_bytes < plain.peak_bytes
     assert tight.step_seconds > roomy.step_seconds
+    for share in range(5):  # budgets of which some leave layers parts of what they keep
+        budget = roomy.minimum_budget_bytes + (plain.peak_bytes - roomy.minimum_budget_bytes) * share // 4
+        found = choose(replace(run, recompute=Recompute(mode=Mode.AUTO)), budget, device)
+        assert len(dict(layer_policies(found))) == run.model.depth
     rows = dict(plain.layer_bytes())
     assert all(nbytes <= rows[name] for name, nbytes in tight.forecast.layer_bytes())
 

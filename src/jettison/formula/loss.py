@@ -392,8 +392,8 @@ def _without_logits(w: Writer, x: Value) -> Value:
     A chunk's logits live while it is computed: FUSED's in the forward, where their gradient overwrites them.
 
     CHUNKED_OUTPUT saves the logits as well: the model returns a list of chunks of them in the matmuls' dtype, and the
-    compiled loss reads them (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390). Backward has all gradients of
-    chunks before the first matmul of the head, and adds up those of its weight.
+    compiled loss reads them (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390). Backward has the gradients
+    of all chunks before the first matmul of the head, and adds up those of its weight.
     """
     model = w.run.model
     whole, kept = enter(w, x)

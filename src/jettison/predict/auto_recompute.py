@@ -15,6 +15,7 @@ from typing import Final
 from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
+from jettison.ledger.program import Source
 from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, fit_budgets, most_bytes
@@ -202,7 +203,8 @@ def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
             program = part.program
             word = policy_name(program, part.kept, moved)
             if word is PolicyName.PER_TENSOR and not moved:
-                core = program.recompute_set(kept_by(part.region, Mode.SELECTIVE))
+                given = {b for b, buffer in enumerate(program.buffers) if buffer.source is Source.INPUT}
+                core = program.recompute_set(kept_by(part.region, Mode.SELECTIVE) | given)
                 if set(program.recompute_set(part.kept)) <= set(core):  # all that is recomputed
                     word = PolicyName.SELECTIVE
             yield part.name, str(word)

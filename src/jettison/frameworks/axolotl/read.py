@@ -31,8 +31,7 @@ def read(keys: Keys) -> None:
     trainer.reentrant(keys, default=plain)
     trainer.optimizer(keys, "optimizer", "adamw")
     _wide_ends(keys, half=half)
-    # ``monkeypatch/accelerate/fsdp2.py``, ``fsdp2_prepare_model``: unlike accelerate's, it does not cast weights to fp32
-    upcast = keys.field("fsdp_version") == 1
+    upcast = keys.field("fsdp_version") == 1  # ``monkeypatch/accelerate/fsdp2.py``: not in ``fsdp2_prepare_model``
     trainer.precision(keys, weights="bf16" if half else "fp32", mixed=half, upcast=upcast)
     _axes(keys)
     trainer.replicas(keys)
