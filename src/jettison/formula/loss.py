@@ -143,11 +143,14 @@ def _autocast_loss(w: Writer) -> bool:
     return mixed and w.kernels.model_code and w.kernels.device is not Device.CPU
 
 
-def _without_last(w: Writer, logits: Value, labels: Value) -> tuple[Value, Value]:
-    """Logits and labels without a sequence's last position, as copies."""
-    b, s, width = logits.shape
-    copied = w.tape.op("aten.clone.default", [logits], (b, s - 1, width))
-    return copied, w.tape.op("aten.clone.default", [labels], (b, s - 1), grad=False)
+def _without_last(w: Writer, logits: Value, wide: Value, labels: Value) -> tuple[Value, Value, list[Value]]:
+    """What the loss is of, copied if without a sequence's last position; and values that its function references."""
+    named = [wide if w.kernels.fp32_logits else logits]
+    if w.kernels.loss is Loss.IN_LOOP or not _copies_logits(w):
+        return wide, labels, named
+    b, s, width = wide.shape
+    copied = w.tape.op("aten.clone.default", [wide], (b, s - 1, width))
+    return copied, w.tape.op("aten.clone.default", [labels], (b, s - 1), grad=False), [*named, wide]
 
 
 def _gathered(w: Writer, logits: Value) -> Value:
@@ -165,12 +168,8 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     16-bit logits.
     """
     logits = _gathered(w, logits)
-    outside = w.kernels.loss is Loss.IN_LOOP
-    wide = cast(w, logits, "float32") if outside or w.kernels.loss_float32 else logits
-    named = [wide if w.kernels.fp32_logits else logits]
-    if _copies_logits(w) and not outside:
-        named.append(wide)
-        wide, labels = _without_last(w, wide, labels)
+    wide = cast(w, logits, "float32") if w.kernels.loss is Loss.IN_LOOP or w.kernels.loss_float32 else logits
+    wide, labels, named = _without_last(w, logits, wide, labels)
     wide = cast(w, wide, "float32") if w.run.precision.casts or _autocast_loss(w) else wide
     loss = _cross_entropy(w, _log_softmax(w, wide, f"{EXTRA}: 4sbv"), labels)
     w.tape.name(*named)  # arguments of the function that casts or copies them
@@ -287,10 +286,7 @@ def _in_place(w: Writer, logits: Value, labels: Value) -> Value:
     after the cast and the copy of transformers (``kernels/unsloth/cross_entropy_loss.py``, ``FastForCausalLMLoss``).
     """
     wide = cast(w, logits, "float32") if w.kernels.copied_logits and w.kernels.loss_float32 else logits
-    named = [wide if w.kernels.fp32_logits else logits]
-    if _copies_logits(w):
-        named.append(wide)
-        wide, labels = _without_last(w, wide, labels)
+    wide, labels, named = _without_last(w, logits, wide, labels)
     row = w.tape.empty((*wide.shape[:-1], 1), "float32")
     loss = w.tape.empty((), "float32", grad=True)
     kept = [Saved(wide, "logits"), Saved(labels, "labels"), Saved(row, "softmax statistics")]
@@ -368,21 +364,12 @@ def _tiled(w: Writer, x: Value) -> Value:
     numbers = [w.tape.empty((batch * rows,), "float32") for _ in range(2)]
     loss = w.tape.empty((), "float32", grad=True)
     tile = w.tape.empty((min(batch * rows, TILE_TOKENS), TILE_WORDS), w.matmul_dtype)
-    wide = 4 * batch * rows * model.hidden if scored.dtype != "float32" else 0
-    wide += 4 * weight.numel if not weight.frozen and weight.nbytes < 4 * weight.numel else 0
-    w.tape.record(
-        "tiled_log_probabilities",
-        [scored, targets],
-        [loss, *numbers, tile],
-        saves=[
-            Saved(scored, "scored rows"),
-            Saved(targets, "targets"),
-            *(Saved(each, name) for each, name in zip(numbers, ("log of the sum", "entropy"), strict=True)),
-        ],
-        weights=[weight],
-        flops=2 * batch * rows * weight.numel,
-        workspace=tile.nbytes + wide,
-    )
+    workspace = tile.nbytes + (4 * batch * rows * model.hidden if scored.dtype != "float32" else 0)
+    workspace += 4 * weight.numel if not weight.frozen and weight.nbytes < 4 * weight.numel else 0
+    kept = [Saved(scored, "scored rows"), Saved(targets, "targets")]
+    kept += [Saved(each, name) for each, name in zip(numbers, ("log of the sum", "entropy"), strict=True)]
+    name, made, flops = "tiled_log_probabilities", [loss, *numbers, tile], 2 * batch * rows * weight.numel
+    w.tape.record(name, [scored, targets], made, saves=kept, weights=[weight], flops=flops, workspace=workspace)
     return loss
 
 
@@ -426,12 +413,12 @@ def _without_logits(w: Writer, x: Value) -> Value:
             places = w.on_tp(2)
             made.append(w.tape.empty((*whole.shape[:-1], model.vocab), "float32" if wide else w.matmul_dtype, places))
             kept_now.append(Saved(made[-1], "logits", "16-bit logits: 2sbV"))
-            if not wide:  # a chunk's gradient; or, as the second chunk has one, a second gradient of the weight
-                chunk = made[-1].nbytes // w.kernels.loss_chunks
-                workspace = max(chunk, 0 if weight.frozen else weight.nbytes - chunk)
             if wide:  # the loop references fp32 logits, and each chunk's log-softmax is saved
                 made.append(w.tape.empty((*whole.shape[:-1], model.vocab), "float32", places))
                 kept_now.append(Saved(made[-1], "log-softmax output"))
+            else:  # a chunk's gradient; or, as the second chunk has one, a second gradient of the weight
+                chunk = made[-1].nbytes // w.kernels.loss_chunks
+                workspace = max(chunk, 0 if weight.frozen else weight.nbytes - chunk)
     name = f"{name}_cross_entropy"
     w.tape.record(name, [whole, labels], made, saves=kept_now, weights=[weight], flops=flops, workspace=workspace)
     return loss
