@@ -162,7 +162,7 @@ def fake_copy(
     units = list(sharded.sharded_modules(model))
     for module in units:
         memo.update((id(held), whole) for held, whole in sharded.whole_parameters(module, faker.of_meta, stored=stored))
-        kind: Any = sharded.plain_class(module)
+        kind: Any = type(module).__mro__[module._orig_cls_mro_index]  # before `fully_shard` changed it
         copies.append((module, kind.__new__(kind)))
         memo[id(module)] = copies[-1][1]
     for tensor in _tensors_of(model):

@@ -42,12 +42,6 @@ def sharded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         yield from (sharded.sharded_param for sharded in managed_parameters(module))
 
 
-def plain_class(module: Any) -> type:
-    """The class of a module before `fully_shard` changed it."""
-    found: type = type(module).__mro__[type(module)._orig_cls_mro_index]
-    return found
-
-
 def whole_parameters(
     module: Any, fake: Callable[[Tensor, torch.device], Tensor], *, stored: bool = False
 ) -> Iterator[tuple[Tensor, nn.Parameter]]:

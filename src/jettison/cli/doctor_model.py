@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.blocks import find_blocks
 from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.capture.op_traits import DISCRETE
 from jettison.capture.signature import kernel_switches
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
@@ -34,19 +35,6 @@ from jettison.verify.gradients import independent_copy, tensor_bytes
 #
 # Whoever runs a block's Python again in backward relies on the block giving the same tensors twice, and on nothing else
 # noticing. Each hazard is a way in which that fails without an error.
-
-
-_CHOICES: Final = (
-    "topk",
-    "argmax",
-    "argmin",
-    "argsort",
-    "sort",
-    "multinomial",
-    "nonzero",
-    "unique_consecutive",
-    "_unique2",
-)
 
 
 class Hazard(StrEnum):
@@ -265,7 +253,7 @@ class _Ops(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         leaves = tree_leaves((args, kwargs))
         if block:
-            if name in _CHOICES:
+            if name in DISCRETE or name == "multinomial":
                 watch.say(
                     Hazard.CHOICE, block, f"{name} chooses by values: a tie may fall the other way the second time"
                 )

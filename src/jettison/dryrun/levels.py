@@ -325,11 +325,6 @@ class StubsFallShort(Exception):
     """A block gets tensors that another one leaves in Python's state, and stubs leave none."""
 
 
-def is_entangled(trace: ModelTrace) -> bool:
-    """Whether the root reads tensors that reached it other than as a block's output."""
-    return any(b.source is Source.OUTER and b.index not in trace.root.made for b in trace.root.program.buffers)
-
-
 def dry_run_root(
     trace: ModelTrace,
     kept: frozenset[int],
@@ -353,7 +348,10 @@ def dry_run_root(
     counter = AllocationCounter(static, workspace=workspace, device=trace.device_type, record_log=logs)
     levels = RootProbe(counter, [chain_bytes(trace, i) for i in range(count)])
     policy = Exactly(trace.root.program.digest(), kept, KeepAll())
-    real = plain if through_blocks or is_entangled(trace) else None  # blocks that run instead of stubs
+    root = trace.root
+    # whether the root reads tensors that reached it other than as a block's output
+    entangled = any(b.source is Source.OUTER and b.index not in root.made for b in root.program.buffers)
+    real = plain if through_blocks or entangled else None  # blocks that run instead of stubs
     held, gradients = [0] * count, [0] * count
     if real is not None:
         held = [real[call.class_key].resident_bytes for call in trace.calls]

@@ -263,7 +263,8 @@ class _Watcher:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         use, given = self.use, (*module.parameters(), *_tensors((args, kwargs)))
         self.running.append(None)
-        if reason := _unplanned():  # what it keeps there is counted as it comes
+        reason = _TRANSFORMED if is_transforming() else FOREIGN_HOOKS if are_hooks_foreign() else ""
+        if reason:  # it runs without a plan, and what it keeps is counted as it comes
             use.unplanned.add(reason)
         elif torch.is_grad_enabled() and any(t.requires_grad for t in given):
             call, self.calls = self.calls, self.calls + 1
@@ -291,11 +292,6 @@ class _Watcher:
         self.use.backwards |= kinds
         if RETAINED not in kinds:
             self.held.pop(call, None)
-
-
-def _unplanned() -> str:
-    """The reason why calls with gradients run without a plan here, or an empty text."""
-    return _TRANSFORMED if is_transforming() else FOREIGN_HOOKS if are_hooks_foreign() else ""
 
 
 def _without_a_plan(uses: Iterable[ModelUse]) -> UsageError:

@@ -195,7 +195,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask_b1ss: Tensor | None = None) -> T
     """Attention's core as one kernel; all are b × heads × s × d."""
     if mask_b1ss is None:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    k, v = (_for_each_head(part, q.shape[1]) for part in (k, v))  # kernels that take a mask know no groups
+    if (groups := q.shape[1] // k.shape[1]) > 1:  # kernels that take a mask know none
+        k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_b1ss)
 
 
@@ -318,11 +319,6 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy, in fp32 at least. Labels of -100 do not count."""
     wide = logits if logits.dtype is torch.float64 else logits.float()
     return functional.cross_entropy(wide.flatten(0, 1), labels.reshape(-1))
-
-
-def _for_each_head(x_bksd: Tensor, heads: int) -> Tensor:
-    groups = heads // x_bksd.shape[1]
-    return x_bksd if groups == 1 else x_bksd.repeat_interleave(groups, dim=1)
 
 
 def _initialise(model: nn.Module) -> None:

@@ -192,7 +192,9 @@ class _StylePlanner:
 
     def visit(self, module: nn.Module, path: str) -> None:
         if (head := known(HeadForm).get(class_of(module))) is not None:
-            self._headed(module, path, head)
+            body, inside = _child(module, head.body, path), _join(path, head.body)
+            self._stack(body, inside, _known(body, StackForm, inside))
+            self._head(module, path, head.head)
         elif (stack := known(StackForm).get(class_of(module))) is not None:
             self._stack(module, path, stack)
         elif (layer := known(LayerForm).get(class_of(module))) is not None:
@@ -216,11 +218,6 @@ class _StylePlanner:
                         f"{_join(path, name)} is a parameter that a {class_of(module)} of this form is not known to "
                         f"have; give {_OWN_PLAN}"
                     )
-
-    def _headed(self, model: nn.Module, path: str, form: HeadForm) -> None:
-        body = _child(model, form.body, path)
-        self._stack(body, _join(path, form.body), _known(body, StackForm, _join(path, form.body)))
-        self._head(model, path, form.head)
 
     def _head(self, model: nn.Module, path: str, name: str) -> None:
         head = getattr(model, name, None)

@@ -136,7 +136,9 @@ class BatchPlans:
             self._seen.popitem(last=False)
         seen = self._seen.setdefault((shape, trained), _SeenShape())
         if seen.cover is None:
-            seen.cover = self._covering(shape, trained) or self._make(shape, trained, batch)
+            found = [cover for cover in self.covers if cover.covers(shape, trained)]
+            fastest = min(found, key=lambda one: one.treatment.added_seconds, default=None)
+            seen.cover = fastest or self._make(shape, trained, batch)
         seen.steps += 1
         self._follow(seen.cover)
         self._pay_rent(shape, trained, seen, batch)
@@ -170,10 +172,6 @@ class BatchPlans:
             self._ever = bytes(len(now))
         self._ever = bytes(map(operator.or_, self._ever, now))
         return now + self._ever
-
-    def _covering(self, shape: BatchShape, trained: bytes) -> Cover | None:
-        found = [cover for cover in self.covers if cover.covers(shape, trained)]
-        return min(found, key=lambda one: one.treatment.added_seconds, default=None)
 
     def _make(self, shape: BatchShape, trained: bytes, batch: Any) -> Cover:
         """Return a plan under which this batch fits; if there is none, the one with the lowest peak."""

@@ -24,7 +24,7 @@ from jettison.core.progress import Progress, on_terminal, reported, shown
 from jettison.core.units import format_bytes
 from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.user_step import Scheduled, Step, is_schedule, modules_of
-from jettison.parallel.agree import Agreement, Group
+from jettison.parallel.agree import Agreement, Group, talking_groups
 from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop
 from jettison.planner.batches import BatchPlans, alike, padded_batch
@@ -492,7 +492,8 @@ class _Planning:
         """Apply a plan to every model; new plans are made for batches that it does not cover."""
         began, ask, ranks = time.perf_counter(), self.ask, self.ranks
         one = self.described(self.batches, stages=ranks.stages)
-        budget = self.budget.with_least(ranks.with_traced(one.traces, self.budget.nbytes))
+        # ranks with which the models communicate by themselves join
+        budget = self.budget.with_least(ranks.sharing.also(talking_groups(one.traces), self.budget.nbytes))
         kept = None
         if keeping is not None:
             functions = [ask.loss_fn] if self.step is None else [] if ask.step is None else [ask.step]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import distributed, nn
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import Infeasible
 from jettison.dryrun.user_step import Scheduled, stages_of
-from jettison.parallel.agree import Agreement, BudgetVerdict, Group, groups_for, ranks_in, talking_groups
+from jettison.parallel.agree import Agreement, BudgetVerdict, Group, groups_for, ranks_in
 from jettison.planner.apply import likeness
 from jettison.planner.handle import Applied
 from jettison.planner.kept_plans import KeptPlans
@@ -50,10 +50,6 @@ class PlanningRanks:
         here = not makes if kept is None else bool(kept.plans) or not (makes or kept.file.exists())
         number = self.replicas.least(self.stages.least(int(here)))
         return bool(self.sharing.least(number))
-
-    def with_traced(self, traces: Iterable[ModelTrace], budget_bytes: int) -> int:
-        """The budget, after ranks with which the models communicate by themselves have joined."""
-        return self.sharing.also(talking_groups(traces), budget_bytes)
 
     def plans(self, make: Callable[[], list[Plan]], traces: Sequence[ModelTrace]) -> list[Plan] | str:
         """Plans of this rank, or the text of another rank's plans for the same step. A replica may have another batch,

@@ -280,7 +280,9 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, target, weight, column = ctx.saved_tensors
-        if torch.is_grad_enabled() or _is_batched(gradient):
+        kinds = torch._C._functorch  # of a batch of gradients, as under ``is_grads_batched``
+        is_batched = kinds.is_batchedtensor(gradient) or kinds.is_legacy_batchedtensor(gradient)
+        if torch.is_grad_enabled() or is_batched:
             return _differentiable(gradient, logits, target, weight, ctx.asked), None, None
         asked: _LossRequest = ctx.asked
         is_saved = ctx.saved() is logits
@@ -308,12 +310,6 @@ class _CrossEntropy(Function):
         if is_saved and not is_fake:
             _unchanged(now, column)
         return found, None, None
-
-
-def _is_batched(gradient: Tensor) -> bool:
-    """Whether it is a batch of gradients, as under ``is_grads_batched``."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient)
 
 
 def _unseen() -> contextlib.AbstractContextManager[Any]:

@@ -232,10 +232,6 @@ class CompiledRegion(PlannedForward):
             made = self.made[policy, says] = compiled(self.own(), self.compiled.settings, policy, says=says)
         return made
 
-    def plainly_compiled(self, alike: nn.Module) -> Callable[..., Any]:
-        """The forward of a copy of the module, compiled in the same way and without a plan."""
-        return compiled(alike.forward, self.compiled.settings, KeepAll())
-
     def _called(self, copied: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if copied is None and not (self.retired or torch.is_grad_enabled() or is_transforming()):
             return self._compiled(KeepAll())(*args, **kwargs)  # an evaluation, say

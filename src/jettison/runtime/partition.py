@@ -181,7 +181,7 @@ def joint_program(graph: fx.Graph, num_fwd_outputs: int, static_inputs: Sequence
     """Read a joint graph. ``static_inputs``: positions of parameters and buffers among the forward's inputs."""
     reader = _Reader()
     behind = _behind_tangents(graph)
-    primals = [node for node in graph.nodes if node.op == "placeholder" and _is_primal(node)]
+    primals = [node for node in graph.nodes if node.op == "placeholder" and str(node.target).startswith("primals")]
     static = {node for place, node in enumerate(primals) if place in set(static_inputs)}
     for node in graph.nodes:
         if node in behind or node.op == "output":
@@ -195,10 +195,6 @@ def joint_program(graph: fx.Graph, num_fwd_outputs: int, static_inputs: Sequence
     asked = [node for node in reader.buffer_of if any(user in behind for user in node.users)]
     asked += [node for node in backward if node in reader.buffer_of and node not in asked]
     return reader.program(asked, [node for node in forward if node in reader.buffer_of])
-
-
-def _is_primal(node: fx.Node) -> bool:
-    return str(node.target).startswith("primals")
 
 
 def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:

@@ -389,7 +389,7 @@ def _step(recipe: Recipe, index: int, sources: dict[int, TensorRef]) -> RecipeSt
     consumes = tuple([b for b in trace.program.ops[index].inputs if b in recipe.counts])
     spare = {b: trace.calls[recipe.makers[b]] for b in consumes if recipe.counts[b] == 1 and b in recipe.makers}
     found = in_place(call, trace.program.buffers, spare) if spec is None and spare else None
-    into, func = (None, runs_as(call)) if found is None else found
+    into, func = found or (None, call.func if costs_like(call) is None else safe_softmax)
     return RecipeStep(
         func=func,
         leaves=leaves,
@@ -450,11 +450,6 @@ def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
 
 
 aten = torch.ops.aten
-
-
-def runs_as(call: RecordedOp) -> Callable[..., Any]:
-    """Return the function that recomputes the outputs of a recorded call."""
-    return safe_softmax if costs_like(call) is not None else call.func
 
 
 def costs_like(call: RecordedOp) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:

@@ -346,7 +346,9 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
     """
     task = torch._C._current_graph_task_id()
     if task == -1 or isinstance(witness.seen, bytes):
-        if isinstance(tensor, FakeTensor) or isinstance(witness.seen, FakeTensor) or _is_dry():
+        # in a dry run a real tensor that something fake was written into (`RealUntilFake`) has no values either
+        is_dry = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if is_dry or isinstance(tensor, FakeTensor) or isinstance(witness.seen, FakeTensor):
             witness.look(tensor)  # only its bytes matter
         elif not witness.agrees(tensor):
             raise describe()
@@ -356,11 +358,6 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
         waiting = _pending.waiting[task] = PendingSamples()
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(settle, waiting))
     waiting.append((witness, witness.look(tensor), rounded, describe))
-
-
-def _is_dry() -> bool:
-    """Whether this is a dry run: a real tensor that something fake was written into (`RealUntilFake`) has no values."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def is_told_at_once(tensor: Tensor) -> bool:

@@ -327,7 +327,11 @@ class _Lists:
     def undominated(self, labels: _Tuples, r: int, _most: int) -> tuple[_Tuples, float]:
         gone, limit = INFINITE, self.walk.host_budget_bytes
         if limit is not None:
-            fits = [self._affords(label, limit, r) for label in labels]
+            budget, floors = self.budgeted.budget_bytes, self.walk.floors[r]
+            fits = [
+                any(least <= budget - k[PREFIX] and taken <= limit - k[HOST] for least, taken in floors[k[SENT]])
+                for k in labels
+            ]
             if self.walk.floors_rounded:
                 gone = min(
                     (self._bound(k, r) for k, stays in zip(labels, fits, strict=True) if not stays), default=gone
@@ -342,10 +346,6 @@ class _Lists:
             ):
                 kept.append(label)
         return kept, gone
-
-    def _affords(self, label: tuple[int, ...], limit: int, r: int) -> bool:
-        room, left = self.budgeted.budget_bytes - label[PREFIX], limit - label[HOST]
-        return any(budget <= room and taken <= left for budget, taken in self.walk.floors[r][label[SENT]])
 
     def closest(self, labels: _Tuples, r: int, width: int) -> tuple[_Tuples, float]:
         ranked = sorted(labels, key=lambda label: self._bound(label, r))

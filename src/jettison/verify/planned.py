@@ -27,13 +27,13 @@ from jettison.planner.planner import plan_tensors
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.chunked_loss import whole_losses
-from jettison.runtime.compiled import CompiledRegion
+from jettison.runtime.compiled import CompiledRegion, compiled
 from jettison.runtime.frame import Frame
 from jettison.runtime.handles import Handle, Held
 from jettison.runtime.recipe import compile_recipe
 from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan, PlanTensor, policy_name
-from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
+from jettison.solve.policy import CheckpointPolicy, KeepAll, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
 from jettison.verify.departures import MAX_DEPARTURES, Departure, form_of
 from jettison.verify.gradients import independent_copy, tensor_bytes
@@ -145,9 +145,9 @@ def _prove(
 ) -> Proof:
     def alike() -> AbstractContextManager[None]:
         """Run blocks of the plain side compiled where the planned side's are, each as without a plan."""
-        module = plain.model.get_submodule
         regions = (region for region in applied.regions if isinstance(region, CompiledRegion))
-        return forwards({module(one.name): one.plainly_compiled(module(one.name)) for one in regions})
+        modules = {plain.model.get_submodule(one.name): one.compiled.settings for one in regions}
+        return forwards({one: compiled(one.forward, how, KeepAll()) for one, how in modules.items()})
 
     with torch.enable_grad():
         progress("training side by side")
