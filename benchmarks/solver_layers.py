@@ -1,6 +1,6 @@
 """Gain of each layer of the solver: problems solved with it, and again with it switched off.
 
-    python -m benchmarks.solver_layers [--sources described live chains] [--layers rounding fixing ...]
+    python -m benchmarks.solver_layers [--sources described live chains] [--layers duals rounding ...]
 
 *described*: stages of five models as `plan` asks about them, at two budgets, without copies and with 0 GiB to all of
 the host's memory. *live*: small models that were traced. *chains*: 128 layers, alike and different, and random ones. A
@@ -200,15 +200,10 @@ Off: TypeAlias = tuple[Any, str, Any]
 _NO_NUMPY: Sequence[Off] = ((labels, "np", None), (exchanges, "np", None))
 _NO_HIGHS: Sequence[Off] = ((solver, "relaxation", _zeros),)
 _NO_ROUNDING: Sequence[Off] = ((solver, "rounded", lambda *_: iter(())),)
-_NO_EXCHANGE: Sequence[Off] = ((solver, "exchanged", lambda _budgeted, path: tuple(path)),)
 
 LAYERS: Mapping[str, Sequence[Off]] = {
     "duals": _NO_HIGHS,
     "rounding": _NO_ROUNDING,
-    "exchange of what labels find": _NO_EXCHANGE,
-    "rounding and exchange": (*_NO_ROUNDING, *_NO_EXCHANGE),
-    "fixing": ((bound.Fixing, "below", lambda self, _picoseconds: self.budgeted),),
-    "a second, wider proof": ((solver, "PROOF_WIDTHS", solver.PROOF_WIDTHS[:1]),),
     "leaving large ones unproven": ((solver, "LARGE", 1 << 60),),
     "numpy": _NO_NUMPY,
     "numpy and HiGHS": (*_NO_NUMPY, *_NO_HIGHS),

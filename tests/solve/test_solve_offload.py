@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jettison.core.errors import Infeasible
 from jettison.solve import labels
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
-from jettison.solve.exchanges import exchanged
+from jettison.solve.exchanges import mended
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, StepProblem, evaluate
 from jettison.solve.solver import choose
@@ -106,12 +106,14 @@ def test_exchanges_keep_both_budgets_and_lose_nothing(case: Case, more: int, see
     budget = minimum_budget(problem) + more
     (walk,) = walks(problem)
     start = walked(problem, walk, budget, seed)
-    found = walk.choice(exchanged(BudgetedWalk.of(walk, budget), start))
+    moves = mended(BudgetedWalk.of(walk, budget), start)
+    assert moves is not None
+    found = walk.choice(moves)
     before, after = evaluate(problem, walk.choice(start)), evaluate(problem, found)
     assert after.peak_bytes <= budget
     assert case.link.host_budget_bytes is None or after.host_bytes <= case.link.host_budget_bytes
-    moves = len(problem.regions) * 60e-12  # a picosecond for a megabyte that moves, or a part of one
-    assert after.seconds <= before.seconds + moves
+    moved = len(problem.regions) * 60e-12  # a picosecond for a megabyte that moves, or a part of one
+    assert after.seconds <= before.seconds + moved
 
 
 def walked(problem: StepProblem, walk: StepWalk, budget: int, seed: int) -> tuple[WalkMove, ...]:

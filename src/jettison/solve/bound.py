@@ -9,14 +9,14 @@ is a lower bound on every completion, for *any* multipliers that are not negativ
 the solver that proposed them. The best ones are the duals of the linear relaxation, which HiGHS solves; relaxed paths
 have integral vertices, so the bound then equals the relaxation's (Geoffrion 1974). If tensors are offloaded, the
 relaxation sums waiting times over all pairs of neighbours, and `relax` distinguishes the pairs: its bound is then the
-relaxation's or a better one. Without HiGHS all are 0: labels are then compared by
-their seconds alone, and a certificate states the wider gap.
+relaxation's or a better one. Without HiGHS all are 0: labels are then compared by their seconds alone, and a
+certificate states the wider gap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,6 @@ class Bound:
     rest: tuple[tuple[float, ...], ...]  # picoseconds, by class of bytes in flight
     picoseconds: float  # of the whole walk, root included
     host_price: float  # picoseconds per byte of the host
-    multipliers: Multipliers  # the multipliers of this bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,7 @@ def relax(budgeted: BudgetedWalk, multipliers: Multipliers) -> Bound:
             for size, copying in zip(walk.sent[r], walk.copying[r], strict=True)
         )
     whole = walk.root_picoseconds + rest[0][0]
-    return Bound(held_price=tuple(held), rest=tuple(rest), picoseconds=whole, host_price=host, multipliers=multipliers)
+    return Bound(held_price=tuple(held), rest=tuple(rest), picoseconds=whole, host_price=host)
 
 
 def _least(through: Sequence[tuple[float, int]], copying: int) -> float:
@@ -127,50 +126,6 @@ def _least(through: Sequence[tuple[float, int]], copying: int) -> float:
     if not copying:
         return min((cost for cost, _ in through), default=float("inf"))
     return min((cost + max(0, copying - hides) for cost, hides in through), default=float("inf"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fixing:
-    """A walk, and for each of its moves a lower bound in picoseconds on plans that contain it.
-
-    The cheapest path through a move at a bound's prices is the cheapest way there, the move, the cheapest rest: reduced
-    cost fixing of integer programming, with the pairs that `relax` distinguishes.
-    """
-
-    budgeted: BudgetedWalk
-    bounds: tuple[tuple[float, ...], ...]
-
-    @classmethod
-    def of(cls, budgeted: BudgetedWalk, bound: Bound) -> Fixing:
-        walk, budget = budgeted.walk, budgeted.budget_bytes
-        ways = [[float("inf")] * len(sizes) for sizes in walk.sent]  # lowest cost to each position and class
-        ways[0][0] = float(walk.root_picoseconds)
-        prices = [max(0.0, float(price)) for price in bound.multipliers.device]
-        found = []
-        for r, moves in enumerate(budgeted.moves):
-            costs = [way + prices[r] * size for way, size in zip(ways[r], walk.sent[r], strict=True)]
-            row = []
-            for m in moves:
-                own = m.picoseconds + prices[r] * (m.need_bytes - budget) + bound.held_price[m.stop] * m.resident_bytes
-                own += bound.host_price * m.host_bytes - sum(prices[r + 1 : m.stop]) * budget
-                there = min(cost + max(0, copy - m.hides) for cost, copy in zip(costs, walk.copying[r], strict=True))
-                number = walk.arrives(m)
-                row.append(there + own + bound.rest[m.stop][number])
-                ways[m.stop][number] = min(ways[m.stop][number], there + own)
-            found.append(tuple(row))
-        return cls(budgeted=budgeted, bounds=tuple(found))
-
-    def below(self, picoseconds: int | None) -> BudgetedWalk:
-        """Return the walk with only the moves that a plan below ``picoseconds`` may take; None: any plan."""
-        if picoseconds is None:
-            return self.budgeted
-        return replace(
-            self.budgeted,
-            moves=tuple(
-                tuple(m for m, least in zip(moves, row, strict=True) if least <= picoseconds - 1)
-                for moves, row in zip(self.budgeted.moves, self.bounds, strict=True)
-            ),
-        )
 
 
 def relaxation(budgeted: BudgetedWalk) -> Relaxation:

@@ -6,8 +6,8 @@ the host to another. Nothing is proven here.
 NOTE [ Rounding ]
 A vertex has one move in all regions except for about as many as there are binding budgets: two or three in a hundred.
 In these regions combinations of moves are tried, all of them if they are few. The promising plans, whether they fit or
-not, are repaired and improved with moves that a better plan may take (`Fixing`). A plan is promising if its cost is low
-with its excess over budgets priced at the bound's prices.
+not, are repaired and improved by exchanges. A plan is promising if its cost is low with its excess over budgets priced
+at the bound's prices.
 
 NOTE [ Exchanges ]
 For a plan that fits, take each region's best change (alone, or together with a change of a later region that is not its
@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, NamedTuple
 
-from jettison.solve.bound import Bound, BudgetedWalk, Fixing
+from jettison.solve.bound import Bound, BudgetedWalk
 from jettison.solve.walk import Path, WalkMove
 
 try:
@@ -53,15 +53,15 @@ SWEEPS = 12
 _AMPLE = 1 << 60
 
 
-def rounded(fixing: Fixing, bound: Bound, shares: Sequence[float] | Floats) -> Iterator[Path]:
+def rounded(budgeted: BudgetedWalk, bound: Bound, shares: Sequence[float] | Floats) -> Iterator[Path]:
     """Yield fitting paths, each better than those before; none with segments, or without a solved relaxation."""
-    budgeted, best, waited = fixing.budgeted, None, 0
     if np is None:
         return
     if not len(shares) or any(m.segment for moves in budgeted.moves for m in moves):
         return
+    best, waited = None, 0
     for start in _starts(budgeted, bound, np.asarray(shares)):
-        moves = mended(fixing.below(best), start)
+        moves = mended(budgeted, start)
         path = None if moves is None else Path.along(budgeted.walk, moves)
         if path is not None and (best is None or path.picoseconds < best):
             yield path
@@ -113,17 +113,6 @@ def _by_promise(
         yield int(at), (int(spent[at]), int(over[at]), int(too_many[at]))
 
 
-def exchanged(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> tuple[WalkMove, ...]:
-    """Improve the moves of a path that fits both budgets. Paths with segments are returned unchanged."""
-    if np is None:
-        return tuple(path)
-    if any(m.segment for m in path):
-        return tuple(path)
-    alternatives = _Alternatives.of(budgeted, path)
-    alternatives.sweep()
-    return alternatives.path
-
-
 def mended(budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> tuple[WalkMove, ...] | None:
     """Repair and improve a path without segments that may exceed budgets; None if no exchange makes it fit."""
     alternatives = _Alternatives.of(budgeted, path)
@@ -162,13 +151,9 @@ class _Alternatives:
 
     @classmethod
     def of(cls, budgeted: BudgetedWalk, path: Sequence[WalkMove]) -> _Alternatives:
-        single = [[m for m in moves if not m.segment] for moves in budgeted.moves]
-        for moves, taken in zip(single, path, strict=True):
-            if taken not in moves:
-                moves.append(taken)
-        first = np.cumsum([0, *map(len, single)])
-        chosen = [int(first[r]) + [m.key for m in single[r]].index(taken.key) for r, taken in enumerate(path)]
-        return cls(budgeted=budgeted, moves=tuple(m for moves in single for m in moves), first=first, chosen=chosen)
+        moves, first = tuple(chain.from_iterable(budgeted.moves)), np.cumsum([0, *map(len, budgeted.moves)])
+        chosen = [moves.index(taken, int(first[r])) for r, taken in enumerate(path)]
+        return cls(budgeted=budgeted, moves=moves, first=first, chosen=chosen)
 
     @property
     def path(self) -> tuple[WalkMove, ...]:

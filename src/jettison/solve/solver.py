@@ -4,9 +4,9 @@ It minimizes the seconds that recomputation and waiting for copies add to a step
 NOTE [ The step's levels ] and the host's bytes. For each root option, the duals of a linear relaxation (HiGHS) give a
 bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
 (labels.py) prove it, mostly with nothing thinned at all. If the host's budget binds, good plans around the
-relaxation's vertex are found first (exchanges.py), and labels continue among the moves that a better one may take. Root
-options whose bound is no better than the best plan are left out. Every answer is replayed by `evaluate` before it is
-returned. Contribution of each part: docs/decisions/0103-what-each-layer-of-the-solver-buys.md.
+relaxation's vertex are found first (exchanges.py). Root options whose bound is no better than the best plan are left
+out. Every answer is replayed by `evaluate` before it is returned. Contribution of each part:
+docs/decisions/0103-what-each-layer-of-the-solver-buys.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Protocol, TypeVar
 
 from jettison.core.errors import Infeasible
-from jettison.solve.bound import Bound, BudgetedWalk, Fixing, relax, relaxation
-from jettison.solve.exchanges import exchanged, rounded
+from jettison.solve.bound import Bound, BudgetedWalk, relax, relaxation
+from jettison.solve.exchanges import rounded
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, ChoiceLevels, StepProblem, evaluate
 from jettison.solve.walk import PICOSECONDS, Path, StepWalk, least_of, walks
@@ -27,7 +27,7 @@ from jettison.solve.walk import PICOSECONDS, Path, StepWalk, least_of, walks
 GAP = 0.005  # share of a step at which the search ends
 BEAM_WIDTH = 128
 ROUNDED_WIDTH = 64  # labels a position after plans from a rounded relaxation
-PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried if the first leaves too wide a gap
+PROOF_WIDTH = 2_048  # labels a position
 LARGE = 1_000  # moves; with more under a host budget, the search only continues if the gap is too wide
 
 
@@ -119,7 +119,7 @@ def _search(problem: StepProblem, all_walks: tuple[StepWalk, ...], budget_bytes:
     best = _Best()
     roots = list(_roots(all_walks, budget_bytes, best))
     skips = all_walks[0].host_budget_bytes is not None and sum(map(len, all_walks[0].moves)) > LARGE
-    for width in (0, *PROOF_WIDTHS) if skips else PROOF_WIDTHS:
+    for width in (0, PROOF_WIDTH) if skips else (PROOF_WIDTH,):
         for root in roots if width else ():
             if not best.beats(root.proven):
                 root.improve(best, width)
@@ -141,16 +141,11 @@ class _Root:
     budgeted: BudgetedWalk
     bound: Bound
     proven: float  # lower bound in picoseconds on plans with this root
-    fixing: Fixing | None = None  # under a host budget
 
     def improve(self, best: _Best, width: int, *, beam: bool = False) -> None:
         """Search for a better plan than the best, and record the bound that this proves."""
-        below, walk = best.picoseconds, self.budgeted.walk
-        budgeted = self.budgeted if self.fixing is None else self.fixing.below(below)
-        found = fastest_path(budgeted, self.bound, width=width, below=below, beam=beam)
-        best.offer(walk, found.path)
-        if found.path is not None and self.fixing is not None:
-            best.offer(walk, Path.along(walk, exchanged(budgeted, found.path.moves)))
+        found = fastest_path(self.budgeted, self.bound, width=width, below=best.picoseconds, beam=beam)
+        best.offer(self.budgeted.walk, found.path)
         if best.picoseconds is not None:
             self.proven = max(self.proven, min(best.picoseconds - found.loss, found.dropped))
 
@@ -173,8 +168,7 @@ def _roots(all_walks: tuple[StepWalk, ...], budget_bytes: int, best: _Best) -> I
             continue
         root, width = _Root(budgeted=budgeted, bound=bound, proven=bound.picoseconds), BEAM_WIDTH
         if budgeted.walk.host_budget_bytes is not None:
-            root.fixing = Fixing.of(budgeted, bound)
-            for path in rounded(root.fixing, bound, own.shares):
+            for path in rounded(budgeted, bound, own.shares):
                 best.offer(budgeted.walk, path)
                 width = ROUNDED_WIDTH
         if not best.beats(root.proven):
