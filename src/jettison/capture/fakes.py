@@ -223,12 +223,10 @@ class _Faker:
         with torch.no_grad(), self._mode:
             indices, values = self.like(tensor._indices().detach()), self.like(tensor._values().detach())
             made = aten._sparse_coo_tensor_unsafe(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
-        found: Tensor = made.requires_grad_(tensor.requires_grad)
-        return found
+        return made.requires_grad_(tensor.requires_grad)
 
     def of_meta(self, meta: Tensor, device: torch.device) -> Tensor:
-        fake: Tensor = FakeTensor(self._mode, meta, self._device or device)
-        return fake
+        return FakeTensor(self._mode, meta, self._device or device)
 
 
 def _as_parameter(parameter: nn.Parameter, fake: Tensor) -> nn.Parameter:
@@ -285,8 +283,7 @@ def _grouped_mm(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: bool)
     align = 16 // dtype.itemsize
     row = -(-shape[-1] // align) * align
     stride = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
-    made: Tensor = a.new_empty_strided(shape, stride, dtype=dtype)
-    return made
+    return a.new_empty_strided(shape, stride, dtype=dtype)
 
 
 def _ctc_loss(_: Any, args: tuple[Any, ...], __: dict[str, Any], ___: bool) -> tuple[Tensor, Tensor]:
@@ -515,10 +512,7 @@ def with_fake_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     values = next((leaf for leaf in op_leaves(args, kwargs) if isinstance(leaf, FakeTensor)), None)
     if values is None:
         return args, kwargs
-    faked: tuple[tuple[Any, ...], dict[str, Any]] = op_map(
-        lambda leaf: _fake_indices(leaf, values) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-    )
-    return faked
+    return op_map(lambda leaf: _fake_indices(leaf, values) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
 
 
 def _fake_indices(real: Tensor, like: Tensor) -> Tensor:
@@ -569,8 +563,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _of(indices: Tensor, values: Tensor, size: Any, *, coalesced: bool) -> Tensor:
-    made: Tensor = aten._sparse_coo_tensor_unsafe(indices, values, size, is_coalesced=coalesced)
-    return made
+    return aten._sparse_coo_tensor_unsafe(indices, values, size, is_coalesced=coalesced)
 
 
 def _sum(func: Any, one: Tensor, other: Tensor) -> Tensor:

@@ -120,8 +120,7 @@ def forward_of(module: nn.Module, fake_model: nn.Module) -> Callable[..., Any]:
     """The fake copy's own forward: its class's, or the instance's replacement for it."""
     kind: Any = type(module)
     own: Any = vars(fake_model).get("forward", types.MethodType(kind.forward, fake_model))
-    forward: Callable[..., Any] = own.forward if getattr(own, "of_a_region", False) else own  # that a plan replaces
-    return forward
+    return own.forward if getattr(own, "of_a_region", False) else own  # that a plan replaces
 
 
 # memory of tensors ----------------------------------------------------------------------------------------------------

@@ -140,8 +140,7 @@ def items_of(container: Any) -> Iterator[Any]:
 def size_of(container: Any) -> int:
     if type(container) in _EXACT or type(container) in (dict, OrderedDict):
         return len(container)
-    size: int = kind_of(container).__len__(container)
-    return size
+    return kind_of(container).__len__(container)
 
 
 def entries_of(table: dict[Any, Any]) -> list[tuple[Any, Any]]:

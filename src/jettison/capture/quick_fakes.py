@@ -195,8 +195,7 @@ class QuickFakeMode(FakeTensorMode):
 
     def _one(self, one: _Made, given: tuple[Any, ...]) -> Tensor:
         if one.given >= 0:
-            same: Tensor = given[one.given]
-            return same
+            return given[one.given]
         meta, device = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device="meta"), one.device
         if one.viewed >= 0:
             meta.set_(given[one.viewed].untyped_storage(), one.offset, one.shape, one.stride)

@@ -142,8 +142,7 @@ def is_private(generator: torch.Generator) -> bool:
 
 def op_name(func: Any) -> str:
     """Name of an operator, without its namespace and overload."""
-    name: str = func._schema.name.split("::")[1]
-    return name
+    return func._schema.name.split("::")[1]
 
 
 # default streams of a process -----------------------------------------------------------------------------------------

@@ -168,8 +168,7 @@ def whole_now(model: nn.Module, table: dict[str, Any], leaf: str, seen: Tensor) 
         return seen
     if table[leaf] is not getattr(sharded, "_unsharded_param", None):
         module.unshard()
-    whole: Tensor = sharded._unsharded_param
-    return whole
+    return sharded._unsharded_param
 
 
 _managers: Any = WeakTensorKeyDictionary()

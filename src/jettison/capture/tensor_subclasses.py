@@ -46,8 +46,7 @@ class Wrapping:
         """A DTensor with ``tensor`` as this rank's part."""
         from torch.distributed.tensor import DTensor
 
-        wrapped: Tensor = DTensor(tensor, self.spec, requires_grad=False)
-        return wrapped
+        return DTensor(tensor, self.spec, requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,7 @@ class QuantizedWrapping(Wrapping):
         cls, context = self.spec
         numbers, factor = QUANTIZED[cls.__module__, cls.__qualname__]
         inside = {numbers: tensor, factor: self.factor}
-        wrapped: Tensor = cls.__tensor_unflatten__(inside, dict(context), tensor.size(), tensor.stride())
-        return wrapped
+        return cls.__tensor_unflatten__(inside, dict(context), tensor.size(), tensor.stride())
 
 
 @cache
@@ -137,8 +135,7 @@ def is_dense(tensor: Tensor) -> bool:
 def storage_of(tensor: Tensor) -> int:
     """Identity of a tensor's memory, wrapped or not; of a sparse one, which has several, its own."""
     part = plain(tensor)
-    found: int = part.untyped_storage()._cdata if is_dense(part) else id(part)
-    return found
+    return part.untyped_storage()._cdata if is_dense(part) else id(part)
 
 
 def version_of(tensor: Tensor) -> int:

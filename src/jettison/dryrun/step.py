@@ -116,8 +116,7 @@ def each_of(optimizer: torch.optim.Optimizer | None) -> Sequence[torch.optim.Opt
     """Return the optimizers that one object steps."""
     if optimizer is None:
         return ()
-    found: Sequence[torch.optim.Optimizer] = getattr(optimizer, "optimizers", (optimizer,))
-    return found
+    return getattr(optimizer, "optimizers", (optimizer,))
 
 
 @dataclass(frozen=True, kw_only=True)

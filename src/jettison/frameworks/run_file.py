@@ -670,8 +670,7 @@ def _reader(name: str, function: str = "read") -> Callable[..., None]:
     """Return a framework's ``read``; without one, a function that does nothing."""
     if find_spec(f"jettison.frameworks.{name}.read") is None:
         return lambda *_: None
-    found: Callable[..., None] = getattr(import_module(f"jettison.frameworks.{name}.read"), function)
-    return found
+    return getattr(import_module(f"jettison.frameworks.{name}.read"), function)
 
 
 def _with(common: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:

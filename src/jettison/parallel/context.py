@@ -120,8 +120,7 @@ class _Gather(torch.autograd.Function):
 
 def gathered(x: Tensor, context: Context) -> Tensor:
     """All rows of keys or values, differentiable; their gradients are summed over the ranks."""
-    whole: Tensor = x if context.axis.size == 1 else _Gather.apply(x, context)
-    return whole
+    return x if context.axis.size == 1 else _Gather.apply(x, context)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None = None) -> Tensor:
@@ -138,8 +137,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: f
     kind = q.device.type
     if torch.is_autocast_enabled(kind) and q.dtype is not torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-    out: Tensor = _CausalAttention.apply(q, k, v, context, q.shape[-1] ** -0.5 if scale is None else scale)
-    return out
+    return _CausalAttention.apply(q, k, v, context, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None) -> Tensor:
@@ -418,7 +416,4 @@ def _hub_attention(
     own: Any = sys.modules[type(module).__module__]
     core = own.eager_attention_forward if share.kernel == "eager" else ALL_ATTENTION_FUNCTIONS["sdpa"]
     whole = (gathered(x, share.context) for x in (key, value))
-    found: tuple[Tensor, Tensor | None] = core(
-        module, query, *whole, attention_mask, scaling=scaling, dropout=dropout, **more
-    )
-    return found
+    return core(module, query, *whole, attention_mask, scaling=scaling, dropout=dropout, **more)

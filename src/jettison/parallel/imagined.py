@@ -54,8 +54,7 @@ def imagined_group(group: distributed.ProcessGroup) -> distributed.ProcessGroup:
     """A group of the same ranks that sends nothing. They call this together."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
     ranks = distributed.get_process_group_ranks(group)
-    made: distributed.ProcessGroup = distributed.new_group(ranks, backend="fake", use_local_synchronization=True)
-    return made
+    return distributed.new_group(ranks, backend="fake", use_local_synchronization=True)
 
 
 def inside_of_ddp(model: nn.Module) -> nn.Module:

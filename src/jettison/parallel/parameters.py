@@ -39,8 +39,7 @@ def local_part(parameter: Tensor | None, *, partial: bool = False) -> Tensor | N
     """This rank's part, differentiable; ``partial``: its gradient is a part of a sum over the ranks."""
     if parameter is None or not isinstance(parameter, DTensor):
         return parameter
-    local: Tensor = parameter.to_local(grad_placements=(Partial(),) if partial else None)
-    return local
+    return parameter.to_local(grad_placements=(Partial(),) if partial else None)
 
 
 def put_whole(tensor: Tensor, values: Tensor) -> None:

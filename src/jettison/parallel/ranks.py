@@ -93,8 +93,7 @@ class Ranks:
     def merged(self, own: Value, merge: Callable[[Value, Value], Value]) -> Value:
         """Values of all ranks, merged in the order of the ranks, on every rank. ``merge`` is associative."""
         topic, _ = self.say(own, partial(reduce, merge))
-        found: Value = self.hear(topic)
-        return found
+        return self.hear(topic)
 
     def gathered(self, own: Value, merge: Callable[[Value, Value], Value]) -> Value | None:
         """As `merged`, for the first rank alone; the others get None. For what grows with the number of ranks."""

@@ -126,8 +126,7 @@ class _Boundary(torch.autograd.Function):
 
 
 def _cross(x: Tensor, axis: Axis, dim: int, ahead: _Move, back: _Move) -> Tensor:
-    crossed: Tensor = x if axis.size == 1 else _Boundary.apply(x, axis, dim, ahead, back)
-    return crossed
+    return x if axis.size == 1 else _Boundary.apply(x, axis, dim, ahead, back)
 
 
 f = partial(_cross, dim=0, ahead=_same, back=all_reduce)

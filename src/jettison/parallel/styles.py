@@ -412,8 +412,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     gathered, shard = note
     if (dtype := _autocast_dtype(x)) is not None:
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    out: Tensor = _ColumnLinear.apply(x, weight, bias, shard, gathered)
-    return out
+    return _ColumnLinear.apply(x, weight, bias, shard, gathered)
 
 
 class _ColumnLinear(torch.autograd.Function):

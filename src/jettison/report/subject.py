@@ -594,8 +594,7 @@ def read_subject(path: Path) -> ReportSubject:
         if not path.is_file():
             raise UsageError(f"there is no {LOG} in {path.parent}; give a run's log folder, or a file")
     # whatever was in the file, nothing in it makes a terminal do something
-    made: ReportSubject = TypeAdapter(ReportSubject).validate_python(all_printable(asdict(_subject(path))))
-    return made
+    return TypeAdapter(ReportSubject).validate_python(all_printable(asdict(_subject(path))))
 
 
 def _subject(path: Path) -> ReportSubject:

@@ -182,8 +182,7 @@ def _fits(input: Any, target: Any) -> bool:
 
 def _chunked(input: Tensor, target: Tensor, ignore_index: int, reduction: str, rows: int | None = None) -> Tensor:
     asked = _LossRequest(ignore_index, REDUCTIONS[reduction], rows or rows_of(input), _LogitsStub.apply(input))
-    loss: Tensor = _CrossEntropy.apply(input, target, asked)
-    return loss
+    return _CrossEntropy.apply(input, target, asked)
 
 
 def rows_of(logits: Tensor) -> int:
@@ -320,8 +319,7 @@ def _unseen() -> contextlib.AbstractContextManager[Any]:
 def _taken(logp: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """Return the log-probability that `nll_loss` selects in each row of a chunk."""
     with _unseen():
-        taken: Tensor = aten.nll_loss_forward(logp, target, None, 0, ignore_index)[0]
-        return taken
+        return aten.nll_loss_forward(logp, target, None, 0, ignore_index)[0]
 
 
 def _unchanged(now: list[Tensor], before: Tensor) -> None:
@@ -339,8 +337,7 @@ def _differentiable(gradient: Tensor, logits: Tensor, target: Tensor, weight: Te
     again = _Reattached.apply(asked.twin, logits) if torch.is_grad_enabled() else logits
     logp = aten._log_softmax(again, 1, False)
     of_logp = aten.nll_loss_backward(gradient, logp, target, None, asked.reduction, asked.ignore_index, weight)
-    found: Tensor = aten._log_softmax_backward_data(of_logp, logp, 1, logits.dtype)
-    return found
+    return aten._log_softmax_backward_data(of_logp, logp, 1, logits.dtype)
 
 
 class _LogitsStub(Function):

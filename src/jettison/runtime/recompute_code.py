@@ -553,8 +553,7 @@ def _empty(frame: Any, *args: Any, **kwargs: Any) -> Tensor:
     part = plain(known[0][2] if known else next(frame.model.parameters(), _NO_TENSOR))
     if isinstance(part, FakeTensor):
         return part.new_empty_strided(*args, **kwargs)
-    found: Tensor = EMPTY(*args, **kwargs)
-    return found
+    return EMPTY(*args, **kwargs)
 
 
 def _under(switches: Switches, call: Callable[[], Any]) -> Any:

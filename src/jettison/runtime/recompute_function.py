@@ -66,8 +66,7 @@ def regions_of(owner: nn.Module | nn.Parameter | None) -> _Regions:
     """Regions of functions whose first module or parameter this is, by key; None: of functions that reach neither."""
     if owner is None:
         return _ownerless
-    found: _Regions = owner.__dict__.setdefault(_SHELF, _Regions())
-    return found
+    return owner.__dict__.setdefault(_SHELF, _Regions())
 
 
 def checkpoint(

@@ -627,8 +627,7 @@ class _Wrapped:
 
     def open(self) -> Tensor:
         inner = {name: packed.open() for name, packed in self.inner.items()}
-        found: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.size, self.stride)
-        return found
+        return self.cls.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
 class OffloadHooks:

@@ -172,8 +172,7 @@ def peek(tensor: Tensor, spots: SamplePositions, salt: int) -> bytes | None:
         return None
     kind, word, strides, itemsize, _, _ = cut
     address += _start(spots, salt) * itemsize
-    found: bytes = _ndarray(spots.size, word, kind.from_address(address), 0, strides).tobytes()
-    return found
+    return _ndarray(spots.size, word, kind.from_address(address), 0, strides).tobytes()
 
 
 def _start(spots: SamplePositions, salt: int) -> int:

@@ -254,8 +254,7 @@ def _faster(prefix: Integers, picoseconds: Integers) -> Integers:
     order, prefix = order[faster], prefix[faster]
     last = np.ones(len(order), dtype=np.bool_)  # the last of equal prefixes is the fastest
     last[:-1] = prefix[1:] != prefix[:-1]
-    kept: Integers = order[last]
-    return kept
+    return order[last]
 
 
 def _beaten(labels: Integers, bounds: NDArray[np.float64]) -> Flags:

@@ -48,8 +48,7 @@ def packed_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
     """Kept buffers that a policy's ``packed(program)`` selects, to be packed losslessly into fewer bytes; empty for
     most policies. A buffer that packing would not restore exactly stays as it is.
     """
-    found: frozenset[int] = policy.packed(program) if hasattr(policy, "packed") else frozenset()
-    return found
+    return policy.packed(program) if hasattr(policy, "packed") else frozenset()
 
 
 def can_move(program: Program, b: int) -> bool:

@@ -333,8 +333,7 @@ def _with_weights(model: nn.Module) -> nn.Module:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:1]
         with torch.random.fork_rng(), torch.device("cpu"):
-            made: nn.Module = kind(config)
-            return made
+            return kind(config)
     except Exception as error:  # of any constructor
         what = f"a small copy cannot be built to test it ({type(error).__name__}); set model.build = 'whole'"
         raise _refused(type(model).__name__, what) from error

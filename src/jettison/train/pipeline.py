@@ -92,11 +92,9 @@ class StageModule(nn.Module):
 
     def _embedded(self, ids_bs: Tensor, documents_bs: Tensor | None) -> Tensor:
         if not self.is_gpt:
-            embedded: Tensor = self.tokens(ids_bs)
-            return embedded
+            return self.tokens(ids_bs)
         places = self.positions(gpt_places(ids_bs, documents_bs))
-        summed: Tensor = self.dropout(self.tokens(ids_bs.t().contiguous()) + places)
-        return summed
+        return self.dropout(self.tokens(ids_bs.t().contiguous()) + places)
 
 
 def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageModule]:

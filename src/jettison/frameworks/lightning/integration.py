@@ -123,5 +123,4 @@ class TrainingStep(nn.Module):
 
 
 def _loss_of(output: Any) -> Tensor:
-    loss: Tensor = output["loss"] if isinstance(output, dict) else output
-    return loss
+    return output["loss"] if isinstance(output, dict) else output

@@ -100,8 +100,7 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **
     _check(trainer.config)
     options.setdefault("progress", lambda text: logger.info(f"Jettison: {text}"))
     trainer.auto_checkpoint = TorchtitanPlan(trainer, memory_budget, options)
-    found: TrainerPlan = trainer.auto_checkpoint
-    return found
+    return trainer.auto_checkpoint
 
 
 def _check(config: Any) -> None:

@@ -83,8 +83,7 @@ def _sized(keys: Keys) -> int:
         keys.read(*said)
         keys.notes.append(f"the sizes of torchtitan's {name} {flavor} are unknown; give the model by name")
         return 0
-    depth: int = keys.take_model(sizes, *said)["num_hidden_layers"]
-    return depth
+    return keys.take_model(sizes, *said)["num_hidden_layers"]
 
 
 def _found(keys: Keys, name: str) -> str:
