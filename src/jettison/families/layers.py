@@ -12,38 +12,26 @@ from typing import Any, Final
 from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.family import Family, ScanKind
 from jettison.families.fields import TRACE, ConfigFields
-from jettison.spec.model import (
-    Attention,
-    Biases,
-    EncoderInput,
-    GatedDelta,
-    LatentAttention,
-    Layer,
-    Mlp,
-    Moe,
-    Norm,
-    QkNorm,
-    Scan,
-    SelectiveScan,
-    StateSpaceDual,
-)
+from jettison.spec import model
 
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 
 
-def layers_of(fields: ConfigFields, norm: Norm) -> tuple[Layer, ...]:
+def layers_of(fields: ConfigFields, norm: model.Norm) -> tuple[model.Layer, ...]:
     """Return all layers; equal layers share one object."""
     family = fields.family
     depth = fields.depth("num_hidden_layers")
     if family.scan is not None:
         return _mixed(fields, norm, depth)
     attention = latent_attention_of(fields) if family.latent else attention_of(fields)
-    kinds: dict[tuple[int | None, bool, bool], Layer] = {}
+    kinds: dict[tuple[int | None, bool, bool], model.Layer] = {}
     windows = list(_windows(fields, depth))
     order = list(zip(windows, _sparse(fields, depth), _rotates(fields, windows), strict=True))
     for window, sparse, rotates in dict.fromkeys(order):
-        kinds[window, sparse, rotates] = Layer(
-            attention=_placed(attention, family, window, rotates) if isinstance(attention, Attention) else attention,
+        kinds[window, sparse, rotates] = model.Layer(
+            attention=_placed(attention, family, window, rotates)
+            if isinstance(attention, model.Attention)
+            else attention,
             mlp=experts_of(fields) if sparse else mlp_of(fields),
             norm=norm,
             arrangement=family.arrangement,
@@ -52,12 +40,12 @@ def layers_of(fields: ConfigFields, norm: Norm) -> tuple[Layer, ...]:
     return (replace(layers[0], plain_start=True), *layers[1:]) if family.first_unnormed else tuple(layers)
 
 
-def _placed(attention: Attention, family: Family, window: int | None, rotates: bool) -> Attention:
+def _placed(attention: model.Attention, family: Family, window: int | None, rotates: bool) -> model.Attention:
     scaled = family.scaled_queries or (family.scaled_where_nope and not rotates)
     attention = replace(attention, window=window, scaled_queries=scaled)
     if rotates:
         return attention
-    kind = QkNorm.NONE if attention.qk_norm is QkNorm.LENGTH else attention.qk_norm
+    kind = model.QkNorm.NONE if attention.qk_norm is model.QkNorm.LENGTH else attention.qk_norm
     return replace(attention, rotary_dim=0, qk_norm=kind)
 
 
@@ -148,19 +136,19 @@ _ALONE: Final = ("mlp", "moe")
 """Values of layer_types for a feed-forward block alone."""
 
 
-def _mixed(fields: ConfigFields, norm: Norm, depth: int) -> tuple[Layer, ...]:
+def _mixed(fields: ConfigFields, norm: model.Norm, depth: int) -> tuple[model.Layer, ...]:
     """All layers of a model whose token mixers are not only attention; equal layers share one object."""
     single, key = fields.family.single_block, fields.family.scan_activation
     if key and (word := fields.values.get(key, "silu")) not in ("silu", "swish"):
         knows = "of which the closed form of a scan knows silu alone"
         raise NotDescribed(f"{fields.name}: got {key} {short(word)}, {knows}")
-    kinds: dict[tuple[str, bool], Layer] = {}
+    kinds: dict[tuple[str, bool], model.Layer] = {}
     order = list(zip(_words(fields, depth), _sparse(fields, depth), strict=True))
     for word, sparse in dict.fromkeys(order):
         mixer = attention_of(fields) if word == _ATTENTION else scan_of(fields) if word == _SCAN else None
         spread = word == "moe" if single else sparse
         block = (experts_of(fields) if spread else mlp_of(fields)) if word in _ALONE or not single else None
-        kinds[word, sparse] = Layer(attention=mixer, mlp=block, norm=norm)
+        kinds[word, sparse] = model.Layer(attention=mixer, mlp=block, norm=norm)
     return tuple(kinds[kind] for kind in order)
 
 
@@ -185,7 +173,7 @@ def _words(fields: ConfigFields, depth: int) -> list[str]:
     return words
 
 
-def scan_of(fields: ConfigFields) -> Scan:
+def scan_of(fields: ConfigFields) -> model.Scan:
     """The state-space or linear-attention block."""
     match fields.family.scan:
         case ScanKind.DELTA | ScanKind.GROUPED_DELTA:
@@ -196,10 +184,10 @@ def scan_of(fields: ConfigFields) -> Scan:
             return _mamba1(fields, normed=kind is ScanKind.NORMED_MAMBA1)
 
 
-def _mamba1(fields: ConfigFields, *, normed: bool) -> SelectiveScan:
+def _mamba1(fields: ConfigFields, *, normed: bool) -> model.SelectiveScan:
     rank = fields.value("mamba_dt_rank")
     hidden = fields.size("hidden_size")
-    return SelectiveScan(
+    return model.SelectiveScan(
         inner=fields.optional_size("mamba_inner") or fields.size("mamba_expand") * hidden,
         state=fields.size("mamba_d_state"),
         rank=-(-hidden // 16) if rank == "auto" else fields.size("mamba_dt_rank"),
@@ -210,7 +198,7 @@ def _mamba1(fields: ConfigFields, *, normed: bool) -> SelectiveScan:
     )
 
 
-def _mamba2(fields: ConfigFields) -> StateSpaceDual:
+def _mamba2(fields: ConfigFields) -> model.StateSpaceDual:
     heads, groups = fields.size("mamba_num_heads"), fields.size("n_groups")
     if fields.knows("expand"):
         keys = ("hidden_size", "expand", "mamba_num_heads", "mamba_head_dim")
@@ -220,7 +208,7 @@ def _mamba2(fields: ConfigFields) -> StateSpaceDual:
             raise UsageError(f"{fields.name}: got {got}; expected expand x hidden_size = num_heads x head_dim")
     if heads % groups:
         raise fields.error("mamba_num_heads", f"a multiple of the {groups} groups")
-    return StateSpaceDual(
+    return model.StateSpaceDual(
         heads=heads,
         head_dim=fields.size("mamba_head_dim"),
         state=fields.size("ssm_state_size"),
@@ -232,11 +220,11 @@ def _mamba2(fields: ConfigFields) -> StateSpaceDual:
     )
 
 
-def _delta(fields: ConfigFields, *, grouped: bool) -> GatedDelta:
+def _delta(fields: ConfigFields, *, grouped: bool) -> model.GatedDelta:
     keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
     if values % keys:
         raise fields.error("linear_num_value_heads", f"a multiple of the {keys} key heads")
-    return GatedDelta(
+    return model.GatedDelta(
         key_heads=keys,
         value_heads=values,
         key_dim=fields.size("linear_key_head_dim"),
@@ -256,7 +244,7 @@ _OUT_BIAS: Final = "attention_out_bias"
 _ROTARY_DIM: Final = "rotary_dim"
 
 
-def attention_of(fields: ConfigFields) -> Attention:
+def attention_of(fields: ConfigFields) -> model.Attention:
     family = fields.family
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.optional_size("num_key_value_heads") or heads
@@ -267,7 +255,7 @@ def attention_of(fields: ConfigFields) -> Attention:
         expected = f"a divisor of the hidden size {hidden}" + (", or a head_dim" if fields.knows("head_dim") else "")
         raise fields.error("num_attention_heads", expected)
     head_dim = hidden // heads if head_dim is None else head_dim
-    return Attention(
+    return model.Attention(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -312,8 +300,8 @@ def _rotated(fields: ConfigFields, head_dim: int) -> int:
     return dim + dim % 2 if dim < head_dim else dim
 
 
-def latent_attention_of(fields: ConfigFields) -> LatentAttention:
-    return LatentAttention(
+def latent_attention_of(fields: ConfigFields) -> model.LatentAttention:
+    return model.LatentAttention(
         heads=fields.size("num_attention_heads"),
         query_rank=fields.optional_size("q_lora_rank"),
         kv_rank=fields.size("kv_lora_rank"),
@@ -324,14 +312,14 @@ def latent_attention_of(fields: ConfigFields) -> LatentAttention:
     )
 
 
-def mlp_of(fields: ConfigFields) -> Mlp:
+def mlp_of(fields: ConfigFields) -> model.Mlp:
     family = fields.family
     ffn = fields.optional_size("intermediate_size")
     if ffn is None:
         if "intermediate_size" in family.required or family.defaults.get("intermediate_size") is not None:
             raise fields.error("intermediate_size", "a whole number of 1 or more")
         ffn = 4 * fields.size("hidden_size")  # GPT-2's rule
-    return Mlp(
+    return model.Mlp(
         ffn=ffn,
         activation=fields.activation(),
         gated=family.gated,
@@ -340,7 +328,7 @@ def mlp_of(fields: ConfigFields) -> Mlp:
     )
 
 
-def experts_of(fields: ConfigFields) -> Moe:
+def experts_of(fields: ConfigFields) -> model.Moe:
     style = fields.family.experts
     assert style is not None, "a sparse layer of a family without experts"
     if fields.flag("mlp_bias") and not style.bias:
@@ -354,7 +342,7 @@ def experts_of(fields: ConfigFields) -> Moe:
         raise fields.error("num_experts_per_tok", f"at most the {experts} experts")
     groups, top_groups = _groups(fields, experts)
     may_lack_shared = style.shared_fused or fields.family.defaults.get(style.shared_width) == 0  # Granite's, Megatron's
-    return Moe(
+    return model.Moe(
         experts=experts,
         top_k=top_k,
         ffn=ffn,
@@ -389,10 +377,10 @@ def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:
     return groups, top_groups
 
 
-def stacks(fields: ConfigFields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
+def stacks(fields: ConfigFields, decoder: tuple[model.Layer, ...]) -> tuple[model.Layer, ...]:
     """The encoder's layers, which are bidirectional, then the decoder's, with cross-attention to the encoder output."""
     first = decoder[0]
-    assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
+    assert isinstance(first.attention, model.Attention) and isinstance(first.mlp, model.Mlp)
     heads = fields.size("encoder_attention_heads")
     hidden = fields.size("hidden_size")
     width = fields.optional_size("head_dim") if fields.knows("head_dim") else None
@@ -407,23 +395,23 @@ def stacks(fields: ConfigFields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...
     return (*_handed_on(encoder, fields.depth("encoder_layers")), *_handed_on(asking, len(decoder)))
 
 
-def _handed_on(layer: Layer, depth: int) -> tuple[Layer, ...]:
+def _handed_on(layer: model.Layer, depth: int) -> tuple[model.Layer, ...]:
     """So many equal layers, the first of which makes the position biases of all."""
-    assert isinstance(layer.attention, Attention)
-    if layer.attention.biases is not Biases.FIRST:
+    assert isinstance(layer.attention, model.Attention)
+    if layer.attention.biases is not model.Biases.FIRST:
         return (layer,) * depth
-    cross = layer.cross and replace(layer.cross, biases=Biases.GIVEN)
-    given = replace(layer, attention=replace(layer.attention, biases=Biases.GIVEN), cross=cross)
+    cross = layer.cross and replace(layer.cross, biases=model.Biases.GIVEN)
+    given = replace(layer, attention=replace(layer.attention, biases=model.Biases.GIVEN), cross=cross)
     return layer, *(given,) * (depth - 1)
 
 
-def source(fields: ConfigFields) -> EncoderInput:
+def source(fields: ConfigFields) -> model.EncoderInput:
     """The encoder's input."""
     key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
     longest, family = fields.size(key), fields.family
-    return EncoderInput(
+    return model.EncoderInput(
         max_positions=longest,
-        position_rows=0 if family.position_biases is not Biases.NONE else longest + family.position_offset,
+        position_rows=0 if family.position_biases is not model.Biases.NONE else longest + family.position_offset,
         trained_positions=not family.spectrogram,
         sound=fields.size("num_mel_bins") if family.spectrogram else 0,
     )
@@ -432,4 +420,6 @@ def source(fields: ConfigFields) -> EncoderInput:
 def biases(fields: ConfigFields) -> dict[str, Any]:
     """Position biases of a decoder's attention."""
     kind = fields.family.position_biases
-    return {} if kind is Biases.NONE else {"biases": kind, "buckets": fields.size("relative_attention_num_buckets")}
+    return (
+        {} if kind is model.Biases.NONE else {"biases": kind, "buckets": fields.size("relative_attention_num_buckets")}
+    )

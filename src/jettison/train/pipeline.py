@@ -26,15 +26,7 @@ from jettison.core.errors import UsageError
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.memory.actions import DeviceOrder
 from jettison.memory.schedule import PipelineShape
-from jettison.models.reference import (
-    Gpt,
-    Llama,
-    document_numbers,
-    gpt_layer_inputs,
-    gpt_places,
-    llama_layer_inputs,
-    mean_loss,
-)
+from jettison.models import reference
 from jettison.parallel.parameters import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Layout, Schedule
@@ -54,15 +46,17 @@ class StageModule(nn.Module):
     first, and the last? By default derived from its layers.
     """
 
-    def __init__(self, whole: Gpt | Llama, layers: range, *, seq: int, ends: tuple[bool, bool] | None = None) -> None:
+    def __init__(
+        self, whole: reference.Gpt | reference.Llama, layers: range, *, seq: int, ends: tuple[bool, bool] | None = None
+    ) -> None:
         super().__init__()
         self.config = whole.config
         self.seq = seq  # activations may be sharded along it
         self.is_first, self.is_last = ends or (layers.start == 0, layers.stop == len(whole.layers))
-        self.is_gpt = isinstance(whole, Gpt)
+        self.is_gpt = isinstance(whole, reference.Gpt)
         if self.is_first:
             self.tokens = whole.tokens
-        if self.is_first and isinstance(whole, Gpt):
+        if self.is_first and isinstance(whole, reference.Gpt):
             self.positions, self.dropout = whole.positions, whole.dropout
         self.layers = nn.ModuleDict({str(number): whole.layers[number] for number in layers})
         if self.is_last:
@@ -74,16 +68,16 @@ class StageModule(nn.Module):
             x = self._embedded(x, documents_bs)
         config: Any = self.config
         inputs: tuple[Any, ...] = (
-            gpt_layer_inputs(self.seq, x, documents_bs)
+            reference.gpt_layer_inputs(self.seq, x, documents_bs)
             if self.is_gpt
-            else llama_layer_inputs(self.seq, config, x, documents_bs)
+            else reference.llama_layer_inputs(self.seq, config, x, documents_bs)
         )
         for layer in self.layers.values():
             x = layer(x, *inputs)
         return self.head(self.norm(x)) if self.is_last else x
 
     def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
-        return mean_loss(logits, labels_bs.t() if self.is_gpt else labels_bs)
+        return reference.mean_loss(logits, labels_bs.t() if self.is_gpt else labels_bs)
 
     def like(self, micro_batch: int, seq: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return an empty tensor like the activations or the logits."""
@@ -93,7 +87,7 @@ class StageModule(nn.Module):
     def _embedded(self, ids_bs: Tensor, documents_bs: Tensor | None) -> Tensor:
         if not self.is_gpt:
             return self.tokens(ids_bs)
-        places = self.positions(gpt_places(ids_bs, documents_bs))
+        places = self.positions(reference.gpt_places(ids_bs, documents_bs))
         return self.dropout(self.tokens(ids_bs.t().contiguous()) + places)
 
 
@@ -101,7 +95,7 @@ def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageM
     """Split a model, and return the stages of one pipeline rank in the order of the model: chunk c is on rank c mod pp.
     Raise `UsageError` if it cannot be split, its layers do not divide, or a stage has no layers.
     """
-    if not isinstance(whole, Gpt | Llama):
+    if not isinstance(whole, reference.Gpt | reference.Llama):
         raise UsageError(
             f"layout.pp: a {type(whole).__name__} cannot be split into stages; expected a reference model: "
             'model.architecture with code = "reference"'
@@ -309,7 +303,7 @@ class PipelineEngine(Engine):
     def _told(self, rows: Tensor) -> dict[str, Tensor]:
         if self._document_end is None:
             return {}
-        return {"documents_bs": document_numbers(rows[:, :-1], self._document_end)}
+        return {"documents_bs": reference.document_numbers(rows[:, :-1], self._document_end)}
 
     def _ids(self) -> Tensor:
         return torch.empty(self._batch.micro_batch, self._batch.seq, dtype=torch.int64, device="meta")
