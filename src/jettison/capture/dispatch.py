@@ -46,9 +46,7 @@ def which_device(tensor: Tensor) -> torch.device:
 
 
 def outside_of_compiled(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
-    """The mode with a dispatch that uses dynamo's guard only while dynamo is running. Torch wraps each call of each
-    mode in the guard, which takes as long as many a fake kernel.
-    """
+    """The mode with dynamo's guard only while dynamo runs: it takes as long as many a fake kernel."""
     guarded = mode.__torch_dispatch__
     plain: Any = getattr(guarded, "__wrapped__", guarded)
 
@@ -257,9 +255,7 @@ class CaptureMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _hooks_may_be_off(self, recorder: OpRecorder) -> Iterator[None]:
-        """Let code around blocks disable saved-tensor hooks: torch refuses that under any hooks, so the recording's are
-        removed for that time, and the recording is not used.
-        """
+        """Let code around blocks disable saved-tensor hooks: the recording's go for that time, and it is not used."""
         autograd: Any = torch._C._autograd
         disable, enable = autograd._saved_tensors_hooks_disable, autograd._saved_tensors_hooks_enable
         off = contextlib.ExitStack()

@@ -160,9 +160,7 @@ def _written(func: Any) -> tuple[tuple[int, str, bool], ...]:
 
 
 def without_statistics(func: Any, args: Sequence[Any]) -> list[Any] | None:
-    """Return a training batch norm's arguments without running statistics, which it updates and does not read, so that
-    the results are the same; None for every other call.
-    """
+    """A training batch norm's arguments without running statistics, which it does not read; None for other calls."""
     if func is not aten.native_batch_norm.default or not args[5]:
         return None
     return [*args[:3], None, None, *args[5:]]
@@ -248,9 +246,7 @@ def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 
 def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
-    """Results that no kernel writes: attention returns a tensor for the random state of its mask, and without dropout
-    there is none. Its bits are uninitialized, and never read.
-    """
+    """Results that no kernel writes or reads: random states that attention returns without dropout."""
     if func.namespace != "aten" or op_name(func) not in _ATTENTION or not isinstance(out, tuple):
         return []
     names = {"unused"} if draws(func, args, kwargs) else {"unused", "rng_state", "philox_seed", "philox_offset"}

@@ -195,9 +195,7 @@ class Reach:
     # restoring and setting aside -------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore everything, and drop newer entries of caches. Raise `UnsupportedModule` if something cannot be
-        restored, such as an advanced iterator; all else is restored.
-        """
+        """Restore everything, and drop newer entries of caches. `UnsupportedModule` if something cannot be restored."""
         side_effects.ignore_imports(self)
         side_effects.allow_file_changes(self.refused)
         logging.raiseExceptions = self._prints_errors

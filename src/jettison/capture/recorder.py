@@ -169,9 +169,7 @@ class RegionTrace:
         self.anchor_ops({op.index for op in self.program.ops if moving.intersection(op.inputs)})
 
     def anchor_detached(self, names: Collection[str]) -> None:
-        """Keep all results of these parameters without their graph: their optimizer steps inside of backward, and only
-        reads that autograd knows of come before that.
-        """
+        """Keep all results of parameters that step inside of backward: only reads known to autograd precede that."""
         self.anchor_ops({op for op, name in self.detached.items() if name in names})
         self.detached = {op: name for op, name in self.detached.items() if name not in names}
 

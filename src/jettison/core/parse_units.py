@@ -28,9 +28,7 @@ _EXPECTED = 'expected a positive number and a unit, such as "8GiB" (2^30 bytes e
 
 
 def parse_length(text: str) -> int:
-    """Read a number of tokens: ``"8192"``, ``"8k"`` (8 x 1024, as model cards say it), ``"1M"`` (1024 x 1024). Raise
-    `UsageError` if it is none, or no whole number of tokens.
-    """
+    """Read tokens: ``"8192"``, ``"8k"`` (8 x 1024), ``"1M"``. Raise `UsageError` if it is no whole number of them."""
     match = _COUNT.fullmatch(text.strip())
     count = None if match is None else Fraction(match["number"]) * _TIMES[match["unit"]]
     if count is None or count.denominator != 1:

@@ -38,9 +38,7 @@ def silent(_text: str) -> None:
 
 
 class Shown:
-    """Progress for a person: see NOTE [ Who sees progress ]. ``everywhere``: print the lines before and after also
-    where stderr is no terminal, and after short work.
-    """
+    """Progress for a person: NOTE [ Who sees progress ]. ``everywhere``: also off terminals and for short work."""
 
     def __init__(self, *, everywhere: bool = False) -> None:
         self.everywhere = everywhere

@@ -25,8 +25,7 @@ MOST_EVENTS = 100_000
 Seconds = Sequence[Sequence[float]]
 """By device and chunk, of one micro-batch."""
 _Linked = tuple[int, int, bool, int]
-"""Previous event on the same device, event needed, whether that is another device's, and index of the duration: 3 x
-place + kind. Events count from 1; 0 is the start."""
+"""Event before on the device, event needed, is that another device's, 3 x place + kind. From 1; 0: the start."""
 _KINDS = {Work.FORWARD: 0, Work.BACKWARD: 1, Work.WEIGHT: 2}
 
 

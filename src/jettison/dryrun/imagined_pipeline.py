@@ -232,9 +232,7 @@ class ImaginedSchedule:
         send_nothing(self._made, self._sending)
 
     def _enough(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Micro-batches after which a schedule repeats itself. All of them if it does not, if the last stage joins its
-        outputs, or if a batch is not split by rows.
-        """
+        """Micro-batches after which a schedule repeats: all if never, if outputs are joined, or no rows are split."""
         count = self.real._n_microbatches
         together = kwargs.get("return_outputs", True) and any(stage.is_last for stage in self.stages)
         specs = (self.real._args_chunk_spec, self.real._kwargs_chunk_spec)

@@ -183,9 +183,7 @@ def workspaces(requests: Sequence[OpRequest]) -> dict[str, KernelRun | Exception
 
 
 def least_seconds(request: OpRequest, first_seconds: float, memory: StandInMemory | None = None) -> float:
-    """The least of a few runs; the first run's if a second is not affordable. Where many requests are timed in turn,
-    ``memory`` is theirs, and generators are private.
-    """
+    """Least of a few runs; the first's if a second costs too much. ``memory``: of many timed requests, if shared."""
     if first_seconds > 10 * OPERATOR_BUDGET_SECONDS:
         return first_seconds
     samples: list[float] = []

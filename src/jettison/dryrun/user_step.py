@@ -405,9 +405,7 @@ class UserStep:
 
     @contextlib.contextmanager
     def around(self, trace: ModelTrace) -> Iterator[None]:
-        """Under the switches that were on when planning was asked for, not under those of a call inside of the step:
-        leaving the step's own autocast has to empty its cache.
-        """
+        """Under the switches of planning's start: leaving the step's own autocast has to empty its cache."""
         with (
             as_signed(self.switches),
             _on_fakes(self.step, self.all, self.batches, trace.mode, self.real),
@@ -476,9 +474,7 @@ def standing_in(optimizer: torch.optim.Optimizer | None, copied: torch.optim.Opt
 
 @contextlib.contextmanager
 def noting_steps(optimizer: torch.optim.Optimizer | None, stepped: Callable[[int], None]) -> Iterator[None]:
-    """Tell ``stepped`` each optimizer's number before it steps within this context. Raise `UsageError` if one steps, or
-    frees gradients, that the plan was not given.
-    """
+    """Tell ``stepped`` each optimizer's number before its step. `UsageError` for one that the plan was not given."""
     numbers = {id(one): number for number, one in enumerate(each_of(optimizer))}
 
     def steps(one: torch.optim.Optimizer, *_: Any) -> None:

@@ -242,9 +242,7 @@ def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Valu
 
 
 def _falls_back(w: Writer, q: Value, v: Value, added: Value | None) -> bool:
-    """Does scaled_dot_product_attention fall back to its math path? PyTorch's CPU kernel supports no dropout, no values
-    of another width, and no gradient of an additive mask.
-    """
+    """Does sdpa fall back to its math path? On CPU: dropout, values of other widths, gradients of additive masks."""
     dropped = w.run.model.dropout_sites.attention and w.run.dropout > 0
     learned = added is not None and added.grad
     return w.kernels.device is Device.CPU and (dropped or learned or q.shape[-1] != v.shape[-1])

@@ -75,9 +75,7 @@ _COUNTS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_siz
 
 
 def config_of(values: Mapping[str, Any], name: str) -> Any:
-    """The configuration object of a decoded ``config.json``. Raise `UsageError` if transformers does not know its
-    model_type, or not its values, or a size is below 1.
-    """
+    """The config object of a decoded ``config.json``. `UsageError`: transformers refuses it, or a size is below 1."""
     transformers = _transformers()
     if values.get("model_type") not in transformers.CONFIG_MAPPING:
         raise UsageError(

@@ -50,9 +50,7 @@ def treat_as(kind: object) -> str:
 
 
 def require_known_file(model: str) -> None:
-    """Raise `NotDescribed` for a ``config.json`` of a type that no trace could build, before libraries are loaded for
-    it. Other mistakes are left to the reader of the file.
-    """
+    """Raise `NotDescribed` for a config's type that no trace could build, before libraries are loaded for it."""
     path, kind = Path(model), None
     if model in PRESETS or not path.exists():
         return

@@ -148,9 +148,7 @@ def _from_factory(request: ModelRequest) -> Loaded:
 
 
 def made_by(factory: str) -> tuple[nn.Module, Any, LossFn | None]:
-    """A model that ``module:factory`` returns, with its batch and its loss; None: it returns none. Raise `UsageError`
-    if there is no such function, or it returns something else.
-    """
+    """A model of ``module:factory``, its batch and loss, or None. `UsageError` if it returns something else."""
     made = named_function(factory)()
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
@@ -160,9 +158,7 @@ def made_by(factory: str) -> tuple[nn.Module, Any, LossFn | None]:
 
 
 def named_function(name: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names; modules are looked for in the working directory as well. Raise
-    `UsageError` if there is no such module or function.
-    """
+    """The function that ``module:function`` names, also in the working directory. Raise `UsageError` if none is."""
     module, function = module_of(name, "expected module:function")
     made: Any = getattr(module, function, None)
     if not callable(made):

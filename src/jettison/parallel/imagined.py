@@ -231,9 +231,7 @@ def _reshards(state: Any, group: Any) -> bool | int | None:
 
 
 def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
-    """The same mesh, over groups that send nothing. Its ranks call this; all of its root's if ``rooted``, because
-    parameters are distributed over other dims of that already.
-    """
+    """The same mesh over groups that send nothing. Its ranks call this; all of its root's if ``rooted``."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
     if mesh in _imagined:
         return _imagined[mesh]

@@ -38,9 +38,7 @@ def received(*example: Tensor) -> tuple[Tensor, ...]:
 
 
 def stand_in_loss(output: Any) -> Tensor:
-    """A scalar of a stage's output, for a trace: the real loss is computed elsewhere, and what it saves is not ours.
-    Raise `UsageError` if nothing in the output wants a gradient.
-    """
+    """A scalar of a stage's output, in place of the loss. `UsageError` if nothing in it wants a gradient."""
     found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not found:
         raise UsageError("a stage returned nothing that wants a gradient; give it a batch made by received()")

@@ -148,8 +148,7 @@ SEGMENT_MODELS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 )
 KINDS: Final = ("every", "block", "interval")
 CLAIMED: Final = ((1, 43e9, 0.0), (4, 11e9, 0.19), (8, 5.4e9, 0.29), (80, None, 0.33))
-"""Claims of an explainer for Llama 3 70B, s = 8192, b = 4 (docs/contradictions.md): a checkpoint every N layers, bytes
-of activations, share of a step that recompute adds."""
+"""Claims for Llama 3 70B, s = 8192, b = 4 (docs/contradictions.md): layers a checkpoint, bytes, recompute share."""
 
 
 def segments_data(models: Sequence[str] = ()) -> dict[str, Any]:

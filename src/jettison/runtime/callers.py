@@ -45,9 +45,7 @@ def is_compiled_training() -> bool:
 
 
 def is_transforming() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap) is running, which has no saved tensors to plan, or forward-mode
-    differentiation, for which ops save other tensors.
-    """
+    """Whether `torch.func` transforms or forward-mode differentiation run, which save no tensors, or others."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 

@@ -100,9 +100,7 @@ def _have_engine(
 def host_slabs(
     traced: ModelTrace, regions: Mapping[str, PlannedForward], rounded: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """Slabs for the tensors that one forward offloads and its backward fetches; regions are by block name, with their
-    recordings, and the model's own has an empty name.
-    """
+    """Slabs for what one forward offloads. Regions by block name, with recordings; the model's own is ""."""
     sizes: list[int] = []
     for call in traced.calls[:-1]:
         region, made = regions[call.name], traced.classes[call.class_key].compiled

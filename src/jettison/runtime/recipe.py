@@ -175,9 +175,7 @@ def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 
 def shared_recipe(trace: RegionTrace, kept: frozenset[int], **more: frozenset[int]) -> Recipe:
-    """Share one recipe among regions with one recording and one decision, such as equal blocks: less code and data mean
-    fewer cache misses in a step. See `compile_recipe`.
-    """
+    """Share one recipe among regions with one recording and decision: fewer cache misses. See `compile_recipe`."""
     known: WeakValueDictionary[Any, Recipe] = vars(trace).setdefault("_recipes", WeakValueDictionary())
     key = (kept, tuple(sorted(more.items())))
     found = known.get(key)
@@ -309,9 +307,7 @@ def _views_read(trace: RegionTrace, again: tuple[int, ...]) -> dict[int, list[Te
 
 
 def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
-    """Fill a recipe: recomputed ops, the treatment of each slot, and the source of each box: an input, else the first
-    kept slot of its buffer, else a module boundary.
-    """
+    """Fill a recipe: recomputed ops, slots, and each box's source: an input, else a kept slot, else a boundary."""
     trace, initial_states = recipe.trace, {b: device for device, b in recipe.trace.initial_states.items()}
     sources = recipe.sources = _source_refs(trace, recipe.box_of)
     recipe.steps.update((i, _step(recipe, i, sources)) for i in recipe.recomputed_ops)

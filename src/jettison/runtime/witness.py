@@ -442,9 +442,7 @@ def _compare_in_graph(looks: list[Look]) -> None:
 
 
 def tell_replays() -> None:
-    """Read the flags that captured steps set, which synchronizes with their devices. Raises `WrongValue` if a replay
-    has recomputed a wrong value since the last read.
-    """
+    """Read the flags of captured steps, which synchronizes. Raise `WrongValue` if a replay recomputed a wrong value."""
     for flag in _flags.values():
         if flag.captured and not devices.is_capturing() and bool(flag.is_wrong):
             flag.is_wrong.zero_()

@@ -28,8 +28,7 @@ from jettison.spec.run import Run, anchored
 from jettison.spec.tuning import Base, Upcast
 
 MARGIN: Final = 0.25
-"""Default of ``--margin``: memory kept free, as a share of the way from the expected to the largest allowance. As many
-bytes as the median error of predicted peaks."""
+"""Default of ``--margin``, a share of the way from expected to largest allowance: the median error of peaks."""
 ANY: Final = "any"
 """Value of ``runs_on`` for layouts and recompute modes of any framework."""
 _LISTS: Final = ("tp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "micro_batch")

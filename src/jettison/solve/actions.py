@@ -171,9 +171,7 @@ def _candidates(program: Program, kept: frozenset[int]) -> list[int]:
 
 
 def _peak(program: Program, kept: frozenset[int]) -> int:
-    """Most bytes of kept and recomputed buffers at one moment of backward, without gradients. As in the runtime, a
-    buffer lives from its computation to its last use.
-    """
+    """Most bytes of buffers at one moment of backward, without gradients; each lives until its last use."""
     again = program.recompute_set(kept)
     makers = {b: i for i in again for b in program.ops[i].outputs if b not in kept}
     slots = [slot.buffer for slot in program.slots if slot.buffer in makers]

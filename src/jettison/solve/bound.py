@@ -43,9 +43,7 @@ class Multipliers:
 
 @dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """A solved linear relaxation: its duals, and the share of each move in its vertex, in the order of the moves; empty
-    if HiGHS is not installed or finds no vertex.
-    """
+    """A solved relaxation: its duals, and each move's share in its vertex, in order; none if HiGHS finds no vertex."""
 
     multipliers: Multipliers
     shares: Sequence[float] | Floats = ()

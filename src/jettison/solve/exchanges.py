@@ -193,9 +193,7 @@ class _Alternatives:
         )
 
     def sweep(self) -> None:
-        """Take each region's best change that saves seconds, alone or with one of a later region that is not its
-        neighbour, until there is none, or `SWEEPS` times.
-        """
+        """Take each region's best change, alone or with a later non-neighbour's, that saves; at most `SWEEPS` times."""
         for _ in range(SWEEPS):
             before = list(self.chosen)
             for region in range(len(self.chosen)):

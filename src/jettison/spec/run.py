@@ -235,9 +235,7 @@ class Run:
 
     @property
     def _region_kernels(self) -> Kernels:
-        """Kernels with the schedule's loss under pipelines, on logits that the last stage returned, and with the
-        encoder-decoder code for checkpoints: `formula.attention`.
-        """
+        """Kernels with the schedule's loss under pipelines, and encoder-decoder code for checkpoints (`attention`)."""
         found = self.kernels
         outside = self.layout.pp > 1 and found.loss is Loss.UPCAST
         asked = self.recompute.mode in (Mode.FULL, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE)

@@ -390,9 +390,7 @@ def _for_record(rows: Tensor, context: Context, end: int | None) -> dict[str, An
 
 
 def _for_hub(rows: Tensor, context: Context, end: int | None, masked: torch.dtype | None) -> dict[str, Any]:
-    """Make inputs of transformers' models: shifted labels, and the number of tokens to divide by. The last token of a
-    sequence has no label, so its rank counts one less.
-    """
+    """Make transformers' inputs: shifted labels, tokens to divide by. A sequence's last token has no label."""
     ids_bs, seq = rows[:, :-1], rows.shape[1] - 1
     positions_n = context.positions(seq, rows.device)
     own = context.take(ids_bs, 1)

@@ -206,9 +206,7 @@ class Checkpoints:
             self._group = dist.new_group(backend="gloo")
 
     def find(self) -> Path | None:
-        """Find the newest complete checkpoint, and remove remains of interrupted saves. Raise `UsageError` if it is
-        damaged or missing, or the folder cannot be used.
-        """
+        """Find the newest complete checkpoint, remove partial ones. `UsageError` if damaged, missing or unreadable."""
         return self.world.from_leader(self._find)
 
     def check(self, path: Path) -> None:

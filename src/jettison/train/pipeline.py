@@ -42,9 +42,7 @@ TIED = ("tokens.weight", "head.weight")
 
 
 class StageModule(nn.Module):
-    """Stage of consecutive layers; the first one takes ids [b, s], the last one returns logits. ``ends``: is it the
-    first, and the last? By default derived from its layers.
-    """
+    """Stage of consecutive layers: ids [b, s] to logits. ``ends``: is it first, last? By default from its layers."""
 
     def __init__(
         self, whole: reference.Gpt | reference.Llama, layers: range, *, seq: int, ends: tuple[bool, bool] | None = None

@@ -50,9 +50,7 @@ class RankLost(JettisonError, RuntimeError):
 
 
 class World(Ranks):
-    """This rank's connection to the others. All ranks call the same methods in the same order. Each raises `RankLost`
-    if another rank fails, or misses the timeout.
-    """
+    """This rank's connection to the others, which call alike. Methods raise `RankLost` if one fails, or is late."""
 
     def __init__(
         self, store: Store, *, rank: int, size: int, device: torch.device, key: str, seconds: float = _SETUP_SECONDS

@@ -22,8 +22,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class CaseTiming:
-    """One case over all rounds. `ratio` is the median over rounds of its time ÷ the baseline's in the same round;
-    `ratio_low` and `ratio_high` are the quartiles of those ratios."""
+    """One case over all rounds. `ratio`: median over rounds of its time ÷ the baseline's; low, high: quartiles."""
 
     name: str
     median_seconds: float

@@ -236,9 +236,7 @@ class _Placed(AllocationCounter):
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line of the user's program; of a library, if there is none. The folder decides, not a name in the
-    path: a program may lie in a folder named torch or jettison.
-    """
+    """The innermost line of the user's program, by folder; of a library, if there is none."""
     others: list[Frame] = []
     while frame is not None:
         here: Frame = (frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno)
