@@ -244,7 +244,6 @@ def layout_of(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 ONLY_DENSE = "only dense tensors can be recorded: pad nested ones (to_padded_tensor), or train without a plan"
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
-
 BY_HAND = "it moves torch's random generator by hand (a seed, a saved state, fork_rng)"
 _GUESSED = "it decides by values that are not known before it runs"
 _MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default

@@ -54,7 +54,6 @@ states and scores (``mamba_ssm/ops/triton/ssd_combined.py``, ``_mamba_chunk_scan
 LOSS_PASSES = 3
 """Passes over fp32 logits, in one direction: written, read, written as gradients."""
 
-
 PIECES: Mapping[CpCommType, tuple[float, float, int]] = MappingProxyType(
     {CpCommType.P2P: (3 * 0.75, 3 * 0.75, 2), CpCommType.RING: (38 / 2 * 0.75 + 2, 18 / 2, 5)}
 )

@@ -286,7 +286,6 @@ _HEAD_APART: Final = (
     "does not: transformers builds none from the configuration alone"
 )
 
-
 OTHER_HEAD: Final = "architectures says "
 LEFT_OUT_TOWER: Final = " is left out: "
 

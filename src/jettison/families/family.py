@@ -245,7 +245,6 @@ PLAIN: Final = "llama"
 PAIRS: Final[Mapping[str, Family]] = files(_HERE / "pairs")
 """Text towers by the ``model_type`` of models with two encoders, one of texts and one of images."""
 
-
 WRAPPERS: Final[Mapping[str, str]] = Named(lambda: read_table(_HERE / "wrappers.toml"), str)
 """Family of a wrapped language model without a named one; of two encoders, that of batches with classes."""
 

@@ -17,7 +17,6 @@ MOST_LAYERS: Final = 100_000  # a typo must not fill the memory with layers
 TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
 
-
 _ACTIVATIONS: Final = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_WRITTEN,

@@ -343,7 +343,6 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
     }
 )
 
-
 TILE_TOKENS, TILE_WORDS = 4096, 32768
 """Rows of a tile. TRL: ``kernels/chunked_logprob.py``, ``TOKEN_CHUNK_SIZE``; ``utils.py``, ``add_fused_lm_head``."""
 

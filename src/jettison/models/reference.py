@@ -262,7 +262,6 @@ _KINDS: Final = ((Gpt, GptConfig), (Llama, LlamaConfig))
 RECORD: Final[Mapping[str, tuple[Any, Any]]] = {kind.__name__.lower(): (kind, sizes) for kind, sizes in _KINDS}
 """Models of record and their sizes, by architecture."""
 
-
 Part = tuple[Tensor, int]
 """Positions of the n tokens at hand, and the length s of their sequence. Documents cover all of it, b × s."""
 

@@ -65,7 +65,6 @@ PACKED_TRAFFIC: Final = 40
 of 64 KiB to 16 MiB on a CPU core, 32 to 53 times the cost of a byte in a sum of two tensors; an index takes less).
 """
 
-
 PACKED_POINTS: Final = 12
 """Kinds of points in which packed tensors count with their packed bytes."""
 

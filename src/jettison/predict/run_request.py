@@ -43,7 +43,6 @@ PAPER_SEQUENCE: Final = 2048
 LONGEST_DEFAULT: Final = 4096
 """Default sequence length, of models with at least as many positions."""
 
-
 TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})
 """Fields of a request that apply to a traced model."""
 

@@ -359,7 +359,6 @@ _OF_EXPERTS: Final = (
     "ep_comm_overlap",
 )
 
-
 _OF_FSDP: Final = ("fsdp_version", "fsdp_wrap_layers_only", "reshard_after_forward", "gradient_sync", "reduce_dtype")
 
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from jettison.runtime.partition import Split
     from jettison.runtime.planned import PlannedForward
 
-
 RUNS_COMPILED = "it runs compiled"
 MOST_VARIANTS = 256  # of one option: shapes, and layers whose Python attributes differ; dynamo's own limit
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

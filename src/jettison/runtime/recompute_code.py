@@ -42,7 +42,6 @@ from jettison.runtime.witness import _ndarray
 if TYPE_CHECKING:
     from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction
 
-
 Function: TypeAlias = Callable[[Any, Any], Tensor]
 """Function of a frame and the unpacked handle; it returns the tensor that backward gets."""
 

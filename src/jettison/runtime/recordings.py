@@ -51,7 +51,6 @@ from jettison.solve.policy import CheckpointPolicy, Offload, offloaded_by, packe
 if TYPE_CHECKING:
     from jettison.runtime.planned import PlannedForward
 
-
 GIVE_UP_AFTER = 8  # runs of one signature that differed from their recording, before it is no longer recorded
 WRITTEN_LATER = "others write to its arguments or results before backward"
 STALE_CASTS = (

@@ -55,7 +55,6 @@ from jettison.solve.policy import Offload, keeps_everything
 if TYPE_CHECKING:
     from jettison.runtime.planned import PlannedForward
 
-
 Forward = Callable[..., Any]
 MOST_VALUES_A_STEP = 5_000
 RAN_BACKWARD = "its forward runs a backward of its own"

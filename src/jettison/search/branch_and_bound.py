@@ -47,7 +47,6 @@ PLANNERS: Final = 2
 RUNNERS: Final = 2
 """Fewest exact places: the best, and the runner-up that it is compared with."""
 
-
 _Asked = tuple[tuple[int, int], Task]
 """Numbers of a setup and of its plan, and the task."""
 

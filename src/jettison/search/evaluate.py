@@ -47,7 +47,6 @@ CERTAIN: Final = 1024
 WORTH_STARTING: Final = 48
 """Smallest round that starts workers; shorter ones run in this process."""
 
-
 _PARTS: Final = ("compute", "communication", "bubble", "recompute", "other")
 
 

@@ -35,7 +35,6 @@ EVERY: Final = "every"
 PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUTO))
 """Default recompute modes of a search."""
 
-
 _FLAGS: Final = ("keeps_stage_outputs", "keeps_received", "stage_buffers", "buckets")
 _OF_FULL_SHARDS: Final = ("reshard", "fsdp_wrap_layers_only", "flat_parameters", "reshard_ranks", "gradient_sync")
 """Fields of the template's layout that every candidate has, and those of candidates under ZeRO 3."""

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     Integers: TypeAlias = NDArray[np.int64]
     Flags: TypeAlias = NDArray[np.bool_]
 
-
 PREFIX, SPENT, SENT, HOST, PARENT, MOVE = range(6)
 """Fields of a label: bytes held, picoseconds so far, class of bytes in flight, bytes of the host; its label at the
 start of the last move, and that move's number among the arriving ones."""

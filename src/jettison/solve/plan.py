@@ -64,7 +64,6 @@ KEYS = (
 """Keys of the document, for plans of live models and of described runs (`report.plan`); each has its own nulls."""
 ROOT_LAYER = ""
 
-
 _FORMER: Final = "mixed"  # former value of `PolicyName.PER_TENSOR`, which hashes of plans cover
 
 
