@@ -19,8 +19,7 @@ def find_blocks(model: nn.Module, regions: Iterable[str] | None = None) -> list[
 
     Explicit ``regions`` (names) take precedence; then classes marked with `jettison.checkpointable`; then the members
     of the outermost `ModuleList`, `Sequential`, or `ModuleDict` with numeric keys, that hold at least two composite
-    modules of one class. Raise `UsageError` if a name in ``regions`` is not a module of the model, or two regions
-    contain one another.
+    modules of one class. Raise `UsageError` if a name in ``regions`` is no module of the model, or inside another.
     """
     modules = dict(model.named_modules())
     if regions is not None:

@@ -188,8 +188,7 @@ def _what_is_too_deep(inside: Sequence[Any], memo: dict[int, Any]) -> None:
 
 def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any]) -> None:
     """Copy a model's arrays that lie in other objects' memory into a memo of `copy.deepcopy`. Copies of arrays that
-    share memory share it as well. Those in the memory of ``tensors`` are known by their owner, `OfTensor`: the fake
-    tensor has no values.
+    share memory share it as well. Those in the memory of ``tensors`` are known by their owner, `OfTensor`.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None:

@@ -182,8 +182,7 @@ def _region(trace: ModelTrace, index: int, cls: BlockClass) -> _RegionCall:
 # roles ----------------------------------------------------------------------------------------------------------------
 #
 # The role of a saved tensor in the papers' terms, derived from the ops that make and read it. It is a label for people,
-# and for pairing a trace with a formula; no decision depends on it. Without a rule a tensor is named after the op that
-# makes or reads it.
+# and for pairing a trace with a formula. Without a rule a tensor is named after the op that makes or reads it.
 
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")
 _ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "leaky_relu", "elu", "softplus", "mish", "hardswish", "erf")

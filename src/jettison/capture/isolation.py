@@ -58,8 +58,7 @@ def leaving_nothing(
     modules: Iterable[nn.Module], values: Iterable[Any] = (), replaced: Iterable[tuple[Any, Any]] = ()
 ) -> Iterator[Isolation]:
     """Restore Python's state after the run; values of tensors are restored by `undo`. ``replaced``: pairs of an object
-    and what the run finds in its place. Raise `UnsupportedModule` if state changed, or would have, that cannot be
-    restored.
+    and what the run finds in its place. Raise `UnsupportedModule` if changed state cannot be restored.
     """
     state = Isolation(modules, values)
     state.replace(replaced)

@@ -443,8 +443,7 @@ class OpRecorder:
 
     def lend(self, borrowed: Movement, left: Movement) -> None:
         """Note that the default generators draw another stream from here on, until `take_back`: ``borrowed`` leads from
-        the CPU's state to its first, ``left`` to the state after it. Other devices cannot be tracked; they continue as
-        before.
+        the CPU's state to its first, ``left`` to the state after it. Other devices cannot be tracked: they go on.
         """
         if not self.follows("cpu") or self.lent is not None:
             self.state_broken = True

@@ -153,8 +153,7 @@ def live_plan(
     """The fastest plan under a budget.
 
     Ops of a model that this machine could hold are run once each, for their seconds and their workspace; those of a
-    larger one are priced by their FLOPs and bytes on `hardware`, and their kernels' workspace is not in the predicted
-    peak.
+    larger one are priced by their FLOPs and bytes on `hardware`, and the peak is without their kernels' workspace.
 
     Args:
         over_time: the planned step's allocations, too.

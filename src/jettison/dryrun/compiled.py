@@ -3,8 +3,7 @@
 A compiled block has no ops that a dry run could follow: Inductor decides which buffers its wrapper allocates, reuses
 and frees, depending on fusion. So every choice is compiled once for each class of blocks and run on real tensors like
 those of the step; its bytes are the allocator's, its seconds the minimum of several runs that alternate with the other
-choices. The block that runs is a copy that shares the model's parameters: gradients, buffers and random numbers of the
-model are unchanged.
+choices. The block that runs is a copy with the model's parameters: gradients, buffers and random numbers stay.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ NOTE [Accumulating in place]. Where several branches meet, the engine adds gradi
 reference, but never under a dispatch mode, where it calls `add` out of place. The counter would see one buffer too
 many. It therefore withholds the peak of such an `add` until the next operator: if the first operand is dead by then, a
 run without the mode would have reused its storage, and the peak is dropped. An `add` inside a backward formula is told
-apart by its first operand having been made by that same node. To a view the engine never adds in place: its base holds
-the storage as well.
+apart by its first operand having been made by that same node. To a view the engine never adds in place.
 
 The backward formulas of `gather`, of indexing and of reductions that select do the same: into zeros that they have just
 made they put, add or scatter in place, but out of place where anything is a subclass, or a mode is on

@@ -547,8 +547,7 @@ def observe_block(
 
     Its shapes may depend on values. So it runs on several random arguments, and on arguments whose every row is the
     same, which a router sends all to the same experts; the levels are the highest, and as much more as they differ by.
-    The same block has the same levels whenever it is asked. Parameters, their gradients, buffers and random generators
-    are left as they were.
+    The same block has the same levels whenever it is asked. Parameters, gradients, buffers and generators stay.
     """
     assert trace.real is not None
     module = trace.real.get_submodule(cls.example)

@@ -70,8 +70,7 @@ def measure_ops(
 
     See NOTE [ Every workspace is known ]. When ``total_seconds`` are spent, seconds are those of the one run that there
     was. Every random generator is left as it was. The same request has the same price whenever it is asked for in one
-    process, so that what a plan said is the least to be had can be had. ``timed``: seconds matter; else only workspaces
-    do.
+    process, so that what a plan said is the least to be had can be had. ``timed``: seconds matter, too.
     """
     threads = torch.get_num_threads()
     distinct = {request.key: request for request in requests}

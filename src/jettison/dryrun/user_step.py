@@ -55,8 +55,7 @@ Copies: TypeAlias = "Sequence[nn.Module | ImaginedSchedule]"
 """Stand-ins for the models of a step, and for schedules of a pipeline."""
 _TRANSFORMED: Final = "in torch.func's transforms (grad, vmap, jvp) or under forward-mode AD"
 
-# schedules of torch.distributed.pipelining, recognized without importing it: that takes a second, and a schedule exists
-# only after it
+# schedules of torch.distributed.pipelining, recognized without importing it, which takes a second
 
 
 def is_schedule(thing: Any) -> bool:

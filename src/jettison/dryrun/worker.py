@@ -1,8 +1,7 @@
 """Kernels that may end the process they run in are run in a process that may end.
 
 A fresh interpreter (never a fork, and never the user's main module again) is given the requests and answers them one by
-one. When it dies, or is silent for too long, the kernel it was at has no price, nor has any other call of it; a new
-one is given the rest.
+one. When it dies, or is silent for too long, no call of its kernel has a price; a new one is given the rest.
 """
 
 from __future__ import annotations

@@ -271,8 +271,7 @@ def _te(w: Writer, logits: Value, labels: Value) -> Value:
     """TransformerEngine's ``parallel_cross_entropy``, versions 2.0 to 2.14: 2 bytes a logit, before and after.
 
     ``transformer_engine/pytorch/triton/cross_entropy.py``, ``cross_entropy_forward``: the kernel writes the gradient
-    over ``_input`` and returns it to be saved; backward scales it in place. (From 2.18 on the gradient has an fp32
-    tensor of its own.)
+    over ``_input`` and returns it to be saved; backward scales it in place. (From 2.18 on it is fp32, apart.)
     """
     kept = [Saved(logits, "gradient of the logits")]
     name = "te_parallel_cross_entropy"

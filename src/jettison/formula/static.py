@@ -182,8 +182,7 @@ def _own(precision: Precision, dtype: str) -> Precision:
 def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:
     """Bytes of the optimizer's state for ``elements`` of a weight, without the master copy.
 
-    Moments have the dtype of the tensor that the optimizer updates, fp32 with a master copy, unless the precision sets
-    another.
+    Moments have the dtype of the tensor that the optimizer updates (fp32: a master copy), or the precision's.
     """
     moment = DTYPE_BYTES[precision.moment or precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2

@@ -109,8 +109,7 @@ class DeviceOrder:
     """The passes of one device, and the actions between them.
 
     Args:
-        own: number of chunks of the device. Chunks ``own`` to ``chunks`` - 1 stand for the same chunks without
-            checkpointing.
+        own: number of chunks of the device. Chunks ``own`` to ``chunks`` - 1 are the same without checkpointing.
     """
 
     steps: tuple[ScheduledPass, ...]

@@ -96,8 +96,7 @@ class Loaded:
 
 def load(request: ModelRequest, *, fake: bool) -> Loaded:
     """Make the model and its batch. ``fake``: where the model comes from a config, build it of fake tensors: no weight
-    is ever allocated; a factory is called as it is. Raise `UsageError` if there is no such model, or a flag does not
-    apply to it.
+    is ever allocated; a factory is called as it is. Raise `UsageError` if there is none, or a flag does not apply.
     """
     path = Path(request.model)
     if path.exists() or is_hub_id(request.model):

@@ -216,8 +216,7 @@ class Agreement:
 
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
         """Result of ``make`` on the first rank of the group; on the others what ``tell`` says of it. Without a group
-        every rank is the first. All raise ``make``'s `Infeasible`; `PlanMismatch` if it failed there, or took longer
-        than the timeout.
+        every rank is the first. All raise ``make``'s `Infeasible`; `PlanMismatch` if it failed there, or was too late.
         """
         made: Made | None = None
         said: BudgetVerdict | str = ""

@@ -149,8 +149,7 @@ def apply_tensor_parallel(
 
     Raises:
         UnsupportedModule: see `tensor_parallel_plan`.
-        UsageError: something does not divide over the ranks, or the model is distributed or planned already. The model
-            is as it was.
+        UsageError: something does not divide over the ranks, or the model, unchanged, is distributed or planned.
     """
     found = tensor_parallel_plan(model, sequence_parallel=sequence_parallel) if plan is None else plan
     ways = Axis.of(mesh).size

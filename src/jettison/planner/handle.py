@@ -309,8 +309,7 @@ LONGEST_NOTE: Final = 66
 class HandleReport(Sequence[RegionReport]):
     """Statistics of every region so far, in the order of the model; the last one is the part around the blocks.
 
-    Prints as a table in which equal neighbours share one row. It is a sequence of `RegionReport`, which list every
-    saved tensor.
+    Prints as a table in which equal neighbours share one row. A sequence of `RegionReport`, with saved tensors.
     """
 
     regions: tuple[RegionReport, ...]

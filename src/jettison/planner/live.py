@@ -214,8 +214,7 @@ def auto_checkpoint(
             ``model(**batch).loss.backward()``, which frees it.
         check: as in `apply`.
         gradients_preallocated: gradients exist when a forward begins: gradient accumulation, or
-            ``zero_grad(set_to_none=False)``. By default the current state of the parameters. With ``step``: when the
-            step begins.
+            ``zero_grad(set_to_none=False)``. By default the parameters' state now or, with ``step``, when it begins.
         step: forwards and backwards of one training step of your loop, ``step(model, batch)``: several forwards before
             a backward, accumulation, autocast, a scaler, a loss outside of the model. It is run on copies without
             memory. Its return value is assumed to be referenced while the optimizer steps.
@@ -224,8 +223,7 @@ def auto_checkpoint(
         shapes: other batches of the run (lengths, padding buckets, the last rows of an epoch), with or without
             values (``meta``). The budget holds for each of them; all follow the plan for the largest.
         reserved: apply the budget to memory reserved by the CUDA caching allocator, not to allocated tensors. An
-            allowance for fragmentation is deducted first; real fragmentation is measured in every step and planned
-            for.
+            allowance for fragmentation is deducted first; real fragmentation is measured in every step.
         compile: ``"blocks"``: each block runs compiled by Inductor, which saves the tensors of the plan for backward;
             the part around the blocks runs eagerly. Not needed for blocks on which ``block.compile()`` was called.
         offload: tensors may also be offloaded to CPU, where that is faster than recomputation: ``host_budget`` limits
@@ -379,8 +377,7 @@ class _Request:
 
     def _whole_step(self, batches: int) -> Step | None:
         """The given step, or a forward and a backward if these must be run as one; None: neither. Raise
-        `UnsupportedModule` for a model that cannot be dry-run inside of a step, `UsageError` for arguments that exclude
-        each other.
+        `UnsupportedModule` for a model that cannot be dry-run inside of a step, `UsageError` for conflicting arguments.
         """
         model = self.model
         wrapped = isinstance(model, DistributedDataParallel) or (
@@ -583,8 +580,7 @@ class _Planning:
         return Applied(regions=regions, plan=made[0], plans=tuple(made))
 
     def _thawing(self, budget_bytes: int) -> Callable[[Applied, Any], None]:
-        """Return a function that plans again, on all ranks, before a step that trains a parameter that the plan takes
-        as frozen.
+        """Return a function that plans again, on all ranks, before a step that trains a parameter planned as frozen.
 
         A rank cannot plan alone if it shares parameters with others, or runs a pipeline stage: ranks compare what they
         recompute, and stages exchange what they return. So all of them remove the old plan and plan again. Ranks that

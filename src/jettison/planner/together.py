@@ -94,8 +94,7 @@ class PlanningRanks:
 @contextlib.contextmanager
 def together(models: Sequence[nn.Module | Scheduled], group: Group | None) -> Iterator[PlanningRanks]:
     """Context in which a failure of this rank is sent to the others, so that they do not wait. ``group``: ranks that
-    follow one plan, if the models do not show it. Raise `UnsupportedModule` for stages other than torch's
-    `PipelineStage`.
+    follow one plan, if the models do not show it. `UnsupportedModule` for stages other than `PipelineStage`.
     """
     schedules = [stages_of(one) for one in models if not isinstance(one, nn.Module)]
     modules = [one for one in models if isinstance(one, nn.Module)]

@@ -111,8 +111,7 @@ class FsdpGroups:
             those of later micro-batches, if earlier ones' are unsharded, ``late_again``.
         last: elements of the root group's last gradient.
         tied: gradients of a tied embedding while they are summed, without the head's, which is ``late``.
-        live: bytes during each region if parameters are all-gathered by module: NOTE [ Live parameters ] in
-            `live_parameters`.
+        live: bytes during each region if parameters are all-gathered by module (`live_parameters`).
     """
 
     parts: tuple[StageRegion, ...]

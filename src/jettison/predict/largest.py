@@ -58,8 +58,7 @@ class FitAnswer:
     Args:
         peak_bytes: of the run; with a planner, of its smallest plan.
         micro_batch: the largest, at the run's sequence.
-        seq: the longest, at the run's micro-batch, in multiples of ``seq_step``, up to the learned or recorded
-            positions.
+        seq: the longest, at the run's micro-batch, in multiples of ``seq_step``, up to the positions.
         tp: the smallest tensor-parallel size, with the other axes fixed, on another number of devices.
         zero: the smallest ZeRO stage.
         changes: of a run that does not fit: one or two settings with which it does, the fastest first.

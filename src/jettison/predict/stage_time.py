@@ -111,8 +111,7 @@ class Item:
         optimizer_bytes: memory traffic of the optimizer step.
         prices: price model of its kernels.
         segment: number of items, from this one on, that a planner has put into one segment.
-        groups: groups of weights for each of which torch's checkpoint recomputes the region in a split backward; 0:
-            none.
+        groups: groups of weights for each of which torch's checkpoint recomputes the region in a split backward.
     """
 
     count: int

@@ -21,8 +21,7 @@ _FAR = 8  # most frames between a compiled module's call and its planned forward
 def whose_copy(planned: Any, *, compiled: bool = False) -> nn.Module | None:
     """Return the shallow copy of a planned module whose ``__call__`` is running, if any; a compiler's frames may be in
     between. A shallow copy has the attributes of the original, and so its planned forward, which only knows the
-    original; the calling frame tells them apart. A direct ``.forward(...)`` cannot be told apart, and counts as the
-    original's.
+    original; the calling frame tells them apart. A direct ``.forward(...)`` counts as the original's.
     """
     frame: types.FrameType | None = sys._getframe(2)
     for _ in range(_FAR if compiled else 1):

@@ -4,8 +4,7 @@
 
 NOTE [ Captured steps ]
 Under `torch.cuda.graph` Python runs once, and a replay launches the kernels that were captured. Of a planned step after
-its warm-up, forward, recomputation and the comparison of witnesses are all in the graph, and nothing synchronizes with
-the device.
+its warm-up, forward, recomputation and comparisons are all in the graph, and nothing synchronizes.
 
 - Work that Python does once (a plan for another batch, a recording, a first checked run) is not part of a step: a
   capture that needs it is refused, and so is one that moves tensors to the CPU.

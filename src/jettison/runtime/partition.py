@@ -154,8 +154,7 @@ def _tag(*modules: fx.GraphModule) -> None:
 # Inductor fuses elementwise ops into the kernels that read them, so that recomputing one costs next to nothing, as its
 # inputs are read anyway. It is charged a small share of its output bytes, and so is a mask that is drawn from its seed:
 # reading it takes longer (GPT-2's, on a CPU). A reduction is charged all that it reads; a matmul its FLOPs. These only
-# rank candidates for recomputation. A choice's bytes and seconds are measured on the compiled block
-# (`dryrun.compiled`).
+# rank candidates for recomputation. Choices are measured on the compiled block (`dryrun.compiled`).
 
 
 FUSED_SHARE = 8  # a fused op is charged for one in this many of its output bytes

@@ -441,8 +441,7 @@ def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
 # NOTE [ In its place ]
 # If an elementwise op is the last reader of an unsaved tensor, its result fits that tensor's memory. torch has kernels
 # for most of these that write to a given output, element by element as they read: the bits are those of a separate
-# result, without its memory, and with a third less memory traffic (a result's cache lines are fetched before they are
-# written).
+# result, without its memory, and with a third less memory traffic (a result's cache lines are fetched first).
 
 
 aten = torch.ops.aten

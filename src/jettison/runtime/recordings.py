@@ -14,8 +14,7 @@ that a recording is wrong, all that were put aside are dropped.
 NOTE [ Interrupts ]
 A recording runs the user's Python before the real run. If that raises a `KeyboardInterrupt` or another `BaseException`,
 the real run has drawn no random numbers yet, and without a plan it would have. So the real run follows without a
-recording; it raises the exception itself, or the pending one is raised after it. Ctrl-C is delayed by one call of one
-region.
+recording; it raises the exception itself, or the pending one is raised after it. Ctrl-C is late by one call.
 """
 
 from __future__ import annotations

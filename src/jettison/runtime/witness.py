@@ -14,8 +14,7 @@ NOTE [ When a difference is raised ]
 On the CPU at once, in `unpack`. On an accelerator a comparison would synchronize with the device at every tensor: there
 both samples are collected, compared together when backward is over, before the gradients can be used, and read once.
 There, too, a recomputed matmul may use another kernel: differences within rounding are only counted, unless the check
-is ``exact``. In a captured CUDA graph samples are compared in the graph, and the next read of the flag raises:
-`tell_replays`.
+is ``exact``. In a captured CUDA graph samples are compared in the graph, and `tell_replays` raises.
 
 NOTE [ Where a witness is stored ]
 On the CPU in a ``bytes`` object. Small tensors would be cut out of the large blocks that the last step gave back to

@@ -143,8 +143,7 @@ def lean_points(
     program: Program, kept: frozenset[int], seconds: Sequence[float], *, most: int = MOST_CUTS
 ) -> tuple[FrontierPoint, ...]:
     """Points that keep ``kept`` and one, two or more buffers in addition, each with a lower peak in backward.
-    ``seconds`` of each op play no part in the choice. Each of the ``most`` points replays backward for each buffer that
-    could be kept.
+    ``seconds`` of each op play no part in the choice. Each of the ``most`` points replays backward for each buffer.
     """
     found = []
     peak = _peak(program, kept)

@@ -3,8 +3,7 @@
 NOTE [ Labels and what thinning costs ]
 At each position keep the labels (prefix, seconds; with offloading also bytes in flight and bytes of the host) that no
 other label dominates (NOTE [ The step is a path ]), drop those whose lower bound (bound.py) is no better than the best
-known plan, and extend the rest by every move. That is exact. If more than `width` labels are left, the
-list is thinned:
+known plan, and extend the rest by every move. That is exact. More than `width` labels are thinned:
 
 - with a `beam`, and wherever moves offload: keep those with the best bounds, and report the least bound of the rest as
   `dropped`. No plan through a dropped label is faster than that.

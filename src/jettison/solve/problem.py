@@ -146,8 +146,7 @@ class RootOption:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProblem:
     """Problem of NOTE [ The step's levels ]. ``optimizer_peak_bytes`` is 0 without an optimizer. Raise `ValueError` for
-    no options, two options with one key, a negative or missing figure, or an option that offloads without a link or
-    from the last region.
+    no options, two options with one key, a negative or missing figure, an option that offloads without a link.
     """
 
     static_bytes: int

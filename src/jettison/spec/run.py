@@ -91,8 +91,7 @@ class Run:
         cuda_graphs: layers are CUDA graphs, without launches from the host. Bytes do not change.
         stack: software stack, where hardware files have figures for several; None: that of the kernels.
         accumulation: of weight gradients. ``workspaces``: of GEMM libraries.
-        dataloader_attention_mask: the batch has an s × s mask for each sequence. ``keep_batches``: batches live
-            to the step's end.
+        dataloader_attention_mask: the batch has an s × s mask for each sequence. ``keep_batches``: to the step's end.
         keep_logits: the training loop references the model's logits until their backward ends.
         source_seq: tokens that the encoder of an encoder-decoder reads; 0: no encoder.
         packed: tokens of a document in packed sequences; 0: sequences are not packed.

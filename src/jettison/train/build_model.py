@@ -287,8 +287,7 @@ def check_occurs(corpus: Corpus, end: int) -> None:
 
 def keep_apart(built: Built, end: int, *, bf16: bool) -> Built:
     """Return the model with inputs that mask attention to documents, each of which the token ``end`` ends. ``bf16``:
-    attention is computed in bf16, whatever the dtype of parameters. Raise `UsageError` if this model takes no such
-    inputs.
+    attention is computed in bf16, whatever the dtype of parameters. `UsageError` if this model takes no such inputs.
     """
     model = built.model
     if isinstance(model, Gpt | Llama):

@@ -200,8 +200,7 @@ class Checkpoints:
         self._tried: int | None = None  # the last step that was loaded or whose save began: the same on all ranks
         self._proven: int | None = None
         self._pending: tuple[RunState, Future[Any]] | None = None  # being written
-        # torch's checkpoints need a CPU group, and threads of async saves a separate one, or their messages would mix
-        # with the training's
+        # torch's checkpoints need a CPU group, and threads of async saves one that the training does not use
         with sockets_when_used():
             self._group = dist.new_group(backend="gloo")
 

@@ -2,8 +2,7 @@
 
 On a CPU both slow a step down, so only the first steps are measured. The profiler's allocations are replayed in time
 order, from the bytes alive before the step. Gloo's threads free tensors, too, which the profiler does not see. With
-gloo, `AllocationCounter` follows every storage until it is freed, and temporary memory inside one kernel call is not
-counted.
+gloo, `AllocationCounter` follows every storage until it is freed, without memory inside one kernel call.
 """
 
 from __future__ import annotations

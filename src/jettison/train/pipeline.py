@@ -136,8 +136,7 @@ class PipelineEngine(Engine):
         document_end: int | None,
     ) -> None:
         """Make an engine of stages, or of fake copies of them. Plan and shard them next, then call `start`.
-        ``autocast``: of forwards; ``document_end``: the token that ends a document, if attention is masked to
-        documents.
+        ``autocast``: of forwards; ``document_end``: a document's last token, if attention is masked to documents.
         """
         super().__init__(stages, places, device, autocast=autocast)
         self._batch, self._document_end = batch, document_end

@@ -257,8 +257,7 @@ def is_loss_of_a_rank(error: RuntimeError) -> bool:
 # is behind somewhere and ahead nowhere. A stopped process writes no more beats. Sends between pipeline stages are not
 # counted: there the rank that hangs is the one that has not timed out.
 #
-# The first rank that times out reads the beats of all, twice; the others read its result. Otherwise n ranks would read
-# n beats each.
+# The first rank that times out reads the beats of all, twice; the others read its result: n ranks read n beats.
 
 
 def leave(hangs: str) -> None:

@@ -62,8 +62,7 @@ class ModelSection(RecipeSection):
         pretrained: a folder with a Hugging Face config.json and safetensors to continue training from.
         factory: ``module:function`` that returns a model, (model, batch) or (model, batch, loss_fn).
         kv_heads: of a Llama; by default as many as heads.
-        ffn: width of the feed-forward block; by default 4 x hidden for a GPT, 8/3 x hidden, rounded up to 64, for a
-            Llama.
+        ffn: width of the feed-forward block; by default 4 x hidden for a GPT, 8/3 x hidden, up to 64s, for a Llama.
         tied: one weight for the token embedding and the head; by default true for a GPT, false for a Llama.
         positions: the longest sequence; by default that of the batch.
         code: "reference" (``models/reference.py``) or "huggingface" (transformers). By default reference for an
@@ -295,8 +294,7 @@ class OptimizerSection(RecipeSection):
     def rate(self, step: int, steps: int) -> float:
         """Learning rate of a step, counted from 0: linear warm-up, then cosine decay to ``min_lr``.
 
-        Step 0 of a warm-up of w has lr / (w + 1), so that no step has a rate of 0; the last step has nearly ``min_lr``,
-        later ones exactly.
+        Step 0 of a warm-up of w has lr / (w + 1), so that no step has a rate of 0; the last has nearly ``min_lr``.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)

@@ -2,8 +2,7 @@
 
 Two things are watched in a step. Each tensor under saved-tensor hooks is digested when it is packed and again when it
 is unpacked. Each module that runs in backward is compared with its runs in forward: equal inputs have to give equal
-outputs. The first covers every op of a non-reentrant checkpoint, and all offloading; the second covers reentrant
-checkpoints.
+outputs. The first covers non-reentrant checkpoints and all offloading; the second reentrant checkpoints.
 """
 
 from __future__ import annotations
