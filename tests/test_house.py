@@ -7,9 +7,9 @@ import pytest
 
 from support import house
 
-MOST_LINES = 94_229
+MOST_LINES = 94_228
 MOST_FILES = 362
-MOST_LINES_OF = {("predict", "memory"): 8_362}
+MOST_LINES_OF = {("predict", "memory"): 8_374}
 MOST_CIRCLES_OF_TYPES = 4
 MOST_FRAMEWORK_NAMES = 33
 MOST_FAMILY_NAMES = 20
