@@ -9,7 +9,8 @@ Every published figure of a described run is a row of the CSV, and all the rest 
 - ``unit``, ``published``, ``predicted``; ``low`` and ``high``: the 80 % range that all other sources give its class,
   ``inside``: whether that holds it; ``ratio``: predicted over published.
 - ``residual``: what ranges are made of, measured over modelled; empty where a row takes no part.
-- ``first``: the answer before the row was looked at, where one was recorded; ``round``: those it was compared with.
+- ``first``: the answer before the row was looked at, where one was recorded; ``round``: those it was compared with;
+  ``first residual``: measured over that answer, of reserved and device bytes over the allocated bytes in it.
 - ``note``: what was found about it; ``where``: where it was published.
 """
 
@@ -74,6 +75,21 @@ LAYOUTS: Final = {
     ROOT / "tests" / "facts" / "blind_2026_11_layouts.csv": "of three sheets",
     ROOT / "tests" / "facts" / "blind_posts_layouts.csv": "of issues and posts",
 }
+FIRST_FRAGMENTS: Final[dict[str, tuple[float, dict[str, float]]]] = {
+    "17 projects, November 2026": (0.03, {}),
+    "issues, posts and READMEs, November 2026": (
+        0.0,
+        {
+            "transformers, dense, adapters": 1.190,
+            "unsloth, dense, adapters": 1.054,
+            "transformers, dense": 0.867,
+            "torch, dense": 1.005,
+            "torch, experts": 1.081,
+        },
+    ),
+}
+"""Fragments in a round's first answers of reserved and device bytes: a share of allocated bytes, and by class as
+`Measure` has them. Other rounds were answered with allocated bytes alone."""
 OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
 NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
 UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
@@ -151,6 +167,22 @@ class Entry:
             return self.modelled + self.scale * value
         return self.modelled / value if self.unit == TOKENS else self.modelled * value
 
+    @property
+    def first_residual(self) -> float | None:
+        """Residual of the first answer; None where it is not of this figure."""
+        if not self.first or self.modelled is None or self.row.figure not in FIGURES:
+            return None
+        if not self.scale:
+            return round(self.first / self.published if self.unit == TOKENS else self.published / self.first, 4)
+        if self.round not in FIRST_FRAGMENTS:
+            return None
+        unit = GIB / UNITS[self.unit]
+        fixed = self.modelled - self.scale**2 / unit
+        share, classes = FIRST_FRAGMENTS[self.round]
+        root = classes.get(f"{self.row.stack}, {self.row.kind.removesuffix(f', {UNEVEN}')}", 0.0) * sqrt(unit)
+        allocated = ((sqrt(root**2 + 4 * (1 + share) * (self.first - fixed)) - root) / (2 * (1 + share))) ** 2
+        return round((self.published - fixed - allocated) / sqrt(allocated * unit), 4)
+
 
 # rows -----------------------------------------------------------------------------------------------------------------
 
@@ -164,6 +196,7 @@ def entries() -> list[Entry]:
     """All rows, as they are predicted today, in the order of the CSV."""
     found = [*_times(), *_memory(), *_one_gpu(), *_megatron(), *_simumax()]
     found += [one for path in BLIND for row in blind_runs.rows(path) for one in _blind(row, BLIND[path])]
+    found = [replace(one, row=replace(one.row, first=one.first_residual, round=one.round)) for one in found]
     return sorted(found, key=lambda one: (order(one.row), one.where, one.published))
 
 
@@ -380,7 +413,8 @@ def _entry(
 
 COLUMNS: Final = (
     *("figure", "source", "stack", "kind", "hardware", "model", "layout", "run", "unit", "published", "predicted"),
-    *("low", "high", "ratio", "inside", "residual", "first", "round", "note", "where"),
+    *("low", "high", "ratio", "inside", "residual", "first", "first residual", "round"),
+    *("note", "where"),
 )
 
 
@@ -389,11 +423,10 @@ def table(found: Sequence[Entry]) -> str:
     counted = [one.row for one in found if one.counted]
     held: dict[int, Held] = {}
     for measure in Measure:
-        tail, own = residuals.tail_of(measure, residuals.of_measure(counted, measure))
+        ends, own = residuals.ends_of(measure, residuals.of_measure(counted, measure))
         held |= {id(one.row): one for one in own}
         if measure is Measure.FRAGMENTS:
-            beyond, tail_beyond = residuals.of_measure(counted, measure), tail
-            uneven = residuals.stated_uneven([row for row in counted if UNEVEN in row.classes], beyond, tail)
+            beyond, ends_beyond = residuals.of_measure(counted, measure), ends
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -402,9 +435,7 @@ def table(found: Sequence[Entry]) -> str:
         middle = own_range.range if own_range else None
         if one.scale and middle is None:
             classes = classes_of(Measure.FRAGMENTS, one.row.stack, one.row.kind, "")
-            middle = (
-                uneven if classes[0] == UNEVEN else residuals.stated(Measure.FRAGMENTS, beyond, classes, tail_beyond)
-            )
+            middle = residuals.stated(Measure.FRAGMENTS, beyond, classes, ends_beyond)
         predicted = one.at(middle.expected) if one.scale and middle else one.modelled
         writer.writerow(_line(one, predicted, own_range))
     return text.getvalue()
@@ -430,6 +461,7 @@ def _line(one: Entry, predicted: float | None, held: Held | None) -> dict[str, s
         "inside": "" if held is None else "yes" if held.inside else "no",
         "residual": f"{row.value:.4f}" if one.counted else "",
         "first": said(one.first),
+        "first residual": "" if row.first is None else f"{row.first:.4f}",
         "round": one.round,
         "note": one.note,
         "where": one.where,
@@ -444,9 +476,13 @@ def lines() -> list[dict[str, str]]:
 
 def stored() -> list[Row]:
     """The file's rows that take part in ranges."""
-    names = ("figure", "source", "stack", "kind", "hardware", "run")
-    found = [line for line in lines() if line["residual"]]
-    return [Row(**{name: line[name] for name in names}, value=float(line["residual"])) for line in found]
+    return [_row(line) for line in lines() if line["residual"]]
+
+
+def _row(line: Mapping[str, str]) -> Row:
+    names = ("figure", "source", "stack", "kind", "hardware", "run", "round")
+    first = float(line["first residual"]) if line["first residual"] else None
+    return Row(**{name: line[name] for name in names}, value=float(line["residual"] or 0), first=first)
 
 
 # the page -------------------------------------------------------------------------------------------------------------
@@ -461,7 +497,7 @@ def page(found: Sequence[Mapping[str, str]]) -> str:
         "counted": f"{sum(bool(line['inside']) for line in found):,}",
         "summary": "\n".join(_summary(found, rows)),
         "classes": "\n".join(_classes(found)),
-        "rounds": "\n".join(_rounds(found)),
+        "rounds": "\n".join(_rounds(found, rows)),
         "megatron": "\n".join(_tests(found)),
         "centres": _centres(rows),
         "anchored": "\n".join(_anchored(rows)),
@@ -483,15 +519,18 @@ def _spread(errors: Sequence[float]) -> str:
 
 
 def _summary(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> Iterator[str]:
-    yield "| figure | rows | sources | median error | worst | inside, rows | inside, sources |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    yield "| figure | rows | sources | median error | worst | inside, rows | inside, sources | inside, first |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for measure in Measure:
-        _, held = residuals.tail_of(measure, residuals.of_measure(rows, measure))
+        chosen = residuals.of_measure(rows, measure)
+        ends, held = residuals.ends_of(measure, chosen)
+        first = residuals.first_answers(measure, chosen, ends, chosen)
         for figure in (name for name, of in FIGURES.items() if of is measure):
             own = [line for line in found if line["figure"] == figure and line["inside"]]
             shares = residuals.shares([one for one in held if one.row.figure == figure])
+            answers = residuals.share_by([one for one in first if one.row.figure == figure], residuals.of_round)
             sources = len({line["source"] for line in own})
-            inside = " | ".join(map(_percent, shares))
+            inside = " | ".join(map(_percent, (*shares, answers)))
             yield f"| {figure} | {len(own)} | {sources} | {_spread(_errors(own))} | {inside} |"
 
 
@@ -518,15 +557,29 @@ def _classes(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
             yield f"| {figure} | {name} | {len(group)} | {sources} | {_spread(_errors(group))} | {inside} |"
 
 
-def _rounds(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    yield "| round | figure | rows | first: median | worst | today: median | worst |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+def _rounds(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> Iterator[str]:
+    yield "| round | figure | rows | first: median | worst | inside | today: median | worst |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     own = [line for line in found if line["round"] and line["first"]]
+    held = _first_answers(found, rows)
     for name, group in _grouped(own, lambda line: f"{line['round']} | {line['figure']}"):
         now = _errors(group)
         if len(group) < FEW:
             continue
-        yield f"| {name} | {len(group)} | {_spread(_errors(group, 'first'))} | {_spread(now)} |"
+        inside = [one.inside for one in held if f"{one.row.round} | {one.row.figure}" == name]
+        said = f"{sum(inside)} of {len(inside)}" if inside else ""
+        yield f"| {name} | {len(group)} | {_spread(_errors(group, 'first'))} | {said} | {_spread(now)} |"
+
+
+def _first_answers(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> list[Held]:
+    """First answers of all lines, those that do not count as well, and ranges without their rounds."""
+    held: list[Held] = []
+    asked = [_row(line) for line in found if line["first residual"]]
+    for measure in Measure:
+        own = residuals.of_measure(rows, measure)
+        ends, _ = residuals.ends_of(measure, own)
+        held += residuals.first_answers(measure, own, ends, residuals.of_measure(asked, measure))
+    return held
 
 
 def _tests(found: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -545,7 +598,7 @@ def _anchored(rows: Sequence[Row]) -> Iterator[str]:
     for measure in Measure:
         chosen = residuals.of_measure(rows, measure)
         near = residuals.anchored(measure, chosen)
-        _, held = residuals.tail_of(measure, near)
+        _, held = residuals.ends_of(measure, near)
         of_pairs, of_sources = residuals.shares(held)
         centre = 0 if measure is Measure.FRAGMENTS else 1
         there = {(row.source, row.run, row.figure) for row in near}
@@ -562,7 +615,7 @@ def _anchored(rows: Sequence[Row]) -> Iterator[str]:
 
 def _centres(rows: Sequence[Row]) -> str:
     """Errors of modelled and of expected times, by ranges of other sources."""
-    _, held = residuals.tail_of(Measure.TIME, residuals.of_measure(rows, Measure.TIME))
+    _, held = residuals.ends_of(Measure.TIME, residuals.of_measure(rows, Measure.TIME))
     lines = ["| step times | rows | modelled | expected |", "| --- | ---: | ---: | ---: |"]
     tuned = {"nemo", "base"}
     for name, own in (
@@ -616,22 +669,19 @@ def data(rows: Sequence[Row]) -> str:
     ]
     for measure in Measure:
         chosen = residuals.of_measure(rows, measure)
-        tail, _ = residuals.tail_of(measure, chosen)
-        parents = {row.classes[i]: row.classes[i:] for row in chosen for i in range(len(row.classes))}
+        ends, _ = residuals.ends_of(measure, chosen)
+        parents = {kind: row.classes[i:] for row in chosen for i, kind in enumerate(row.member_of)}
         near = residuals.anchored(measure, chosen)
-        tail_near, _ = residuals.tail_of(measure, near)
-        found = residuals.stated(measure, near, (ANCHORED,), tail_near)
+        ends_near, _ = residuals.ends_of(measure, near)
+        found = residuals.stated(measure, near, (ANCHORED,), ends_near)
         if measure is Measure.FRAGMENTS:  # of what an anchor says: one that a prediction makes changes nothing
             found = replace(found, expected=0.0)
         runs = len({(row.source, row.run, row.figure) for row in near})
         parts.append(_stated_row(measure, ANCHORED, runs, near, found))
         for kind, classes in sorted(parents.items()):
-            own = [row for row in chosen if kind in row.classes]
-            found = residuals.stated(measure, chosen, classes, tail)
+            own = [row for row in chosen if kind in row.member_of]
+            found = residuals.stated(measure, chosen, classes, ends)
             parts.append(_stated_row(measure, kind, len(own), own, found))
-        if measure is Measure.FRAGMENTS:
-            own = [row for row in rows if UNEVEN in row.classes]
-            parts.append(_stated_row(measure, UNEVEN, len(own), own, residuals.stated_uneven(own, chosen, tail)))
     return "\n".join(parts)
 
 

@@ -18,28 +18,36 @@ The model counts as `ENOUGH` sources that say 1: of a class of n sources the exp
 from what is modelled to the median. By ranges of other sources that is nearer than either end for rows that took no
 part. Bytes are counted, and stay what they are.
 
-NOTE [ Tails ]
-The ends are weighted quantiles, with as much outside of each as `TAILS` allows: the first of these with which ranges
-hold four in five of rows that took no part, both counted by rows and by sources, each figure for itself. The quantile
-theorem for exchangeable rows would take a tenth; sources are few and no sample of anything, so it is less.
+NOTE [ First answers ]
+Most of today's residuals are of rows that were looked into, and whose causes were mended. A new row was not. So in the
+ends of times and of allocated bytes a row of a blind round counts twice, as it was first answered and as it is today;
+what is expected is of today alone. Allocated bytes depend on a framework's code, not on a cluster: of a stack with at
+least `ENOUGH` rows, `CLAIMED` of them within `AGREES`, that code was read, and today's residuals alone count.
+
+NOTE [ Ends ]
+Ends are the first of `ENDS` with which ranges hold four in five, each figure for itself: of today's rows whose source
+took no part, by rows and by sources; and of first answers whose whole round took no part, each publisher in a round
+counting once. Exchangeable rows would need a tenth outside of each end; sources and rounds are few and no sample of
+anything. So ends of times and fragments are those tenths, moved away from the expected value by a factor, at the low
+end as far as the class has been seen. Allocated bytes agree or are far off, so that theirs are quantiles further out.
+Each is the narrower of the two that holds as many.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, permutations
 from statistics import mean
 from typing import Final
 
-from jettison.predict.ranges import AGREES, ALL, ANCHOR_WEIGHT, ANCHORED, UNEVEN, Measure, Range, classes_of
+from jettison.predict.ranges import AGREES, ANCHOR_WEIGHT, ANCHORED, UNEVEN, Measure, Range, classes_of
 
 ENOUGH: Final = 5
 """Sources."""
-TAILS: Final = (0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.0)
 CLAIMED: Final = 0.8
 FIGURES: Final = {
     "time": Measure.TIME,
@@ -48,11 +56,25 @@ FIGURES: Final = {
     "device": Measure.FRAGMENTS,
 }
 """What was published, and what range it is held against."""
+Ends = tuple[float, float]
+"""Share of the weight outside of each end, and a factor on the distance of that end from the expected value."""
+MOVED: Final = tuple((0.1, 1 + n / 10) for n in range(31))
+ENDS: Final[dict[Measure, Sequence[Ends]]] = {
+    Measure.TIME: MOVED,
+    Measure.ALLOCATED: (*((0.1 * 0.8**n, 1.0) for n in range(15)), (0.0, 1.0)),
+    Measure.FRAGMENTS: MOVED,
+}
+"""See NOTE [ Ends ]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published figure over what is predicted: a ratio, of fragments what `Measure` says."""
+    """One published figure over what is predicted: a ratio, of fragments what `Measure` says.
+
+    Args:
+        value: its residual.
+        first: that of the first answer, where one was recorded; ``round``: those that it was compared with.
+    """
 
     figure: str
     source: str
@@ -61,11 +83,18 @@ class Row:
     hardware: str
     run: str
     value: float
+    first: float | None = None
+    round: str = ""
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """Its own first; bytes are not told apart by hardware."""
         return classes_of(FIGURES[self.figure], self.stack, self.kind, self.hardware)
+
+    @cached_property
+    def member_of(self) -> tuple[str, ...]:
+        """Classes in which it counts. Those of one length borrow nothing from rows of changing length."""
+        return self.classes[:1] if self.classes[0] == UNEVEN else self.classes
 
 
 # ranges ---------------------------------------------------------------------------------------------------------------
@@ -80,7 +109,7 @@ def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
 
     @cache
     def expected(source: str, classes: tuple[str, ...]) -> float:
-        return quantile(pool([row for row in rows if row.source != source], classes).values(), 0.5)
+        return quantile(ordered(pool([row for row in rows if row.source != source], classes).values()), 0.5)
 
     groups: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -101,22 +130,22 @@ def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
 
 
 def _near(row: Row, value: float) -> Row:
-    return replace(row, stack="", kind=ANCHORED, hardware="", value=value)
+    return replace(row, stack="", kind=ANCHORED, hardware="", value=value, first=None)
 
 
-Weighted = Sequence[tuple[float, float]]
-"""Values with weights, in order."""
+def pool(rows: Sequence[Row], classes: Sequence[str], *, first: bool = False) -> dict[str, tuple[float, list[float]]]:
+    """Sources with their weights and values: see NOTE [ Pooling ].
 
-
-def pool(rows: Sequence[Row], classes: Sequence[str]) -> dict[str, tuple[float, list[float]]]:
-    """Sources with their weights and values: see NOTE [ Pooling ]."""
+    Args:
+        first: with first answers.
+    """
     found: dict[str, tuple[float, list[float]]] = {}
     for kind in classes:
         lacking = ENOUGH - sum(weight for weight, _ in found.values())
         more: defaultdict[str, list[float]] = defaultdict(list)
         for row in rows:
-            if kind in row.classes and row.source not in found:
-                more[row.source].append(row.value)
+            if kind in row.member_of and row.source not in found:
+                more[row.source] += [row.value] if row.first is None or not first else [row.value, row.first]
         if more:
             weight = min(1.0, lacking / len(more)) if found else 1.0
             found |= {source: (weight, values) for source, values in more.items()}
@@ -125,31 +154,54 @@ def pool(rows: Sequence[Row], classes: Sequence[str]) -> dict[str, tuple[float, 
     return found
 
 
-def quantile(sources: Iterable[tuple[float, list[float]]], share: float) -> float:
-    """The least value with so much of the weight at it or below."""
+Ordered = tuple[list[float], list[float]]
+"""Values in order, and the weight at or below each."""
+
+
+def ordered(sources: Iterable[tuple[float, list[float]]]) -> Ordered:
+    """Values of sources with their weights."""
     pairs = sorted((value, weight / len(values)) for weight, values in sources for value in values)
-    below = list(accumulate(weight for _, weight in pairs))
-    return pairs[min(len(pairs) - 1, bisect_left(below, share * below[-1] - 1e-9))][0]
+    return [value for value, _ in pairs], list(accumulate(weight for _, weight in pairs))
 
 
-def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], tail: float) -> Range:
+def quantile(found: Ordered, share: float) -> float:
+    """The least value with so much of the weight at it or below."""
+    values, below = found
+    return values[min(len(values) - 1, bisect_left(below, share * below[-1] - 1e-9))]
+
+
+def code_read(rows: Sequence[Row], classes: Sequence[str]) -> bool:
+    """Whether today's allocated bytes of a stack agree with what was measured: see NOTE [ First answers ]."""
+    own = [abs(row.value - 1) <= AGREES for row in rows if classes[0] in row.member_of]
+    of_a_stack = len(classes) > len(("kind", "all"))
+    return of_a_stack and len(own) >= ENOUGH and mean(own) >= CLAIMED
+
+
+def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], ends: Ends) -> Range:
     """What a class states: its low end, what is expected, and its high end."""
+    return _between(*_spread(measure, rows, classes), ends)
+
+
+def _spread(measure: Measure, rows: Sequence[Row], classes: Sequence[str]) -> tuple[float, Ordered]:
+    """What is expected of a class, and the residuals that its ends are made of."""
     found = pool(rows, classes)
-    low, high = (quantile(found.values(), share) for share in (tail, 1 - tail))
-    middle = quantile(found.values(), 0.5)
-    sources = sum(weight for weight, _ in found.values())
+    today = ordered(found.values())
+    middle, sources = quantile(today, 0.5), sum(weight for weight, _ in found.values())
     expected = {
         Measure.ALLOCATED: 1.0,
         Measure.FRAGMENTS: middle,
         Measure.TIME: 1 + sources / (sources + ENOUGH) * (middle - 1),
     }[measure]
+    if measure is Measure.FRAGMENTS or (measure is Measure.ALLOCATED and code_read(rows, classes)):
+        return expected, today
+    return expected, ordered(pool(rows, classes, first=True).values())
+
+
+def _between(expected: float, found: Ordered, ends: Ends) -> Range:
+    tail, reach = ends
+    least, low, high = (quantile(found, share) for share in (0.0, tail, 1 - tail))
+    low, high = max(least, expected + reach * (low - expected)), expected + reach * (high - expected)
     return Range(expected=expected, low=min(low, expected), high=max(high, expected))
-
-
-def stated_uneven(rows: Sequence[Row], even: Sequence[Row], tail: float) -> Range:
-    """Range of fragments where lengths differ: see NOTE [ Ranges of published runs ] in `predict.ranges`."""
-    found = stated(Measure.FRAGMENTS, [*rows, *even], (UNEVEN, ALL), tail)
-    return replace(found, high=quantile(pool(rows, (UNEVEN,)).values(), 1 - TAILS[0]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,35 +217,70 @@ class Held:
         return self.range.low - 1e-9 <= self.row.value <= self.range.high + 1e-9
 
 
-def cross_validated(measure: Measure, rows: Sequence[Row], tail: float) -> list[Held]:
+def cross_validated(measure: Measure, rows: Sequence[Row], ends: Ends) -> list[Held]:
     """Every row against the range that all other sources give its class."""
-    without = {source: [row for row in rows if row.source != source] for source in {row.source for row in rows}}
+    return _left_out(measure, rows, rows, lambda row: row.source)(ends)
 
-    @cache
-    def found(source: str, classes: tuple[str, ...]) -> Range:
-        return stated(measure, without[source], classes, tail)
 
-    return [Held(row=row, range=found(row.source, row.classes)) for row in rows]
+def first_answers(measure: Measure, rows: Sequence[Row], ends: Ends, asked: Sequence[Row]) -> list[Held]:
+    """First answers of the rows ``asked`` against the ranges that rows of all other rounds give their classes."""
+    return _left_out(measure, rows, _first(asked), lambda row: row.round)(ends)
+
+
+def _first(rows: Sequence[Row]) -> list[Row]:
+    return [replace(row, value=row.first) for row in rows if row.first is not None]
+
+
+def _left_out(
+    measure: Measure, rows: Sequence[Row], tested: Sequence[Row], group: Callable[[Row], str]
+) -> Callable[[Ends], list[Held]]:
+    """Rows against ranges, with any ends, of the rows of all other groups."""
+    without = {name: [row for row in rows if group(row) != name] for name in {group(row) for row in tested}}
+    keys = [(group(row), row.classes) for row in tested]
+    spreads = {(name, classes): _spread(measure, without[name], classes) for name, classes in dict.fromkeys(keys)}
+
+    def held(ends: Ends) -> list[Held]:
+        ranges = {key: _between(*spread, ends) for key, spread in spreads.items()}
+        return [Held(row=row, range=ranges[key]) for row, key in zip(tested, keys, strict=True)]
+
+    return held
+
+
+def of_round(row: Row) -> str:
+    """The publisher in its round; a vendor's models are one."""
+    return f"{row.round}: {row.source.partition(',')[0]}"
+
+
+def share_by(held: Sequence[Held], group: Callable[[Row], str]) -> float:
+    """Share of rows that ranges hold; each group counts once."""
+    groups: defaultdict[str, list[bool]] = defaultdict(list)
+    for one in held:
+        groups[group(one.row)].append(one.inside)
+    return mean(mean(inside) for inside in groups.values())
 
 
 def shares(held: Sequence[Held]) -> tuple[float, float]:
     """Of rows, and of sources, each of which counts once, that ranges hold."""
-    by_source: defaultdict[str, list[bool]] = defaultdict(list)
-    for one in held:
-        by_source[one.row.source].append(one.inside)
-    return mean(one.inside for one in held), mean(mean(inside) for inside in by_source.values())
+    return mean(one.inside for one in held), share_by(held, lambda row: row.source)
 
 
 def of_measure(rows: Sequence[Row], measure: Measure) -> list[Row]:
-    """Rows that are held against one: those of uneven lengths have one publisher, and nobody else's range."""
-    return [row for row in rows if FIGURES[row.figure] is measure and UNEVEN not in row.classes]
+    """Rows that are held against one."""
+    return [row for row in rows if FIGURES.get(row.figure) is measure]
 
 
-def tail_of(measure: Measure, rows: Sequence[Row]) -> tuple[float, list[Held]]:
-    """How much is outside of each end, and how the ranges hold: see NOTE [ Tails ]."""
-    for tail in TAILS:
-        held = cross_validated(measure, rows, tail)
-        groups = [[one for one in held if one.row.figure == figure] for figure in {row.figure for row in rows}]
-        if min(min(shares(group)) for group in groups) >= CLAIMED:
+def ends_of(measure: Measure, rows: Sequence[Row]) -> tuple[Ends, list[Held]]:
+    """Ends of ranges, and how these hold: see NOTE [ Ends ]."""
+    by_source = _left_out(measure, rows, rows, lambda row: row.source)
+    by_round = _left_out(measure, rows, _first(rows), lambda row: row.round)
+    for ends in ENDS[measure]:
+        held = by_source(ends)
+        today = min(min(shares(own)) for own in _by_figure(held))
+        first = (share_by(own, of_round) for own in _by_figure(by_round(ends)))
+        if min([today, *first]) >= CLAIMED:
             break
-    return tail, held
+    return ends, held
+
+
+def _by_figure(held: Sequence[Held]) -> list[list[Held]]:
+    return [[one for one in held if one.row.figure == figure] for figure in {one.row.figure for one in held}]

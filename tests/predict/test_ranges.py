@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 from benchmarks import accuracy, residuals
-from benchmarks.residuals import Row, pool, quantile, shares, stated
+from benchmarks.residuals import Row, ordered, pool, quantile, shares, stated
 
 from jettison.cli.main import run as run_command
 from jettison.core.units import GIB
@@ -42,12 +43,46 @@ def row(source: str, value: float, *, stack: str = "torch", hardware: str = "h10
 def test_ranges_hold_four_in_five_rows_of_sources_that_took_no_part(measure: Measure) -> None:
     """On each figure, counted by rows and counted by sources."""
     chosen = residuals.of_measure(ROWS, measure)
-    _, held = residuals.tail_of(measure, chosen)
+    _, held = residuals.ends_of(measure, chosen)
     for figure in {one.row.figure for one in held}:
         own = [one for one in held if one.row.figure == figure]
         assert min(shares(own)) >= residuals.CLAIMED, figure
         assert len({one.row.source for one in own}) >= 4
     assert len({one.row.source for one in held}) >= 5
+
+
+@pytest.mark.parametrize(("figure", "publishers"), [("time", 34), ("allocated", 14), ("reserved", 4), ("device", 5)])
+def test_ranges_hold_first_answers_of_four_in_five_publishers_whose_round_took_no_part(
+    figure: str, publishers: int
+) -> None:
+    measure = residuals.FIGURES[figure]
+    chosen = residuals.of_measure(ROWS, measure)
+    ends, _ = residuals.ends_of(measure, chosen)
+    held = residuals.first_answers(measure, chosen, ends, [one for one in chosen if one.figure == figure])
+    assert len({residuals.of_round(one.row) for one in held}) >= publishers
+    assert residuals.share_by(held, residuals.of_round) >= residuals.CLAIMED
+
+
+def test_first_answers_widen_ranges_but_for_stacks_whose_code_was_read() -> None:
+    """They move ends of times, and of allocated bytes unless four in five rows of the stack agree today."""
+    ends = (0.0, 1.0)
+    asked = [replace(row(name, 1.0), first=1.5, round="r") for name in "abcde"]
+    assert stated(Measure.TIME, asked, CLASSES, ends) == Range(expected=1.0, low=1.0, high=1.5)
+    agree = [replace(one, figure="allocated") for one in asked]
+    classes = classes_of(Measure.ALLOCATED, "torch", "dense", "")
+    assert stated(Measure.ALLOCATED, agree, classes, ends) == Range(expected=1.0, low=1.0, high=1.0)
+    assert stated(Measure.ALLOCATED, agree, classes[2:], ends).high == 1.5  # of no stack
+    assert stated(Measure.ALLOCATED, agree[1:], classes, ends).high == 1.5  # too few
+    off = [replace(one, value=1.03) for one in agree[:2]]
+    assert stated(Measure.ALLOCATED, [*off, *agree[2:]], classes, ends).high == 1.5
+
+
+def test_a_round_is_held_against_ranges_without_it() -> None:
+    rows = [replace(row(name, 1.0), first=2.0, round="left out") for name in "abc"]
+    rows += [replace(row("d", 1.0), first=1.2, round="other")]
+    held = residuals.first_answers(Measure.TIME, rows, (0.0, 1.0), rows)
+    assert [(one.range.high, one.inside) for one in held] == [(1.2, False)] * 3 + [(2.0, True)]
+    assert residuals.share_by(held, residuals.of_round) == 0.25
 
 
 def test_ranges_and_the_page_are_what_the_rows_say() -> None:
@@ -74,20 +109,23 @@ def test_a_range_holds_what_its_row_says() -> None:
     assert len(counted) >= 1314
 
 
-def test_micro_batches_of_other_lengths_have_a_high_end_of_their_own() -> None:
-    """Nine in ten of the published runs' fragments are within the high end. Other measures have no such class."""
-    uneven = [one.value for one in ROWS if UNEVEN in one.classes]
+def test_micro_batches_of_other_lengths_have_fragments_of_their_own() -> None:
+    """Their rows are in no class of one length. Other measures have no such class."""
+    uneven = [one for one in ROWS if UNEVEN in one.classes]
+    assert {one.source for one in uneven} == {"ms-swift", "huggingface/peft", "huggingface/blog"}
+    assert len(uneven) == 35
+    assert {one.member_of for one in uneven} == {(UNEVEN,)}
     even, ragged = (
         run_of("llama3-8b", RunRequest(lora="r=16", like="huggingface", pad_to_longest=longest))
         for longest in (False, True)
     )
     assert kind_of(ragged) == f"{kind_of(even)}, {UNEVEN}"
+    assert residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, ragged)).own_class
     alike, apart = (figures(run, 16 * GIB, step_seconds=1.0) for run in (even, ragged))
     assert (apart.allocated, apart.step_seconds) == (alike.allocated, alike.step_seconds)
-    assert apart.reserved.expected > alike.reserved.expected
+    assert apart.reserved.high > alike.reserved.high
     beyond = (apart.reserved.high - 16 * GIB) / (4 * GIB)  # GiB over the square root of 16 GiB
-    assert len(uneven) == 26
-    assert sum(value <= beyond for value in uneven) == 24
+    assert mean(one.value <= beyond for one in uneven) >= 0.9
 
 
 def test_layouts_that_ran_and_that_ran_out_of_memory() -> None:
@@ -106,7 +144,7 @@ def test_a_source_weighs_one_however_many_rows_it_has() -> None:
     rows = [*(row("many", 2.0) for _ in range(100)), *(row(name, 1.0) for name in "abcd")]
     found = pool(rows, CLASSES)
     assert {source: weight for source, (weight, _) in found.items()} == dict.fromkeys(("many", *"abcd"), 1.0)
-    assert (quantile(found.values(), 0.5), quantile(found.values(), 0.81)) == (1.0, 2.0)
+    assert [quantile(ordered(found.values()), share) for share in (0.5, 0.81)] == [1.0, 2.0]
 
 
 def test_a_class_of_few_sources_borrows_what_it_lacks() -> None:
@@ -122,10 +160,10 @@ def test_a_class_of_few_sources_borrows_what_it_lacks() -> None:
 def test_times_are_corrected_towards_the_median_and_bytes_never() -> None:
     """Five sources and the model, which counts as five: half of the way; ten: two thirds."""
     slow = [row(name, value) for name, value in zip("abcde", (1.1, 1.2, 1.3, 1.4, 0.9), strict=True)]
-    assert stated(Measure.TIME, slow, CLASSES, 0.0) == Range(expected=1.1, low=0.9, high=1.4)
+    assert stated(Measure.TIME, slow, CLASSES, (0.0, 1.0)) == Range(expected=1.1, low=0.9, high=1.4)
     more = [*slow, *(row(name, 1.3) for name in "vwxyz")]
-    assert stated(Measure.TIME, more, CLASSES, 0.0).expected == pytest.approx(1.2)
-    assert stated(Measure.ALLOCATED, slow, CLASSES, 0.0) == Range(expected=1.0, low=0.9, high=1.4)
+    assert stated(Measure.TIME, more, CLASSES, (0.0, 1.0)).expected == pytest.approx(1.2)
+    assert stated(Measure.ALLOCATED, slow, CLASSES, (0.0, 1.0)) == Range(expected=1.0, low=0.9, high=1.4)
 
 
 def test_reserved_is_beyond_allocated_and_device_beyond_reserved() -> None:
