@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
@@ -488,3 +489,19 @@ def test_a_compiled_model_and_weights_frozen_under_adapters(tmp_path: Path) -> N
     found = read_run(script(tmp_path, text, "train.py", ("args =", lines)))
     assert found.compile
     assert found.request.lora
+
+
+def test_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# args = SFTConfig(max_length=1)"]},
+        {"cell_type": "code", "source": ["%%bash\n", "args = 1 | 2"]},
+        {"cell_type": "code", "source": ["%%capture\n", "!pip install \\\n", "    trl\n", "if True:\n", "    !ls\n"]},
+        {"cell_type": "code", "source": STEPS.replace("BATCH", "4").splitlines(keepends=True)},
+    ]
+    path = script(tmp_path, json.dumps({"cells": cells}), "train.ipynb")
+    assert given(read_run(path)) == given(read_run(script(tmp_path, STEPS.replace("BATCH", "4"))))
+    with pytest.raises(UsageError, match="it is no notebook; expected JSON with cells"):
+        read_run(script(tmp_path, "{}", "empty.ipynb"))
+    before = path.read_text()
+    assert run(["plan", "--from", str(path), "--gpu", "a100-40gb", "--write"]) != 0
+    assert path.read_text() == before

@@ -622,6 +622,7 @@ def test_what_is_not_read_is_named(write: Any, values: Any, more: Mapping[str, A
         ("list.yaml", "- base_model: gpt2\n", "it has a list, not keys with values"),
         ("many.json", "[1, 2]", "it has a list, not keys with values"),
         ("torn.yaml", "base_model: [", "is not YAML"),
+        ("two.yaml", "base_model: gpt2\n---\nbase_model: gpt2\n", "it has 2 documents; expected one: save that"),
         ("huge.yaml", "base_model: gpt2\nmicro_batch_size: 1e400\n", "expected a whole number"),
     ],
 )
@@ -630,6 +631,12 @@ def test_files_that_are_none(tmp_path: Path, name: str, text: str, message: str)
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
         read_run(file)
+
+
+def test_a_document_between_empty_ones(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text("---\n---\nbase_model: gpt2\nmicro_batch_size: 2\nflash_attention: true\n---\n")
+    assert read_run(file).request.micro_batch == 2
 
 
 def test_anchors_windows_lines_and_a_missing_model(tmp_path: Path) -> None:

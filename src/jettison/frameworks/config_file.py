@@ -26,8 +26,10 @@ MOST_KEYS: Final = 20_000
 _REFERENCE: Final = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+|\[\d+\])*)\}")
 _DEEPEST: Final = 32
 """Longest chain of references."""
-_SUFFIXES: Final = {".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python"}
-_EXPECTED: Final = "a training framework's file: TOML, YAML, JSON, Python, a shell script, or arguments as text"
+_SUFFIXES: Final = {"yml": "yaml", "py": "python", "ipynb": "notebook"}
+_EXPECTED: Final = (
+    "a training framework's file: TOML, YAML, JSON, Python, a notebook, a shell script, or arguments as text"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +65,12 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
         raise UsageError(f"got --from {path}; expected {_EXPECTED}: {error.strerror or 'it cannot be read'}") from None
     except UnicodeDecodeError:
         raise UsageError(f"got --from {path}, which is not UTF-8 text; expected {_EXPECTED}") from None
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"got --from {path} with {len(data):,} bytes; expected {_EXPECTED}, of at most {MOST_BYTES:,}")
-    syntax = _SUFFIXES.get(file.suffix.lower(), "arguments")
+    suffix = file.suffix.lower()[1:]
+    syntax = suffix if suffix in _PARSERS else _SUFFIXES.get(suffix, "arguments")
+    if len(data) > (most := MOST_BYTES * (16 if syntax == "notebook" else 1)):
+        raise UsageError(f"got --from {path} with {len(data):,} bytes; expected {_EXPECTED}, of at most {most:,}")
     try:
+        text, syntax = (_cells(text), "python") if syntax == "notebook" else (text, syntax)
         if syntax == "arguments":
             parsed: Any = arguments(text, file.parent, name)
         elif syntax == "python":
@@ -92,7 +96,7 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
 def split_name(path: Path) -> tuple[Path, str | None]:
     """Split ``config.py:pretrain`` or ``run.sh:dpo`` into the file and the name of one of its configurations."""
     stem, colon, name = path.name.rpartition(":")
-    if colon and stem.lower().endswith((".py", ".sh")) and not path.exists():
+    if colon and stem.lower().endswith((".py", ".sh", ".ipynb")) and not path.exists():
         return path.with_name(stem), name
     return path, None
 
@@ -127,13 +131,26 @@ def _elements(value: Any, most: int) -> int:
     return count
 
 
+def _cells(text: str) -> str:
+    """Code of a notebook's cells, as a script; commands of the notebook and of the shell do nothing."""
+    try:
+        code = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    except (KeyError, TypeError):
+        raise UsageError("it is no notebook; expected JSON with cells") from None
+    python = (one for one in code if not re.match(r"\s*%%(?!time|capture)", one))
+    return re.sub(r"(?m)^([ \t]*)[%!?](?:.*\\\n)*.*", r"\1pass", "\n".join(python))
+
+
 def _yaml(text: str) -> Any:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        return yaml.safe_load(text)
+        documents = [one for one in yaml.safe_load_all(text) if one is not None]
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+    if len(documents) > 1:
+        raise UsageError(f"it has {len(documents)} documents; expected one: save that of the run as a file of its own")
+    return documents[0] if documents else None
 
 
 @dataclass

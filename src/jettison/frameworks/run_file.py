@@ -186,7 +186,10 @@ class Keys:
         self.asked_model = asked_model
         self.form = str(table.get("name", ""))
         self._written = {name: key for key in file.values if (name := _usual(key, table))}
-        self.values = {name: file.values[key] for name, key in self._written.items()}
+        self.values = {**table.get("defaults", {}), **{name: file.values[key] for name, key in self._written.items()}}
+        for key, words in table.get("values", {}).items():
+            self.values |= words.get(str(self.values.get(key)).lower(), {})
+        self._assumed = {*self.values} - {*self._written}
         self.asked = dict(asked or {})
         self.gpus = self.gpus_asked = gpus
         self.compile = False
@@ -438,7 +441,7 @@ class Keys:
                 why == LEFT_OPEN or (why is None and key in self._became)
             ):
                 why = _open_reference(value) or why
-            if why is None and key in self._became:
+            if why is None and (key in self._became or key in self._assumed):
                 continue
             if isinstance(value, UnknownValue) and all(map(_SAID_OTHERWISE, self._became.get(key) or [""])):
                 continue
@@ -461,7 +464,7 @@ class Keys:
     def _unknown(self, key: str) -> str:
         from difflib import get_close_matches  # on use: the command line's start stays fast
 
-        known = self._asked_for.union(*(table.get("ignored", ()) for _, table in self._tables))
+        known = self._asked_for.union(self.table.get("renames", ()), *(t.get("ignored", ()) for _, t in self._tables))
         close = get_close_matches(re.sub(r"\W", "_", key.lower()), known - {*self.values}, n=1, cutoff=0.8)
         return f"{UNKNOWN}: is it {close[0]}?" if close else UNKNOWN
 
@@ -491,9 +494,9 @@ class Keys:
     def used(self) -> tuple[Key, ...]:
         """Keys that were read."""
         return tuple(
-            Key(name=self.written(key), value=self.values[key], why=", ".join(dict.fromkeys(became)))
+            Key(name=self.written(key).lstrip("$"), value=self.values[key], why=", ".join(dict.fromkeys(became)))
             for key, became in self._became.items()
-            if key not in self._refused
+            if key not in self._refused and key not in self._assumed
         )
 
     def request(self, like: str | None) -> RunRequest:

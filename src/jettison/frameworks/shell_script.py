@@ -29,7 +29,7 @@ PROGRAM: Final = "$ program"
 _MOST: Final = 1 << 20
 """Most characters of an expanded text."""
 _VARIABLE: Final = re.compile(
-    r"\$\(\((?P<sum>[^$`]*?)\)\)|\$\{(?P<name>\w+|[@#*])(?:\[[@*]\])?(?:(?P<how>:?[-=+?])(?P<else>[^{}]*))?\}|\$(?P<plain>\w+)"
+    r"\$\((?:\((?P<sum>[^$`]+?)\)|expr\s(?P<expr>[^$`()]+))\)|\$\{(?P<name>\w+|[@#*])(?:\[[@*]\])?(?:(?P<how>:?[-=+?])(?P<else>[^{}]*))?\}|\$(?P<plain>\w+)"
 )
 _NAME: Final = re.compile(r"(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
 _SBATCH: Final = re.compile(
@@ -56,7 +56,7 @@ _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<
 _LAUNCHERS: Final = re.compile(
     r"(?:\S*/)?(?:srun|sbatch|mpirun|mpiexec|docker|singularity|apptainer|enroot|numactl|taskset|nsys|ncu)"
 )
-_PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl)")
+_PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl|swift)")
 _KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus", "ntasks")
 OF_LAUNCHERS: Final = (
     r"nproc[_-]per[_-]node|nnodes|node[_-]rank|master[_-](?:addr|port)|rdzv[_-]\w+|standalone|max[_-]restarts|"
@@ -324,7 +324,7 @@ class _Script:
         return text
 
     def _value(self, match: re.Match[str]) -> str:
-        if (sum_ := match["sum"]) is not None:
+        if (sum_ := match["sum"] or match["expr"]) is not None:
             names = re.sub(r"[A-Za-z_]\w*", lambda name: self.variables.get(name[0], name[0]), sum_)
             number = _calculated(names)
             return match[0] if number is None else str(number)

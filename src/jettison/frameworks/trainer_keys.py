@@ -68,7 +68,9 @@ def replicas(keys: Keys) -> None:
             keys.gpus = said
             keys.read(key, why=f"{said} GPUs")
         keys.read(key)
-    a_node = next((key for key in ("nproc_per_node", "num_gpus", "gpus_per_node") if keys.has(key)), "")
+    a_node = next(
+        (key for key in ("nproc_per_node", "num_gpus", "gpus_per_node", "$NPROC_PER_NODE") if keys.has(key)), ""
+    )
     if keys.gpus is None and str(keys.get(a_node, "")).isdecimal():
         nodes = str(keys.get("nnodes", keys.get("num_nodes", keys.get("nodes", 1))))
         keys.gpus = int(keys.get(a_node)) * (int(nodes) if nodes.isdecimal() else 1)
@@ -80,6 +82,8 @@ def replicas(keys: Keys) -> None:
     dp = keys.share("tp", "pp", "cp")
     if dp > 1 or keys.field("zero"):
         keys.give("dp", dp)
+    if (whole := keys.table.get("sequences_a_step")) and keys.field("micro_batches") is None:
+        keys.give("micro_batches", max(1, -(-whole // keys.field("micro_batch", 1) // dp)))
     each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
     reduces_last(keys, synced=each is not None and each[1] == "true")
 
@@ -208,13 +212,12 @@ def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, targ
     keys.give("lora", made, rank, dropout, key, *came_from)
 
 
-def without_adapters(keys: Keys, *globs: str, known: bool = True) -> None:
-    """Read a run without adapters, whose keys match ``globs``; not ``known``: with others, that are refused."""
+def without_adapters(keys: Keys, *globs: str) -> None:
+    """Read a run without adapters, whose keys match ``globs``, or with some that are refused."""
     keys.read(*keys.matching(*globs), why="no adapters")
     keys.refuse("$requires_grad", "parameters frozen by hand are not modelled")
     for key in keys.matching("load_in_4bit", "load_in_8bit", "quantization_bit"):
-        keys.read(key)
-        if keys.on(key) and known:
+        if keys.on(key) and not keys.has("adapter"):
             keys.refuse(key, "quantized weights cannot be trained without an adapter")
 
 

@@ -6,6 +6,7 @@ from typing import Final
 
 from jettison.frameworks import trainer_keys as trainer
 from jettison.frameworks.run_file import Keys
+from jettison.frameworks.transformers.read import adapters
 
 _LORA_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
@@ -58,22 +59,8 @@ def _adapters(keys: Keys) -> None:
     weights = [keys.values.get(f"model_quantization_config{key}") for key in ("", "_kwargs.dequantize")]
     if weights == ["Mxfp4Config", True]:
         keys.read(*keys.matching("model_quantization_config*"), why="16-bit weights")
-    if keys.text("adapter") not in ("lora", "qlora"):
-        own = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_*", "lora_modules_to_save")
-        trainer.without_adapters(keys, *own, known=not keys.has("adapter"))
-        return
-    targets = trainer.targets(keys, "lora_target_modules", trainer.DEFAULT_TARGETS)
-    if keys.on("lora_target_linear"):
-        targets = "all-linear"
-    came_from = ("adapter", "lora_target_modules", "lora_target_linear")
-    trainer.low_rank(keys, "lora_r", 8, "lora_dropout", 0.0, targets, *came_from)
-    if keys.on("load_in_4bit"):
-        double = "-double" * keys.on("bnb_config_kwargs.bnb_4bit_use_double_quant", True)
-        keys.give("base", f"nf4{double}", "load_in_4bit")
-    elif keys.on("load_in_8bit"):
-        keys.give("base", "int8", "load_in_8bit")
-        keys.read(*keys.matching("bnb_config_kwargs.bnb_4bit_*"), why="nothing")
-    elif keys.on("gptq"):
+    adapters(keys, trl=False)
+    if keys.field("lora") is not None and keys.on("gptq"):
         keys.give("base", "gptq", "gptq")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jettison.frameworks import trainer_keys as trainer
 from jettison.frameworks.run_file import Keys
+from jettison.frameworks.transformers.read import adapters
 
 
 def read(keys: Keys) -> None:
@@ -14,7 +15,7 @@ def read(keys: Keys) -> None:
     trainer.follow(keys, "config_file", "accelerate", "accelerate.")
     stage = keys.text("stage", "sft")
     trainer.full_length(keys, packed=keys.on("packing", stage == "pt") or keys.on("neat_packing"))
-    _adapters(keys)
+    adapters(keys, trl=False)
     if stage == "dpo":  # ``train/trainer_utils.py``, ``create_ref_model``; ``get_batch_logps``, of whole logits
         keys.read("pref_beta", "ref_model_adapters", "ref_model_quantization_bit")
         keys.give("dropout", 0.0)
@@ -46,18 +47,6 @@ def read(keys: Keys) -> None:
     else:
         trainer.precision(keys, weights="bf16" if pure or (tuned and mixed) else "fp32", mixed=mixed)
     trainer.replicas(keys)
-
-
-def _adapters(keys: Keys) -> None:
-    """Read adapters (``hparams/finetuning_args.py``) and quantization (``model/model_utils/quantization.py``)."""
-    if keys.text("finetuning_type", "lora") != "lora":
-        trainer.without_adapters(keys, "lora_rank", "lora_dropout", "lora_target")
-        return
-    targets = trainer.targets(keys, "lora_target", "all-linear")
-    trainer.low_rank(keys, "lora_rank", 8, "lora_dropout", 0.0, targets, "finetuning_type", "lora_target")
-    if keys.text("quantization_bit") == "4":
-        double = "-double" * keys.on("double_quantization", True)
-        keys.give("base", f"nf4{double}", "quantization_bit", "double_quantization")
 
 
 def _of_v1(keys: Keys) -> None:
