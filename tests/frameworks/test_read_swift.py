@@ -58,6 +58,8 @@ def test_a_command_field_by_field(tmp_path: Path) -> None:
         ("--tuner_type lora", "--modules_to_save embed_tokens lm_head", "lora", None),
         ("--gradient_accumulation_steps $(expr 16 / $nproc_per_node)", "", "micro_batches", 4),
         ("--deepspeed zero2", "--fsdp fsdp2", "zero", 3),
+        ("--deepspeed zero2", "--lora_dtype bfloat16", "precision", "bf16-pure"),
+        ("--attn_impl flash_attn", "--use_flash_attn true --dtype AUTO", "attention", "flash-attn"),
         ("--deepspeed zero2", "--gradient_checkpointing false", "recompute", "none"),
     ],
 )

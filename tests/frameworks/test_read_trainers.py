@@ -568,6 +568,23 @@ def test_llamafactory_field_by_field(write: Any) -> None:
     assert read_run(write(full, finetuning_type="full", pure_bf16=True)).request.precision == "bf16-pure"
 
 
+def test_eight_bit_moments_of_a_trainer(write: Any) -> None:
+    """``trainer.py``: ``register_module_override(module, "weight", {"optim_bits": 32})`` of each embedding: of Llama 3,
+    128256 x 4096 elements with 8 bytes in place of 2 and a scale for 256. Adapters alone have none that is trained.
+    """
+    assert read_run(write(QLORA, optimizer="adamw_bnb_8bit")).request.optimizer == "adam8bit"
+    found = read_run(write(QLORA, optimizer="adamw_bnb_8bit", lora_modules_to_save=["embed_tokens"]))
+    assert found.request.optimizer == "adam8bit-trainer"
+    both = [dataclasses.replace(found.request, optimizer=name) for name in ("adam8bit", "adam8bit-trainer")]
+    plain, trainers = (forecast(resolve(found.spec(), one).run) for one in both)
+    elements = 128256 * 4096
+    more = elements * 8 - 2 * (elements + 4 * elements // 256)
+    assert trainers.worst.load.state - plain.worst.load.state == more
+    full = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1}
+    assert read_run(write(full, optim="adamw_bnb_8bit")).request.optimizer == "adam8bit-trainer"
+    assert read_run(write(full, optim="adamw_torch_8bit")).request.optimizer == "adam8bit"
+
+
 def test_modules_trained_in_full(write: Any) -> None:
     """PEFT's ``modules_to_save``, by the names of models' code."""
     for names in (["lm_head", "embed_tokens"], ["model.embed_tokens", "lm_head"], "wte,embed_out"):

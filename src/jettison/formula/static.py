@@ -141,7 +141,7 @@ def static(
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
         if moves and at[0] >= on_host.least_elements:
             # bitsandbytes' two moments: a byte an element plus scales, or fp32, whatever the parameter's dtype
-            paged = 2 * at[0] * (1 if optimizer is Optimizer.ADAM8BIT else 4)
+            paged = 2 * at[0] * (1 if _eight(w, optimizer) else 4)
             moved = own if on_host.steps_on_cpu else paged
             host_state += moved + (copy if on_host.moves_masters else 0)
             host_elements += at[0]
@@ -195,8 +195,12 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
             return 0
         case Optimizer.SGD_MOMENTUM:
             return moment * elements
-        case Optimizer.ADAM8BIT:
-            return 8 * elements if elements < SMALL_TENSOR else 2 * (elements + 4 * -(-elements // SCALE_BLOCK))
+        case Optimizer.ADAM8BIT | Optimizer.ADAM8BIT_TRAINER:
+            return (
+                8 * elements
+                if elements < SMALL_TENSOR or not _eight(weight, kind)
+                else 2 * (elements + 4 * -(-elements // SCALE_BLOCK))
+            )
         case Optimizer.ADAM4BIT:  # torchao/optim/adam.py (0372e5f), ``_new_buffer``: whole blocks, else as parameters
             if elements < SMALL_TENSOR or elements % NARROW_BLOCK:
                 return 2 * moment * elements
@@ -205,6 +209,12 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
             return _factored(weight, elements) if matrix else 4 * elements
         case Optimizer.MUON | Optimizer.DIST_MUON | Optimizer.DIST_MUON_PINGPONG:
             return (1 if matrix and in_layer else 2) * moment * elements
+
+
+def _eight(weight: Weight, kind: Optimizer) -> bool:
+    """Are moments bytes? transformers 5.23, ``trainer.py``: ``register_module_override(..., {"optim_bits": 32})``."""
+    table = weight.name.rpartition(".")[2] in ("tokens", "positions", "segments")  # each an ``nn.Embedding``
+    return kind is Optimizer.ADAM8BIT or (kind is Optimizer.ADAM8BIT_TRAINER and not table)
 
 
 def _factored(weight: Weight, elements: int) -> int:

@@ -143,6 +143,9 @@ def optimizer(keys: Keys, key: str, default: str) -> None:
         default = "adamw-foreach"
     if not keys.has(key) and keys.field("optimizer") is None:
         keys.give("optimizer", default)
+    if keys.said("optimizer") == "adam8bit-trainer" and "embed" not in keys.field("lora", "embed"):
+        keys.drop("optimizer")
+        keys.give("optimizer", "adam8bit", key)  # embeddings are frozen
     if keys.said("like") == "deepspeed" and keys.field("optimizer") in ("adamw", "adamw-foreach"):
         keys.drop("optimizer")
 

@@ -203,6 +203,7 @@ class Optimizer(StrEnum):
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
     ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)
+    ADAM8BIT_TRAINER = "adam8bit-trainer"  # the same but for embeddings, whose moments are fp32: transformers' Trainer
     ADAM4BIT = "adam4bit"  # two moments of half a byte, and an fp32 scale for each 128 of them: torchao's AdamW4bit
     ADAFACTOR = "adafactor"  # a row and a column of a matrix (arXiv 1804.04235), no first moment
     MUON = "muon"  # one moment for matrices of layers, AdamW for the rest

@@ -571,7 +571,7 @@ def _host(run: Run) -> Iterator[str]:
         return
     own = run.precision.master is None
     ours = (Optimizer.ADAMW, Optimizer.ADAMW_ON_COPIES)
-    kinds = ours if rule.steps_on_cpu else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
+    kinds = ours if rule.steps_on_cpu else (Optimizer.ADAMW, Optimizer.ADAM8BIT, Optimizer.ADAM8BIT_TRAINER)
     packed = run.tuning is not None and run.tuning.base.packed
     if rule.moves_parameters and (run.precision.recipe is not None or (packed and not rule.moves_packed)):
         why = "weights in fewer than 16 bits, whose offload is not modelled: give --offload-optimizer none"

@@ -32,8 +32,6 @@ def _deepspeed(keys: Keys, prefix: str) -> None:
 
 def _axes(keys: Keys, prefix: str) -> None:
     """Read ``parallelism_config``: tensor and context parallelism, and hybrid sharding."""
-    for name, field in (("tp_size", "tp"), ("cp_size", "cp"), ("dp_replicate_size", "zero_replicas")):
-        if (size := keys.whole(f"{prefix}{name}", 1) or 1) > 1:
-            keys.give(field, size, f"{prefix}{name}")
-    if (keys.whole(f"{prefix}dp_shard_size", 1) or 1) > 1:
-        keys.give("zero", 3, f"{prefix}dp_shard_size")
+    for name, field in (("tp", "tp"), ("cp", "cp"), ("dp_replicate", "zero_replicas"), ("dp_shard", "zero")):
+        if (size := keys.whole(f"{prefix}{name}_size", 1) or 1) > 1:
+            keys.give(field, 3 if field == "zero" else size, f"{prefix}{name}_size")

@@ -41,11 +41,10 @@ def read(keys: Keys) -> None:
     # in the compute dtype (``model/patcher.py``, ``patch_config``)
     pure = keys.on("pure_bf16")
     keys.read("pure_bf16", why="weights in 16 bits")
-    tuned = keys.field("lora") is not None
-    if pure and tuned:
+    if pure and keys.field("lora"):
         keys.give("precision", "bf16-pure", "pure_bf16")
     else:
-        trainer.precision(keys, weights="bf16" if pure or (tuned and mixed) else "fp32", mixed=mixed)
+        trainer.precision(keys, weights="bf16" if pure or (keys.field("lora") and mixed) else "fp32", mixed=mixed)
     trainer.replicas(keys)
 
 
@@ -53,16 +52,7 @@ def _of_v1(keys: Keys) -> None:
     """Read ``v1/config``: weights in the checkpoint's dtype, torch's AdamW, its own FSDP2."""
     on = keys.on("enable_activation_checkpointing", True)
     keys.give("recompute", "full" if on else "none", "enable_activation_checkpointing")
-    if keys.text("peft_config.name") == "lora":
-        targets = trainer.targets(keys, "peft_config.target_modules", "all-linear")
-        others = keys.matching("peft_config.[!aen]*")
-        trainer.low_rank(keys, "peft_config.r", 8, "peft_config.lora_dropout", 0.05, targets, *others)
-        bits = keys.whole("quant_config.quantization_bit")
-        if bits == 4 and keys.text("quant_config.name") in ("bnb", "auto"):
-            double = "-double" * keys.on("quant_config.double_quantization", True)
-            keys.give("base", f"nf4{double}", "quant_config.quantization_bit", "quant_config.name")
-        elif bits is not None:
-            keys.refuse("quant_config.quantization_bit", "expected 4, by bnb")
+    adapters(keys, trl=False)
     way = keys.text("dist_config.name", "none")
     if way == "fsdp2":
         trainer.fsdp(keys, "dist_config.")
@@ -74,8 +64,7 @@ def _of_v1(keys: Keys) -> None:
         keys.read(*keys.matching("optim_config.*"))
     trainer.optimizer(keys, "optim_config.name", "adamw-foreach")
     if keys.said("like") != "deepspeed" and keys.on("bf16", True):
-        tuned = keys.field("lora") is not None
-        keys.give("precision", "bf16-autocast" if tuned else "bf16-pure", "bf16")
+        keys.give("precision", "bf16-autocast" if keys.field("lora") else "bf16-pure", "bf16")
     elif keys.said("like") != "deepspeed":
         keys.refuse("bf16", "matmuls in fp32 with 16-bit weights of a checkpoint are not modelled")
     keys.note("the file does not name the task, which is counted as sft, with every sequence at its maximum length")
