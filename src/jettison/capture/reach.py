@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture import code_names, kinds, side_effects
 from jettison.capture.code_names import NAMES_MODULES, WHEREVER, Names, Wide, is_foreign, names_in, package_of
-from jettison.capture.kinds import PLAIN, AttributeState, KeptState, StreamState, TableState, is_a, worth_a_look
+from jettison.capture.kinds import PLAIN, AttributeState, KeptState, TableState, is_a, worth_a_look
 from jettison.capture.side_effects import put_switches_back, read_switches
 from jettison.capture.tensor_subclasses import is_in_memory
 from jettison.core.errors import UnsupportedModule
@@ -212,11 +212,6 @@ class Reach:
         put_switches_back(self.switches)
         if refused:
             raise refused[0]
-
-    def restore_streams(self) -> None:
-        for state in self.of(StreamState):
-            if not state.is_unchanged():
-                state.put_back()
 
     def set_aside(self) -> None:
         """Hide what cannot be restored until `restore`, and note imports. See NOTE [ Set aside ] in kinds.py."""

@@ -25,6 +25,7 @@ from jettison.capture.blocks import find_blocks, structural_keys
 from jettison.capture.dispatch import CaptureMode, tracing
 from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode, guessing
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
+from jettison.capture.kinds import StreamState
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
 from jettison.capture.randomness import default_stream
 from jettison.capture.recorder import OpRecorder, Place, RegionTrace, TensorRef, ValuesRead
@@ -398,7 +399,9 @@ class Tracer:
             state.refuse_unseen()
             self.memory.trails.append(RecordingMemory(recorder))
         except TraceError as error:
-            state.restore_streams()
+            for stream in state.of(StreamState):
+                if not stream.is_unchanged():
+                    stream.put_back()
             problem = str(error)
             if self.real is None:
                 raise TraceError(

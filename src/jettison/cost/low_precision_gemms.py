@@ -3,8 +3,7 @@
 NOTE [ Quantising ]
 For an FP8 GEMM each of x, W and the gradient of y is read for its amax, then read once more and written in one byte.
 The tape has the second step for x, which is saved. With delayed scaling nothing is read twice, a norm or elementwise
-kernel that computes x writes it in one byte, and the optimizer step quantises weights. This is the model without a
-recipe (`spec.fp8`).
+kernel that computes x writes it in one byte, and the optimizer step quantises weights. This is without a recipe.
 
 NOTE [ Passes of a recipe ]
 With a recipe of TransformerEngine (2.20) one kernel reads a 16-bit tensor once and writes every copy that a GEMM reads,
@@ -31,8 +30,7 @@ NOTE [ Passes in torchao ]
 torchao quantises input and weight for each GEMM, in backward as well (``float8/float8_linear.py``,
 ``matmul_with_hp_or_float8_args``). Compiled, a row's amax costs no pass of its own in a kernel that reads the row, and
 forward's amax of a tensor is kept. In backward rowwise scales are those of columns of row-major tensors: one more pass
-each for the amax of weight, input and the gradient's second copy. GEMMs with rowwise scales are priced as those with
-per-tensor scales.
+each for the amax of weight, input and the gradient's second copy. Rowwise scales are priced as per-tensor ones.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 NOTE [ Events ]
 A device runs its passes in order. A forward of one place (a chunk of a stage) needs the same micro-batch's forward of
 the previous place, a backward the backward of the next place, each sent a transfer earlier; the last place's backward
-needs its own forward. A weight pass needs its device only. A pass starts when its device is free and its input has
-arrived.
+needs its own forward. A weight pass needs its device only. A pass starts when device and input are there.
 
 Once the pipeline is full, every p micro-batches take as long as the p before them: `PipelineShape.order` has that
 period. How soon that is depends on the differences between stages. So every micro-batch is simulated up to

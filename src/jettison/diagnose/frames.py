@@ -2,8 +2,7 @@
 
 Frames come from PyTorch's memory snapshots and from tracebacks. With ``stacks="all"``, which is the default of
 `torch.cuda.memory._record_memory_history`, a stack begins with C++ frames (the unwinder, the allocator, ATen), and
-Python frames are between and after frames of the interpreter, in order. Stacks that Jettison writes have role and
-module: see `OWN`.
+Python frames are between and after frames of the interpreter, in order. Stacks of Jettison's: see `OWN`.
 """
 
 from __future__ import annotations

@@ -154,8 +154,7 @@ class DeviceSnapshot:
         """The timeline, with two more roles.
 
         Gradients: what backward, whose thread has no Python stack, allocates in a step and is still there when the
-        step's optimizer first allocates. `BEFORE`: what has no stack and was there when the recording began, most often
-        parameters.
+        step's optimizer first allocates. `BEFORE`: what has no stack and was there already, most often parameters.
         """
         timeline = self.timeline
         roles = np.array([label.role for label in timeline.labels] or [""])[timeline.label_of]

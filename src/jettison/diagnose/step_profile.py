@@ -434,7 +434,7 @@ def op_flops(name: str, args: Mapping[str, Any]) -> int:
     dims = args.get("Input Dims") if name in _COUNTED else None
     if not isinstance(dims, list):
         return 0
-    shapes = [one for one in dims if _is_shape(one)]
+    shapes = [one for one in dims if isinstance(one, list) and one and all(type(n) is int and n >= 0 for n in one)]
     if name in ("aten::mm", "aten::bmm") and len(shapes) >= 2:
         return _product(shapes[0], shapes[1])
     if name in ("aten::addmm", "aten::baddbmm") and len(shapes) >= 3:
@@ -445,10 +445,6 @@ def op_flops(name: str, args: Mapping[str, Any]) -> int:
         q, k, v = shapes[1:4]
         return 3 * _scores(q, k) + 2 * _values(q, k, v)
     return 0
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _product(a: list[int], b: list[int]) -> int:

@@ -5,8 +5,7 @@ NOTE [ Modules of a trace ]
 annotates calls by the module's name ("nn.Module: layers.3.mlp (MLP)"). An operator belongs to the innermost module
 around it. A node of backward has the sequence number of its forward operator, and belongs to that one's module; a
 gradient is accumulated right after the node that computes it. A kernel belongs to the module of its launch. Numbers are
-dropped, so that repeated layers are one row. Outside of modules the outermost operator is the row, with the shape of
-its weight.
+dropped, so that repeated layers are one row. Outside of modules the outermost operator and its weight are one.
 """
 
 from __future__ import annotations

@@ -164,8 +164,7 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     transformers before 4.49 dropped the last position of logits, not of labels (``logits[..., :-1, :].contiguous()``):
     a copy in addition to the logits, whose gradient is put into zeros of their shape. Before 4.46 the model's forward
     held the only reference (``logits = logits.float()`` in ``modeling_llama.py``, ``LlamaForCausalLM.forward``), and
-    returned it; since then a function holds it (``loss/loss_utils.py``, ``ForCausalLMLoss``) while the model holds the
-    16-bit logits.
+    returned it; since then a function holds it (``loss/loss_utils.py``), while the model holds the 16-bit logits.
     """
     logits = _gathered(w, logits)
     wide = cast(w, logits, "float32") if w.kernels.loss is Loss.IN_LOOP or w.kernels.loss_float32 else logits

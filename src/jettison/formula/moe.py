@@ -18,8 +18,7 @@ Experts are spread over "ep" (which takes its ranks from dp and cp), their width
 all-to-all, there and back. Under sequence parallelism the block receives a shard of the sequence: it routes T/t tokens
 and all-gathers their rows over "tp" after they arrive, where every rank has a slice of each expert; partial sums are
 reduce-scattered before they travel back. That is Megatron-LM's all-to-all dispatcher; the all-gathered rows are saved
-for the first matmul. Without sequence parallelism every rank of "tp" routes all T tokens and sums are reduced at the
-end.
+for the first matmul. Without sequence parallelism every rank of "tp" routes all T tokens; sums are reduced last.
 
 If an expert's width has fewer ranks than "tp" (Megatron's ``--expert-tensor-parallel-size``), "tp" is "etp" x
 "tpx": rows are all-gathered over "etp" alone, and "ep" takes ranks from "tpx" as well. `imbalance` is the number of
@@ -318,8 +317,7 @@ def _combined(w: Writer, out: Value, scores: Value | None, order: _TokenOrder, t
 # router ---------------------------------------------------------------------------------------------------------------
 #
 # The router of a mixture of experts: from tokens to the experts of each, and the weight of each choice.
-# T tokens · e experts · c choices a token. Choices must not be recomputed: one different bit in the logits sends a
-# token elsewhere.
+# T tokens · e experts · c choices a token. Choices must not be recomputed: one bit may send a token elsewhere.
 
 
 CHOICE = "router choice"
@@ -408,8 +406,7 @@ def scores_of_all(w: Writer, tokens: Value, spec: Moe) -> Value:
 def sparse_mixer(w: Writer, logits: Value, top_k: int) -> tuple[Value, Value]:
     """Draw each choice from a softmax over the scores near the best, without earlier choices.
 
-    Autograd also records each softmax's maximum and its position; no gradient comes from them, and the router frees
-    them when it returns.
+    Autograd also records each softmax's maximum and its position; the router frees them when it returns.
     """
     weights, choices, scores, column = [], [], logits, (logits.shape[0], 1)
     for _ in range(top_k):

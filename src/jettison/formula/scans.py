@@ -586,14 +586,12 @@ def _skipped(w: Writer, x: Value) -> Value:
 # Mamba 2 of transformers without kernels of mamba-ssm -----------------------------------------------------------------
 #
 # b sequences · s tokens, S of them once chunks are full · n chunks of c tokens · H heads of width p · N state. Source:
-# ``models/mamba2/modeling_mamba2.py``, ``Mamba2Mixer`` and ``mamba2_chunk_scan``, of which ``models/nemotron_h`` and
-# others have copies.
+# ``models/mamba2/modeling_mamba2.py``, ``Mamba2Mixer`` and ``mamba2_chunk_scan``, which others copy.
 #
 # NOTE [ Operands as they lie ]
 # ``einsum`` makes batches of sequences, chunks and heads, and copies an operand without a single batch stride. Write
 # and read vectors are stored token by token, and copied unless there is one head, or one chunk of one sequence. The
-# scan's input comes out of a convolution with tokens innermost, and keeps that layout: it is copied if there are
-# several chunks.
+# scan's input comes out of a convolution with tokens innermost, and is copied if there are several chunks.
 
 
 DUAL = "arXiv 2405.21060 §6, block decomposition"

@@ -3,8 +3,7 @@
 NOTE [ One walk, every figure ]
 A layer is described once, as the ops of its forward. Each op states what it saves for its backward. Parameters,
 saved tensors, FLOPs, bytes moved, collectives and the transients of both passes are all derived from that one walk, so
-that they cannot disagree. Ops have PyTorch's names, so that decisions on a recorded program (`ledger.program`) apply
-here as well.
+that they cannot disagree. Ops have PyTorch's names, so that decisions on a recorded program apply here, too.
 
 Shapes are logical, of the unsharded tensor; a placement says which mesh axis shards which dim, and the local shape
 follows from it and from the mesh. A view shares the storage of its base.

@@ -53,8 +53,7 @@ class Difference:
 def in_step(expected: Ledger, found: Ledger) -> tuple[Ledger, Ledger]:
     """Both ledgers with equal layer names, if their numbering agrees: layer n is ``layers.n``, all else is `AROUND`.
 
-    A closed form says ``layers.0``, ``embedding`` and ``head``; a trace has module paths, and one name for everything
-    around the blocks.
+    A closed form says ``layers.0``, ``embedding`` and ``head``; a trace has module paths, and one name for the root.
     """
     numbers = [_numbers(ledger) for ledger in (expected, found)]
     if not numbers[0] or set(numbers[0].values()) != set(numbers[1].values()):

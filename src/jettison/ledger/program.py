@@ -3,8 +3,7 @@
 A *region* is one call of a module (a repeated block, or the rest of the model around the blocks). Its program is a
 straight line of ATen ops over *buffers*. A buffer is one version of one storage: views of a storage are the same
 buffer; an in-place write makes the next version, which is another buffer. Only bytes, costs and dependencies are
-recorded here; `capture` knows how to call an op again. Nothing in this file needs torch, so that plans can be made
-anywhere.
+recorded here; `capture` knows how to call an op again. Nothing here needs torch: plans can be made anywhere.
 """
 
 from __future__ import annotations

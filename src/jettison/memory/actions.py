@@ -277,8 +277,7 @@ def device_order(
 
     Args:
         whole: if above 0, the forwards of each `PipelineShape.window` that run without checkpointing; they count as
-            forwards of extra chunks, where chunk v + c stands for chunk c. Their positions repeat with the order and
-            the window.
+            forwards of extra chunks, where chunk v + c stands for chunk c. Positions repeat with order and window.
         every: include all micro-batches.
 
     Raises:

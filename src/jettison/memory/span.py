@@ -33,8 +33,7 @@ class Where(NamedTuple):
 class Span:
     """A piece of a step: it ends ``net`` bytes above its start, and rises at most ``peak`` bytes above its start.
 
-    Spans compose, in any grouping: an allocation is (n, n), a transient buffer (0, n). ``where`` labels the first of
-    the highest pieces.
+    Spans compose, in any grouping: an allocation is (n, n), a transient buffer (0, n). ``where``: of the peak.
     """
 
     net: int

@@ -62,8 +62,7 @@ class Unit(NamedTuple):
     before the last one's backward. ``cached``: autocast's cached casts, until the forward ends. ``whole``: the part of
     ``resident`` that is weights kept all-gathered. ``weights``: weights that a chunk's passes all-gather and reshard.
     ``halves``: the split backward; None: it is not split, or each half is taken for the full backward.
-    ``regions``: regions in each one; above 1 only in segments. ``lingering``: bytes from its backward to the end of
-    the pass.
+    ``regions``: regions in each one; above 1 only in segments. ``lingering``: bytes from its backward to the end.
     """
 
     names: tuple[str, ...]
@@ -108,8 +107,7 @@ class PassPiece(NamedTuple):
 
     Args:
         kept: change in bytes saved for backward.
-        gradients: change in bytes of gradients; ``passing``: bytes freed when the pass ends; ``weights``: change in
-            unsharded weights.
+        gradients: change in bytes of gradients; ``passing``: bytes freed at the end; ``weights``: unsharded ones.
     """
 
     names: tuple[str, ...]

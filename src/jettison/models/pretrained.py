@@ -54,8 +54,7 @@ class WeightsFolder:
 
     def names_for(self, model: nn.Module, rename: Callable[[str], str]) -> dict[str, str]:
         """The name of each tensor in the folder, by its name in the model; of names of one parameter, the first.
-        ``rename``: what files call a tensor of the model. Raise `UsageError` if tensors are missing, left over, or of
-        another shape.
+        ``rename``: what files call a tensor of the model. Raise `UsageError` if tensors do not match the model's.
         """
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         found, missing, used = dict[str, str](), list[str](), set[str]()

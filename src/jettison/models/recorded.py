@@ -2,8 +2,7 @@
 
 One forward is traced for each batch, precision and attention that somebody asks about, and kept. What a trace cannot
 know is refused where it is asked: how ranks would share a block, other kernels, another dropout. Recorded kernels are
-those of the CPU: a fused attention keeps there what it keeps on a GPU, a dropout mask takes the dtype of what it masks
-and not a byte.
+those of the CPU: a fused attention keeps there what it keeps on a GPU, a dropout mask is as wide as what it masks.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ With sequence parallelism every dropout works on a part of its own (of the heads
 generators differ from rank to rank (`seed_ranks`), and nothing else is needed. Without it, masks outside the blocks are
 equal, so the default generators are in step, and `OwnDraws` lends the attention core another one: seeded with the
 rank and with one number of the common stream, which is all that the loan takes from it. A recording writes down how
-the CPU's state becomes the one that is lent and the one that is left (`OpRecorder.lend`), so that recipes get the same
-loan.
+the CPU's state becomes the one that is lent and the one that is left (`OpRecorder.lend`): recipes get the same.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ record in `reference`. A model is known by its classes and by having the submodu
 what its modules happen to be called: equal names do not make equal mathematics.
 
 What a plan assumes about activations: between the layers they are shards along the sequence, with sequence parallelism,
-or whole; a layer on its own is given them so and returns them so. A model as a whole takes whole ids and returns whole
-logits, on every rank.
+or whole; a layer on its own is given them so and returns them so. A model takes whole ids and returns whole logits.
 """
 
 from __future__ import annotations

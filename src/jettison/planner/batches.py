@@ -64,8 +64,7 @@ class ShapeReport:
 @dataclass(frozen=True, kw_only=True)
 class InstalledPlan:
     """Plans that are installed under one number. ``trained``: one byte for each parameter of the models, 1 if it is
-    trained; then again, 1 if it ever was. ``policies``: for each model, a function that gives another trace of it the
-    same policies.
+    trained; then again, 1 if it ever was. ``policies``: for each model, of another trace with the same policies.
     """
 
     number: int

@@ -5,8 +5,7 @@ A measured run corrects predictions of others by as few physical quantities as e
 
 - **Allocated** bytes are exact sums, so they are not scaled. A difference is explained by additional copies of one
   buffer (logits, parameters, gradients, the residual stream), if an integer number of them is within `MATCH` of it;
-  these are added to other runs. Unexplained bytes are reported and not added: on published runs that would increase
-  the error of others.
+  these are added to other runs. Unexplained bytes are reported and not added: that would increase errors.
 - **Reserved** minus allocated is fragmentation of the caching allocator. It grows about as the square root of allocated
   bytes (`predict.ranges`), so its unit is GiB per square root of GiB.
 - **Device** minus reserved is the context, the communicators and allocations of libraries: its excess over the

@@ -2,16 +2,14 @@
 
 - *allocated*: peak of tensors, ``torch.cuda.max_memory_allocated``.
 - *reserved*: peak of the caching allocator, ``torch.cuda.max_memory_reserved``.
-- *device*: peak of the process in nvidia-smi: reserved, the CUDA context, communicators and workspaces
-  (`predict.allowance`).
+- *device*: peak of the process in nvidia-smi: reserved, the CUDA context, communicators and workspaces.
 
 NOTE [ Ranges of published runs ]
 A range is conformal: it holds 80 % of measured over predicted figures of published runs, for held-out sources, and of
 first answers, for held-out blind rounds: most of today's residuals are of rows that were looked into.
 `ranges.toml` has it by class; ``python -m benchmarks.accuracy`` writes it from docs/accuracy.csv.
 
-- *time*: measured over modelled seconds. Its expected value is between 1 and the median, closer to the median with
-  more sources.
+- *time*: measured over modelled seconds. Expected is between 1 and the median, nearer to it with more sources.
 - *allocated*: measured over modelled bytes. Its expected value is 1: bytes are counted, not scaled.
 - *fragments*: reserved bytes, or device bytes less the fixed parts, minus the modelled allocated bytes. They grow more
   slowly than these: in published runs of 5 to 175 GiB about as their square root. So the unit is GiB per square root of

@@ -37,8 +37,7 @@ _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
 class KeptBuffers:
     """Buffers of a layer that a planner keeps between its passes; those in ``offloaded`` are offloaded.
 
-    In a segment of several ``layers`` only those of the first one, at ``place`` 0, are kept: NOTE [ Segments ] in
-    `units`.
+    In a segment of several ``layers`` only the first one's, at ``place`` 0, are kept: NOTE [ Segments ].
     """
 
     buffers: frozenset[int]

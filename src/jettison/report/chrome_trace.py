@@ -2,8 +2,7 @@
 
 The format is that of the "Trace Event Format" document: X is a slice, C a counter, M a name, s and f the ends of an
 arrow. A pipeline stage is a process; its tracks are the device's work, and copies to and from the host. Times are
-microseconds with three decimals, whole nanoseconds. A counter holds from its time on: within a slice it is the
-highest of the slice.
+microseconds with three decimals, whole nanoseconds. A counter holds from its time on: its slice's highest.
 
 NOTE [ A step replayed ]
 `memory.step.actions` says what is there before each pass of all micro-batches, and how high each unit rises above that.

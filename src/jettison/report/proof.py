@@ -48,8 +48,7 @@ class Proof:
     """Comparison of a planned model with an independent copy that trains plainly, from one state and random numbers.
 
     ``budget_bytes`` and ``predicted_peak_bytes`` are None where a policy was applied and not a plan. ``differences``
-    says what differs, one sentence each. ``step_time_ratio`` is the median over interleaved rounds, with its
-    quartiles.
+    says what differs, one sentence each. ``step_time_ratio``: median over interleaved rounds, with quartiles.
 
     Of a model that recomputes or offloads in a way of its own: ``left_out`` says what its plain copy does without,
     ``repeats`` how often its gradients were recomputed from one state, and ``departures`` names the tensors whose

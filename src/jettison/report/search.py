@@ -1,7 +1,6 @@
 """Answers of searches: a document for programs; for people the fastest, why, and what more would buy.
 
-Texts and tables have the expected step time, as those of `plan` and `estimate` do; ``step_seconds`` of the document is
-the modelled one.
+Texts and tables have the expected step time, as `plan`'s and `estimate`'s; ``step_seconds`` is the modelled one.
 """
 
 from __future__ import annotations

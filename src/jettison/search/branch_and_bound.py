@@ -12,8 +12,7 @@ than all other plans of a setup. So planners run afterwards: best bound first, f
 listed candidate, so that listed places are exact with planners' choices, too. A planner's choice for more memory need
 not be faster by this estimate, which is finer than the planner's own.
 
-Ties go to the candidate that needs less memory, then to the first in the space. Results do not depend on the number of
-processes.
+Ties go to the candidate that needs less memory, then to the first in the space, whatever the processes' number.
 """
 
 from __future__ import annotations

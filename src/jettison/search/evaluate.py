@@ -1,7 +1,6 @@
 """Evaluation of a search's candidates: in this process or on several cores, and never twice.
 
-Results are keyed by a digest of candidate, run and hardware; a journal writes them to a file as they come, and reads
-them back.
+Results are keyed by a digest of candidate, run and hardware; a journal keeps them in a file.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ class SearchAnswer:
         more_gpus: the fastest with more devices, or the reason why there is none.
         evaluated: number of candidates evaluated now; others were pruned, or known.
         margin: that all candidates leave. ``budget_bytes``: of tensors, if given.
-        closest: set if no candidate leaves the margin: the one that lacks least. Listed ones then may fit, at the low
-            end of their ranges.
+        closest: set if no candidate leaves the margin: the one that lacks least. Listed ones may fit at their low ends.
     """
 
     space: Space

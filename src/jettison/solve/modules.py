@@ -8,8 +8,7 @@ before the ops that saved them read them.
 NOTE [ Norms of their own ]
 ``megatron/core/models/gpt/gpt_layer_specs.py``: with TransformerEngine a norm before a linear layer is part of that
 layer's module (``column_parallel_layer_norm_linear``), and the layer's own norm is an ``IdentityOp``, for which
-``transformer_layer.py`` recomputes and offloads nothing. Norms before multi-latent attention and before experts are
-separate modules.
+``transformer_layer.py`` recomputes and offloads nothing. Norms before MLA and experts are modules of their own.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ class MeasuredRun:
     """Figures of one run; None: not measured.
 
     Args:
-        allocated, reserved, device: peak bytes of a step: of tensors, of the caching allocator, in nvidia-smi.
-        step: seconds.
+        allocated, reserved, device: peak bytes of a step: tensors', the allocator's, nvidia-smi's. step: seconds.
     """
 
     allocated: int | None = None

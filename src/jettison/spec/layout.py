@@ -148,8 +148,7 @@ class Layout:
         mtp_num_layers: layers for multi-token prediction (MTP), all of them on the last stage in addition to its own.
         reshard: with zero 3, FSDP's ``reshard_after_forward``.
         reshard_ranks: with zero 3, ranks that parameters are sharded over between forward and backward; 0: all.
-        gradient_sync: with zero 3, micro-batches that reduce gradients; stages with ``stage_buffers`` reduce after the
-            last backward.
+        gradient_sync: with zero 3, micro-batches that reduce gradients; stages with ``stage_buffers``: after the last.
         flat_parameters: with zero 3, FSDP1's flat parameters instead of FSDP2's groups.
         fsdp_wrap_layers_only: with zero 3, embedding, final norm and head belong to FSDP2's root group.
         buckets: DeepSpeed ZeRO 3 by module, with these sizes; None: by groups, as FSDP.

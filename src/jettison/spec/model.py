@@ -275,8 +275,7 @@ class GatedDelta(Scan):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpaceDual(Scan):
-    """Mamba 2, state space duality (arXiv 2405.21060): each head has a state of ``head_dim`` x ``state``, which decays
-    by a number a token.
+    """Mamba 2, state space duality (arXiv 2405.21060): each head has a decaying state of ``head_dim`` x ``state``.
 
     Args:
         bias: of the projections; ``convolution_bias``: of the convolution.

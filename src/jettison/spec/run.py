@@ -279,8 +279,7 @@ def expect_run(value: object) -> None:
 
 # Checks of a run ------------------------------------------------------------------------------------------------------
 #
-# Each rule yields an error with an alternative for runs that no framework supports or that are not modelled; the first
-# one is raised.
+# Each rule yields an error with an alternative for runs that are not supported or modelled; the first is raised.
 
 
 def _syncs(run: Run) -> Iterator[str]:

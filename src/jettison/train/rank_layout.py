@@ -34,8 +34,7 @@ Averaging = Literal["nothing", "ddp", "fsdp"]
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
     """Place of a rank on each axis. ``mesh`` has sizes along ``_AXES``: HSDP if neither of the two data-parallel ones
-    is 1; ``sharing`` along ``_SHARING``, with context parallelism. ``mixed``: FSDP2's mixed precision reads bf16 copies
-    of parameters.
+    is 1; ``sharing`` along ``_SHARING``, with context parallelism. ``mixed``: FSDP2 reads bf16 copies of parameters.
     """
 
     layout: Layout

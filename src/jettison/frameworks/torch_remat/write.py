@@ -5,8 +5,7 @@ torch_remat's checkpoint keeps a layer's inputs and recomputes all of it, to its
 ``recompute=False`` is not recomputed: tensors that autograd saved inside of it are kept, except for inputs from
 recomputed code. Its results are kept, too, since the file marks all of them as read: for a result that only other
 regions read torch_remat would return a placeholder without bytes, and fake tensors, on which the file is priced, have
-no placeholders. Most results are kept anyway. The random generator state is saved after each region, if a layer needs
-it.
+no placeholders. Most results are kept anyway. Random states are saved after each region, if a layer needs them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """torchtitan 0.3: a subclass of its `SelectiveAC` with the plan's policy for each layer.
 
 A live plan of a torchtitan model names calls of ops, which can all be expressed. A described plan's ops are those of a
-formula: the file names those that torchtitan's layers have modules for (linear layers), attention, and results of
-reduce-scatters.
+formula: the file names those that torchtitan has modules for, attention, and results of reduce-scatters.
 """
 
 from __future__ import annotations

@@ -226,10 +226,11 @@ def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQu
     run = {key: value for key, value in checked.items() if key not in own and value is not None}
     if config is not None and verb in ("plan", "write"):
         run.setdefault("tp", 1)  # a layout has it planned from its spec; without one it would be built and traced
+    stem = (name or "").removesuffix(".json")
     return ServedQuestion(
         verb=verb,
         id=ident,
-        name=uploaded[0][0] if uploaded else model or _file_name(name),
+        name=uploaded[0][0] if uploaded else model or f"{_UPLOADED if stem in ('', 'config') else stem}.json",
         config=config,
         flags={key: value for key, value in checked.items() if key in own},
         run=run,
@@ -295,11 +296,6 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice[:LONGEST]!r} stands twice in one object; expected it once")
     return found
-
-
-def _file_name(name: str | None) -> str:
-    stem = (name or _UPLOADED).removesuffix(".json")
-    return f"{_UPLOADED if stem == 'config' else stem or _UPLOADED}.json"
 
 
 def _refused(detail: str) -> Problem:
