@@ -16,10 +16,8 @@ under_way: Final[set[Path]] = set()
 
 
 def read_bytes(path: Path, name: str = "", *, most: int | None = None) -> bytes:
-    """Return a file's content. Messages call it ``name``, or by its path.
-
-    Raises:
-        UsageError: it cannot be read, or has more than ``most`` bytes.
+    """Return a file's content. Messages call it ``name``, or by its path. Raise `UsageError` if it cannot be read, or
+    has more than ``most`` bytes.
     """
     try:
         with path.open("rb") as file:

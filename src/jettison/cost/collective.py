@@ -105,11 +105,7 @@ def point_seconds(nbytes: float, layout: Layout, hardware: Hardware) -> float:
 
 
 def host_seconds(nbytes: float, hardware: Hardware) -> float:
-    """Seconds of a copy to or from CPU memory, in one direction.
-
-    Raises:
-        UsageError: the hardware file states no link to the host, or one below `LEAST_HOST_BYTES_PER_SECOND`.
-    """
+    """Seconds of a copy to or from CPU memory, one way. `UsageError` if the file states no link, or too slow a one."""
     if hardware.host_bytes_per_second is None:
         raise UsageError(f"hardware {hardware.name} does not state its link to the host, which offloading needs")
     reached = hardware.host_bytes_per_second * hardware.reached.host

@@ -59,11 +59,7 @@ SPLIT: Final = 1024
 
 
 def rate(hardware: Hardware, dtype: str) -> int:
-    """Peak FLOP/s of GEMMs in a dtype, or in the next wider one that the hardware file states.
-
-    Raises:
-        UsageError: the hardware file states none.
-    """
+    """Peak FLOP/s of GEMMs in a dtype, or in the next wider one. `UsageError` if the hardware file states none."""
     peaks = hardware.flops_per_second
     low_precision = (peaks.fp4 if "float4" in dtype else None), (peaks.fp8 if _is_low_precision(dtype) else None)
     wider = (peaks.bf16 if dtype != "float32" else None), peaks.fp32
@@ -113,11 +109,7 @@ def _aligned_share(elements: int, hardware: Hardware) -> float:
 
 
 def memory_seconds(nbytes: float, hardware: Hardware, *, share: float | None = None) -> float:
-    """Seconds of reading and writing device memory, at ``share`` of its bandwidth; by default the usual share.
-
-    Raises:
-        UsageError: the hardware file does not state the memory bandwidth.
-    """
+    """Seconds of device memory traffic at ``share`` of its bandwidth; else the usual. `UsageError` without one."""
     if hardware.memory_bytes_per_second is None:
         raise UsageError(f"hardware {hardware.name} does not state its memory bandwidth, which an estimate needs")
     return nbytes / (hardware.memory_bytes_per_second * (share or hardware.reached.memory))
@@ -174,11 +166,7 @@ def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype
 
 
 def op_seconds(op: Op, hardware: Hardware) -> float:
-    """Estimated seconds of one call, in fp32 on a CPU and in bf16 elsewhere.
-
-    Raises:
-        UsageError: the hardware file states no rate or no bandwidth.
-    """
+    """Estimated seconds of one call, fp32 on a CPU, else bf16. `UsageError` if the file has no rate or bandwidth."""
     dtype = "float32" if hardware.synchronous else "bfloat16"
     arithmetic = op.flops / (rate(hardware, dtype) * hardware.reached.matmul)
     return max(arithmetic, memory_seconds(op.bytes_moved, hardware)) + hardware.delays.kernel

@@ -50,20 +50,12 @@ _SHARDS: Final = re.compile(r"Loading (?:safetensors )?(?:checkpoint )?shards:[^
 
 
 def read_oom_log(path: Path) -> MemoryFacts:
-    """Read the facts about the first request that failed from a log.
-
-    Raises:
-        UsageError: there is no such file, or nothing in it ran out of memory.
-    """
+    """Read facts about the first request that failed. `UsageError` if there is no such file, or none failed."""
     return facts_of_log(decoded(read_bytes(path, most=MOST_READ_BYTES)), path.name)
 
 
 def facts_of_log(text: str, name: str) -> MemoryFacts:
-    """Facts of the first message of a text.
-
-    Raises:
-        UsageError: nothing in it ran out of memory.
-    """
+    """Facts of the first message of a text. Raise `UsageError` if nothing in it ran out of memory."""
     first = first_form(text)
     if first is None:
         raise UsageError(

@@ -60,19 +60,13 @@ _KEEPS_COUNT: Final = [_NAME.get(code, "") in ("MEMOIZE", "BINPUT", "LONG_BINPUT
 
 
 def load_plain(path: Path) -> Any:
-    """Read a pickle of plain data.
-
-    Raises:
-        UsageError: there is no such file, it is too large or cut off, or it holds anything else.
-    """
+    """Read a pickle of plain data. Raise `UsageError` if there is none, it is damaged, or holds anything else."""
     return loads_plain(read_bytes(path, most=MOST_FILE_BYTES), str(path))
 
 
 def loads_plain(data: bytes, name: str) -> Any:
-    """Read a pickle's bytes; messages call them ``name``. See NOTE [ Reading a pickle that may be hostile ].
-
-    Raises:
-        UsageError: they are cut off, or hold anything but plain data.
+    """Read a pickle's bytes, called ``name``. `UsageError` if they are cut off, or no plain data. NOTE [ Reading a
+    pickle that may be hostile ].
     """
     reason = _objection(data)
     if reason:

@@ -143,11 +143,7 @@ def is_trace(path: Path) -> bool:
 
 
 def read_profile(path: Path, progress: Progress = silent) -> ProfilerTrace:
-    """Read a trace.
-
-    Raises:
-        UsageError: not a trace.
-    """
+    """Read a trace. Raise `UsageError` if it is none."""
     progress(f"reading {path}")
     try:
         with path.open("rb") as file:
@@ -171,11 +167,7 @@ def read_profile(path: Path, progress: Progress = silent) -> ProfilerTrace:
 
 
 def profile_of(content: object, name: str) -> ProfilerTrace:
-    """Read the content of a trace's file.
-
-    Raises:
-        UsageError: it has another structure.
-    """
+    """Read the content of a trace's file. Raise `UsageError` if it has another structure."""
     events = content.get("traceEvents") if isinstance(content, Mapping) else content
     if not isinstance(events, list):
         raise UsageError(f"{name} has no list of traceEvents; expected a trace that torch.profiler exported")

@@ -220,20 +220,12 @@ def is_snapshot(path: Path) -> bool:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot.
-
-    Raises:
-        UsageError: not a snapshot, or a pickle with more than plain data.
-    """
+    """Read a snapshot. Raise `UsageError` if it is none, or a pickle with more than plain data."""
     return snapshot_of(load_plain(path), path.name)
 
 
 def snapshot_of(content: object, name: str) -> Snapshot:
-    """Read the content of a snapshot's file.
-
-    Raises:
-        UsageError: it has another structure.
-    """
+    """Read the content of a snapshot's file. Raise `UsageError` if it has another structure."""
     if isinstance(content, list):
         content = {"segments": content, "device_traces": []}
     reader = _SnapshotReader(name)

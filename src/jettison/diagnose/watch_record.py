@@ -52,10 +52,8 @@ class WatchRecord:
 
 
 def read_watch_record(path: Path) -> MemoryFacts | None:
-    """Read a record, and the snapshot next to it; None if the file is not a record.
-
-    Raises:
-        UsageError: an invalid record or snapshot.
+    """Read a record, and the snapshot next to it; None if the file is not a record. Raise `UsageError` for an invalid
+    record or snapshot.
     """
     try:
         with path.open("rb") as file:

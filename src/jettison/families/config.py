@@ -33,21 +33,15 @@ _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
 
 
 def read_config(path: Path | str) -> ModelSpec:
-    """Read a ``config.json``, given as a file or as its folder. The model is named after the folder, or after the file.
-
-    Raises:
-        UsageError: no such file, not JSON, not an object, or `parse_config` refuses it.
+    """Read a ``config.json``, as a file or its folder, after which the model is named. Raise `UsageError` if there is
+    none, it is no JSON object, or `parse_config` refuses it.
     """
     values, name = read_values(Path(path))
     return parse_config(values, name=name)
 
 
 def read_values(path: Path) -> tuple[Any, str]:
-    """Return the values of a ``config.json``, given as a file or as its folder, and the model's name.
-
-    Raises:
-        UsageError: no such file, or not JSON.
-    """
+    """Return a ``config.json``'s values, as a file or its folder, and the model's name. `UsageError` if none."""
     file = path / "config.json" if path.is_dir() else path
     name = file.absolute().parent.name if file.name == "config.json" else file.stem
     try:
@@ -60,10 +54,8 @@ def read_values(path: Path) -> tuple[Any, str]:
 
 
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
-    """Make a model from a decoded ``config.json``; the language model may be nested in ``text_config``.
-
-    Raises:
-        UsageError: an unknown architecture, missing sizes, or an invalid value, named by its key.
+    """Make a model from a decoded ``config.json``, or its ``text_config``. Raise `UsageError` for an unknown
+    architecture, missing sizes, or an invalid value, named by its key.
     """
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")

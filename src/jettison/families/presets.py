@@ -61,11 +61,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def hub_config(model: str) -> Path:
-    """Return the ``config.json`` of a Hugging Face id: from the cache, else from the Hub if its library is installed.
-
-    Raises:
-        UsageError: neither has it.
-    """
+    """Return the ``config.json`` of a Hugging Face id: from the cache, else the Hub. `UsageError` if neither has it."""
     cached = cached_config(model)
     return _fetched(model) if cached is None else cached
 

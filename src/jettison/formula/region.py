@@ -213,11 +213,7 @@ class RegionRecorder(BlockRecorder):
 
     @abstractmethod
     def regions(self, signature: RegionSignature) -> RecordedRegions:
-        """Return all regions.
-
-        Raises:
-            UsageError: the model cannot be recorded this way.
-        """
+        """Return all regions. Raise `UsageError` if the model cannot be recorded this way."""
 
 
 def _recorded(signature: RegionSignature) -> RecordedRegions:

@@ -52,11 +52,7 @@ class ConfigFile:
 
 
 def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
-    """Read a file of a framework; ``text`` replaces its contents.
-
-    Raises:
-        UsageError: no such file, too large, or not in the syntax of its suffix.
-    """
+    """Read a framework's file; ``text`` replaces its contents. `UsageError` if there is none, or it is unreadable."""
     file, name = split_name(path)
     try:
         data = file.read_bytes() if text is None else text.encode()

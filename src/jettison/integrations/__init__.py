@@ -16,12 +16,7 @@ __all__ = ["lightning", "torchtitan", "transformers"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import a trainer's module.
-
-    AttributeError: there is no module of that name.
-        AttributeError: there is none of that name.
-        ImportError: the library is not installed.
-    """
+    """Import a trainer's module. Raise `AttributeError` for another name, `ImportError` without its library."""
     if name not in __all__:
         raise AttributeError(f"module 'jettison.integrations' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:

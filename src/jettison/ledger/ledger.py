@@ -50,11 +50,7 @@ class Ledger(Sequence[SavedTensor]):
         return self._subset(self.entries[index]) if isinstance(index, slice) else self.entries[index]
 
     def filter(self, predicate: Callable[[SavedTensor], bool] | None = None, /, **wanted: object) -> Ledger:
-        """Entries for which ``predicate`` holds and whose fields equal ``wanted``; only their layers remain.
-
-        Raises:
-            UsageError: ``wanted`` names a field that entries do not have.
-        """
+        """Entries for which ``predicate`` holds and whose fields equal ``wanted``. `UsageError` for unknown fields."""
         if unknown := [name for name in wanted if name not in ENTRY_FIELDS]:
             raise UsageError(f"entries have no field {unknown[0]!r}; expected one of {', '.join(ENTRY_FIELDS)}")
 
@@ -125,10 +121,8 @@ class Ledger(Sequence[SavedTensor]):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ledger:
-        """Read a document that `to_json` or ``jettison ledger --format json`` wrote.
-
-        Raises:
-            UsageError: the text is not such a document.
+        """Read a document that `to_json` or ``jettison ledger --format json`` wrote. Raise `UsageError` if the text is
+        not such a document.
         """
         layers, entries = read_document(text)
         return cls(entries, layers=layers)
@@ -205,11 +199,7 @@ def storage_roles(entries: Iterable[SavedTensor], mesh_sizes: Mapping[str, int])
 
 
 def read_document(text: str | bytes) -> tuple[tuple[str, ...], tuple[SavedTensor, ...]]:
-    """The layers of a document, in order, and its entries.
-
-    Raises:
-        UsageError: the text is not JSON, or not a document of this schema.
-    """
+    """The layers of a document, in order, and its entries. `UsageError` if the text is no document of this schema."""
     from pydantic import ValidationError
 
     try:

@@ -96,11 +96,7 @@ class Closure:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A region's forward. Ops are in execution order; every input of an op is produced before it.
-
-    Raises:
-        ValueError: an index points nowhere, or an op reads what a later op produces.
-    """
+    """A region's forward, ops in execution order. Raise `ValueError` if one reads what comes later, or nowhere."""
 
     buffers: tuple[Buffer, ...]
     ops: tuple[Op, ...]

@@ -108,11 +108,7 @@ class SavedTensor:
         return prod(self.shape) * dtype_bytes(self.dtype)
 
     def local_shape(self, mesh_sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape on the rank that holds most: a size that an axis does not divide is rounded up.
-
-        Raises:
-            UsageError: ``mesh_sizes`` lacks an axis of the placement.
-        """
+        """Shape on the rank that holds most: sizes are rounded up. `UsageError` if ``mesh_sizes`` lacks an axis."""
         shape = list(self.shape)
         for axis, dim in self.placement.items():
             if axis not in mesh_sizes:

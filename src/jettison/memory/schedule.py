@@ -149,19 +149,13 @@ class PipelineShape:
         return tuple(_with_weights(steps, delay=stage) if self.schedule is Schedule.ZERO_BUBBLE else steps)
 
     def window(self, stage: int) -> int:
-        """Return the most forwards of a chunk that a device has in flight: those before its first backward.
-
-        Raises:
-            UsageError: the stage is out of range.
-        """
+        """Return a chunk's most forwards in flight: those before its first backward. `UsageError`: no such stage."""
         self._check_stage(stage)
         return min(self._warm_up(stage) + 1, self.forwards)
 
     def recomputing_share(self, stage: int, whole: int) -> float:
         """Return the share of a device's forwards that checkpoint: all but those with i modulo `window` < ``whole``.
-
-        Raises:
-            UsageError: the stage is out of range.
+        Raise `UsageError` if the stage is out of range.
         """
         size = self.window(stage)
         windows, rest = divmod(self.forwards, size)

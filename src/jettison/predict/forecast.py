@@ -179,10 +179,8 @@ def forecast(run: Run, chosen: Chosen | None = None) -> Forecast:
 
 
 def forecast_sizes(run: Run, chosen: Chosen | None = None) -> Forecast:
-    """Return `forecast` several times as fast, with equal regions under the first one's name.
-
-    Raises:
-        UsageError: layers do not divide over the stages, or the schedule does not support the micro-batches.
+    """`forecast` several times as fast: equal regions have one name. `UsageError` if layers or micro-batches do not
+    fit.
     """
     return _forecast(run, outline(run, chosen), outline(plain(run)) if run.recompute.whole else ())
 

@@ -132,10 +132,8 @@ def model_spec(model: str, *, live: bool = False) -> ModelSpec:
 
 
 def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
-    """Fill in defaults of the framework preset, then general ones.
-
-    Raises:
-        UsageError: an unknown value, or an invalid run.
+    """Fill in defaults of the framework preset, then general ones. Raise `UsageError` for an unknown value, or an
+    invalid run.
     """
     refuse_as_built(model, request.given())
     if model.base and request.lora is not None and request.base is None:

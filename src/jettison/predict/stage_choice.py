@@ -110,11 +110,7 @@ class StageChoice:
 
     @cached_property
     def _link(self) -> Link | None:
-        """Link to the host; None without offloading.
-
-        Raises:
-            UsageError: the hardware's file has no bandwidth of it.
-        """
+        """Link to the host; None without offloading. `UsageError` if the hardware's file has no bandwidth of it."""
         if not self.run.recompute.offload:
             return None
         return Link(

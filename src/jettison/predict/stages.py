@@ -161,11 +161,7 @@ def names_of(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...]:
-    """Return a rank's regions, by stage and virtual stage.
-
-    Raises:
-        UsageError: layers do not divide over the stages.
-    """
+    """Return a rank's regions, by stage and virtual stage. `UsageError` if layers do not divide over the stages."""
     starts = [0, *accumulate(run.layout.layers_per_chunk(run.model.depth))]
     return tuple(
         tuple(_named(run, chunk, starts[place]) for place, chunk in zip(run.layout.places(index), chunks, strict=True))
@@ -268,11 +264,7 @@ def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dic
 
 
 def pipeline_shape(run: Run) -> PipelineShape:
-    """Return the schedule of a run's pipeline; without one, micro-batches take turns.
-
-    Raises:
-        UsageError: the schedule does not support the micro-batches.
-    """
+    """Return a pipeline's schedule; without one, micro-batches take turns. `UsageError` if it cannot have them."""
     layout = run.layout
     return PipelineShape(
         layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B,

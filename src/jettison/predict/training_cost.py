@@ -15,11 +15,7 @@ HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBudget:
-    """Tokens of a training run and the price of a GPU hour.
-
-    Raises:
-        UsageError: a number that is not above 0, or a price without tokens.
-    """
+    """Tokens of a training run and the price of a GPU hour. `UsageError` for a number not above 0, or no tokens."""
 
     tokens: float | None = None
     price_per_gpu_hour: float | None = None

@@ -33,11 +33,7 @@ def most_whole(run: Run, limit_bytes: int) -> Run:
 
 
 def settled(run: Run, budgets: Sequence[FitBudget]) -> Run:
-    """Return the run with `MOST` replaced by the number that fits the first budget that the run fits.
-
-    Raises:
-        UsageError: no limit to fit.
-    """
+    """Return the run with `MOST` replaced by the number that fits the first budget. `UsageError` without a limit."""
     if run.recompute.whole != MOST:
         return run
     if not budgets:

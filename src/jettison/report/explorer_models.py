@@ -58,11 +58,7 @@ class PageModel:
 
 
 def page_models(models: Sequence[str]) -> tuple[PageModel, ...]:
-    """Those asked for first, then the published ones, each once.
-
-    Raises:
-        UsageError: a name that stands for no model, or more than `MOST`.
-    """
+    """Those asked for first, then the published ones, each once. `UsageError` for unknown ones, or over `MOST`."""
     wanted = list(dict.fromkeys(models))
     if len(wanted) > MOST:
         raise UsageError(f"got {len(wanted)} models; a page holds at most {MOST}: write several pages")
@@ -77,11 +73,7 @@ def page_models(models: Sequence[str]) -> tuple[PageModel, ...]:
 
 
 def run_of(model: str, **asked: Any) -> Run:
-    """The run that a request stands for.
-
-    Raises:
-        UsageError: no such model, or a run that makes no sense.
-    """
+    """The run that a request stands for. Raise `UsageError` for an unknown model, or an invalid run."""
     return resolve(model_spec(model), RunRequest(**asked)).run
 
 
@@ -100,10 +92,8 @@ def flags_text(asked: dict[str, Any]) -> str:
 
 
 def answered(run: Run, hardware: Hardware) -> tuple[Forecast, Estimate]:
-    """Memory and time of a run; where its recompute is left to the planner, on what the hardware leaves.
-
-    Raises:
-        Infeasible: no plan fits.
+    """Memory and time of a run; where its recompute is left to the planner, on what the hardware leaves. Raise
+    `Infeasible` if no plan fits.
     """
     if run.recompute.mode is not Mode.AUTO:
         return forecast(run), estimate(run, hardware)

@@ -61,11 +61,7 @@ def find_browser() -> str | None:
 
 
 def require_browser() -> str:
-    """The same, or what to do about it.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The same, or what to do about it. Raise `UsageError` if there is none."""
     program = find_browser()
     if program is None:
         raise UsageError(
@@ -76,11 +72,7 @@ def require_browser() -> str:
 
 
 def save_figures(html: str, folder: Path) -> list[Path]:
-    """Each figure of the page as ID.svg and ID.png.
-
-    Raises:
-        UsageError: there is no browser, it did not draw the page, or the folder cannot be written to.
-    """
+    """Each figure of the page as ID.svg and ID.png. `UsageError` without a browser, a drawn page, or a folder."""
     program = require_browser()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -151,11 +151,7 @@ class Proof:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Proof:
-        """Read a proof back.
-
-        Raises:
-            UsageError: the text is not a proof of this schema; the message names the first wrong key.
-        """
+        """Read a proof back. Raise `UsageError` if it is none of this schema, with the first wrong key."""
         try:
             TypeAdapter(_ProofHeader).validate_json(text, strict=True)
             stated = json.loads(text)

@@ -584,11 +584,7 @@ class _About:
 
 
 def read_subject(path: Path) -> ReportSubject:
-    """Read a file, or the log folder of a run.
-
-    Raises:
-        UsageError: it is none of these documents, or does not keep to its schema or to the limits.
-    """
+    """Read a file, or a run's log folder. Raise `UsageError` if it is no such document, or beyond the limits."""
     if path.is_dir():
         path = path / LOG
         if not path.is_file():

@@ -22,22 +22,14 @@ MOST_NUMBER: Final = 2**63
 
 
 def read_text(path: Path) -> str:
-    """A regular file of text that is not too large.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """A regular file of text that is not too large. Raise `UsageError` if it is not."""
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is no file; give a plan, a proof, or the log of a run")
     return files.read_text(path, most=MOST_BYTES)
 
 
 def parse_json(text: str, where: str) -> Any:
-    """A JSON value within the limits.
-
-    Raises:
-        UsageError: it is none, or beyond one of them.
-    """
+    """A JSON value within the limits. Raise `UsageError` if it is none, or beyond one of them."""
     try:
         value = json.loads(text, parse_constant=no_constant)
     except RecursionError:

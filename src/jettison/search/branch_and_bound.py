@@ -85,20 +85,12 @@ class Hunt:
         return sorted(self._best.values(), key=lambda found: found.rank)
 
     def run(self) -> None:
-        """Evaluate every candidate that matters.
-
-        Raises:
-            UsageError: the space is empty.
-        """
+        """Evaluate every candidate that matters. Raise `UsageError` if the space is empty."""
         self.find_named()
         self.ask_planner()
 
     def find_named(self) -> None:
-        """Evaluate every named plan that matters.
-
-        Raises:
-            UsageError: the space is empty.
-        """
+        """Evaluate every named plan that matters. Raise `UsageError` if the space is empty."""
         if self.known is not None:
             self._best[self.known.number[0]] = self.known
         rough = enumerate(self.bench.rough(self.space.setups))

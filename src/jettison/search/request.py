@@ -103,11 +103,7 @@ class SearchRequest(CommonRequest):
         return moved.zeros, "offload_optimizer" if host else ""
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
-        """Return the space to search.
-
-        Raises:
-            UsageError: an axis has an unknown or impossible value, or options exclude each other.
-        """
+        """Return the space to search. Raise `UsageError` for an unknown or impossible value, or conflicting options."""
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         kept, by = self._zero()
         template, _ = anchored(resolve(model, RunRequest(**common, zero=kept[0] if by else None)).run, hardware)

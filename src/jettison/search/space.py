@@ -236,11 +236,7 @@ class Space:
 
     @cached_property
     def setups(self) -> tuple[Setup, ...]:
-        """All setups, in a fixed order.
-
-        Raises:
-            UsageError: there are none; the message gives the reason.
-        """
+        """All setups, in a fixed order. Raise `UsageError` if there are none; the message gives the reason."""
         refused: Counter[str] = Counter()
         found = tuple(self._setups(refused))
         if not found:

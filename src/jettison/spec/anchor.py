@@ -60,10 +60,8 @@ class MeasuredRun:
 
 
 def parse_measured(text: str) -> MeasuredRun:
-    """Read figures such as ``allocated=61.2GiB step=1.32s``.
-
-    Raises:
-        UsageError: an unknown name, a figure without a unit, or contradicting figures.
+    """Read figures such as ``allocated=61.2GiB step=1.32s``. Raise `UsageError` for an unknown name, a figure without a
+    unit, or contradicting figures.
     """
     found: dict[str, Any] = {}
     for word in text.replace(",", " ").split():

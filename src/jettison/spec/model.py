@@ -104,11 +104,7 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """Softmax attention with k <= a key-value heads. Biases are of the projections.
-
-    Raises:
-        UsageError: a size below one, or a number of heads that is not a multiple of key-value heads.
-    """
+    """Softmax attention with k <= a key-value heads; biases: the projections'. `UsageError` unless k divides a."""
 
     heads: int
     kv_heads: int
@@ -221,11 +217,7 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """A state-space or linear-attention layer. Only Megatron-Core's `StateSpaceDual` is modelled sharded.
-
-    Raises:
-        UsageError: a size below one.
-    """
+    """A state-space or linear-attention layer; only `StateSpaceDual` can be sharded. `UsageError`: a size below 1."""
 
     words: ClassVar[str] = "state-space scan"
     """Name of its kind, for messages."""
@@ -474,11 +466,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patches:
-    """An image as a sequence of patches, with an optional class token (arXiv 2010.11929).
-
-    Raises:
-        UsageError: a size below one, or patches that are larger than the image.
-    """
+    """An image as patches, with an optional class token (arXiv 2010.11929). Raise `UsageError` for impossible sizes."""
 
     height: int
     width: int

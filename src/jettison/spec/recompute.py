@@ -27,11 +27,7 @@ _INSIDE_EXPERTS: Final = frozenset({"moe_act", "expert_fc1"})
 
 
 def listed(text: str, flag: str) -> tuple[str, ...]:
-    """Read a list such as ``core_attn,mlp``; spaces separate as well, as on Megatron's command line.
-
-    Raises:
-        UsageError: an unknown module, or an empty list.
-    """
+    """Read a list such as ``core_attn,mlp``, or with spaces. Raise `UsageError` for an unknown module, or none."""
     known = RECOMPUTED if flag == "--recompute-modules" else OFFLOADED
     found = tuple(dict.fromkeys(text.replace(",", " ").replace("+", " ").split()))
     for name in found or ("",):
@@ -156,9 +152,7 @@ class Recompute:
     def parse(cls, text: str, *, layers: int, offload: bool = False, whole: int = 0) -> Recompute:
         """Read ``none``, ``selective``, ``selective-op``, ``selective-op-alternate``, ``full``, ``every:K``,
         ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers), ``parts``, ``modules:core_attn+mlp`` or ``auto``.
-
-        Raises:
-            UsageError: another text.
+        Raise `UsageError` for another text.
         """
         word, colon, number = text.partition(":")
         if word == Mode.MODULES and colon:

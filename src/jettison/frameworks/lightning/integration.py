@@ -32,11 +32,7 @@ class AutoCheckpoint(Planned, Callback):
         super().__init__(memory_budget, options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """See Lightning's hook.
-
-        Raises:
-            UnsupportedModule: the module uses manual optimization, or its training_step is not that of its class.
-        """
+        """See Lightning's hook. `UnsupportedModule`: manual optimization, or a training_step not of its class."""
         if not pl_module.automatic_optimization:
             raise UnsupportedModule(
                 f"{type(pl_module).__name__} uses manual optimization, so its training_step may have several "

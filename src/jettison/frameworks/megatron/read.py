@@ -66,11 +66,7 @@ def read(keys: Keys) -> None:
 
 
 def described(arguments: Mapping[str, Any], name: str) -> ModelSpec:
-    """Parse the model of arguments, given by name without dashes; without multi-token prediction (MTP).
-
-    Raises:
-        UsageError: a size is missing, or the model is not modelled.
-    """
+    """Parse the model of arguments, without dashes or MTP. `UsageError` if a size is missing, or it is not modelled."""
     table = next(one for one in tables() if one["says"] == "Megatron-LM's arguments")
     file = ConfigFile(path=Path(name), text="", syntax="arguments", values=arguments)
     keys = Keys(file, gpus=0, table=table)

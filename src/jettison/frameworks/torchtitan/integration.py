@@ -44,10 +44,8 @@ class AutoCheckpoint(ActivationCheckpointing):
         """As in `jettison.apply`."""
 
     def apply(self, model: nn.Module) -> None:
-        """See torchtitan's; called by a Trainer's ``__init__``.
-
-        Raises:
-            UnsupportedModule: no Trainer is under construction; or see `auto_checkpoint_trainer`.
+        """See torchtitan's; called by a Trainer's ``__init__``. Raise `UnsupportedModule` if no Trainer is under
+        construction; or see `auto_checkpoint_trainer`.
         """
         config: Any = self.config
         _check_model(model)

@@ -121,11 +121,7 @@ class Pool:
         self._folder.cleanup()
 
     def submit(self, ident: str, asked: ServedQuestion) -> Job:
-        """Put a question into the queue.
-
-        Raises:
-            Problem: the queue is full, its id is in use, or the server ends.
-        """
+        """Put a question into the queue. Raise `Problem` if the queue is full, its id is in use, or the server ends."""
         if self._ended:
             raise ended()
         if ident in self.jobs:
@@ -209,11 +205,7 @@ class Worker:
         self.process, self.limits, self.answers = process, limits, 0
 
     async def ready(self) -> None:
-        """Wait until it has loaded what it needs.
-
-        Raises:
-            RuntimeError: it ended instead.
-        """
+        """Wait until it has loaded what it needs. Raise `RuntimeError` if it ended instead."""
         assert self.process.stdout is not None
         if not await self.process.stdout.readline():
             raise RuntimeError("a worker of the server ended as it started (its own words are above)")

@@ -188,11 +188,7 @@ class ServedQuestion:
 
 
 def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQuestion:
-    """Read a body.
-
-    Raises:
-        Problem: it is no JSON object, too deep, or asks what cannot be asked.
-    """
+    """Read a body. Raise `Problem` if it is no JSON object, too deep, or asks what cannot be asked."""
     values = decoded(body, limits)
     for odd in ("id", "name"):
         if odd in values and values[odd] is None:
@@ -241,11 +237,7 @@ def question(verb: str, form: VerbForm, body: bytes, limits: Limits) -> ServedQu
 
 
 def _files(given: Any) -> tuple[tuple[str, str], ...]:
-    """Name and text of a trainer's files.
-
-    Raises:
-        Problem: too many, one without a plain name of a kind that is only read, or no text.
-    """
+    """Name and text of a trainer's files. Raise `Problem` for too many, other kinds of names, or no text."""
     if not isinstance(given, list) or not 1 <= len(given) <= MOST_FILES:
         raise _refused(f"files: expected 1 to {MOST_FILES} objects with name and text")
     found = {}
@@ -263,11 +255,7 @@ def _files(given: Any) -> tuple[tuple[str, str], ...]:
 
 
 def decoded(body: bytes, limits: Limits) -> dict[str, Any]:
-    """The object that a body holds.
-
-    Raises:
-        Problem: it is none, or deeper than is looked into.
-    """
+    """The object that a body holds. Raise `Problem` if it is none, or deeper than is looked into."""
     if _depth(body) > limits.depth:
         raise Problem(400, "too deep", f"expected at most {limits.depth} lists and objects inside of one another")
     try:
@@ -303,11 +291,7 @@ def _refused(detail: str) -> Problem:
 
 
 def _checked(form: VerbForm, values: dict[str, Any]) -> dict[str, Any]:
-    """The keys and types of a question's flags.
-
-    Raises:
-        Problem: a key that is not known, or a value of another type.
-    """
+    """The keys and types of a question's flags. Raise `Problem` for unknown keys, or values of other types."""
     shape = _shape(form)
     try:
         return shape.model_validate(values).model_dump(exclude_unset=True)

@@ -60,11 +60,7 @@ async def serve(
     progress: Progress,
     ready: Callable[[], None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM; arguments are those of `serve_page`.
-
-    Raises:
-        UsageError: a model that is none.
-    """
+    """Serve until SIGINT or SIGTERM; arguments: `serve_page`'s. Raise `UsageError` for an unknown model."""
     shown, pool = ServedPage(page, progress), Pool(limits, service.answers)
 
     def crowded() -> bool:
@@ -313,10 +309,8 @@ def _asking(verb: str, form: VerbForm, pool: Pool, limits: Limits) -> Endpoint:
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """A request's body, read no further than is allowed.
-
-    Raises:
-        Problem: it is not JSON by its type, too long, or too slow.
+    """A request's body, read no further than is allowed. Raise `Problem` if it is not JSON by its type, too long, or
+    too slow.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -340,11 +334,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 async def _outcome(job: Job, request: Request) -> ServedAnswer:
-    """The job's answer. A client that goes away has cancelled it.
-
-    Raises:
-        Problem: what it met instead.
-    """
+    """The job's answer, or `Problem`. A client that goes away has cancelled it."""
     gone = asyncio.create_task(_disconnected(request))
     try:
         both: set[asyncio.Future[Any]] = {job.outcome, gone}
