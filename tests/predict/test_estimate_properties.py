@@ -141,6 +141,34 @@ def test_segments_compute_whole_layers_again() -> None:
     assert flops[0] < flops[-1] < forward
 
 
+@pytest.mark.parametrize(("model", "number", "ends"), [("llama3-8b", 6, 6), ("llama3-8b", 31, 2), ("gemma2-9b", 4, 11)])
+def test_a_last_shorter_segment_ends_as_others_do(model: str, number: int, ends: int) -> None:
+    """A segment's last layer recomputes what backward needs, all others everything; kinds of layers may alternate."""
+    device, depth = hardware("a100-80gb"), preset(model).depth
+
+    def again(mode: str) -> float:
+        return estimate(run_of(model, recompute=mode), device).recomputed_flops
+
+    each = (again(f"every:{depth}") - again("full")) / (depth - 1)
+    assert again(f"every:{number}") == pytest.approx(again("full") + (depth - ends) * each)
+
+
+def test_fsdp_copies_what_it_gathers_and_what_it_reduces() -> None:
+    """On the stream of compute: weights twice, read and written, and gradients, read in bf16 and written in fp32. FSDP1
+    concatenates gradients in bf16."""
+    device = hardware("h100-80gb")
+    elements = 6_738_415_616  # of Llama 2 7B
+
+    def compute(**layout: object) -> float:
+        run = run_of("llama2-7b", precision="bf16-main32", **layout)
+        return sum(part.compute for part in estimate(run, device).stages[0].total)
+
+    alone = compute()
+    for layout, nbytes in (({}, 2 * 2 * 2 + 2 + 4), ({"fsdp_version": 1}, 2 + 2)):
+        took = (compute(dp=8, zero=3, **layout) - alone) * 3350e9 * 0.85
+        assert took == pytest.approx(nbytes * elements, rel=1e-3)
+
+
 def test_a_planners_choice_is_priced() -> None:
     run, device = run_of("llama2-7b"), hardware("a100-80gb")
     everything = estimate(run, device, chosen=[None] * 32)

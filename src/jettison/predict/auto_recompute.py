@@ -129,6 +129,7 @@ def choose(
             how = f"Every layer recomputes all that it can, alone or in a segment, or offloads it to CPU{room}."
         raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=how)
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    items = ([item for chunk in stage.groups for item in timing.items(chunk)] for stage in plain.stages)
     by_layer = [chosen.get(name) for name in run.model.layer_names]
     most = max(answers, key=lambda answer: answer.added_seconds)
     return AutoForecast(
@@ -138,7 +139,9 @@ def choose(
         minimum_budget_bytes=smallest,
         seconds=most.added_seconds,
         stalled_seconds=most.stalled_seconds,
-        plain_seconds=max(_plain_seconds(timing, stage) for stage in plain.stages),
+        plain_seconds=max(
+            sum(item.count * sum(part.seconds for part in item.seconds) for item in own) for own in items
+        ),
         host_bytes=max(answer.host_bytes for answer in answers),
         host_budget_bytes=host if offload else None,
         gap=max(answer.gap for answer in answers),
@@ -175,15 +178,6 @@ def _problems(run: Run, hardware: Hardware, host_budget_bytes: int | None) -> tu
 @lru_cache(maxsize=4)
 def _undecided(run: Run) -> Forecast:
     return forecast(replace(run, recompute=replace(run.recompute, mode=Mode.AUTO)))
-
-
-def _plain_seconds(timing: Timing, stage: Stage) -> float:
-    """Seconds of a forward and a backward without recomputation."""
-    total = 0.0
-    for group in (group for chunk in stage.groups for group in chunk):
-        took = timing.prices(group.part.layer).seconds(group.part.region)
-        total += len(group.names) * (took.forward.seconds + took.backward.seconds)
-    return total
 
 
 def _key(stage: Stage) -> tuple[object, ...]:

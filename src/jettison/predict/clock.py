@@ -21,7 +21,7 @@ from jettison.memory.schedule import ScheduledPass, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import StageSeconds, Timing
-from jettison.predict.stages import Chunk, pipeline_shape, segment_length
+from jettison.predict.stages import Chunk, pipeline_shape
 from jettison.predict.time import Estimate, recomputing, works
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run
@@ -126,10 +126,9 @@ def _device(
     Args:
         ends: of all reductions, and of the step.
     """
-    share, size = recomputing(run, stage.index), segment_length(run)
-    found = [list(_regions(timing, chunk, size, share)) for chunk in stage.groups]
-    both = zip(found, seconds.late, strict=True)
-    regions = [list(_late(own) if late else _repeating(own, size)) for own, late in both]
+    share, size = recomputing(run, stage.index), run.recompute.segment
+    found = zip((list(_regions(timing, chunk, share)) for chunk in stage.groups), seconds.late, strict=True)
+    regions = [list(_late(own) if late else _repeating(own, size)) for own, late in found]
     split = any(one.step.work is Work.WEIGHT for one in played)
     halved = [any(unit.halves for unit in units) for units in stage.load.chunks]
     now = 0
@@ -182,21 +181,18 @@ def _works(work: Work, regions: Sequence[_TimedRegion], split: bool) -> Iterator
         yield SliceKind.BACKWARD, region.name, own
 
 
-def _regions(timing: Timing, chunk: Chunk, segment: int, share: float) -> Iterator[_TimedRegion]:
-    for group in chunk:
-        items = timing.items((group,))
-        for position, name in enumerate(group.names):
-            # a segment's last layer differs from its others
-            item = items[position % segment == segment - 1 if len(items) > 1 else 0]
-            seconds = item.seconds
-            yield _TimedRegion(
-                name=name,
-                forward=seconds.forward.seconds,
-                again=seconds.again.seconds * share,
-                inputs=seconds.inputs.seconds,
-                weights=seconds.weights.seconds,
-                groups=item.groups,
-            )
+def _regions(timing: Timing, chunk: Chunk, share: float) -> Iterator[_TimedRegion]:
+    items = (item for item in timing.items(chunk) for _ in range(item.count))
+    for name, item in zip((name for group in chunk for name in group.names), items, strict=True):
+        seconds = item.seconds
+        yield _TimedRegion(
+            name=name,
+            forward=seconds.forward.seconds,
+            again=seconds.again.seconds * share,
+            inputs=seconds.inputs.seconds,
+            weights=seconds.weights.seconds,
+            groups=item.groups,
+        )
 
 
 def _late(regions: Sequence[_TimedRegion]) -> Iterator[_TimedRegion]:

@@ -28,7 +28,7 @@ from jettison.predict.optimizer_state import (
     step_bytes,
 )
 from jettison.predict.stage_buffers import buffers_of, packed_batch, sending, workspace_bytes
-from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, pipeline_shape, segment_length, walk
+from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, pipeline_shape, walk
 from jettison.predict.units import sent_to_host, stream_bytes, units
 from jettison.spec.anchor import BUFFERS, RunAnchor
 from jettison.spec.layout import Reshard
@@ -270,7 +270,7 @@ def _stage(
         reducing_chunks=tuple(units(run, chunk, reducing=True) for chunk in chunks) if run.syncs_last else (),
         whole_chunks=tuple(_while_whole(run, index, (*chunks, *whole), made)) if layout.regathers else (),
     )
-    return Stage(index=index, groups=chunks, load=load, static=total, known=passes, segment=segment_length(run))
+    return Stage(index=index, groups=chunks, load=load, static=total, known=passes, segment=run.recompute.segment)
 
 
 def stage_order(run: Run, index: int, *, every: bool = False) -> DeviceOrder:

@@ -1,11 +1,17 @@
 """Seconds of a pipeline stage: its regions, exposed transfers of ZeRO and offloading, and the end of a step.
 
 See NOTE [ A step ] in `predict.time`.
+
+NOTE [ Copies of FSDP ]
+``_fsdp_collectives.py`` of torch 2.13: FSDP2 copies a group's weights out of the all-gather's output
+(``foreach_all_gather_copy_out``), and its gradients, cast, into the reduction's input (``chunk_cat``), on the stream of
+compute. FSDP1's weights are views of what was all-gathered; autograd concatenates its gradients. Not priced: copies of
+shards, and before a reduction after the last micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
@@ -21,7 +27,7 @@ from jettison.formula.split_backward import computing_groups
 from jettison.formula.static import Static, state_bytes, static, together
 from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.optimizer_state import offloaded_optimizer
-from jettison.predict.stages import COMPILERS, FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_length
+from jettison.predict.stages import COMPILERS, FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_ends
 from jettison.predict.units import by_torch, moved_bytes, splits
 from jettison.spec.fp8 import BF16_GEMMS, Library
 from jettison.spec.hardware import Hardware
@@ -128,14 +134,6 @@ class Item:
     groups: int = 0
 
 
-def in_segments(items: Sequence[Item], size: int) -> Iterator[Item]:
-    """Yield an item for each layer; of equal layers `Timing.items` has the last ones of segments at the end."""
-    for _, same in groupby(items, key=lambda item: id(item.region)):
-        own = list(same)
-        for place in range(sum(item.count for item in own)):
-            yield own[-1] if size > 1 and place % size == size - 1 else own[0]
-
-
 _price_model = lru_cache(maxsize=4096)(PriceModel)
 
 
@@ -218,20 +216,16 @@ class Timing:
 
     def items(self, chunk: Sequence[RegionGroup]) -> list[Item]:
         """Items of a chunk's regions."""
-        segment = segment_length(self.run)
         found, begun = [], 0
-        for same in chunk:
-            part, count = same.part, len(same.names)
-            # every layer of a segment but the last is fully recomputed
-            inner = count - count // segment if part.is_layer else 0
-            inner = count if part.inner else inner
+        for same, ends in zip(chunk, segment_ends(self.run, chunk), strict=True):
+            part = same.part
             if part.first:  # a segment's copy to the host overlaps with the next segment
                 begun = moved_bytes(self.run, part)
-            if inner:
-                item = self._item(part, inner, everything(part.region), 0)
+            for last, own in groupby(ends):  # every layer of a segment but the last is fully recomputed
+                alone = last and not part.inner
+                again = self._again(part) if alone else everything(part.region)
+                item = self._item(part, len(list(own)), again, begun if alone else 0)
                 found.append(replace(item, segment=part.layers) if part.inner and part.first else item)
-            if count > inner:
-                found.append(self._item(part, count - inner, self._again(part), begun))
         return found
 
     def _item(self, part: StageRegion, count: int, again: frozenset[int], moved: int) -> Item:
@@ -246,6 +240,8 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
+        if run.layout.shards_parameters and run.layout.buckets is None:
+            found = replace(found, seconds=found.seconds + self._copies(part.static))
         if run.optimizer_offload.moves_parameters:  # a shard is copied from the host before its all-gather
             fetched = host_seconds(self._static(found).host_parameters, self.hardware)
             found = replace(found, gathered=found.gathered + fetched)
@@ -254,6 +250,15 @@ class Timing:
         if (count, groups, offloaded) == (found.count, found.groups, found.offloaded):
             return found
         return replace(found, count=count, groups=groups, offloaded=offloaded)
+
+    def _copies(self, of: Static) -> RegionSeconds:
+        """Seconds of a region's copies of weights and gradients: NOTE [ Copies of FSDP ]."""
+        layout, precision = self.run.layout, self.run.precision
+        read, flat = DTYPE_BYTES[precision.compute] / DTYPE_BYTES[precision.reduce_dtype], layout.flat_parameters
+        moved = 0 if flat or not layout.resharded else 2 * of.gathered
+        gradients = of.reduced * (read + (read if flat else 1)) * self.execution.reduces_each
+        out, into = (PassSeconds(compute=memory_seconds(nbytes, self.hardware)) for nbytes in (moved, gradients))
+        return RegionSeconds(forward=out, inputs=out, weights=into)
 
     def _again(self, part: StageRegion) -> frozenset[int]:
         if part.chosen is not None:
@@ -318,8 +323,8 @@ class Timing:
         Each group of weights recomputes its full segment: NOTE [ Checkpoints under two halves ] in
         `formula.split_backward`. A model's first stage does not split its backward, and recomputes once.
         """
-        size = segment_length(self.run)
-        layers = list(in_segments([item for item in items if item.groups], size))
+        size = self.run.recompute.segment
+        layers = [item for item in items if item.groups for _ in range(item.count)]
         again, flops = PassSeconds(), 0.0
         for at in range(0, len(layers), size):
             own = layers[at : at + size]
@@ -370,8 +375,6 @@ class Timing:
                     pairs.append((1, item, behind, other))
             forward += sum(n * self._over(i.offloaded, other.seconds.forward.seconds) for n, i, _, other in pairs)
             backward += sum(n * self._over(i.offloaded, work) for n, i, work, _ in pairs)
-        if not (forward or backward):
-            return NOTHING
         return RegionSeconds(forward=PassSeconds(transfers=forward), inputs=PassSeconds(transfers=backward))
 
     def hideable(self, items: Sequence[Item]) -> float:

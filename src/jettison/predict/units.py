@@ -47,7 +47,7 @@ from jettison.predict.passes import (
     sums_apart,
     tied_table,
 )
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, segment_length, sent_by
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.kernels import AttentionKernel, Documents, Loss
 from jettison.spec.model import Attention, Biases, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Gradients
@@ -132,7 +132,7 @@ class _How(NamedTuple):
 
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
-    size = segment_length(run)
+    size = run.recompute.segment
     how = _How(run.frees_gradients, run.gradients_coexist, run.gradient_rule, caches_copies(run))
     if size > 1 or any(group.part.layers > 1 for group in groups):
         return list(_segments(run, groups, size, how))

@@ -122,6 +122,11 @@ class Recompute:
     sent: tuple[str, ...] = ()
     reentrant: bool = False
 
+    @property
+    def segment(self) -> int:
+        """Layers in each segment; 1: no segments."""
+        return self.number if self.mode is Mode.EVERY else 1
+
     def __post_init__(self) -> None:
         # as Megatron's ``TransformerConfig.__post_init__``
         if "attn_proj" in self.sent and CORE_ATTENTION not in self.sent:
