@@ -78,8 +78,7 @@ def test_a_backward_of_narrow_tensors_skips_nothing_that_a_window_masks() -> Non
 
 
 def test_timings_of_flash_attention() -> None:
-    """Forwards under a causal mask on A100 and H100, and backwards without, from 512 to 16384 tokens: shorter sequences
-    reach less."""
+    """Forwards under a causal mask, on H100 backwards without, from 512 to 16384 tokens: shorter sequences reach less."""
     errors = []
     for row in csv.DictReader((TIMED.parent / "flash_attention.csv").read_text(encoding="utf-8").splitlines()):
         device = hardware(row["device"]).under("nemo-24.12" if "cuDNN" in row["source"] else "base")
@@ -89,7 +88,7 @@ def test_timings_of_flash_attention() -> None:
         kernel = Kernel(steps=(0,), nbytes=0, attention_flops=1e15, half=half, head_dim=int(row["width"]), keys=seq)
         reached = visible * 1e3 / kernel_seconds(kernel, device, visible=visible, dtype="bfloat16")
         errors.append(reached / float(row["teraflops"]) - 1)
-    assert len(errors) == 48
+    assert len(errors) == 78
     assert median(map(abs, errors)) < 0.07
     assert max(map(abs, errors)) < 0.25
 
