@@ -69,6 +69,7 @@ BLIND: Final = {
     blind_runs.FACTS: "14 projects, 2026",
     ROOT / "tests" / "facts" / "blind_2026_11.csv": "17 projects, November 2026",
     ROOT / "tests" / "facts" / "blind_posts.csv": "issues, posts and READMEs, November 2026",
+    ROOT / "tests" / "facts" / "blind_speeds.csv": "throughput of READMEs, November 2026",
 }
 """Rounds of blind predictions."""
 LAYOUTS: Final = {
@@ -106,6 +107,9 @@ NOT_COUNTED: Final = {
     "unsaid": "the figure is not named",
     "network": "the network is not named",
     "host-bound": "the host is the limit, which nothing prices",
+    "batch-unsaid": "the global batch is not named",
+    "own-trainer": "the trainer has kernels of its own",
+    "peak": "the rate is above the peak of the GPU that is named",
     "slow": "its authors found the software or the nodes to be slow, and fixed them",
     "power": "power is limited, how far is not said",
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",

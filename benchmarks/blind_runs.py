@@ -1,9 +1,9 @@
-"""Published runs that were all predicted before an answer was looked into: three rounds.
+"""Published runs that were all predicted before an answer was looked into: four rounds.
 
-`tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen) and `blind_posts.csv` (issues, posts
-and READMEs): each row was written down with its source and the command that somebody would type from it, then all were
-asked in one go (``blind``). ``mended`` is the
-command since then, where it is another, and ``looked`` a key of `WHY`.
+`tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
+and READMEs) and `blind_speeds.csv` (throughput of READMEs): each row was written down with its source and the command
+that somebody would type from it, then all were asked in one go (``blind``). ``mended`` is the command since then, where
+it is another, and ``looked`` a key of `WHY`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ WHY = {
     "bf16-states": "states are in bf16: in fp32 those of 30B-A3B alone are more than was published",
     "another-batch": "memory grows with accumulation alone: the micro-batch is another",
     "atorch": "atorch's mixed precision was not read: 17 to 19 GiB more in each run, whatever the number of GPUs",
+    "fp16": "was refused: no precision has that name, and bytes and rates are those of bf16-autocast; AutoGPTQ's "
+    "dequantization was not read",
+    "batch-unsaid": "the global batch, which decides how much of the time stages wait, is not said",
+    "own-trainer": "a trainer in C++ with kernels of its own, which was described as compiled layers",
+    "peak": "the published rate is above the peak of the GPU that is named",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
 }
 
