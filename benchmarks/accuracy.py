@@ -335,11 +335,11 @@ def _blind(row: blind_runs.Row, projects: str) -> Iterator[Entry]:
     counted = looked not in NOT_COUNTED
     command = facts["mended"] or facts["command"]
     try:
-        run, gpu = described(command)
+        compiled = row.of_time and " --compile" in command  # the time of compiled adapters is modelled, not their bytes
+        run, gpu = described(command.replace(" --compile", "") if compiled else command)
         if row.of_time:
-            how = execution_of(run)
-            device = hardware(gpu)
-            now = estimate(replace(run, compiled=False), device, execution=how).tokens_per_second_per_gpu
+            how, device = execution_of(run), hardware(gpu)
+            now = estimate(run, device, execution=how.compiled() if compiled else how).tokens_per_second_per_gpu
             found = _entry("time", source, run, name, now / row.published, row.published, now, TOKENS, device.name)
             found = replace(found, counted=counted)
         else:

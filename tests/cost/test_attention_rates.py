@@ -78,7 +78,7 @@ def test_a_backward_of_narrow_tensors_skips_nothing_that_a_window_masks() -> Non
 
 
 def test_timings_of_flash_attention() -> None:
-    """Forwards under a causal mask, on H100 backwards without, from 512 to 16384 tokens: shorter sequences reach less."""
+    """Forwards under a causal mask, backwards without, from 512 to 16384 tokens: shorter sequences reach less."""
     errors = []
     for row in csv.DictReader((TIMED.parent / "flash_attention.csv").read_text(encoding="utf-8").splitlines()):
         device = hardware(row["device"]).under("nemo-24.12" if "cuDNN" in row["source"] else "base")
