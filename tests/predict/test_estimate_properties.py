@@ -141,7 +141,9 @@ def test_segments_compute_whole_layers_again() -> None:
     assert flops[0] < flops[-1] < forward
 
 
-@pytest.mark.parametrize(("model", "number", "ends"), [("llama3-8b", 6, 6), ("llama3-8b", 31, 2), ("gpt-oss-20b", 5, 5)])
+@pytest.mark.parametrize(
+    ("model", "number", "ends"), [("llama3-8b", 6, 6), ("llama3-8b", 31, 2), ("gpt-oss-20b", 5, 5)]
+)
 def test_a_last_shorter_segment_ends_as_others_do(model: str, number: int, ends: int) -> None:
     """A segment's last layer recomputes what backward needs, all others everything; kinds of layers may alternate."""
     device, depth = hardware("a100-80gb"), preset(model).depth

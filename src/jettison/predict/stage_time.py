@@ -358,12 +358,10 @@ class Timing:
     def _exposed_transfers(self, items: Sequence[Item]) -> RegionSeconds:
         """Exposed transfers of ZeRO 2 and 3 and offloading in a chunk's passes."""
         layout = self.run.layout
-        if not items:
-            return NOTHING
         forward = backward = 0.0
         if layout.zero >= 2 and (layout.shards > 1 or self.run.gathers_parameters):
             gathers = layout.zero == 3 and layout.resharded
-            if gathers:
+            if gathers and items:
                 forward += items[0].gathered + self._covered(items, gathers=True, reduces=False, forward=True)
             reduces = self.execution.reduces_each
             backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)

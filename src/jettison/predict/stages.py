@@ -277,12 +277,11 @@ def pipeline_shape(run: Run) -> PipelineShape:
 
 def segment_ends(run: Run, groups: Iterable[RegionGroup]) -> Iterator[list[bool]]:
     """Yield, for each group of a chunk, whether each of its regions ends a segment; an MTP layer is one of its own."""
-    size = run.recompute.segment
     for in_segments, same in groupby(groups, lambda group: group.part.layer is not None and not group.part.layer.ahead):
         own = [len(group.names) for group in same]
         for count, stop in zip(own, accumulate(own), strict=True):
             places = range(stop - count + 1, stop + 1)
-            yield [not in_segments or place % size == 0 or place == sum(own) for place in places]
+            yield [not in_segments or place % run.recompute.segment == 0 or place == sum(own) for place in places]
 
 
 def local_shape(run: Run, weight: Weight) -> tuple[int, ...]:
