@@ -240,8 +240,7 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
-        if run.layout.shards_parameters and run.layout.buckets is None:
-            found = replace(found, seconds=found.seconds + self._copies(part.static))
+        found = replace(found, seconds=found.seconds + self.copies(part.static)) if run.layout.zero == 3 else found
         if run.optimizer_offload.moves_parameters:  # a shard is copied from the host before its all-gather
             fetched = host_seconds(self._static(found).host_parameters, self.hardware)
             found = replace(found, gathered=found.gathered + fetched)
@@ -251,9 +250,11 @@ class Timing:
             return found
         return replace(found, count=count, groups=groups, offloaded=offloaded)
 
-    def _copies(self, of: Static) -> RegionSeconds:
+    def copies(self, of: Static) -> RegionSeconds:
         """Seconds of a region's copies of weights and gradients: NOTE [ Copies of FSDP ]."""
         layout, precision = self.run.layout, self.run.precision
+        if not layout.shards_parameters or layout.buckets is not None:
+            return NOTHING
         read, flat = DTYPE_BYTES[precision.compute] / DTYPE_BYTES[precision.reduce_dtype], layout.flat_parameters
         moved = 0 if flat or not layout.resharded else 2 * of.gathered
         gradients = of.reduced * (read + (read if flat else 1)) * self.execution.reduces_each
@@ -357,8 +358,7 @@ class Timing:
 
     def _exposed_transfers(self, items: Sequence[Item]) -> RegionSeconds:
         """Exposed transfers of ZeRO 2 and 3 and offloading in a chunk's passes."""
-        layout = self.run.layout
-        forward = backward = 0.0
+        layout, forward, backward = self.run.layout, 0.0, 0.0
         if layout.zero >= 2 and (layout.shards > 1 or self.run.gathers_parameters):
             gathers = layout.zero == 3 and layout.resharded
             if gathers and items:

@@ -98,7 +98,7 @@ class ShardBound:
     Args:
         gathered: seconds of a region's all-gather, in forward and once more in backward.
         reduced: seconds of a region's gradient reduction.
-        added: seconds of accumulating gradients; ``added_whole``: of the entire model.
+        added: seconds of accumulating gradients and of FSDP's copies; ``added_whole``: of the entire model.
         longest_added: seconds of the region that takes longest to accumulate.
         end: seconds after the last backward.
         optimizer: seconds of the optimizer step.
@@ -473,7 +473,7 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     items = timing.items(chunk)
     in_layer = [item.in_layer for item in items]
     layers = [item for item in items if item.in_layer]
-    added = [timing.adding(item.region) for item in items]
+    added = [timing.adding(g.part.region) + sum(each.seconds for each in timing.copies(g.part.static)) for g in chunk]
     shards = layout.zero >= 2 and layout.shards > 1
     stays = run.gradients is not Gradients.ACCUMULATOR
     statics, is_layer = [group.part.static for group in chunk], [group.part.is_layer for group in chunk]
