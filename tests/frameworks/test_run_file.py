@@ -264,8 +264,7 @@ def test_references_of_yaml_to_its_own_keys(tmp_path: Path) -> None:
 def test_tables_name_fields_of_a_request() -> None:
     for table in tables():
         given = [*table.get("keys", {}).values(), *table.get("usual", {}), *table.get("first", {})]
-        given += [field for said in table.get("on", {}).values() for field in said]
-        for words in table.get("words", {}).values():
+        for words in (table.get("on", {}), *table.get("words", {}).values()):
             given += [field for said in words.values() if isinstance(said, dict) for field in said]
         given = [name for name in given if name != "note"]
         for field in given:
