@@ -130,6 +130,60 @@ def test_any_choice_is_that_of_a_whole_dry_run(data):
     assert_equal(planner, chosen(planner, data.draw(st.sampled_from(list(planner.options.root_points))), keys))
 
 
+class Branch(nn.Module):
+    """What a block adds to its input, and its gate before the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate = nn.LayerNorm(WIDTH), *(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, returns_gate: bool) -> Tensor | tuple[Tensor, Tensor]:
+        y = self.norm(x)
+        gate = self.gate(y)
+        added = self.down(self.up(y) * nn.functional.silu(gate))
+        return (added, gate) if returns_gate else added
+
+
+class Between(nn.Module):
+    """Blocks between two linear layers. ``how``: what else has the tensors between blocks, and their gradients."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)
+        self.layers, self.how = nn.ModuleList(Branch() for _ in range(4)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, seen, gates = self.embed(x), [], []
+        for layer in self.layers:
+            y = layer(x, returns_gate=self.how == "router logits")
+            if self.how == "router logits":
+                y, gate = y
+                gates.append(gate)
+            x = x + y if self.how == "skips" else y
+            if self.how == "a skip over two blocks" and len(seen) == 3:
+                x = x + seen[0]
+            if self.how == "parallel blocks" and len(seen) % 2:
+                x = x + seen[-1]
+            seen.append(x)
+        loss = self.head(self.norm(x)).square().mean()
+        if self.how == "hidden states":
+            loss = loss + sum(y.square().mean() for y in seen)
+        if self.how == "router logits":
+            loss = loss + torch.cat(gates).softmax(-1).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    "how", ["skips", "a skip over two blocks", "parallel blocks", "hidden states", "router logits"]
+)
+def test_gradients_that_others_hold_are_what_they_are_in_the_step(how: str) -> None:
+    torch.manual_seed(0)
+    planner = planner_of(Between(how), (torch.randn(ROWS, WIDTH),))
+    composed = [assert_equal(planner, part) for part in levels_of(planner)]
+    assert any(composed)
+
+
 def test_blocks_that_hold_one_input_together_are_dry_run_whole():
     planner = masked()
     run = next(s for s in planner.problem.segments if (s.start, s.stop) == (1, 3))

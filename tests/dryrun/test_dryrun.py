@@ -26,7 +26,7 @@ from jettison.runtime.recompute_code import RecomputeCode
 from jettison.solve.policy import KeepAll
 from jettison.solve.problem import Choice, LevelPhase, evaluate
 from jettison.solve.solver import choose
-from jettison.solve.walk import minimum_budget
+from jettison.solve.walk import least_of, walks
 from jettison.verify.gradients import independent_copy
 from support.families import Built, Case, build
 from support.stacks import Block, rows, stack
@@ -178,7 +178,7 @@ def test_levels_agree_with_the_rehearsal(family: str) -> None:
     """The solver adds up blocks that were dry-run alone; the whole step's dry run knows better, but not by much."""
     planner = planner_of(family)
     problem = planner.problem
-    lowest, highest = minimum_budget(problem), planner.baseline.peak_bytes
+    lowest, highest = least_of(walks(problem)), planner.baseline.peak_bytes
     for share in (0.0, 0.5, 1.0):
         solution = choose(problem, lowest + round((highest - lowest) * share))
         levels = evaluate(problem, solution.choice)

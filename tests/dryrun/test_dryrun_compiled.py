@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from jettison.dryrun.compiled import MeasuredChoice, options_of_levels
+from jettison.dryrun.levels import BlockLevels
 
 
 def level(resident_bytes: int, seconds: float) -> MeasuredChoice:
-    return MeasuredChoice(resident_bytes, 2 * resident_bytes, 10, 0, seconds)
+    return MeasuredChoice(BlockLevels(resident_bytes, 2 * resident_bytes, 10, 0), seconds)
 
 
 def test_seconds_are_beside_the_fastest_and_small_differences_are_none() -> None:

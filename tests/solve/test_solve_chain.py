@@ -12,7 +12,7 @@ from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, LevelPhase, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
 from jettison.solve.solver import Solution, choose
-from jettison.solve.walk import minimum_budget, walks
+from jettison.solve.walk import least_of, walks
 from support.plan_cases import all_choices, brute_force, deep_problem, layer, step_problems
 from support.work import worked
 
@@ -41,7 +41,7 @@ def test_the_choice_is_the_best_of_all(problem: StepProblem, budget: int) -> Non
 def test_the_smallest_budget_is_exact_and_works(problem: StepProblem) -> None:
     everything = brute_force(problem)
     minimum = min(peak for peak, _ in everything)
-    assert minimum_budget(problem) == minimum
+    assert least_of(walks(problem)) == minimum
     with pytest.raises(Infeasible) as error:
         choose(problem, minimum - 1)
     assert (error.value.minimum_budget_bytes, error.value.budget_bytes) == (minimum, minimum - 1)
@@ -53,7 +53,7 @@ def test_the_smallest_budget_is_exact_and_works(problem: StepProblem) -> None:
 @settings(max_examples=100, deadline=None)
 @given(step_problems(), st.integers(0, 200), st.integers(0, 200))
 def test_more_budget_is_never_slower(problem: StepProblem, less: int, more: int) -> None:
-    base = minimum_budget(problem)
+    base = least_of(walks(problem))
     slow, fast = choose(problem, base + less), choose(problem, base + less + more)
     assert fast.levels.seconds <= slow.levels.seconds + EXACT
 
@@ -61,7 +61,7 @@ def test_more_budget_is_never_slower(problem: StepProblem, less: int, more: int)
 @settings(max_examples=100, deadline=None)
 @given(step_problems(), st.integers(0, 200), st.lists(st.floats(0, 1e10), min_size=6, max_size=6))
 def test_any_multipliers_bound_from_below(problem: StepProblem, more: int, multipliers: list[float]) -> None:
-    budget = minimum_budget(problem) + more
+    budget = least_of(walks(problem)) + more
     for walk in walks(problem):
         fitting = [
             replay.seconds
@@ -77,7 +77,7 @@ def test_any_multipliers_bound_from_below(problem: StepProblem, more: int, multi
 @settings(max_examples=50, deadline=None)
 @given(step_problems(), st.integers(0, 100), st.integers(1, 4))
 def test_thin_labels_say_what_they_lost(problem: StepProblem, more: int, width: int) -> None:
-    budget = minimum_budget(problem) + more
+    budget = least_of(walks(problem)) + more
     for walk in walks(problem):
         if walk.minimum_budget_bytes > budget:
             continue
@@ -95,7 +95,7 @@ def test_thin_labels_say_what_they_lost(problem: StepProblem, more: int, width: 
 @settings(max_examples=50, deadline=None)
 @given(step_problems(plain_seconds=1.0), st.integers(0, 200))
 def test_the_same_problem_has_the_same_answer(problem: StepProblem, more: int) -> None:
-    budget = minimum_budget(problem) + more
+    budget = least_of(walks(problem)) + more
 
     def decided(solution: Solution) -> Solution:
         return dataclasses.replace(solution, solver_seconds=0.0)
@@ -160,7 +160,7 @@ def test_everything_kept_is_a_normal_answer() -> None:
 def test_a_step_without_regions() -> None:
     root = dataclasses.replace(quiet_root(0), loss_peak_bytes=5, tail_peak_bytes=9)
     problem = StepProblem(static_bytes=1, optimizer_peak_bytes=4, regions=(), root=(root,))
-    assert minimum_budget(problem) == 10
+    assert least_of(walks(problem)) == 10
     assert choose(problem, 10).choice == Choice(root="none", regions=())
 
 
@@ -199,7 +199,7 @@ def test_a_malformed_problem_is_refused() -> None:
 def test_deep_models_are_planned_quickly(same: bool, roots: int, limit: int, gradient: int) -> None:
     """A million calls are some second."""
     problem = deep_problem(same=same, gradient=gradient, roots=roots)
-    minimum = minimum_budget(problem)
+    minimum = least_of(walks(problem))
     choose(problem, minimum)  # the first call loads the solver
     seconds = []
     for more in (0, 1, 5, 20, 60, 150, 250):

@@ -16,7 +16,7 @@ from jettison.solve.exchanges import mended
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, StepProblem, evaluate
 from jettison.solve.solver import choose
-from jettison.solve.walk import StepWalk, WalkMove, minimum_budget, walks
+from jettison.solve.walk import StepWalk, WalkMove, least_of, walks
 from support.offload_cases import Case, cases, deep_offload, fastest
 from support.work import worked
 
@@ -41,7 +41,7 @@ def test_brute_force_is_never_faster_in_thousands(case: Case, share: float) -> N
 
 def brute_force_is_not_faster(case: Case, share: float) -> None:
     problem = case.problem
-    least = minimum_budget(problem)
+    least = least_of(walks(problem))
     most = max(least, evaluate(problem, _fastest(problem)).peak_bytes)
     budget = least + round(share * (most - least))
     solution = choose(problem, budget)
@@ -60,7 +60,7 @@ def brute_force_is_not_faster(case: Case, share: float) -> None:
 @given(cases(regions=5, tensors=6))
 def test_the_smallest_budget_is_exact(case: Case) -> None:
     problem = case.problem
-    least = minimum_budget(problem)
+    least = least_of(walks(problem))
     assert fastest(case, least) is not None
     assert fastest(case, least - 1) is None
     with pytest.raises(Infeasible) as error:
@@ -74,7 +74,7 @@ def test_the_smallest_budget_is_exact(case: Case) -> None:
 def test_labels_alone_find_the_best(case: Case, more: int) -> None:
     """Without plans that pay for the host's bytes, without a limit from another plan."""
     problem = case.problem
-    budget = minimum_budget(problem) + more
+    budget = least_of(walks(problem)) + more
     (walk,) = walks(problem)
     budgeted = BudgetedWalk.of(walk, budget)
     bound = relax(budgeted, relaxation(budgeted).multipliers)
@@ -90,7 +90,7 @@ def test_labels_alone_find_the_best(case: Case, more: int) -> None:
 @given(cases(regions=4, tensors=5), st.integers(0, 40), st.lists(st.floats(0, 1e9), min_size=6, max_size=6))
 def test_any_multipliers_bound_from_below(case: Case, more: int, prices: list[float]) -> None:
     problem = case.problem
-    budget = minimum_budget(problem) + more
+    budget = least_of(walks(problem)) + more
     (walk,) = walks(problem)
     best = fastest(case, budget)
     assert best is not None
@@ -103,7 +103,7 @@ def test_any_multipliers_bound_from_below(case: Case, more: int, prices: list[fl
 def test_exchanges_keep_both_budgets_and_lose_nothing(case: Case, more: int, seed: int) -> None:
     """From any plan that fits; the seconds are those of the replay."""
     problem = case.problem
-    budget = minimum_budget(problem) + more
+    budget = least_of(walks(problem)) + more
     (walk,) = walks(problem)
     start = walked(problem, walk, budget, seed)
     moves = mended(BudgetedWalk.of(walk, budget), start)
@@ -133,7 +133,7 @@ def walked(problem: StepProblem, walk: StepWalk, budget: int, seed: int) -> tupl
 def test_exchanges_find_what_labels_miss() -> None:
     """128 alike layers with 60 GiB of the host and much room on the device: 1.3 % of a step without them."""
     problem = deep_offload(same=True, host_gib=60)
-    found = choose(problem, minimum_budget(problem) + (200 << 30))
+    found = choose(problem, least_of(walks(problem)) + (200 << 30))
     assert found.gap <= 0.002
 
 
@@ -141,7 +141,7 @@ def test_exchanges_find_what_labels_miss() -> None:
 @given(cases(regions=4, tensors=5), st.integers(0, 40))
 def test_without_numpy_and_highs_the_answer_is_as_fast(case: Case, more: int) -> None:
     problem = case.problem
-    budget = minimum_budget(problem) + more
+    budget = least_of(walks(problem)) + more
     expected = choose(problem, budget).levels.seconds
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(labels, "np", None)
@@ -167,7 +167,7 @@ def _fastest(problem: StepProblem) -> Choice:
 def test_deep_stages_are_planned_quickly(same: bool, host_gib: int | None, limit: int) -> None:
     """128 layers, four micro-batches in flight: to 0.5 % of a step. A million calls are some second."""
     problem = deep_offload(same=same, host_gib=host_gib)
-    minimum = minimum_budget(problem)
+    minimum = least_of(walks(problem))
     choose(problem, minimum)  # the first call loads the solver
     seconds = []
     for more in (0, 2, 10, 40, 120, 200) if same else (0, 10, 120):

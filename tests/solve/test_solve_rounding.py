@@ -10,7 +10,7 @@ from jettison.solve.bound import Bound, BudgetedWalk, Relaxation, relax, relaxat
 from jettison.solve.exchanges import mended, rounded
 from jettison.solve.problem import StepProblem, evaluate
 from jettison.solve.solver import choose
-from jettison.solve.walk import WalkMove, minimum_budget, walks
+from jettison.solve.walk import WalkMove, least_of, walks
 from support.offload_cases import Case, cases, deep_offload
 
 LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -33,7 +33,7 @@ def fits(problem: StepProblem, budgeted: BudgetedWalk, moves: tuple[WalkMove, ..
 @given(cases(regions=6, tensors=5), st.integers(0, 60))
 def test_rounded_plans_fit_and_get_better(case: Case, more: int) -> None:
     problem = case.problem
-    budgeted, solved, bound = relaxed(problem, minimum_budget(problem) + more)
+    budgeted, solved, bound = relaxed(problem, least_of(walks(problem)) + more)
     paths = list(rounded(budgeted, bound, solved.shares))
     spent = [path.picoseconds for path in paths]
     assert spent == sorted(set(spent), reverse=True)
@@ -48,7 +48,7 @@ def test_rounded_plans_fit_and_get_better(case: Case, more: int) -> None:
 @given(cases(regions=5, tensors=4), st.integers(0, 30), st.integers(0, 2**16))
 def test_a_plan_that_breaks_a_budget_is_mended_if_one_change_can(case: Case, more: int, seed: int) -> None:
     problem = case.problem
-    budgeted, _, _ = relaxed(problem, minimum_budget(problem) + more)
+    budgeted, _, _ = relaxed(problem, least_of(walks(problem)) + more)
     rng = random.Random(seed)
     broken = tuple(rng.choice(moves) for moves in budgeted.moves)
     assume(not fits(problem, budgeted, broken))
@@ -63,9 +63,9 @@ def test_a_plan_that_breaks_a_budget_is_mended_if_one_change_can(case: Case, mor
 def test_the_smallest_budget_is_within_a_half_percent() -> None:
     """128 different layers with 60 GiB of the host: labels alone ended 2.4 % of a step above the bound."""
     problem = deep_offload(same=False, host_gib=60)
-    found = choose(problem, minimum_budget(problem))
+    found = choose(problem, least_of(walks(problem)))
     assert found.gap <= 0.0005
-    budgeted, solved, bound = relaxed(problem, minimum_budget(problem))
+    budgeted, solved, bound = relaxed(problem, least_of(walks(problem)))
     paths = list(rounded(budgeted, bound, solved.shares))
     assert paths[-1].picoseconds / 1e12 == pytest.approx(found.levels.seconds, rel=1e-6), "no label was better"
 

@@ -11,7 +11,7 @@ from jettison.solve.bound import BudgetedWalk, relax, relaxation
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import StepProblem
 from jettison.solve.solver import choose
-from jettison.solve.walk import minimum_budget, walks
+from jettison.solve.walk import least_of, walks
 from support.plan_cases import deep_problem, step_problems
 
 GIB = 1 << 30
@@ -26,7 +26,7 @@ def without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_answer_is_as_fast_and_proven(without_highs: None, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = deep_problem(same=same, gradient=1 << 20, count=32)
     for more in (0, 1, 5, 20):
-        budget = minimum_budget(problem) + more * GIB
+        budget = least_of(walks(problem)) + more * GIB
         mine = choose(problem, budget)
         assert mine.gap <= 0.005
         with monkeypatch.context() as patch:
@@ -41,7 +41,7 @@ def test_labels_in_lists_are_those_in_arrays(
     problem: StepProblem, more: int, width: int, beam: bool, below: int
 ) -> None:
     """Also thinned, and below a limit (0: none)."""
-    budget = minimum_budget(problem) + more
+    budget = least_of(walks(problem)) + more
     limit = below * 10**10 or None
     for walk in walks(problem):
         if walk.minimum_budget_bytes > budget:
@@ -57,7 +57,7 @@ def test_labels_in_lists_are_those_in_arrays(
 @pytest.mark.parametrize("same", [True, False])
 def test_a_deep_model_is_planned_in_lists(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = deep_problem(same=same, gradient=1 << 20, count=32)
-    budget = minimum_budget(problem) + 5 * GIB
+    budget = least_of(walks(problem)) + 5 * GIB
     expected = choose(problem, budget)
     monkeypatch.setattr(labels, "np", None)
     assert choose(problem, budget).levels.seconds == expected.levels.seconds

@@ -25,7 +25,7 @@ from jettison.ledger.program import Buffer, Program, Source
 # outputs made from metadata, tied to a block's inputs in the graph ----------------------------------------------------
 
 
-StubBackward = Callable[[int, Callable[[], list[Any]]], list[Any]]
+StubBackward = Callable[[int, tuple[Any, ...], Callable[[], list[Any]]], list[Any]]
 """Called in a stub's backward with its call's number and what makes its gradients, which it returns."""
 
 
@@ -101,7 +101,7 @@ class _Stub(torch.autograd.Function):
             return [None if meta is None else _empty(*meta) for meta in ctx.metas]
 
         del _held
-        return None, None, None, None, *(gradients() if probe is None else probe(call, gradients))
+        return None, None, None, None, *(gradients() if probe is None else probe(call, grads, gradients))
 
 
 def tensors_made(refs: Sequence[TensorRef], device: torch.device, *, like: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -44,12 +44,9 @@ Run = Callable[[], None]
 
 
 class MeasuredChoice(NamedTuple):
-    """`BlockLevels` of one call, seconds of its forward and backward, and, by buffer, what could be offloaded."""
+    """Levels of one call, seconds of its forward and backward, and, by buffer, what could be offloaded."""
 
-    resident_bytes: int
-    forward_peak_bytes: int
-    backward_peak_bytes: int
-    lasting_bytes: int
+    levels: BlockLevels
     seconds: float
     saved: Mapping[int, OffloadedTensor] = MappingProxyType({})
 
@@ -91,14 +88,8 @@ def measure_choices(
     """Levels of each choice for a class of compiled blocks, by its key. ``may_move``: saved tensors pass hooks."""
     assert cls.compiled is not None
     shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
-    here = (
-        trace.root_signature[1],
-        torch.get_num_threads(),
-        trace.loop.gradients_preallocated,
-        trace.device_type,
-        shared,
-    )
-    what = cls.compiled.program.digest(), cls.compiled.settings, may_move, here
+    here = trace.root_signature[1], torch.get_num_threads(), trace.loop.gradients_preallocated, trace.device_type
+    what = cls.compiled.program.digest(), cls.compiled.settings, may_move, here, shared
     missing = {key: policy for key, policy in choices.items() if (what, policy) not in _MEASURED}
     if missing:
         with _alone(trace):
@@ -115,7 +106,7 @@ def _measured(
     own, settings = block.module.forward, cls.compiled.settings
     forwards = {key: compiled(own, settings, policy, says=may_move) for key, policy in choices.items()}
     saved: dict[str, Mapping[int, OffloadedTensor]] = {}
-    bytes_of: dict[str, tuple[int, int, int, int]] = {}
+    levels: dict[str, BlockLevels] = {}
     for number, (key, forward) in enumerate(forwards.items(), 1):
         progress(f"compiling blocks like {cls.example}: way {number} of {len(forwards)}")
         block.module.forward = forward
@@ -123,7 +114,7 @@ def _measured(
             block.run()
         saved[key] = block.saved() if may_move else {}
         with kept_buffers() if may_move else contextlib.nullcontext():
-            bytes_of[key] = block.levels()
+            levels[key] = block.levels()
     progress(f"timing blocks like {cls.example}")
     seconds = dict.fromkeys(forwards, float("inf"))  # the minimum of each, in turn
     began = time.perf_counter()
@@ -133,7 +124,7 @@ def _measured(
         for key, forward in forwards.items():
             block.module.forward = forward
             seconds[key] = min(seconds[key], block.seconds())
-    return {key: MeasuredChoice(*bytes_of[key], seconds[key], saved[key]) for key in forwards}
+    return {key: MeasuredChoice(levels[key], seconds[key], saved[key]) for key in forwards}
 
 
 class _CompiledBlock:
@@ -174,11 +165,10 @@ class _CompiledBlock:
         end()
         return took
 
-    def levels(self) -> tuple[int, int, int, int]:
-        """Resident, forward peak, backward peak and lasting bytes."""
+    def levels(self) -> BlockLevels:
         with quiet_gc():
             (resident, forward_peak), (freed, backward_peak), (left, _) = map(self._during, self._phases())
-        return resident, forward_peak, backward_peak, max(0, resident + freed + left)
+        return BlockLevels(resident, forward_peak, backward_peak, max(0, resident + freed + left))
 
     def _phases(self) -> tuple[Run, Run, Run]:
         """The phases of a run: forward, backward, and the end, after which only lasting bytes are left."""
@@ -269,11 +259,11 @@ def seconds_of_levels(levels: Mapping[str, MeasuredChoice]) -> dict[str, float]:
     """
     fastest: dict[tuple[int, ...], float] = {}
     for level in levels.values():
-        fastest[level[:4]] = min(level.seconds, fastest.get(level[:4], level.seconds))
+        fastest[level.levels] = min(level.seconds, fastest.get(level.levels, level.seconds))
     found: dict[str, float] = {}
     before = 0.0
     for key, level in reversed(list(levels.items())):
-        own = fastest[level[:4]]
+        own = fastest[level.levels]
         before = own if own < (1 - NOISE) * before else max(own, before + LEAST_SECONDS)
         found[key] = before
     return dict(reversed(found.items()))
@@ -283,7 +273,4 @@ def options_of_levels(levels: Mapping[str, MeasuredChoice]) -> tuple[RegionOptio
     """Options for the solver, with seconds in excess of the fastest choice."""
     seconds = seconds_of_levels(levels)
     least = min(seconds.values())
-    return tuple(
-        RegionOption(key=key, seconds=seconds[key] - least, **BlockLevels(*level[:4])._asdict())
-        for key, level in levels.items()
-    )
+    return tuple(RegionOption(key=k, seconds=seconds[k] - least, **one.levels._asdict()) for k, one in levels.items())

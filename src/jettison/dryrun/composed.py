@@ -19,7 +19,7 @@ from itertools import cycle
 from typing import Final
 
 from jettison.capture.model_trace import BlockCall, ModelTrace
-from jettison.dryrun.intervals import CallLevels, IntervalLevels, Role, RootLevels, Summed
+from jettison.dryrun.intervals import RETURNED, STORED, CallLevels, IntervalLevels, Role, RootLevels, Summed
 from jettison.dryrun.levels import dry_run_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
@@ -27,7 +27,7 @@ from jettison.ledger.levels import StepLevels
 from jettison.solve.policy import CheckpointPolicy, packed_by
 
 Part = tuple[str, frozenset[int], frozenset[int], Summed]
-"""A call under a policy: its class, what is kept and packed, and whose gradients are added to those of others."""
+"""A call under a policy: its class, what is kept and packed, and gradients that are not its own alone."""
 ALIKE: Final = 2
 """Average number of blocks of a class above which a mixture shows more than the choice itself."""
 
@@ -68,7 +68,7 @@ class Judge:
         if composed is not None and replace(composed, composed=False) != found:
             self.problem = "a composed step is not what it is when it is run"
         elif composed is not None:
-            self._equal.update(self._labels(part))
+            self._equal.update(label for _, label in self._labelled(part))
             self._roots.add(part.root.kept(self.trace.root.program))
         return found
 
@@ -95,10 +95,7 @@ class Judge:
         """Whether complete steps have shown that all parts of this one are in a step what they are alone."""
         root = part.root.kept(self.trace.root.program)
         is_known = root in self._roots or len(self._roots) > 1
-        return not self.problem and is_known and self._equal.issuperset(self._labels(part))
-
-    def _labels(self, part: ModulePolicy) -> list[Part]:
-        return [label for _, label in self._labelled(part)]
+        return not self.problem and is_known and self._equal.issuperset(label for _, label in self._labelled(part))
 
     def _labelled(self, part: ModulePolicy) -> list[tuple[BlockCall, Part]]:
         root = self.roots[part.root.kept(self.trace.root.program)]
@@ -138,7 +135,8 @@ def _composed(root: RootLevels, calls: list[CallLevels], plain: StepPeaks) -> St
     dying: set[Role] = set()
     pieces: list[tuple[str, IntervalLevels]] = []
     for number, ((phase, call, inside), around) in enumerate(root.intervals):
-        dying |= {role for role, _ in around.last_references}
+        # what ends in a call that has not touched it was added to there: alone, it is its own
+        dying |= {role for role, _ in around.last_references if not inside or role in root.touched[call].values()}
         last |= {role: (number, 0 if inside else level) for role, level in around.last_references}
         if inside:
             own = calls[call].forward if phase == "forward" else calls[call].backward
@@ -148,7 +146,8 @@ def _composed(root: RootLevels, calls: list[CallLevels], plain: StepPeaks) -> St
     gone: dict[int, list[tuple[int, int]]] = {}
     for role in dying:
         call, *of_call = role
-        nbytes = calls[call].watched_bytes.get(tuple(of_call)) if of_call[0] else root.watched_bytes[role]
+        is_made = of_call[0] in (RETURNED, STORED)
+        nbytes = calls[call].watched_bytes.get(tuple(of_call)) if is_made else root.watched_bytes[role]
         if nbytes is None:
             return None
         number, level = last[role]

@@ -422,7 +422,7 @@ class AllocationCounter(TorchDispatchMode):
         withheld, self._withheld = self._withheld, None
         if withheld is None:
             return
-        is_there = self._storages.get(withheld.operand_key) is withheld.operand
+        is_there = self._storages.get(withheld.operand_key) is withheld.operand or withheld.operand.holds > 0
         if is_there:
             self._raise_peak(withheld.live_bytes)
             if self.log is not None:  # what has died since comes after it

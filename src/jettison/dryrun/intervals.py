@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-GIVEN, RETURNED, STORED = range(3)
-"""Roles of tensors to a call; the last are left in its arguments, as in a cache."""
+GIVEN, RETURNED, STORED, HELD, VIEWED = range(5)
+"""Roles of a call's tensors. `STORED` are left in its arguments; `HELD`, by others too, and `VIEWED` are gradients."""
 Place = tuple[str, int, bool]
 """Interval of a step: phase, number of a block's call (-1: before all), and whether inside of it or around."""
 Role = tuple[int, ...]
@@ -36,8 +36,9 @@ class LastReference(NamedTuple):
 Event = int | Mark | LastReference
 """Entry of a log; a number is a level, in bytes."""
 
-Summed = frozenset[tuple[int, bool]]
-"""Arguments whose gradients autograd sums over calls: position, and whether this call's comes first."""
+Summed = frozenset[Role]
+"""Gradients that are not a call's alone: (`GIVEN`, position, whether it is the first) of arguments to whose gradient
+autograd adds others, and roles of its results' gradients."""
 
 
 class IntervalLevels(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -29,11 +29,13 @@ from jettison.capture.stand_ins import forwards, stand_in, stub_outputs, tensors
 from jettison.capture.tensor_subclasses import arrived, bytes_of, has_gradients, parts_of, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError, UnsupportedModule, WrongValue
-from jettison.dryrun.counter import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.dryrun.counter import AllocationCounter, Workspace, current_node, quiet_gc, static_tensors
 from jettison.dryrun.intervals import (
     GIVEN,
+    HELD,
     RETURNED,
     STORED,
+    VIEWED,
     CallLevels,
     IntervalLevels,
     Place,
@@ -43,6 +45,7 @@ from jettison.dryrun.intervals import (
     intervals_of,
 )
 from jettison.ledger.program import Source
+from jettison.runtime.graph_fingerprint import nodes_behind
 from jettison.runtime.install import install
 from jettison.runtime.offload import Group, StorageUse, flat_bytes
 from jettison.runtime.planned import PlannedForward
@@ -72,7 +75,7 @@ def dry_run_block(
     *,
     logs: bool = True,
 ) -> tuple[RegionOption, CallLevels]:
-    """A block under a policy, with its program. ``summed``: gradients shared with other calls; ``logs``: log them."""
+    """A block under a policy, with its program. ``summed``: gradients that are not its alone; ``logs``: log them."""
     module = trace.fake_model.get_submodule(cls.example)
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
     with contextlib.ExitStack() as stack:
@@ -108,7 +111,7 @@ def block_levels(
 ) -> tuple[BlockLevels, CallLevels]:
     """Levels of one call of a module in its present state, on arguments like these. Leaves it without gradients."""
     leaves, spec = tree_flatten(opaque_copy(call))
-    shared = shared - {position for position, _ in summed}
+    shared = shared - {position for what, position, *_ in summed if what == GIVEN}
     if logs:
         _take_apart(leaves, shared)
     outer = (leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared)
@@ -129,7 +132,18 @@ def block_levels(
         stores.update(counter.watch([*tree_leaves(call), *inside], (STORED,)))
         counter.mark(_AROUND)
 
+    def goes_back(made: list[Tensor]) -> None:
+        """One that others hold is what an argument of its shape has already, if there is any."""
+        of_results = len(made) - len(later or ())
+        for what, k in sorted(role for role in summed if role[0] != GIVEN and role[1] < of_results):
+            same = {n for n in range(of_results, len(made)) if what == HELD and made[n].shape == made[k].shape}
+            made[:] = [made[k] if n in same else gradient for n, gradient in enumerate(made)]
+            made[k] = made[k].view_as(made[k]) if what == VIEWED else made[k]
+            counter.watch([*[None] * k, made[k]], (what,), held=() if same else (k,))
+        counter.mark(("backward", 0, True))
+
     stores: dict[Role, Role] = {}
+    later = [role[1] for role in sorted(summed) if role[0] == GIVEN and not role[2]] if summed else None
 
     with counter:
         start = counter.live_bytes
@@ -141,8 +155,7 @@ def block_levels(
         given.clear()
         leaves[:] = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]  # a cache stays, with what is in it
         counter.mark(("forward", 0, True))
-        later = [position for position, is_first in summed if not is_first] if summed else None
-        loss, stored = forward_alone(module, box, has_returned, lambda: counter.mark(("backward", 0, True)), later)
+        loss, stored = forward_alone(module, box, has_returned, goes_back, later)
         forward_peak, left = counter.peak_bytes - start, counter.live_bytes
         torch.clear_autocast_cache()
         resident = counter.live_bytes - start
@@ -228,7 +241,7 @@ def forward_alone(
     module: nn.Module,
     box: list[Any],
     has_returned: Callable[[Any, Any], object] = lambda *_: None,
-    goes_back: Callable[[], object] = bool,
+    goes_back: Callable[[list[Tensor]], object] = id,
     later: Iterable[int] | None = None,
 ) -> tuple[Tensor, list[Any]]:
     """Run the block on arguments that nothing else references; return a scalar over its outputs, and tensors that it
@@ -263,7 +276,7 @@ class _ScalarOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         made = [torch.empty_strided(m[0], m[1], dtype=m[2], device=m[3]) for m in ctx.metas]
-        ctx.goes_back()
+        ctx.goes_back(made)
         return None, *made
 
 
@@ -278,13 +291,18 @@ def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
     return inputs, sum(buffers[b].nbytes for b in made & floating)
 
 
-def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int, Any]:
-    """Run one forward and backward of a model; peak bytes of each, and the output if the loop references it."""
+def run_step(
+    trace: ModelTrace, model: nn.Module, counter: AllocationCounter, built: Callable[[Tensor], object] = id
+) -> tuple[int, int, Any]:
+    """Run one forward and backward of a model; peak bytes of each, and the output if the loop references it. ``built``
+    gets the loss.
+    """
     counter.reset_peak()
     counter.phase("forward", first=True)
     with torch.enable_grad():
         output = call_model(model, trace.batch)
         loss = loss_of(output, trace.loss_fn)
+    built(loss)
     if not trace.loop.keep_output:
         output = None
     torch.clear_autocast_cache()
@@ -363,7 +381,7 @@ def dry_run_root(
     try:
         with setting, trace.context(), quiet_gc(), counter:
             base = counter.live_bytes
-            *_, output = run_step(trace, trace.fake_model, counter)
+            *_, output = run_step(trace, trace.fake_model, counter, levels.built)
             tail = counter.peak_bytes
             intervals = tuple(intervals_of(counter.log or (), counter.live_bytes))
             del output
@@ -410,6 +428,8 @@ class RootProbe:
         self.counter, self.chains = counter, chains  # bytes of each call's own inputs and outputs
         self.touched: list[dict[Role, Role]] = []
         self.edges: list[dict[tuple[int, int], int]] = []  # by call: where gradients of arguments go
+        self.givers: dict[tuple[int, int], list[int]] = defaultdict(list)  # numbers of nodes that give gradients there
+        self.nodes: dict[int, int] = {}  # of calls
         self.held: dict[int, Callable[[], None]] = {}
         self.forward_levels: list[int] = []
         self.backward_levels: dict[int, int] = {}
@@ -425,10 +445,15 @@ class RootProbe:
         self.backward_levels[call] = self.counter.live_bytes - self.chains[call][1]
         self.counter.reset_peak()
 
-    def stubs_backward(self, call: int, gradients: Callable[[], list[Any]]) -> list[Any]:
+    def stubs_backward(self, call: int, came: tuple[Any, ...], gradients: Callable[[], list[Any]]) -> list[Any]:
+        for k, gradient in enumerate(g for g in came if g is not None):
+            what = VIEWED if gradient._is_view() else HELD
+            if what == VIEWED or gradient._use_count() > 1:
+                self.touched[call] |= self.counter.watch([*[None] * k, gradient], (call, what))
         self.counter.mark(("backward", call, True))
         self.backward(call)
         self.held.pop(call)()
+        self.nodes[call] = current_node()
         made = gradients()
         self.counter.mark_behind(("backward", call, False))
         return made
@@ -442,15 +467,24 @@ class RootProbe:
         nodes = ((p, leaf, leaf.grad_fn) for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         self.edges.append({(n._sequence_nr(), leaf.output_nr): p for p, leaf, n in nodes if n is not None})
 
+    def built(self, loss: Tensor) -> None:
+        """Note which nodes give gradients to which others."""
+        for node in nodes_behind([loss]):
+            for after, n in node.next_functions:
+                if after is not None:
+                    self.givers[after._sequence_nr(), n].append(node._sequence_nr())
+
     def summed(self, calls: Sequence[BlockCall]) -> list[Summed]:
-        later: set[tuple[int, int]] = set()
         found = []
-        for call, edges, touched in zip(reversed(calls), reversed(self.edges), reversed(self.touched), strict=True):
+        for number, (call, edges, touched) in enumerate(zip(calls, self.edges, self.touched, strict=True)):
             returned = {role for (what, _), role in touched.items() if what == RETURNED}
-            several = [p for p in edges.values() if p in call.shared or touched.get((GIVEN, p)) in returned]
-            found.append(frozenset((p, edge not in later) for edge, p in edges.items() if p in several))
-            later |= edges.keys()
-        return found[::-1]
+            label = {role for role in touched if role[0] in (HELD, VIEWED)}
+            for edge, p in edges.items():
+                givers = self.givers[edge]
+                if p in call.shared or touched.get((GIVEN, p)) in returned or len(givers) > 1:
+                    label.add((GIVEN, p, self.nodes.get(number, -1) >= max(givers, default=0)))
+            found.append(frozenset(label))
+        return found
 
 
 def _next_of(calls: Iterator[int]) -> int:
@@ -640,7 +674,7 @@ class _StandInCall:
         self.moved: list[StorageUse] = []
         self.trained = [p for p in of.module.parameters() if p.requires_grad]
 
-    def backward(self, _call: int, gradients: Callable[[], list[Any]]) -> list[Any]:
+    def backward(self, _call: int, _came: Any, gradients: Callable[[], list[Any]]) -> list[Any]:
         if self.group is not None:
             self.group.asked()
         came = [moved.open() for moved in self.moved]

@@ -39,7 +39,7 @@ from jettison.dryrun.step import each_of
 from jettison.parallel.imagined import ImaginedReplica, inside_of_ddp
 from jettison.runtime.assumptions import RETAINED, backward_kinds
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign, is_transforming
-from jettison.runtime.graph_fingerprint import next_sequence_number
+from jettison.runtime.graph_fingerprint import next_sequence_number, nodes_behind
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -308,16 +308,9 @@ class _GraphMark:
 def _marked(outputs: Iterable[Tensor], start: int) -> weakref.ref[_GraphMark]:
     """A mark at all nodes behind some tensors, from the one of that number on."""
     mark = _GraphMark()
-    stack = [t.grad_fn for t in outputs]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node is None or not node.next_functions or node._sequence_nr() < start:  # a leaf's, or made before
-            continue
-        node.metadata[_GraphMark] = mark
-        following = {after for after, _ in node.next_functions} - seen
-        stack.extend(following)
-        seen |= following
+    for node in nodes_behind(outputs, start):
+        if node.next_functions:
+            node.metadata[_GraphMark] = mark
     return weakref.ref(mark)
 
 

@@ -16,12 +16,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.units import format_bytes
 from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.graph_fingerprint import nodes_behind
 
 Unpack = Callable[[Any], Tensor]
 RETAINED: Final = "retained"
@@ -204,8 +206,8 @@ class Assumptions:
 
     def _is_partial(self) -> bool:
         """Whether the unreached parameters are part of the graph, neither unused nor of another model by now."""
-        graph = _leaves_behind(t for ref in self.outputs if (t := ref()) is not None)
-        self.ends = [p for p in self.model.parameters() if p.requires_grad and _accumulator(p) in graph]
+        graph = set(nodes_behind(t for ref in self.outputs if (t := ref()) is not None))
+        self.ends = [p for p in self.model.parameters() if p.requires_grad and get_gradient_edge(p).node in graph]
         del self.ends[1:-1]
         return not all(map(_is_reached, self.ends))
 
@@ -251,28 +253,6 @@ def _is_reached(parameter: Tensor) -> bool:
     if not parameter.requires_grad:
         return True
     try:
-        return bool(torch._C._will_engine_execute_node(_accumulator(parameter)))
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:  # its gradient was requested explicitly
         return False
-
-
-def _accumulator(parameter: Tensor) -> Any:
-    """The node that accumulates the gradient of a parameter."""
-    with torch.enable_grad():
-        node = parameter.view_as(parameter).grad_fn
-    assert node is not None
-    return node.next_functions[0][0]
-
-
-def _leaves_behind(outputs: Iterable[Tensor]) -> set[Any]:
-    """Nodes without successors in the graph of some tensors: those that accumulate gradients."""
-    stack = [node for t in outputs if (node := t.grad_fn) is not None]
-    seen, leaves = set(stack), set()
-    while stack:
-        node = stack.pop()
-        following = {after for after, _ in node.next_functions if after is not None}
-        if not following:
-            leaves.add(node)
-        stack.extend(following - seen)
-        seen |= following
-    return leaves

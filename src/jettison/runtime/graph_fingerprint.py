@@ -13,7 +13,7 @@ without them, in each run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -76,6 +76,19 @@ def is_turn(run: int, turn: int) -> bool:
 def next_sequence_number() -> int:
     """Sequence number of the next node in this thread's graph."""
     return int(torch._C._autograd._get_sequence_nr())
+
+
+def nodes_behind(outputs: Iterable[Tensor], start: int = 0) -> Iterator[Node]:
+    """Nodes of the graph of some tensors, from that sequence number on; those that accumulate gradients have none."""
+    left = [node for t in outputs if (node := t.grad_fn) is not None]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        if node._sequence_nr() >= start:
+            yield node
+            following = {after for after, _ in node.next_functions if after is not None} - seen
+            left.extend(following)
+            seen |= following
 
 
 def graph_print(outputs: Iterable[Any], bounds: GraphBounds) -> Print:

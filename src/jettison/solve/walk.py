@@ -139,11 +139,6 @@ def walks(problem: StepProblem) -> tuple[StepWalk, ...]:
     return tuple(_walk(problem, root) for root in problem.root)
 
 
-def minimum_budget(problem: StepProblem) -> int:
-    """Smallest budget that some choice fits, in bytes. Raise `ValueError` if none fits the host's budget."""
-    return least_of(walks(problem))
-
-
 def least_of(all_walks: Sequence[StepWalk]) -> int:
     """The smallest budget of several walks. Raise `ValueError` if no choice fits the host's budget."""
     found = [least for walk in all_walks if (least := walk.minimum_budget_bytes) is not None]
