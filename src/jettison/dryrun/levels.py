@@ -294,7 +294,7 @@ def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
 def run_step(
     trace: ModelTrace, model: nn.Module, counter: AllocationCounter, built: Callable[[Tensor], object] = id
 ) -> tuple[int, int, Any]:
-    """Run a model's forward and backward: their peak bytes, and the output if the loop has it. ``built`` gets the loss."""
+    """Run a model's forward and backward: peak bytes, and the output if the loop has it. ``built`` gets the loss."""
     counter.reset_peak()
     counter.phase("forward", first=True)
     with torch.enable_grad():
