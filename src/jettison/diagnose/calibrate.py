@@ -45,15 +45,12 @@ _SHARES: Final = {"gemms": 0.6, "attention": 0.15, "rest": 0.25}
 
 
 def calibrate(device: str | None = None, *, short: bool = False, ranks: int = 0, say: Progress = silent) -> Calibration:
-    """Measure one device of this machine.
+    """Measure one device of this machine. Raise `UsageError` if there is none, or it is too slow to measure.
 
     Args:
         device: such as "cpu" or "cuda:0"; default: the first accelerator, or the CPU.
         short: fewer shapes and rounds: some 10 seconds instead of 35.
         ranks: processes for measuring collectives; 0: none.
-
-    Raises:
-        UsageError: no such device, or one that is too slow to measure.
     """
     began = time.perf_counter()
     where = _device(device)

@@ -32,16 +32,13 @@ _ROUNDED: Final = 0.001
 
 
 def measured_in(path: Path, *, tokens_per_device: float, micro_batches: int, sequences: int = 0) -> MeasuredRun:
-    """Read what a file says of a run.
+    """Read what a file says of a run. Raise `UsageError` if it cannot be read, or says neither a peak nor a time.
 
     Args:
         path: a log, a CUDA memory snapshot, or a trace of ``torch.profiler``.
         tokens_per_device: of a step, tokens over devices: turns a throughput into seconds.
         micro_batches: of a step, where a log times each of them.
         sequences: of a step on all devices, where a log counts them a second.
-
-    Raises:
-        UsageError: it cannot be read, or says neither a peak nor a time.
     """
     if path.suffix in (".json", ".gz") and is_trace(path):
         profile = profile_steps(read_profile(path))

@@ -355,14 +355,12 @@ WARM_UP, ROUNDS = 2, 9
 
 
 def measure_link(ranks: int, device: str, say: Progress = silent) -> LinkFit:
-    """Measure small and large all-gathers and all-reduces.
+    """Measure small and large all-gathers and all-reduces. Raise `UsageError` for fewer than two ranks, fewer devices
+    than ranks, or a torch without distribution.
 
     Args:
         ranks: processes to start; an initialized process group is used instead, and all its ranks must call this.
         device: "cuda", one device for each rank, or "cpu".
-
-    Raises:
-        UsageError: fewer than two ranks, fewer devices than ranks, or a torch without distribution.
     """
     say(f"collectives between {ranks} ranks")
     if not distributed.is_available():

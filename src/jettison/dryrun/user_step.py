@@ -158,15 +158,13 @@ def observe(
     real: Sequence[nn.Module] = (),
 ) -> ObservedStep:
     """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
-    computed with, nothing stays behind.
+    computed with, nothing stays behind. Raise `UsageError` if no model is called with gradients, or there is no
+    backward.
 
     Args:
         optimizer, copied: the loop's, and its copy over fake parameters.
         counted: is told what the step allocates.
         real: modules that the copies stand for, also where the step's code holds them (a closure, ``self.model``).
-
-    Raises:
-        UsageError: no model is called with gradients, or there is no backward.
     """
     modules = modules_of(copies)
     uses = [ModelUse() for _ in modules]

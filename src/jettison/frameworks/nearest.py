@@ -188,14 +188,12 @@ class Nearest:
             )
 
     def refuse_stacks(self, *, in_order: bool = False) -> None:
-        """Refuse a described plan whose layers are not one list, if the target numbers them in one.
+        """Refuse a described plan whose layers are not one list, if the target numbers them in one. Raise `CannotSay`
+        if the model has two stacks.
 
         Args:
             in_order: the target numbers layers of several lists in the order of modules: an encoder's before a
                 decoder's, but a text tower before an image tower, contrary to a description.
-
-        Raises:
-            CannotSay: the model has two stacks.
         """
         model = None if self.subject.described is None else self.subject.described.forecast.run.model
         if model is not None and model.two_stacks and not (in_order and model.source is not None):

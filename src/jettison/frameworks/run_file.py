@@ -529,7 +529,8 @@ def read_run(
     allow_unread: bool = False,
     text: str | None = None,
 ) -> RunFile:
-    """Read a run from a framework's own files.
+    """Read a run from a framework's own files. Raise `UsageError` for no such file, an unknown framework, or unread
+    keys that change memory or time.
 
     Args:
         paths: the main file and further ones, such as DeepSpeed's JSON and accelerate's YAML.
@@ -538,9 +539,6 @@ def read_run(
         asked: fields of a `RunRequest` that override the files'.
         allow_unread: continue if keys that change memory or time cannot be read.
         text: replaces the first file's contents.
-
-    Raises:
-        UsageError: no such file, an unknown framework, or unread keys that change memory or time.
     """
     files = [read_config_file(Path(path), None if at else text) for at, path in enumerate(paths)]
     first, *others = sorted(files, key=lambda file: int((_table(file) or {"order": 100}).get("order", 50)))

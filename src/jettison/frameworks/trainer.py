@@ -20,14 +20,11 @@ _PLAIN: Final = (int, float, complex, str, bytes, type(None))
 
 
 class Planned:
-    """Plan made at a trainer's first batch; ``applied`` is None before.
+    """Plan made at a trainer's first batch; ``applied`` is None before. Raise `UsageError` if the budget is invalid.
 
     Args:
         memory_budget: as in `jettison.auto_checkpoint`.
         options: of `jettison.auto_checkpoint`.
-
-    Raises:
-        UsageError: the budget is invalid.
     """
 
     def __init__(self, memory_budget: str | SupportsIndex, options: dict[str, Any]) -> None:

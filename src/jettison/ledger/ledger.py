@@ -61,12 +61,10 @@ class Ledger(Sequence[SavedTensor]):
         return self._subset(entry for entry in self.entries if holds(entry))
 
     def group(self, by: str | Callable[[SavedTensor], Hashable]) -> dict[Hashable, Ledger]:
-        """Ledgers by the value of a field, or of a function of an entry, in order of first appearance.
+        """Ledgers by the value of a field, or of a function of an entry, in order of first appearance. Raise
+        `UsageError` if ``by`` names a field that entries do not have.
 
         Each ledger counts its own storages, so one that two groups share is in both totals.
-
-        Raises:
-            UsageError: ``by`` names a field that entries do not have.
         """
         if isinstance(by, str) and by not in ENTRY_FIELDS:
             raise UsageError(f"entries have no field {by!r}; expected one of {', '.join(ENTRY_FIELDS)}")

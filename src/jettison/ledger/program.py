@@ -123,12 +123,10 @@ class Program:
 
     def recompute_set(self, kept: frozenset[int], *, also: frozenset[int] = frozenset()) -> tuple[int, ...]:
         """Indices of the ops that backward recomputes when only ``kept`` buffers (and free ones) are held, in order.
+        Raise `ValueError` if a needed buffer is neither kept nor can be recomputed.
 
         Args:
             also: buffers to recompute in addition to the saved ones.
-
-        Raises:
-            ValueError: a needed buffer is neither kept nor can be recomputed.
         """
         wanted = [b for b in self.needed_buffers() | also if b not in kept]
         again, stops = self._traced(wanted, kept)

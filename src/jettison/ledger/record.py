@@ -53,14 +53,11 @@ class Placement(Mapping[str, int]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensor:
-    """One tensor saved for backward.
+    """One tensor saved for backward. Raise `UsageError` if a field contradicts another, or itself.
 
     ``shape`` is logical: the tensor before any mesh axis shards it. ``storage`` names the allocation: aliases and views
     share it, and it is counted once, at ``storage_bytes`` (logical as well), which may be more than this view covers,
     or less where the view is expanded. The recompute figures are the work of one rank.
-
-    Raises:
-        UsageError: a field contradicts another, or itself.
     """
 
     layer: str

@@ -269,7 +269,8 @@ class DeviceOrder:
 def device_order(
     shape: PipelineShape, stage: int, *, whole: int = 0, walk: OrderOptions = PLAIN, every: bool = False
 ) -> DeviceOrder:
-    """Return the order of one device, without walking through thousands of micro-batches.
+    """Return the order of one device, without walking through thousands of micro-batches. Raise `UsageError` if the
+    stage is out of range.
 
     Warm-up takes at most (v + 1) p - 2 forwards. Then the order repeats every v p pairs (p micro-batches) until the
     forwards run out. 3 p micro-batches contain the warm-up and a full period, so more of them add no new states.
@@ -279,9 +280,6 @@ def device_order(
         whole: if above 0, the forwards of each `PipelineShape.window` that run without checkpointing; they count as
             forwards of extra chunks, where chunk v + c stands for chunk c. Positions repeat with order and window.
         every: include all micro-batches.
-
-    Raises:
-        UsageError: the stage is out of range.
     """
     size, turn = shape.window(stage) if whole else 1, shape.group or shape.stages
     periods = lcm(size, turn * shape.virtual_stages) // (turn * shape.virtual_stages) if whole else 0

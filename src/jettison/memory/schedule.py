@@ -46,14 +46,12 @@ class ScheduledPass:
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """A pipeline's schedule, with the sizes that decide the order of each device.
+    """A pipeline's schedule, with the sizes that decide the order of each device. Raise `UsageError` for a size below
+    one, or a combination that the schedule does not support.
 
     Args:
         micro_batches: of a step.
         group: micro-batches for which a chunk takes its turn; 0: as many as stages.
-
-    Raises:
-        UsageError: a size below one, or a combination that the schedule does not support.
     """
 
     schedule: Schedule
@@ -122,6 +120,7 @@ class PipelineShape:
 
     def order(self, stage: int) -> tuple[ScheduledPass, ...]:
         """Return all passes of one device in order: warm-up forwards, alternating forwards and backwards, the rest.
+        Raise `UsageError` if the stage is out of range.
 
         Chunks take turns: p micro-batches at a time, or ``group``, with the remainder last (Megatron-LM,
         ``megatron/core/pipeline_parallel/schedules.py``, ``get_schedule_table`` with
@@ -133,9 +132,6 @@ class PipelineShape:
         stage holds p micro-batches: a later stage has fewer micro-batches in flight, and more weight steps pending. The
         interleaved form is torch's (``torch/distributed/pipelining/schedules.py``, ``ScheduleInterleavedZeroBubble``):
         each stage warms up with one forward more than the next, not two.
-
-        Raises:
-            UsageError: the stage is out of range.
         """
         self._check_stage(stage)
         if self.schedule is Schedule.ZERO_BUBBLE_V:

@@ -163,15 +163,13 @@ def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def survey_blocks(trace: ModelTrace, model: nn.Module) -> ModelTrace:
-    """Compile every class of blocks with Inductor, if they are to run compiled. Takes seconds.
+    """Compile every class of blocks with Inductor, if they are to run compiled. Takes seconds. Raise
+    `UnsupportedModule` if a compiled module is no block, or there are no blocks or no compiler.
 
     A block with graph breaks is planned op by op, with a warning.
 
     Args:
         model: the traced model, with values.
-
-    Raises:
-            UnsupportedModule: a compiled module is not a block; there is no compiler; there are no blocks.
     """
     settings = trace.loop.compile
     if settings is None:

@@ -132,13 +132,11 @@ class Limit:
 
 
 def limit_of(*, budget: str | None, gpu: str | None, run: Run | None = None) -> Limit | None:
-    """Return the smaller of a budget and a GPU's memory for tensors; None without either.
+    """Return the smaller of a budget and a GPU's memory for tensors; None without either. Raise `UsageError` for a
+    budget without a unit, or an unknown GPU.
 
     Args:
         run: the run that decides the GPU's allowance; None: no allowance.
-
-    Raises:
-        UsageError: a budget without a unit, or an unknown GPU.
     """
     limits = [] if budget is None else [Limit(nbytes=parse_bytes(budget))]
     given = None if budget is None else limits[0].nbytes

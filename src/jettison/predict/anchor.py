@@ -44,13 +44,11 @@ ROUNDS: Final = 6
 
 
 def fit_anchor(run: Run, measured: MeasuredRun, *, hardware: Hardware | None, stack: str, command: str) -> RunAnchor:
-    """Fit the fewest quantities that explain a measured run.
+    """Fit the fewest quantities that explain a measured run. Raise `UsageError` for a step time without hardware, or
+    figures that the run cannot have.
 
     Args:
         hardware: the device of the run; required with a step time.
-
-    Raises:
-        UsageError: a step time without hardware, or figures that the run cannot have.
     """
     found = forecast(run)
     largest = max(filter(None, (measured.allocated, measured.reserved, measured.device)), default=0)

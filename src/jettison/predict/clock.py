@@ -95,13 +95,11 @@ def nanoseconds(seconds: float) -> int:
 
 
 def step_slices(memory: Forecast, found: Estimate) -> tuple[tuple[PassSlices, ...], ...]:
-    """Return the passes of a step and its end, by stage. See NOTE [ Slices ].
+    """Return the passes of a step and its end, by stage. See NOTE [ Slices ]. Raise `UsageError` for too many
+    micro-batches for a readable timeline.
 
     Args:
         memory, found: of the same run and plan.
-
-    Raises:
-        UsageError: too many micro-batches for a readable timeline.
     """
     run, layout = found.run, found.run.layout
     if run.micro_batches * layout.virtual_stages * layout.pp * 3 > MOST_EVENTS:

@@ -87,13 +87,11 @@ def is_live(model: str) -> bool:
 
 def refuse_for_trace(model: str, request: RunRequest, *, asked: bool, also: tuple[str, ...] = ()) -> None:
     """Reject requests that a trace cannot answer: it sees the module as built, with one rank, its kernels and dropout.
+    Raise `UsageError` for a flag that does not apply to traces.
 
     Args:
         asked: the trace was requested by its flag, not by the kind of model.
         also: other given flags that need the closed form.
-
-    Raises:
-        UsageError: a flag that does not apply to traces.
     """
     if asked and model in PRESETS:
         raise UsageError(f"--trace builds a model from its config.json, and {model} is a preset: drop --trace")
@@ -112,13 +110,11 @@ def flag_of(field: str) -> str:
 
 
 def model_spec(model: str, *, live: bool = False) -> ModelSpec:
-    """Return the model of a preset's name, a config.json, its folder or a Hugging Face id.
+    """Return the model of a preset's name, a config.json, its folder or a Hugging Face id. Raise `UsageError` if it is
+    none of these, or an unreadable file.
 
     Args:
         live: the caller also accepts ``module:factory``, for the error message.
-
-    Raises:
-        UsageError: none of these, or an unreadable file.
     """
     if model not in PRESETS:
         path = Path(model)

@@ -184,13 +184,11 @@ def _named(run: Run, chunk: Chunk, at: int) -> Chunk:
 
 
 def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) -> tuple[tuple[Chunk, ...], ...]:
-    """Return `walk` with one object for equal chunks, under the first one's names.
+    """Return `walk` with one object for equal chunks, under the first one's names. Raise `UsageError` if layers do not
+    divide over the stages.
 
     Args:
         only: index of the only stage to return.
-
-    Raises:
-        UsageError: layers do not divide over the stages.
     """
     layout, sizes = run.layout, run.layout.layers_per_chunk(run.model.depth)
     wanted = range(layout.pp) if only is None else (only,)

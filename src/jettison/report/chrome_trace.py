@@ -55,13 +55,11 @@ class StepTrace:
 
 
 def step_trace(title: str, memory: Forecast, found: Estimate, *, by_tensor: bool = False) -> StepTrace:
-    """Play a described run's first two steps.
+    """Play a described run's first two steps. Raise `UsageError` for so many micro-batches that nobody could look at
+    them.
 
     Args:
         by_tensor: what is saved for backward one tensor at a time.
-
-    Raises:
-        UsageError: so many micro-batches that nobody could look at them.
     """
     passes, step_ns = step_slices(memory, found), nanoseconds(found.step_seconds)
     played = tuple(

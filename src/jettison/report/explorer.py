@@ -61,14 +61,12 @@ def built(
     builders: Mapping[str, Builder], models: Sequence[str], *, jobs: int = 1, progress: Progress = silent
 ) -> dict[str, Any]:
     """Each builder's data, by its name. This process takes the sets from one end of a list, the others from its other.
+    Raise `UsageError` for an unknown model.
 
     Args:
         models: what the page is about; see `page_models`.
         jobs: processes at most, this one included.
         progress: is told what is worked out.
-
-    Raises:
-        UsageError: a model that is none.
     """
     asked = [one.argument for one in page_models(models) if one.asked]
     found: dict[str, Any] = {}
@@ -118,15 +116,12 @@ def explorer_page(
     jobs: int = 1,
     progress: Progress = silent,
 ) -> str:
-    """The page about these models and the published ones that it always has.
+    """The page about these models and the published ones that it always has. Raise `UsageError` for an unknown model.
 
     Args:
         models: presets, config.json files or their folders; none: a choice of presets.
         jobs: processes that work its data out, at most.
         progress: is told what is worked out.
-
-    Raises:
-        UsageError: a model that is none of them.
     """
     scripts = list(dict.fromkeys(script for panel in panels for script in (*panel.needs, panel.script)))
     builders = {name: builder for panel in panels for name, builder in panel.data.items()}

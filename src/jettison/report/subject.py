@@ -367,13 +367,10 @@ class _End:
 
 
 def run_subject(text: str, name: str, *, plans: Sequence[Plan] = ()) -> ReportSubject:
-    """A training run: its log, and the plans that it followed.
+    """A training run: its log, and the plans that it followed. Raise `UsageError` if it is no log of a run.
 
     Args:
         plans: found in its folder; those count that the log names by their hashes.
-
-    Raises:
-        UsageError: it is no log of a run.
     """
     start, steps, end = _events(text, name)
     followed = [plan for digest in start.plans for plan in plans if plan.hash == digest]

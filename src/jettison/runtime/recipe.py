@@ -193,7 +193,8 @@ def compile_recipe(
     offloaded: frozenset[int] = frozenset(),
     packed: frozenset[int] = frozenset(),
 ) -> Recipe:
-    """Compile a decision into actions.
+    """Compile a decision into actions. Raise `ValueError` if a saved buffer can be neither kept nor recomputed (from
+    `Program.recompute_set`).
 
     Args:
         kept: buffers held between forward and backward. Free buffers (parameters, shared inputs) need not be named.
@@ -202,9 +203,6 @@ def compile_recipe(
             the next block keeps them.
         offloaded: those of ``kept`` to offload. Buffers that cannot move stay.
         packed: of the others, those to pack. Buffers that packing would change stay unpacked.
-
-    Raises:
-        ValueError: a saved buffer can be neither kept nor recomputed (from `Program.recompute_set`).
     """
     program = trace.program
     links = {b for b, position in trace.inputs.items() if position in linked}

@@ -159,13 +159,11 @@ _HEADER: Final = json.dumps({"schema": SCHEMA})
 
 
 class Journal:
-    """State file of a search: a line of JSON for each evaluated candidate, written as they come.
+    """State file of a search: a line of JSON for each evaluated candidate, written as they come. Raise `UsageError` if
+    the file is no state of a search, or cannot be written.
 
     After a crash all complete lines remain valid; a truncated last line is dropped. Other questions (another model,
     other hardware, another version) may share the file: their keys differ.
-
-    Raises:
-        UsageError: the file is no state of a search, or cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -259,12 +259,10 @@ class Runnable:
 
 
 def runnable(framework: str | None) -> Runnable | None:
-    """Return the layouts and recompute modes that a framework can run; None for all.
+    """Return the layouts and recompute modes that a framework can run; None for all. Raise `UsageError` if the
+    framework is unknown.
 
     Frameworks that this package integrates with also run a planner's choice (auto), if it is given.
-
-    Raises:
-        UsageError: the framework is unknown.
     """
     if framework in (None, ANY):
         return None

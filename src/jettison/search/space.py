@@ -42,7 +42,7 @@ _OF_FULL_SHARDS: Final = ("reshard", "fsdp_wrap_layers_only", "flat_parameters",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """Values that each axis may take; None: all that divide.
+    """Values that each axis may take; None: all that divide. Raise `UsageError` for an unknown schedule.
 
     Args:
         tp: None: up to a node.
@@ -54,9 +54,6 @@ class Axes:
         whole: True: pipelines run as many micro-batches of each window without checkpointing as fit.
         syncs: gradient reductions to try in each layout that has both: with ZeRO 3 and several micro-batches.
         uneven: include pipelines whose ends have a layer less, or more, than other stages.
-
-    Raises:
-        UsageError: an unknown schedule.
     """
 
     tp: tuple[int, ...] | None = None
@@ -153,13 +150,11 @@ class SearchCandidate:
 
 
 def compiled(space: Space, *, given: bool) -> Space:
-    """Return a space whose layers are compiled, without recompute modes that choose within a compiled layer.
+    """Return a space whose layers are compiled, without recompute modes that choose within a compiled layer. Raise
+    `UsageError` if layers, or a mode that was asked for, are not modelled compiled.
 
     Args:
         given: the modes were asked for, and none may be dropped.
-
-    Raises:
-        UsageError: layers, or a mode that was asked for, are not modelled compiled.
     """
     axes, template = space.axes, replace(space.template, compiled=True)
     dropped = [word for word in axes.plans if word.partition(":")[0] not in COMPILED_MODES]
@@ -202,7 +197,8 @@ def _with_loss(kernels: Kernels, loss: Loss) -> Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """All candidates for a model, a number of devices and a global batch.
+    """All candidates for a model, a number of devices and a global batch. Raise `UsageError` if ``gpus`` or
+    ``global_batch`` is out of range.
 
     Args:
         template: model, sequence, precision, kernels and so on, and fields of the layout that are no axes.
@@ -211,9 +207,6 @@ class Space:
         over_shards: fields of layouts without a pipeline that shard parameters, which replace the template's.
         sharded_precision: precision under ZeRO 3; None: the template's.
         over_replicas: gradient buffers that replace the template's, by (several replicas?, ZeRO stage).
-
-    Raises:
-        UsageError: ``gpus`` or ``global_batch`` is out of range.
     """
 
     template: Run

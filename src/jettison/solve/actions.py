@@ -37,15 +37,13 @@ Peaks = Callable[[frozenset[int]], tuple[int, int]]
 def action_points(
     program: Program, seconds: Sequence[float], *, movable: frozenset[int], kinks: Iterable[int], peaks: Peaks
 ) -> tuple[FrontierPoint, ...]:
-    """Undominated options of a region, fewest device bytes first; see NOTE [ Three actions ].
+    """Undominated options of a region, fewest device bytes first; see NOTE [ Three actions ]. Raise `ValueError` if a
+    needed buffer can neither be kept nor recomputed.
 
     Args:
         seconds: of each op.
         movable: buffers that may be offloaded.
         kinks: numbers of bytes whose copy is as long as the work that hides it.
-
-    Raises:
-        ValueError: a needed buffer can neither be kept nor recomputed.
     """
     candidates = [b.index for b in program.buffers if b.keepable and not b.free]
     if len(candidates) <= EXACT_BUFFERS:

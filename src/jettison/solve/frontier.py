@@ -59,6 +59,7 @@ def pareto_frontier(
     program: Program, seconds: Callable[[int], float] | Sequence[float], *, max_points: int = 16
 ) -> tuple[FrontierPoint, ...]:
     """Points of the hull from the fewest bytes (with the fewest seconds for these) to plain autograd, sorted by bytes.
+    Raise `ValueError` if a needed buffer can neither be kept nor recomputed, or an argument is out of range.
 
     Both ends are always included. If the hull has more than ``max_points`` vertices, those with the widest gaps around
     them are returned. See NOTE [ Keep or recompute is a cut ].
@@ -67,9 +68,6 @@ def pareto_frontier(
         program: the region.
         seconds: of each op, by op index; values below a picosecond count as one.
         max_points: at least 2.
-
-    Raises:
-        ValueError: a needed buffer can neither be kept nor recomputed, or an argument is out of range.
     """
     if max_points < 2:
         raise ValueError(f"max_points is {max_points}; a frontier has two ends")

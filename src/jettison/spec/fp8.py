@@ -194,14 +194,12 @@ RECIPES: Final = MappingProxyType(
 
 
 def fp8_recipe(text: str, kernels: str, *, parameters: bool = False) -> Fp8Recipe:
-    """Read a recipe such as ``mxfp8``, or ``delayed:1024`` with an amax history of that length.
+    """Read a recipe such as ``mxfp8``, or ``delayed:1024`` with an amax history of that length. Raise `UsageError` if
+    the library has no such recipe.
 
     Args:
         kernels: the kernel set: Megatron's has TransformerEngine's GEMMs, all others torchao's.
         parameters: parameters are kept, or all-gathered, in FP8.
-
-    Raises:
-        UsageError: the library has no such recipe.
     """
     library = Library.TE if kernel_set(kernels).te_gemms else Library.TORCHAO
     name, colon, number = text.partition(":")

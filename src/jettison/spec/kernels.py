@@ -243,10 +243,7 @@ class Kernels(AttentionChoices, NormChoices, RotaryChoices, ExpertChoices, LossC
 
     def with_attention(self, word: str | None) -> Kernels:
         """Replace the attention kernel; None: unchanged. "flash-attn" is the library, with the copies that it makes;
-        "flex" is torch's, which differs for packed documents.
-
-        Raises:
-            UsageError: no such kernel.
+        "flex" is torch's, which differs for packed documents. Raise `UsageError` for an unknown kernel.
         """
         if word is None:
             return self

@@ -80,14 +80,12 @@ class ZeroBuckets:
 
     @classmethod
     def parse(cls, text: str, *, hidden: int) -> ZeroBuckets | None:
-        """Read ``--zero-buckets``: ``live=1e9,prefetch=auto``, ``default``, or ``none``.
+        """Read ``--zero-buckets``: ``live=1e9,prefetch=auto``, ``default``, or ``none``. Raise `UsageError` for an
+        unknown name, one given twice, or a value that is not a number of elements.
 
         Args:
             hidden: width of the model, from which transformers derives "auto" (``integrations/deepspeed.py``,
                 ``trainer_config_finalize``).
-
-        Raises:
-            UsageError: an unknown name, one given twice, or a value that is not a number of elements.
         """
         if text == "none":
             return None
@@ -418,13 +416,11 @@ class Layout:
         return wider * self.dp * self.cp // self.ep // self.zero_replicas
 
     def check(self, model: ModelSpec, *, seq: int, source_seq: int = 0) -> None:
-        """Check that the layout divides a model.
+        """Check that the layout divides a model. Raise `UsageError` if heads, key-value heads, experts, layers or the
+        sequence do not divide.
 
         Args:
             source_seq: sequence length of an encoder-decoder's encoder.
-
-        Raises:
-            UsageError: heads, key-value heads, experts, layers or the sequence do not divide.
         """
         if model.recorder is not None:
             self._check_whole(model)
@@ -461,14 +457,12 @@ class Layout:
                 raise UsageError(f"a sequence of {length} does not divide over {ways} ranks (cp x tp with sp)")
 
     def layers_per_chunk(self, layers: int) -> tuple[int, ...]:
-        """Layers of each virtual stage, in the order of the model: pp x virtual stages of them.
+        """Layers of each virtual stage, in the order of the model: pp x virtual stages of them. Raise `UsageError` if
+        they do not divide either way.
 
         They are `stage_layers`, or even; MTP layers belong to the last stage. If the layers do not divide, the
         embedding and the head count as a layer each, as for the 126 layers of Llama 3 405B on 16 stages
         (arXiv 2407.21783 §3.3.2).
-
-        Raises:
-            UsageError: they do not divide either way.
         """
         *others, last = self._own_layers_per_chunk(layers - self.mtp_num_layers)
         return (*others, last + self.mtp_num_layers)
@@ -576,7 +570,8 @@ def cut_of(text: str, model: ModelSpec, *, pp: int, virtual: int) -> tuple[int, 
 
 
 def stage_layers(text: str, *, layers: int, chunks: int, mtp: int = 0) -> tuple[int, ...]:
-    """Layers of each virtual stage, in the order of the model.
+    """Layers of each virtual stage, in the order of the model. Raise `UsageError` for another format, or a wrong number
+    of layers or stages.
 
     Args:
         text: ``5,4,4,3``; ``first:3``, ``last:5`` or both, with the rest even (Megatron's
@@ -586,9 +581,6 @@ def stage_layers(text: str, *, layers: int, chunks: int, mtp: int = 0) -> tuple[
         layers: number of the model's layers.
         chunks: pp x virtual stages.
         mtp: number of MTP layers, m in a layout string; without m they belong to the last stage.
-
-    Raises:
-        UsageError: another format, or a wrong number of layers or stages.
     """
     if re.fullmatch(r"\d+(,\d+)*", text):
         found = tuple(map(int, text.split(",")))
@@ -606,7 +598,8 @@ def stage_layers(text: str, *, layers: int, chunks: int, mtp: int = 0) -> tuple[
 
 
 def stages_by_cost(*, layers: int, layer_cost: int, head_cost: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage by nanotron's rule, balanced by compute.
+    """Layers of each stage by nanotron's rule, balanced by compute. Raise `UsageError` if the head is not on the last
+    stage, where nanotron has the loss.
 
     ``nanotron/models/base.py``, ``build_model``: a stage ends with the first block that brings the cumulative cost
     above the stages' share of the total. Only layers and the head have a cost (``models/llama.py``,
@@ -617,9 +610,6 @@ def stages_by_cost(*, layers: int, layer_cost: int, head_cost: int, stages: int)
         layer_cost: cost of one layer: 4 a d h + 3 f h, for any number of key-value heads.
         head_cost: V h.
         stages: number of pipeline stages.
-
-    Raises:
-        UsageError: the head is not on the last stage, where nanotron has the loss.
     """
     whole = layers * layer_cost + head_cost
     counts, stage, done = [0] * stages, 0, 0

@@ -229,15 +229,13 @@ class Scan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDelta(Scan):
-    """Gated delta rule (arXiv 2412.06464): each head has a state of ``key_dim`` x ``value_dim``, which decays and
-    is corrected by each token.
+    """Gated delta rule (arXiv 2412.06464): each head has a state of ``key_dim`` x ``value_dim``, which decays and is
+    corrected by each token. Raise `UsageError` for a size below one, or a number of value heads that is no multiple of
+    key heads.
 
     Args:
         grouped: query, key, value and gate come from one projection, head by head, and both rates from another:
             Qwen3-Next. Otherwise the gate and each rate have projections of their own: Qwen3.5.
-
-    Raises:
-        UsageError: a size below one, or a number of value heads that is not a multiple of key heads.
     """
 
     words: ClassVar[str] = "gated delta rule"
@@ -268,12 +266,10 @@ class GatedDelta(Scan):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpaceDual(Scan):
     """Mamba 2, state space duality (arXiv 2405.21060): each head has a decaying state of ``head_dim`` x ``state``.
+    Raise `UsageError` for a size below one, or a number of heads that is no multiple of groups.
 
     Args:
         bias: of the projections; ``convolution_bias``: of the convolution.
-
-    Raises:
-        UsageError: a size below one, or a number of heads that is not a multiple of groups.
     """
 
     heads: int
@@ -516,15 +512,13 @@ CHARACTERS: Final = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audio:
-    """Feature encoder from samples to tokens, and CTC loss.
+    """Feature encoder from samples to tokens, and CTC loss. Raise `UsageError` for lists of different lengths, or sizes
+    below one.
 
     Args:
         channels, kernels, strides: of the convolutions in order.
         masked_time, masked_features: SpecAugment: a learned vector replaces some tokens, and zeros some features.
         position_kernel, position_groups: of the convolutional position embedding, which has weight norm.
-
-    Raises:
-        UsageError: lists of different lengths, or sizes below one.
     """
 
     channels: tuple[int, ...]

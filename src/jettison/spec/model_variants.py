@@ -40,15 +40,13 @@ def with_starts(model: ModelSpec, **changes: Any) -> ModelSpec:
 
 def with_mtp(model: ModelSpec, depths: int, kernels: Kernels, *, repeated: bool = False) -> ModelSpec:
     """Add MTP layers, each like the model's last layer (``get_gpt_mtp_block_spec``). In models whose layers are one
-    block each, an MTP layer has attention and experts (``mtp_hybrid_override_pattern`` of Nemotron 3: ``*E``).
+    block each, an MTP layer has attention and experts (``mtp_hybrid_override_pattern`` of Nemotron 3: ``*E``). Raise
+    `UsageError` if no framework builds them for this model.
 
     Args:
         depths: number of MTP layers.
         repeated: all depths share one layer's weights (``mtp_use_repeated_layer``: in
             megatron/core/transformer/multi_token_prediction.py one layer is built, and called for each).
-
-    Raises:
-        UsageError: no framework builds them for this model.
     """
     if depths < 0:
         raise UsageError(f"got --mtp-num-layers {depths}; expected a whole number of 0 or more")
@@ -84,14 +82,12 @@ def _pattern(model: ModelSpec) -> Layer | None:
 
 
 def with_quant_recipe(model: ModelSpec, text: str, recipe: Fp8Recipe) -> ModelSpec:
-    """Set recipes of single GEMMs in a model's layers.
+    """Set recipes of single GEMMs in a model's layers. Raise `UsageError` for another format, an unknown recipe, or
+    layers that the model does not have.
 
     Args:
         text: such as ``last:14=bf16,mtp=bf16,attention.*=bf16,out_proj=mxfp8``.
         recipe: the run's recipe.
-
-    Raises:
-        UsageError: another format, an unknown recipe, or layers that the model does not have.
     """
     if recipe.library is not Library.TE:
         instead = f"give --kernels {sets_with('te_gemms')}"

@@ -85,15 +85,13 @@ class TorchtitanPlan(TrainerPlan):
 
 
 def auto_checkpoint_trainer(trainer: Any, memory_budget: str | SupportsIndex, **options: Any) -> TrainerPlan:
-    """Make an existing torchtitan `Trainer` train under ``memory_budget``, as `AutoCheckpoint` does.
+    """Make an existing torchtitan `Trainer` train under ``memory_budget``, as `AutoCheckpoint` does. Raise
+    `UnsupportedModule` if the trainer checkpoints, compiles, captures CUDA graphs, or is parallel in more than data.
 
     Args:
         trainer: before its ``train()``.
         memory_budget: as in `jettison.auto_checkpoint`, on each rank.
         options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
-
-    Raises:
-        UnsupportedModule: the trainer checkpoints, compiles, captures CUDA graphs, or is parallel in more than data.
     """
     _check(trainer.config)
     options.setdefault("progress", lambda text: logger.info(f"Jettison: {text}"))

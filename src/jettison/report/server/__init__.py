@@ -30,7 +30,8 @@ def serve_page(
     progress: Progress = silent,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve a page and the planner on 127.0.0.1 until Ctrl-C.
+    """Serve a page and the planner on 127.0.0.1 until Ctrl-C. Raise `UsageError` if the port cannot be used, the extra
+    is not installed, or a model is unknown.
 
     Args:
         page: its text; or the models that the explorer is about, whose page a process makes meanwhile.
@@ -39,9 +40,6 @@ def serve_page(
         started: is told the URL as soon as somebody listens there; requests wait for what is still being loaded.
         progress: is told what is worked out for the page.
         ready: is called when the page is there.
-
-    Raises:
-        UsageError: the port cannot be used, the extra is not installed, or a model is none.
     """
     absent = next((name for name in ("uvicorn", "starlette") if find_spec(name) is None), None)
     if absent is not None:
