@@ -101,7 +101,7 @@ class Row:
 
 
 def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
-    """Every row as it is off where another of its source and class was measured: `jettison.predict.anchor`.
+    """Every row as it is off where another of its source and class was measured: `jettison.diagnose.anchor`.
 
     A time is divided by the other's; fragments are a weighted mean of the other's and the class's; of allocated
     bytes an anchor that the ledger agrees with says that the stack was read, and mends nothing.

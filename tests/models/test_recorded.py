@@ -36,9 +36,9 @@ from jettison.models.huggingface import ConfigRequest, build, config_of
 from jettison.models.recorded import recorded_model
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.largest import fit
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
+from jettison.search.largest import fit
 from jettison.spec.model import ModelSpec
 
 REQUEST = RunRequest(seq=SEQUENCE, micro_batch=ROWS, precision="bf16-pure")

@@ -80,7 +80,7 @@ def test_what_only_the_input_needs_is_let_go_between_the_halves() -> None:
         assert len(frames) == BLOCKS
         for frame in frames:
             program = frame.recipe.trace.program
-            cells = frame.recipe.code.cells
+            cells = frame.code.cells
             held = {program.ops[program.buffers[b].producer].name for b in frame.state.at_hand}  # type: ignore[index]
             assert {b for b, n in cells.items() if frame.values[n] is not None} == frame.state.at_hand
             assert not any("softmax" in name or "bernoulli" in name or "bmm" in name for name in held), held

@@ -16,13 +16,13 @@ from jettison.memory.schedule import PipelineShape
 from jettison.memory.step import StageLoad
 from jettison.memory.unit import Unit
 from jettison.predict.allowance import available_bytes, limit_of
-from jettison.predict.changes import fitting_changes
 from jettison.predict.forecast import Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, FitVerdict, figures, fit_budgets, time_residual
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve, run_of
 from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
+from jettison.search.changes import fitting_changes
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync, Layout, Schedule

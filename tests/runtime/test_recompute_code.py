@@ -20,7 +20,7 @@ import jettison
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.frame import Frame
 from jettison.runtime.recipe import Recipe
-from jettison.runtime.recompute_code import RecomputeCode
+from jettison.runtime.recompute_code import RecomputeCode, code_of
 from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 
@@ -59,9 +59,9 @@ def recipe_of(region: Any) -> Recipe:
     return recipe
 
 
-def code_of(handle: Any, name: str) -> RecomputeCode:
+def code_in(handle: Any, name: str) -> RecomputeCode:
     (region,) = [region for region in handle.regions if region.name == name]
-    return recipe_of(region).code
+    return code_of(recipe_of(region))
 
 
 # what it says ---------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_the_source_is_that_of_the_functions_that_ran() -> None:
         assert before.split("\n\n")[0] == after.split("\n\n")[0], "a plain backward asks for the last one first"
         assert before.count("def ") == after.count("def ") > 1
         assert [line for line in after.splitlines() if line.startswith("def ")] == [
-            f"def recompute_{n}(frame, handle):" for n in range(len(code_of(handle, name).sources))
+            f"def recompute_{n}(frame, handle):" for n in range(len(code_in(handle, name).sources))
         ]
         for word in ("aten_native_layer_norm(", "aten_addmm(", "with drawing('cpu', ", "aten_cat([", "after aten.sin"):
             assert word in after, word
@@ -99,7 +99,7 @@ def test_equal_blocks_share_a_recipe_and_its_code() -> None:
         stepped(model, x)
         assert len({id(recipe_of(region)) for region in handle.regions[:-1]}) == 1
         (recipe,) = {id(recipe_of(region)): recipe_of(region) for region in handle.regions[:-1]}.values()
-        assert handle.source(handle.regions[2].name) == recipe.code.text()
+        assert handle.source(handle.regions[2].name) == code_of(recipe).text()
         stepped(plain, x)
         assert compare_gradients(model, plain).identical
 
@@ -108,9 +108,9 @@ def test_a_second_step_writes_no_code() -> None:
     model, _, x = model_and_copy()
     with jettison.apply(model, "selective-op", batch=(x,)) as handle:
         stepped(model, x)
-        written = [list(code_of(handle, region.name).sources) for region in handle.regions[:-1]]
+        written = [list(code_in(handle, region.name).sources) for region in handle.regions[:-1]]
         stepped(model, x)
-        assert [code_of(handle, region.name).sources for region in handle.regions[:-1]] == written
+        assert [code_in(handle, region.name).sources for region in handle.regions[:-1]] == written
 
 
 # in any order ---------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_after_a_backward_nothing_is_at_hand() -> None:
         loss.backward(retain_graph=True)
         assert frames
         for frame in frames:
-            assert not frame.state.at_hand and frame.state is frame.recipe.code.start
+            assert not frame.state.at_hand and frame.state is frame.code.start
             assert not any(value is not None for value in frame.values)
 
 

@@ -10,6 +10,7 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -170,14 +171,36 @@ def families(package: Path = PACKAGE) -> frozenset[str]:
     }
 
 
+def _libraries(package: Path = PACKAGE) -> str:
+    """Pattern of import names of the libraries that extras of pyproject.toml install."""
+    project = tomllib.loads((package.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = {re.split(r"[^\w-]", each)[0] for extra in project["optional-dependencies"].values() for each in extra}
+    return "|".join(sorted(found))
+
+
+OF_A_LIBRARY = re.compile(rf"(?:{_libraries()})(?:_\w+)?(?:\.\w+)*|[\w-]+, [A-Z]\w+")
+"""A whole text: a library or a module of it by its import name, or a citation of a library's class."""
+
+
+def _values(node: ast.AST) -> Iterator[ast.expr]:
+    """Values of an option that a node declares: members of an enum, or of a ``Literal``."""
+    if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
+        yield from (line.value for line in node.body if isinstance(line, ast.Assign))
+    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+        yield from node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+
+
 def names_in_code(source: Source, wanted: frozenset[str]) -> Counter[str]:
-    """Occurrences of these names in identifiers and texts of one module: no docstrings, comments or imports."""
+    """Occurrences of these names in identifiers and texts of one module: no docstrings, comments or imports, no names
+    of libraries or citations (`OF_A_LIBRARY`), and no values of options where they are declared.
+    """
     said = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+    said |= {id(value) for node in ast.walk(source.tree) for value in _values(node)}
     count: Counter[str] = Counter()
     for node in ast.walk(source.tree):
         text = ""
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
-            text = node.value
+            text = "" if OF_A_LIBRARY.fullmatch(node.value) else node.value
         elif isinstance(node, ast.Name | ast.Attribute):
             text = node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
@@ -196,9 +219,10 @@ def named(modules: Sequence[Source], wanted: frozenset[str], homes: tuple[str, .
     return {file: count for file, count in found.items() if count}
 
 
-FRAMEWORK_HOMES = ("frameworks/", "integrations/", "models/")
-"""Where their names may stand. In models/ it is the library transformers, which makes the modules."""
-FAMILY_HOMES = ("families/", "frameworks/")
+HOMES = ("families/", "frameworks/", "integrations/", "models/")
+"""Where their names may stand. In models/ it is the library transformers, which makes modules, and our own reference
+models, which are named like their families.
+"""
 
 
 def counts(package: Path = PACKAGE) -> dict[str, object]:
@@ -217,8 +241,8 @@ def counts(package: Path = PACKAGE) -> dict[str, object]:
         "circles_with_types": circles(found),
         "lone_importers": lone_importers(modules, found),
         "double_classes": double_classes(modules),
-        "framework_names": named(modules, frameworks(package), FRAMEWORK_HOMES),
-        "family_names": named(modules, families(package), FAMILY_HOMES),
+        "framework_names": named(modules, frameworks(package), HOMES),
+        "family_names": named(modules, families(package), HOMES),
     }
 
 

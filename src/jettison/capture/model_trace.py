@@ -184,7 +184,7 @@ def expect_module(model: object) -> None:
         return
     how = ""
     if isinstance(model, str):
-        how = f": build it first, as in transformers.AutoModelForCausalLM.from_pretrained({model!r})"
+        how = f": build it first, as in AutoModelForCausalLM.from_pretrained({model!r})"
     elif isinstance(model, type):
         how = f": make one of it, as in {model.__name__}(...)"
     got = f"the name {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"

@@ -14,8 +14,8 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.core.units import format_bytes, format_seconds
 from jettison.cost.flops import sequences, tokens
+from jettison.diagnose.anchor import fit_anchor, fragment_bytes, measured_in
 from jettison.frameworks.run_file import flags_of
-from jettison.predict.anchor import fit_anchor, fragment_bytes
 from jettison.predict.forecast import extra_bytes, forecast
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import is_live, resolve
@@ -103,8 +103,6 @@ def _measured(text: str, run: Run) -> MeasuredRun:
     path = Path(text)
     if not path.is_file():
         raise UsageError(f"got --measured {text!r}; expected some of {MEASURED_WORDS}, or a log, snapshot or trace")
-    from jettison.diagnose.measured import measured_in
-
     return measured_in(
         path,
         tokens_per_device=tokens(run) / run.layout.world,

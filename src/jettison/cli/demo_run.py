@@ -97,7 +97,7 @@ class DemoResult:
         plain, measured, budget = map(format_bytes, peaks)
         first, last, planned = self.losses_plain[0], self.losses_plain[-1], self.losses_planned[-1]
         lines = [
-            "A byte-level Llama, trained on the Python standard library's source files with AdamW, twice.",
+            "A byte-level language model, trained on the Python standard library's source files with AdamW, twice.",
             f"loss from {first:.6f} to {last:.6f} in {steps} steps plainly, to {planned:.6f} under the budget: {same}",
             f"peak of a step: {plain} plainly, {measured} under a budget of {budget} "
             f"(predicted: {format_bytes(self.plan.predicted.peak_bytes)})",
@@ -158,7 +158,7 @@ def build(size: DemoSize) -> nn.Module:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM, logging
     except ImportError as error:
-        raise UsageError(f"the demo needs transformers: {install('hf')}") from error
+        raise UsageError(f"the demo needs {error.name}: {install('hf')}") from error
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = LlamaConfig(

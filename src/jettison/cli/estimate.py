@@ -30,10 +30,10 @@ from jettison.predict.ranges import fit_budgets
 from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
 from jettison.predict.run_request import is_live, resolve
 from jettison.predict.time import estimate as estimate_run
-from jettison.predict.training_cost import TrainingBudget
 from jettison.predict.whole_micro_batches import settled
 from jettison.report.console import hint, progress
 from jettison.report.estimate import EstimateReport
+from jettison.report.training_cost import TrainingBudget
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, anchored, placed

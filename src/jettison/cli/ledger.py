@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from jettison.predict.auto_recompute import AutoForecast
-    from jettison.predict.changes import FittingChange
-    from jettison.predict.largest import FitAnswer
+    from jettison.search.changes import FittingChange
+    from jettison.search.largest import FitAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +214,8 @@ def _fit(
     device: Hardware,
     changes: tuple[FittingChange, ...] | None,
 ) -> FitAnswer:
-    from jettison.predict.changes import fitting_changes
-    from jettison.predict.largest import fit
+    from jettison.search.changes import fitting_changes
+    from jettison.search.largest import fit
 
     *surer, last = budgets
     if choice is None:

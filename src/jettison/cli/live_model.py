@@ -19,6 +19,7 @@ from jettison.dryrun.counter import unique_bytes
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
 from jettison.families.config import of_another_model
+from jettison.families.family import model_code
 from jettison.ledger.program import Program
 from jettison.memory.timeline import MemoryTimeline
 from jettison.models.request import Loaded, ModelRequest, load, optimizer_for
@@ -135,7 +136,7 @@ def _built(request: ModelRequest, loaded: Loaded) -> Iterator[tuple[str, str]]:
     except UsageError:
         return
     other = "; ".join(filter(of_another_model, described.left_out))
-    flags = f"--precision {CLOSED_FORM[types[0]]} --kernels huggingface --attention {attention} --seq {seq}"
+    flags = f"--precision {CLOSED_FORM[types[0]]} --kernels {model_code()} --attention {attention} --seq {seq}"
     what = f"of another model than {type(loaded.model).__name__}, since {other}" if other else "of the same"
     yield "closed form", f"{what}: {flags} --micro-batch {sequences}"
 

@@ -217,8 +217,8 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
     for name in ("recompute_modules", "offload_modules"):
         if getattr(request, name) is not None:
             raise UsageError(
-                f"got {flag_of(name)}: plan decides what is recomputed and what is offloaded. `jettison export "
-                "--to megatron` says a plan in such lists; `jettison ledger` and `estimate` say what a list takes"
+                f"got {flag_of(name)}: plan decides what is recomputed and what is offloaded. `jettison export` "
+                "says a plan in such lists; `jettison ledger` and `estimate` say what a list takes"
             )
     from jettison.predict.auto_recompute import choose_within
     from jettison.report.alternatives import MOST_STEPS, layer_reasons

@@ -33,9 +33,9 @@ from jettison.core.process import cores
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import flag_of, is_live
-from jettison.predict.training_cost import TrainingBudget
 from jettison.report.console import hint, json_text, progress
 from jettison.report.search import SearchReport, nothing_document
+from jettison.report.training_cost import TrainingBudget
 from jettison.search.evaluate import Journal
 from jettison.search.request import MARGIN, SearchRequest, on_own_framework
 from jettison.search.search import NothingFits

@@ -45,14 +45,12 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-    from jettison.dryrun.imagined_pipeline import ImaginedSchedule
-
 Scheduled: TypeAlias = "_PipelineSchedule"
 """Any schedule of `torch.distributed.pipelining`."""
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
-Copies: TypeAlias = "Sequence[nn.Module | ImaginedSchedule]"
-"""Stand-ins for the models of a step, and for schedules of a pipeline."""
+Copies: TypeAlias = Sequence[Any]
+"""Stand-ins for the models of a step, modules, and for schedules of a pipeline: `ImaginedSchedule`."""
 _TRANSFORMED: Final = "in torch.func's transforms (grad, vmap, jvp) or under forward-mode AD"
 
 # schedules of torch.distributed.pipelining, recognized without importing it, which takes a second
@@ -80,7 +78,7 @@ def stages_of(schedule: Scheduled) -> list[PipelineStage]:
     return list(found)
 
 
-def modules_of(things: Sequence[nn.Module | Scheduled | ImaginedSchedule]) -> list[nn.Module]:
+def modules_of(things: Sequence[Any]) -> list[nn.Module]:
     """Return the modules of a step: its models, and the stages of its schedules."""
     found: list[nn.Module] = []
     for one in things:

@@ -265,6 +265,8 @@ def _dropout(fields: ConfigFields) -> tuple[DropoutSites, float]:
 # Parts of a configuration that the closed form leaves out, as remarks -------------------------------------------------
 
 
+NOT_OF_THE_MODEL: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
+"""Keys that say where a configuration is from."""
 TOWERS: Final = ("vision", "audio")
 """Keys of towers next to a text model."""
 _OTHER_HEADS: Final = (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.spec.frameworks import named
 from jettison.spec.kernels import AttentionKernel, Kernels, kernels
 from jettison.spec.model import Activation, Arrangement, Biases, ModelSpec, Norm, NormKind, Pooling, QkNorm, Router
 
@@ -247,6 +248,11 @@ PAIRS: Final[Mapping[str, Family]] = files(_HERE / "pairs")
 
 WRAPPERS: Final[Mapping[str, str]] = Named(lambda: read_table(_HERE / "wrappers.toml"), str)
 """Family of a wrapped language model without a named one; of two encoders, that of batches with classes."""
+
+
+def model_code() -> str:
+    """Name of the newest kernel set of models' own modules, whose saved tensors a trace sees."""
+    return next(name for name, fields in named("kernels").items() if fields.get("model_code"))
 
 
 def kernels_for(model: ModelSpec, name: str) -> Kernels:

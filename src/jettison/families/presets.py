@@ -16,12 +16,14 @@ from jettison.families.family import Named, read_table
 from jettison.spec.model import ModelSpec
 
 _FILE: Final = Path(__file__).with_name("presets.toml")
+OWN_RUNS: Final[Mapping[str, Mapping[str, Any]]] = {"paper": {"kernels": "megatron", "attention": "eager", "seq": 2048}}
+"""Defaults of a request that differ for a family: the GPTs of arXiv 2205.05198 were trained by Megatron."""
 
 
 def _preset(table: Mapping[str, Any]) -> Mapping[str, Any]:
     own = dict(table)
     like, null = own.pop("like", None), own.pop("null", ())
-    own.pop("family", None)
+    own = {key: value for key, value in own.items() if key not in ("family", "shown")}
     return {**(PRESETS[like] if like else {}), **own, **dict.fromkeys(null)}
 
 
@@ -45,6 +47,12 @@ def preset(name: str) -> ModelSpec:
         raise unknown_preset(name, "A config.json or its folder")
     model = parse_config(PRESETS[name], name=name)
     return replace(model, family=_PRESETS.names[name].get("family", model.family))
+
+
+def shown() -> list[str]:
+    """Models of the explorer's matrix, in order."""
+    places = {name: table["shown"] for name, table in _PRESETS.names.items() if "shown" in table}
+    return sorted(places, key=places.__getitem__)
 
 
 # Models by their Hugging Face id: `config.json` from the local cache, or from the Hub ---------------------------------

@@ -16,7 +16,7 @@ flight still holds (`received`), each completed transfer (`transfers`), and a re
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter, mul
@@ -132,6 +132,10 @@ class StageLoad:
     def held(self, chunk: int) -> int:
         """Return the bytes that one micro-batch's forward through a chunk keeps."""
         return total_bytes(self.chunks[chunk], "resident")
+
+    def most(self, each: Sequence[int]) -> int:
+        """Return the most bytes at once, of ``each`` chunk's for every micro-batch in flight."""
+        return max(sum(map(mul, state.alive, each)) for state in self.occupancies)
 
     def held_half(self, chunk: int) -> int:
         """Return the bytes kept between the two halves of a split backward of a chunk."""

@@ -197,8 +197,13 @@ def hub_name(name: str) -> str:
     return f"model.layers.{layer[1]}.{_FORM['hub']['tensors'][layer[2]]}.{leaf}"
 
 
-def reference_config(hub: Any) -> LlamaConfig:
-    """Sizes from a configuration of transformers. Raise `UsageError` if it describes more than our model does."""
+def renaming(model: nn.Module) -> Callable[[str], str]:
+    """Return the function from a model's names of tensors to transformers'."""
+    return hub_name if isinstance(model, Llama) else str
+
+
+def reference_model(hub: Any) -> Llama:
+    """Return the `Llama` of a configuration of transformers. Raise `UsageError` if it describes another model."""
     rope = dict(getattr(hub, "rope_parameters", None) or {})
     theta = rope.pop("rope_theta", 10000.0)
     values = {name: getattr(hub, name, None) for name in _SETTINGS} | {"rope_type": rope.pop("rope_type", "default")}
@@ -208,7 +213,7 @@ def reference_config(hub: Any) -> LlamaConfig:
         raise UsageError(
             f'model.code: the reference Llama cannot be this model: it has {"; ".join(wrong)}; set code = "huggingface"'
         )
-    return LlamaConfig(**{name: getattr(hub, key) for name, key in _SIZES.items()}, rope_base=theta)
+    return Llama(LlamaConfig(**{name: getattr(hub, key) for name, key in _SIZES.items()}, rope_base=theta))
 
 
 def hub_values(config: LlamaConfig, *, positions: int) -> dict[str, Any]:
@@ -269,10 +274,10 @@ def hub_form(model: nn.Module, *, described: Path | None, source: Path | None, p
     folder; ``source``: see `HubForm`; ``positions``: the longest sequence, of a model that has no limit. Raise
     `UsageError` if transformers has no such model.
     """
-    rename: Callable[[str], str] = str
     sizes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    rename = renaming(model)
     if isinstance(model, Llama):
-        config, rename = hub_values(model.config, positions=positions), hub_name
+        config = hub_values(model.config, positions=positions)
     elif type(model).__module__.startswith("transformers."):
         own: Any = model.config
         config = json.loads(own.to_json_string()) | {"architectures": [type(model).__name__]}

@@ -25,6 +25,42 @@ from torch.nn import functional
 
 from jettison.core.errors import UsageError
 
+Part = tuple[Tensor, int]
+"""Positions of the n tokens at hand, and the length s of their sequence. Documents cover all of it, b × s."""
+
+
+class Reference(nn.Module):
+    """A language model.
+
+    ``seq_first``: activations are s × b × h; ``embedded``: function of ids that returns the first layer's input;
+    ``layer_inputs``: of every layer's arguments besides its stream.
+    """
+
+    seq_first: bool
+    config: Any
+    layers: nn.ModuleList
+    embedded: Callable[..., Tensor]
+    layer_inputs: Callable[..., tuple[Any, ...]]
+
+    def forward(
+        self,
+        ids_bs: Tensor,
+        labels_bs: Tensor | None = None,
+        documents_bs: Tensor | None = None,
+        part: Part | None = None,
+    ) -> Tensor:
+        """Logits; or the mean loss, given for every position the token that follows it."""
+        x = self.embedded(ids_bs, documents_bs, part)
+        inputs = self.layer_inputs(ids_bs.shape[1], x, documents_bs, part)
+        for layer in self.layers:
+            x = layer(x, *inputs)
+        logits = self.head(self.norm(x))
+        return logits if labels_bs is None else self.loss(logits, labels_bs)
+
+    def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
+        """Mean loss of all tokens."""
+        return mean_loss(logits, labels_bs.t() if self.seq_first else labels_bs)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptConfig:
@@ -117,8 +153,10 @@ class GptLayer(nn.Module):
         return x_sbh + self.mlp_dropout(self.mlp(self.mlp_norm(x_sbh)))
 
 
-class Gpt(nn.Module):
-    """A language model. The head's weight is the token embedding's."""
+class Gpt(Reference):
+    """The head's weight is the token embedding's; activations are s × b × h."""
+
+    seq_first = True
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -132,21 +170,22 @@ class Gpt(nn.Module):
         _initialise(self)
         self.head.weight = self.tokens.weight
 
-    def forward(
-        self,
-        ids_bs: Tensor,
-        labels_bs: Tensor | None = None,
-        documents_bs: Tensor | None = None,
-        part: Part | None = None,
-    ) -> Tensor:
-        """Logits, s × b × V; or the mean loss, given for every position the token that follows it."""
-        inputs = gpt_layer_inputs(ids_bs.shape[1], self.norm.weight, documents_bs, part)
-        places = gpt_places(ids_bs, documents_bs, part)
-        x_sbh = self.dropout(self.tokens(ids_bs.t().contiguous()) + self.positions(places))
-        for layer in self.layers:
-            x_sbh = layer(x_sbh, *inputs)
-        logits_sbv = self.head(self.norm(x_sbh))
-        return logits_sbv if labels_bs is None else mean_loss(logits_sbv, labels_bs.t())
+    def embedded(self, ids_bs: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> Tensor:
+        if documents_bs is not None:
+            places = positions_within(documents_bs)
+            places = (places if part is None else places[:, part[0]]).t().contiguous()
+        elif part is not None:
+            places = part[0].unsqueeze(1)
+        else:
+            places = torch.arange(ids_bs.shape[1], device=ids_bs.device).unsqueeze(1)
+        return self.dropout(self.tokens(ids_bs.t().contiguous()) + self.positions(places))
+
+    def layer_inputs(
+        self, s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None
+    ) -> tuple[Tensor]:
+        if documents_bs is not None:
+            return (document_mask(documents_bs, gemm_dtype(like), None if part is None else part[0]),)
+        return (causal_mask(s, like) if part is None else causal_rows_mask(*part, like.dtype),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,8 +268,10 @@ class LlamaLayer(nn.Module):
         return x_bsh + self.mlp(self.mlp_norm(x_bsh))
 
 
-class Llama(nn.Module):
-    """A language model with a head of its own."""
+class Llama(Reference):
+    """The head has a weight of its own; activations are b × s × h."""
+
+    seq_first = False
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -241,55 +282,23 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         _initialise(self)
 
-    def forward(
-        self,
-        ids_bs: Tensor,
-        labels_bs: Tensor | None = None,
-        documents_bs: Tensor | None = None,
-        part: Part | None = None,
-    ) -> Tensor:
-        """Logits, b × s × V; or the mean loss, given for every position the token that follows it."""
-        x_bsh = self.tokens(ids_bs)
-        inputs = llama_layer_inputs(ids_bs.shape[1], self.config, x_bsh, documents_bs, part)
-        for layer in self.layers:
-            x_bsh = layer(x_bsh, *inputs)
-        logits_bsv = self.head(self.norm(x_bsh))
-        return logits_bsv if labels_bs is None else mean_loss(logits_bsv, labels_bs)
+    def embedded(self, ids_bs: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> Tensor:
+        embedded: Tensor = self.tokens(ids_bs)  # positions are relative
+        return embedded
+
+    def layer_inputs(
+        self, s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None
+    ) -> tuple[Any, ...]:
+        rotary = rotary_tables(s, self.config, like, None if part is None else part[0])
+        if documents_bs is None:
+            return (rotary,)
+        return (rotary, document_mask(documents_bs, gemm_dtype(like), None if part is None else part[0]))
 
 
 ARCHITECTURES: Final[Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _KINDS: Final = ((Gpt, GptConfig), (Llama, LlamaConfig))
 RECORD: Final[Mapping[str, tuple[Any, Any]]] = {kind.__name__.lower(): (kind, sizes) for kind, sizes in _KINDS}
 """Models of record and their sizes, by architecture."""
-
-Part = tuple[Tensor, int]
-"""Positions of the n tokens at hand, and the length s of their sequence. Documents cover all of it, b × s."""
-
-
-def gpt_layer_inputs(s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> tuple[Tensor]:
-    """Arguments of every layer of a `Gpt`, besides its stream."""
-    if documents_bs is not None:
-        return (document_mask(documents_bs, gemm_dtype(like), None if part is None else part[0]),)
-    return (causal_mask(s, like) if part is None else causal_rows_mask(*part, like.dtype),)
-
-
-def gpt_places(ids_bs: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> Tensor:
-    """Positions of a `Gpt`'s tokens, s × 1; counted in each document, s × b."""
-    if documents_bs is None:
-        places = torch.arange(ids_bs.shape[1], device=ids_bs.device) if part is None else part[0]
-        return places.unsqueeze(1)
-    places = positions_within(documents_bs)
-    return (places if part is None else places[:, part[0]]).t().contiguous()
-
-
-def llama_layer_inputs(
-    s: int, config: LlamaConfig, like: Tensor, documents_bs: Tensor | None, part: Part | None = None
-) -> tuple[Any, ...]:
-    """Arguments of every layer of a `Llama`, besides its stream. Its positions are relative."""
-    rotary = rotary_tables(s, config, like, None if part is None else part[0])
-    if documents_bs is None:
-        return (rotary,)
-    return (rotary, document_mask(documents_bs, gemm_dtype(like), None if part is None else part[0]))
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:

@@ -339,7 +339,8 @@ def set_cores(model: nn.Module, context: Context) -> None:
         for attention in attentions:
             attention.core = ContextCore(context, attention.core, _CORES[class_of(attention)])
     else:
-        names = [name.rpartition(".")[2] for name in known(HeadForm)] + ["Gpt", "Llama"]
+        ours = (name for name in known(StackForm) if name.startswith(RECORD))
+        names = [name.rpartition(".")[2] for name in (*known(HeadForm), *ours)]
         raise UnsupportedModule(
             f"context parallelism: the attention core of {type(model).__name__} is unknown; known models: "
             f"{', '.join(sorted(names))}"

@@ -205,8 +205,8 @@ def _check_groups(name: str, groups: Sequence[Any]) -> None:
     if any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups):  # older versions have no such
         raise UnsupportedModule(
             f"{name} was sharded with dp_mesh_dims=, its parameters distributed over the whole mesh, which no dry run "
-            "repeats yet; give fully_shard the data-parallel axes alone (torchtitan: "
-            "parallelism.spmd_backend='partial_dtensor')"
+            "repeats yet; give fully_shard the data-parallel axes alone (in a "
+            "trainer's configuration parallelism.spmd_backend='partial_dtensor')"
         )
 
 

@@ -282,7 +282,7 @@ class _StylePlanner:
     def _linear(self, parent: nn.Module, path: str, name: str, style: Style) -> None:
         module = _child(parent, name, path)
         if not is_linear(module):
-            raise _unexpected(module, _join(path, name), "a linear layer (nn.Linear or transformers' Conv1D)")
+            raise _unexpected(module, _join(path, name), "a linear layer (nn.Linear, or Conv1D of GPT-2)")
         self.plan[_join(path, name)] = style
 
 

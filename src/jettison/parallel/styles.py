@@ -170,7 +170,7 @@ class RowParallel(Style):
 
 def _linear_sizes(module: nn.Module) -> tuple[int, int]:
     if not is_linear(module):
-        raise UnsupportedModule(f"got a {type(module).__name__}; expected nn.Linear or transformers' Conv1D")
+        raise UnsupportedModule(f"got a {type(module).__name__}; expected nn.Linear, or Conv1D of GPT-2")
     inputs, outputs = module.weight.shape if _is_conv1d(module) else module.weight.shape[::-1]
     return inputs, outputs
 

@@ -110,24 +110,22 @@ class Limit:
 
     Args:
         gpu: name of the accelerator; empty for a budget.
-        usable_bytes: usable memory of that accelerator; None for a budget.
         budget_bytes: the budget, if given. ``device_bytes``: usable memory of the GPU, if given.
     """
 
     nbytes: int
     gpu: str = ""
-    usable_bytes: int | None = None
     budget_bytes: int | None = None
     device_bytes: int | None = None
 
     @property
     def words(self) -> str:
         """Name of the limit, for messages."""
-        if self.usable_bytes is None:
+        if not self.gpu or self.device_bytes is None:
             return "the budget"
-        if self.usable_bytes == self.nbytes:
+        if self.device_bytes == self.nbytes:
             return f"memory of {self.gpu}"
-        usable = format_bytes(self.usable_bytes)
+        usable = format_bytes(self.device_bytes)
         return f"usable memory of {self.gpu} ({usable} less contexts, communicators and fragments)"
 
 
@@ -138,15 +136,14 @@ def limit_of(*, budget: str | None, gpu: str | None, run: Run | None = None) -> 
     Args:
         run: the run that decides the GPU's allowance; None: no allowance.
     """
-    limits = [] if budget is None else [Limit(nbytes=parse_bytes(budget))]
-    given = None if budget is None else limits[0].nbytes
-    there = None
+    given, there = None if budget is None else parse_bytes(budget), None
+    limits = [] if given is None else [Limit(nbytes=given)]
     if gpu is not None:
         from jettison.spec.hardware import hardware  # most ledgers are of no GPU
 
         device = hardware(gpu)
         left = device.usable_bytes if run is None else available_bytes(device, run)
         there = device.usable_bytes
-        limits.append(Limit(nbytes=left, gpu=device.name, usable_bytes=there))
+        limits.append(Limit(nbytes=left, gpu=device.name))
     least = min(limits, key=lambda limit: limit.nbytes, default=None)
     return least and replace(least, budget_bytes=given, device_bytes=there)

@@ -133,9 +133,8 @@ class Forecast:
     @property
     def host_bytes(self) -> int:
         """Saved tensors of all micro-batches in flight that are in CPU memory, of the rank with most."""
-        own = [[sum(sent_to_host(self.run, chunk).values()) for chunk in stage.groups] for stage in self.stages]
-        both = ((sent, o.alive) for stage, sent in zip(self.stages, own, strict=True) for o in stage.load.occupancies)
-        return max(sum(map(mul, sent, alive)) for sent, alive in both)
+        sent = ([sum(sent_to_host(self.run, chunk).values()) for chunk in stage.groups] for stage in self.stages)
+        return max(stage.load.most(each) for stage, each in zip(self.stages, sent, strict=True))
 
     @property
     def offloaded_optimizer(self) -> OffloadedOptimizer | None:

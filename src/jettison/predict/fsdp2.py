@@ -170,9 +170,7 @@ class FsdpGroups:
 
     def again(self, part: StageRegion | None) -> int:
         """Return the weights of a region that are all-gathered again for its backward."""
-        if part is None or not self.kept:
-            return 0 if part is None else part.static.gathered
-        return part.static.gathered - self.whole(part)
+        return 0 if part is None else part.static.gathered - self.whole(part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,9 +136,9 @@ class Residual:
     high: float
     own_class: bool = field(default=True, metadata={"former": "of_this_kind"})
 
-    def seconds(self, modelled: float) -> tuple[float, float]:
-        """Range of a modelled time."""
-        return modelled * self.low, modelled * self.high
+    def of(self, modelled: float) -> Range:
+        """Range of a modelled time, or of modelled bytes."""
+        return Range(expected=modelled * self.expected, low=modelled * self.low, high=modelled * self.high)
 
     @property
     def words(self) -> str:
@@ -165,6 +165,11 @@ class Range:
         if self.high <= limit:
             return FitVerdict.FITS
         return FitVerdict.CLOSE if self.low <= limit else FitVerdict.DOES_NOT_FIT
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Low and high end."""
+        return self.low, self.high
 
     def words(self, form: Callable[[float], str]) -> str:
         """Text of the range; ``form`` formats one value."""
@@ -255,7 +260,7 @@ def figures(
         more = 0 if anchor is None else anchor.context or 0
         device = Range(**{end: at + max(0, getattr(fixed, end) + more) for end, at in asdict(reserved).items()})
         least += max(0, fixed.low + more)
-    took = None if step_seconds is None else scaled(time_residual(run, hardware), step_seconds)
+    took = None if step_seconds is None else time_residual(run, hardware).of(step_seconds)
     return RunFigures(allocated=allocated, reserved=reserved, device=device, least=least, step_seconds=took)
 
 
@@ -307,17 +312,12 @@ def _allocated(run: Run, nbytes: int) -> Range:
     """
     classes = lineage(Measure.ALLOCATED, run)
     others = classes[classes[0] == ANCHORED :]
-    near, own = (scaled(residual(Measure.ALLOCATED, found), nbytes) for found in (classes, others))
+    near, own = (residual(Measure.ALLOCATED, found).of(nbytes) for found in (classes, others))
     return Range(expected=near.expected, low=max(near.low, own.low), high=min(near.high, own.high))
 
 
 def _bytes(nbytes: float) -> str:
     return format_bytes(round(nbytes))
-
-
-def scaled(found: Residual, modelled: float) -> Range:
-    """Range of a modelled time, or of modelled bytes."""
-    return Range(expected=modelled * found.expected, low=modelled * found.low, high=modelled * found.high)
 
 
 def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
@@ -336,7 +336,7 @@ def residual(measure: Measure, classes: tuple[str, ...]) -> Residual:
 def lineage(measure: Measure, run: Run, hardware: str = "") -> tuple[str, ...]:
     """Classes of a run for a measure, its own first.
 
-    The first class of a run with an anchor of its stack, kind and hardware is `ANCHORED` (`predict.anchor`); other
+    The first class of a run with an anchor of its stack, kind and hardware is `ANCHORED` (`diagnose.anchor`); other
     anchors correct the figures but leave the ranges as they are.
     """
     stack, kind = stack_of(run), kind_of(run)

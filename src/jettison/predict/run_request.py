@@ -19,8 +19,8 @@ from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
 from jettison.families.config import read_config
-from jettison.families.family import kernels_for
-from jettison.families.presets import PRESETS, hub_config, is_hub_id, preset, unknown_preset
+from jettison.families.family import kernels_for, model_code
+from jettison.families.presets import OWN_RUNS, PRESETS, hub_config, is_hub_id, preset, unknown_preset
 from jettison.formula.region import refuse_idle
 from jettison.predict.run_fields import RunRequest
 from jettison.spec.anchor import read_anchor
@@ -37,9 +37,6 @@ from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
 from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenModelOptions, Role, Tuning, Upcast, When
 
-PAPER: Final = "paper"
-"""Family of arXiv 2205.05198's GPTs."""
-PAPER_SEQUENCE: Final = 2048
 LONGEST_DEFAULT: Final = 4096
 """Default sequence length, of models with at least as many positions."""
 
@@ -163,7 +160,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         refuse_idle(model, tuning, kernels)
     gradients = _gradients(request.gradients, kernels)
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
-    seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
+    seq = OWN_RUNS.get(model.family, {}).get("seq", min(model.max_positions, longest))
     if model.audio is not None:
         seq = model.audio.tokens(model.name, given_or(request.source_seq, SECOND))
     run = Run(
@@ -309,11 +306,11 @@ def _given(request: RunRequest, names: Sequence[str]) -> dict[str, Any]:
 def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     if model.recorder is not None:
         fused = any(layer.fused for layer in model.kinds if isinstance(layer, RecordedLayer))
-        kernels = replace(kernel_set("huggingface"), declared=())  # recorded weights are in their modules' order
+        kernels = replace(kernel_set(model_code()), declared=())  # recorded weights are in their modules' order
         return kernels.with_attention("flash" if fused else "eager")
-    paper = model.family == PAPER
-    kernels = kernels_for(model, given_or(request.kernels, "megatron" if paper else "pytorch"))
-    kernels = kernels.with_attention(given_or(request.attention, "eager") if paper else request.attention)
+    usual = OWN_RUNS.get(model.family, {})
+    kernels = kernels_for(model, given_or(request.kernels, usual.get("kernels", "pytorch")))
+    kernels = kernels.with_attention(given_or(request.attention, usual.get("attention")))
     kernels = replace(
         kernels,
         dispatcher=_word(Dispatcher, request.dispatcher, "dispatcher", kernels.dispatcher),

@@ -32,7 +32,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from operator import mul
 from typing import Final
 
 from jettison.core.units import MIB
@@ -265,8 +264,7 @@ class StageChoice:
     @cached_property
     def _problem(self) -> StepProblem:
         load = self.stage.load
-        held = {chunk: load.held(chunk) for chunk in range(load.order.own, load.order.chunks)}
-        whole = max(sum(state.alive[c] * nbytes for c, nbytes in held.items()) for state in load.occupancies)
+        whole = load.most([load.held(c) if c >= load.order.own else 0 for c in range(load.order.chunks)])
         static = load.fixed + load.state + load.there(Event.BACKWARD) + whole
         static -= 0 if self.mask else document_mask(self.run)
         static += 0 if self._fresh else load.gradient_bytes
@@ -416,9 +414,9 @@ class StageChoice:
             load, needs = stage.load, stage.peak_bytes
             yield size, needs
             best = needs if best is None else min(best, needs)
-            each = [load.held(chunk) for chunk in range(len(load.chunks))]
-            held = max(sum(map(mul, state.alive, each)) for state in load.occupancies)
-            if needs - held >= best:  # the backward's peak grows with the length
+            if (
+                needs - load.most([load.held(chunk) for chunk in range(len(load.chunks))]) >= best
+            ):  # the backward's peak grows with the length
                 return
 
     def _cut(self, size: int) -> Iterator[tuple[int, int]]:

@@ -16,11 +16,11 @@ from jettison.predict.forecast import Forecast
 from jettison.predict.ranges import FitRule, FitVerdict, Residual, RunFigures, figures, time_residual, unlike_anchor
 from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
-from jettison.predict.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
 from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
 from jettison.report.schemas import data, document, part
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
+from jettison.report.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
 from jettison.spec.kernels import SsmKernels
 
 if TYPE_CHECKING:  # asked for rarely
@@ -88,8 +88,8 @@ class EstimateReport:
         if run.kernels.ssm_kernels is SsmKernels.EAGER and any(layer.scan is not None for layer in run.model.described):
             yield (
                 "no measured run has state-space or linear-attention layers without fused kernels: their time "
-                "is counted from kernels and bytes; --ssm-kernels fused has measured rates (Mamba 2, gated "
-                "delta rule)"
+                "is counted from kernels and bytes; --ssm-kernels fused has measured rates (state space "
+                "duality, gated delta rule)"
             )
         yield from device_notes(device, run)
         if device.note:
@@ -111,7 +111,7 @@ class EstimateReport:
             micro_batches_without_recompute=run.recompute.whole,
             fusion=str(found.execution.fusion),
             stack=found.execution.stack,
-            step_range_seconds=list(self.sure.seconds(found.step_seconds)),
+            step_range_seconds=list(self.sure.of(found.step_seconds).ends),
             prediction_error=data(self.sure),
             training=training and training.document(),
             mfu_by={str(counting): found.mfu_by(counting) for counting in Counting},

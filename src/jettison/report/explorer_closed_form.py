@@ -46,6 +46,7 @@ from jettison.ledger.program import Source
 from jettison.predict.stages import kept_by
 from jettison.report.explorer_models import PageModel, page_models
 from jettison.report.tables import runs_of
+from jettison.spec.frameworks import named
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer, ModelSpec, Moe
 from jettison.spec.precision import PRECISIONS
@@ -91,11 +92,12 @@ def all_choices(model: ModelSpec) -> Iterator[Choices]:
     """All that the page's controls can ask of a model."""
     sites = model.dropout_sites
     drops = (True, False) if sites.attention or sites.residual else (False,)
+    offered = named("explorer")
     for kernels, attention, precision, dropout, (parallel, sp, gathered) in product(
-        ("megatron", "pytorch"), ("eager", "flash"), OFFERED, drops, _LAYOUTS
+        offered, ("eager", "flash"), OFFERED, drops, _LAYOUTS
     ):
-        if gathered and kernels != "pytorch":
-            continue  # Megatron saves shards
+        if gathered and not offered[kernels]["gathered_inputs"]:
+            continue
         yield Choices(
             kernels=kernels,
             attention=attention,

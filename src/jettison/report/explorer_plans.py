@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.units import GIB
+from jettison.families.presets import shown
 from jettison.formula.region import Region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose
@@ -269,7 +270,6 @@ def _planned(model: str, asked: dict[str, Any], device: Hardware, *, offload: bo
 
 # The matrix: which model fits which GPU under which layout, and by how much -------------------------------------------
 
-FIT_MODELS: Final = ("llama3-8b", "mixtral-8x7b", "llama3-70b", "gpt-175b", "llama3-405b", "deepseek-v3")
 GPUS: Final = ("rtx4090-24gb", "l40s-48gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb", "gb200-192gb")
 FIT_LAYOUTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("8 GPUs: FSDP", {"dp": 8, "zero": 3}),
@@ -283,7 +283,7 @@ MODES: Final = ("none", "selective-op", "full")
 
 def fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """By layout, mode and model the peak and its verdict on each GPU; by layout and GPU the bytes for tensors."""
-    names = [*models, *(name for name in FIT_MODELS if name not in models)]
+    names = list(dict.fromkeys([*models, *shown()]))
     devices = [hardware(name) for name in GPUS]
     return {
         "models": names,
@@ -293,7 +293,7 @@ def fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
             {
                 "name": name,
                 "flags": flags,
-                "available": [available_bytes(device, run_of(FIT_MODELS[0], **flags)) for device in devices],
+                "available": [available_bytes(device, run_of(shown()[0], **flags)) for device in devices],
                 "peaks": {mode: [_peak(model, flags, mode, devices) for model in names] for mode in MODES},
                 "commands": [line("ledger", model, flags) for model in names],
             }

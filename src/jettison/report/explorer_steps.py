@@ -295,7 +295,7 @@ def _rows(model: str, device: Hardware, asked: dict[str, Any], published: Iterat
         yield row | {
             "seconds": rounded(time.step_seconds),
             "expected": rounded(time.step_seconds * residual.expected),
-            "range": [rounded(end) for end in residual.seconds(time.step_seconds)],
+            "range": [rounded(end) for end in residual.of(time.step_seconds).ends],
             "parts": [rounded(seconds) for seconds in astuple(time.breakdown)],
             "mfu": round(time.mfu, 6),
             "hfu": round(time.hfu, 6),

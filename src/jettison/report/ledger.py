@@ -30,8 +30,8 @@ from jettison.spec.run import Run
 
 if TYPE_CHECKING:
     from jettison.predict.auto_recompute import AutoForecast
-    from jettison.predict.largest import FitAnswer
     from jettison.report.explain import Explanation
+    from jettison.search.largest import FitAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class LedgerReport:
             budget_bytes=limit and limit.nbytes,
             fits=None if limit is None else self.fits,
             gpu=(limit and limit.gpu) or None,
-            usable_bytes=limit.usable_bytes if limit and limit.gpu else None,
+            usable_bytes=limit.device_bytes if limit and limit.gpu else None,
             auto=self.choice and _auto(self.choice),
             fit=self.fit and part("LedgerFit", self.fit),
             explain=data(self.explanation),

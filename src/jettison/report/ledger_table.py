@@ -25,9 +25,9 @@ from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
-    from jettison.predict.changes import FittingChange
-    from jettison.predict.largest import Edge, FitAnswer
     from jettison.report.explain import Explanation
+    from jettison.search.changes import FittingChange
+    from jettison.search.largest import Edge, FitAnswer
 
 MOST_STAGES = 20
 MOST_DIFFERENCES = 20

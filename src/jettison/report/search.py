@@ -15,10 +15,10 @@ from rich.text import Text
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 from jettison.predict.allowance import available_to
-from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, scaled, time_residual, unlike_anchor
-from jettison.predict.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
+from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, time_residual, unlike_anchor
 from jettison.report.schemas import data, document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
+from jettison.report.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
 from jettison.search.branch_and_bound import REACH
 from jettison.search.evaluate import Evaluated, Seconds
 from jettison.search.request import ANY
@@ -217,7 +217,7 @@ class SearchReport:
         yield from (("note", text) for text in device_notes(device, template))
         if device.note:
             yield "note", device.note
-        yield "expected", f"{scaled(self.sure, answer.best.seconds.step).words(format_seconds)}: {self.sure.words}"
+        yield "expected", f"{self.sure.of(answer.best.seconds.step).words(format_seconds)}: {self.sure.words}"
         yield from training_facts(self.trainings)
 
 
@@ -352,7 +352,7 @@ def _table(title: str, rows: Sequence[Evaluated], report: SearchReport) -> Fitte
             *(values[number] for _, values in axes),
             f"{setup.micro_batch} x {setup.micro_batches}",
             format_seconds(seconds.step),
-            _between(report.sure.seconds(modelled.step)),
+            _between(report.sure.of(modelled.step).ends),
             format_percent(seconds.mfu),
             format_count(round(seconds.tokens_per_second_per_gpu)),
             format_bytes(found.needed_bytes),
@@ -377,8 +377,8 @@ def training_facts(found: Sequence[TrainingCost]) -> Iterator[tuple[str, str]]:
     if not found:
         return
     asked = found[0]
-    cheapest = min(found, key=lambda one: one.gpu_hours(one.seconds))
-    fastest = min(found, key=lambda one: one.seconds)
+    cheapest = min(found, key=lambda one: one.gpu_hours(one.seconds.expected))
+    fastest = min(found, key=lambda one: one.seconds.expected)
     yield "training", asked.amount
     if asked not in (cheapest, fastest):
         yield "as asked", f"{asked.duration}, {asked.expense}"
@@ -452,6 +452,6 @@ def _candidate(found: Evaluated, sure: Residual | None, ranges: RunFigures, verd
         flags=found.candidate.flags,
         host_bytes=counted.host_bytes if recompute.to_host else None,
         step_seconds=seconds and seconds.step,
-        step_range_seconds=list(sure.seconds(seconds.step)) if seconds and sure else None,
+        step_range_seconds=list(sure.of(seconds.step).ends) if seconds and sure else None,
         breakdown=seconds and {f"{name}_seconds": took for name, took in seconds.parts.items()},
     )

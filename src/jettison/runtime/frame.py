@@ -28,7 +28,7 @@ from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
 from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
-from jettison.runtime.recompute_code import UNWRAPPED, get_state
+from jettison.runtime.recompute_code import UNWRAPPED, code_of, get_state
 from jettison.runtime.views import view_of
 from jettison.runtime.witness import SALT, Check, Witness, _ndarray, compare, peek
 
@@ -76,7 +76,8 @@ class Frame:
         )
         self.closures: list[tuple[Any, ...] | None] = [None] * len(recipe.closures)
         self.lock = threading.Lock()
-        self.state = recipe.code.start
+        self.code = code_of(recipe)
+        self.state = self.code.start
         # by cell (`Recipe.cells`): values that later unpacks read, their versions, and the forward's witnesses
         self.values: list[Tensor | None] = [None] * len(recipe.counts)
         self.versions = [0] * len(recipe.counts)
@@ -306,13 +307,13 @@ class Frame:
         _, slot, _, _, wrap = handle
         with self.lock:  # a graph on several devices runs its backward in several threads
             if self.keeps_graph:
-                function, after = self.recipe.code.function(self.state, slot, keeps=is_asked_again())
+                function, after = self.code.function(self.state, slot, keeps=is_asked_again())
             else:
-                function, after = self.state.next.get(slot) or self.recipe.code.function(self.state, slot, keeps=False)
+                function, after = self.state.next.get(slot) or self.code.function(self.state, slot, keeps=False)
             try:
                 tensor = function(self, handle)
             except BaseException:
-                self.state, self.values = self.recipe.code.start, [None] * len(self.values)  # some may be half written
+                self.state, self.values = self.code.start, [None] * len(self.values)  # some may be half written
                 raise
             self.state = after
         return tensor if wrap is None else wrap.wrap(plain(tensor))
@@ -345,7 +346,7 @@ class Frame:
         recordings, name = self.region.recordings, self.recipe.parameters.get(buffer)
         what = "a kept tensor"
         if name is not None:
-            tensor = self.parameters[self.recipe.code.parameters[buffer]][2]
+            tensor = self.parameters[self.code.parameters[buffer]][2]
             what = f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}"
         error = stale(what, self.name, then, now)
         if name is None and buffer not in self.recipe.trace.inputs:

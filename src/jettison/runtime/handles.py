@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import itemgetter, methodcaller
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -12,9 +12,6 @@ from jettison.runtime.moves import Away, OffloadableBox
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import Recipe, SlotAction
-
-if TYPE_CHECKING:
-    from jettison.runtime.frame import Frame
 
 
 class Diverged(Exception):
@@ -83,7 +80,7 @@ class Handle(tuple[Any, ...]):
 
     __slots__ = ()
 
-    frame: Frame = property(itemgetter(0))  # type: ignore[assignment]
+    frame: Any = property(itemgetter(0))  # the call's `Frame`
     slot: SlotAction = property(itemgetter(1))  # type: ignore[assignment]
     boxes: tuple[Box | Away | Handle, ...] = property(itemgetter(2))  # type: ignore[assignment]
     index: int = property(itemgetter(3))  # type: ignore[assignment]

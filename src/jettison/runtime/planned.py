@@ -11,7 +11,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -50,14 +50,12 @@ from jettison.runtime.graph_fingerprint import GraphBounds, graph_print, is_turn
 from jettison.runtime.handles import Diverged
 from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
+from jettison.runtime.recompute_code import code_of
 from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, RegionPlan
 from jettison.runtime.report import PendingCalls, RegionReport
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, KeepAll
-
-if TYPE_CHECKING:
-    from jettison.runtime.structure import Structure
 
 _ON_CPU = torch.empty(0, device="cpu")
 
@@ -70,6 +68,13 @@ class CallListener(Protocol):
 
     def ends(self) -> None:
         """Called when the forward has returned."""
+
+
+class StructureWatch(Protocol):
+    """`Structure` of a model, at the root."""
+
+    def check(self) -> None: ...
+    def parts_changed(self, names: str) -> None: ...
 
 
 class PlannedForward:
@@ -118,7 +123,7 @@ class PlannedForward:
         self.listener: CallListener | None = None
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # the plan's, at the root
-        self.structure: Structure | None = None  # the model's, at the root
+        self.structure: StructureWatch | None = None  # the model's, at the root
         self.offload: OffloadEngine | None = None  # the plan's, if it offloads anything
         self._forward_calls = (0, 0)  # the root's calls so far, and our own in the last of them
         vars(module)["forward"] = self  # Lightning Fabric's wrapper would pass an assignment on to the wrapped module
@@ -365,7 +370,7 @@ class PlannedForward:
     def source(self) -> str:
         """Recomputation code of the most used signature."""
         best = self.recordings.most_used()
-        return "" if best is None or best.recipe is None else best.recipe.code.text()
+        return "" if best is None or best.recipe is None else code_of(best.recipe).text()
 
     # hooks for tensors that recipes need from module boundaries ------------------------------------------------------
 

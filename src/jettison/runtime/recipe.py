@@ -30,7 +30,6 @@ from jettison.capture.signature import Switches
 from jettison.ledger.program import Buffer, Program, Source
 from jettison.runtime.moves import BufferRange, moves_of
 from jettison.runtime.packing import Pack, packs_of
-from jettison.runtime.recompute_code import RecomputeCode
 from jettison.runtime.views import Within, within
 from jettison.runtime.witness import Cut, SamplePositions, spots_of
 
@@ -129,10 +128,6 @@ class Recipe:
     closures: list[tuple[int, ...]] = field(default_factory=list)  # the different boxes of slots
     cells: dict[int, int] = field(default_factory=dict)  # counted buffer -> its index in a frame's tables
     witnessed: dict[int, int] = field(default_factory=dict)  # cell -> the slot that leaves a witness of the buffer
-
-    @cached_property
-    def code(self) -> RecomputeCode:
-        return RecomputeCode(self)
 
     def held_bytes(self, *, moves: bool = True) -> int:
         """Bytes on the device between forward and backward; without ``moves``, offloaded buffers included."""

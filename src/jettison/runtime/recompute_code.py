@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,9 @@ from jettison.capture.tensor_subclasses import plain, version_of
 from jettison.core.errors import UsageError
 from jettison.runtime.device import is_capturing
 from jettison.runtime.offload import stale
+from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction
 from jettison.runtime.views import in_a_copy, view_of
 from jettison.runtime.witness import _ndarray
-
-if TYPE_CHECKING:
-    from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction
 
 Function: TypeAlias = Callable[[Any, Any], Tensor]
 """Function of a frame and the unpacked handle; it returns the tensor that backward gets."""
@@ -163,6 +161,15 @@ class RecomputeCode:
         like = str(func).replace(".default", "") if is_op else getattr(func, "__name__", "")
         called = binding(func, args, kwargs)
         return self.named(called if self.through is None else self.through(func, called), like.replace(".", "_"))
+
+
+def code_of(recipe: Recipe) -> RecomputeCode:
+    """Return the functions of a recipe, one object for all its regions."""
+    held = vars(recipe)
+    if "code" not in held:
+        held["code"] = RecomputeCode(recipe)
+    found: RecomputeCode = held["code"]
+    return found
 
 
 def _numbered(name: str) -> Iterator[str]:

@@ -24,7 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,9 +46,6 @@ from jettison.runtime.handles import Handle
 from jettison.runtime.recipe import Recipe, shared_recipe
 from jettison.runtime.views import view_of, whole_copy, within
 from jettison.solve.policy import CheckpointPolicy, Offload, offloaded_by, packed_by
-
-if TYPE_CHECKING:
-    from jettison.runtime.planned import PlannedForward
 
 GIVE_UP_AFTER = 8  # runs of one signature that differed from their recording, before it is no longer recorded
 WRITTEN_LATER = "others write to its arguments or results before backward"
@@ -104,9 +101,9 @@ def _uncounted() -> contextlib.ExitStack:
 
 
 class Recordings:
-    """Recordings of a region, on a fake copy of its module if ``fake_model``; ``blocks`` are a root's regions."""
+    """Recordings of a `PlannedForward`, on a fake copy of its module if ``fake_model``; ``blocks``: of a root."""
 
-    def __init__(self, region: PlannedForward, *, blocks: tuple[str, ...] | None, fake_model: bool) -> None:
+    def __init__(self, region: Any, *, blocks: tuple[str, ...] | None, fake_model: bool) -> None:
         self.region, self.module, self.blocks, self.fake_model = region, region.module, blocks, fake_model
         self.take_plan(0, region.plan)
         self.count = 0

@@ -7,6 +7,8 @@ tensors that it writes to, the second time as backward would run it, and every t
 If all are equal the region is checkpointed; else it keeps its tensors as plain autograd does. Later runs leave
 witnesses as recomputed tensors do (NOTE [ The promise ]), so that a run which differs after all stops the step. Changes
 of Python state, buffers and random streams by the second run are undone.
+
+A ``region`` here is its `PlannedForward`, which calls these functions.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -52,17 +54,12 @@ from jettison.runtime.views import Within, view_of
 from jettison.runtime.witness import SALT, Check, Witness, compare, is_same, spots_of
 from jettison.solve.policy import Offload, keeps_everything
 
-if TYPE_CHECKING:
-    from jettison.runtime.planned import PlannedForward
-
 Forward = Callable[..., Any]
 MOST_VALUES_A_STEP = 5_000
 RAN_BACKWARD = "its forward runs a backward of its own"
 
 
-def run_without_recipe(
-    region: PlannedForward, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def run_without_recipe(region: Any, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call. The first one that may be recomputed is tried: see NOTE [ Rerunning Python ]."""
     is_kept = region.is_root or keeps_everything(region.plan.policy)
     if not is_kept and region.recordings.differs:
@@ -95,9 +92,7 @@ def run_without_recipe(
         return region.forward(*args, **kwargs)
 
 
-def run_interrupted(
-    region: PlannedForward, interrupt: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> NoReturn:
+def run_interrupted(region: Any, interrupt: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Do the real run, then raise the exception that its recording raised. See NOTE [ Interrupts ]."""
     with without_our_hooks():
         region.forward(*args, **kwargs)
@@ -111,14 +106,14 @@ def _without_checks() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if ours else contextlib.nullcontext()
 
 
-def _may_move(region: PlannedForward, prepared: Prepared) -> bool:
+def _may_move(region: Any, prepared: Prepared) -> bool:
     """Whether autograd gives back the values that it saved, and not later writes to them."""
     late = region.recordings.late or region.recordings.late_inside
     return not late and not (prepared.verdict is not None and prepared.verdict.again)
 
 
 def run_moving(
-    region: PlannedForward, policy: Offload, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    region: Any, policy: Offload, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run one call, and offload its saved tensors as they are saved."""
     group = region.begin_group(moves=True)
@@ -134,7 +129,7 @@ def run_moving(
         group.end()
 
 
-def _say(region: PlannedForward, prepared: Prepared) -> None:
+def _say(region: Any, prepared: Prepared) -> None:
     """Warn that a region is not planned tensor by tensor, once for each reason."""
     if prepared.told:
         return
@@ -441,7 +436,7 @@ class Dropped:
 class Rerun:
     """One call of a region whose forward is rerun when backward unpacks a tensor that it saved."""
 
-    def __init__(self, region: PlannedForward, verdict: Verdict, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, region: Any, verdict: Verdict, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region, self.module, self.forward = region, region.module, region.own()
         self.call, self.number, self.how = (args, kwargs), region.calls, region.how
         module = region.module

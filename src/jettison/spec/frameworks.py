@@ -4,7 +4,8 @@ Its sections: ``presets`` (of ``--like``: fields of a request, ``like`` to inher
 fields that depend on the layout), ``targets`` (of ``export --to``), ``runs`` (of ``search --runs-on``), ``trainers``
 (planned live), ``flags`` (the framework's flags and ours; braces hold an example), ``kernels`` (fields of `Kernels`),
 ``execution`` (of `cost.execution`), ``optimizer_offload``, ``stacks`` (software stacks with figures in hardware files),
-``stage_rules`` (values of ``--stage-layers``) and ``packages`` (Python's, and which of them wrap optimizers).
+``stage_rules`` (values of ``--stage-layers``), ``explorer`` (kernel sets whose closed forms its page has) and
+``packages`` (Python's, and which of them wrap optimizers).
 """
 
 from __future__ import annotations

@@ -26,12 +26,11 @@ from jettison.models.deferred import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest, config_of
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
-from jettison.models.pretrained import SafetensorError, WeightsFolder, hub_name, open_weights, reference_config
+from jettison.models.pretrained import SafetensorError, WeightsFolder, open_weights, reference_model, renaming
 from jettison.models.reference import (
     ARCHITECTURES,
     RECORD,
-    Gpt,
-    Llama,
+    Reference,
     causal_rows_mask,
     document_mask,
     document_numbers,
@@ -44,7 +43,7 @@ from jettison.spec.model import ModelSpec
 from jettison.train.checkpoint_reading import DAMAGE, read_tensors, reason
 from jettison.train.data import Corpus
 from jettison.train.ranks import World, agreed
-from jettison.train.recipe import ModelSection
+from jettison.train.recipe import HUB_CODE, REFERENCE_CODE, ModelSection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +78,8 @@ def build(section: ModelSection, *, seq: int, device: torch.device) -> Built:
         return _built(section, seq, device)
     folder = open_weights(Path(section.pretrained))
     made = _built(section, seq, device)
-    rename = hub_name if isinstance(made.model, Llama) else str
-    return replace(made, pretrained=Pretrained(folder=folder, names=folder.names_for(made.model, rename)))
+    names = folder.names_for(made.model, renaming(made.model))
+    return replace(made, pretrained=Pretrained(folder=folder, names=names))
 
 
 def _built(section: ModelSection, seq: int, device: torch.device) -> Built:
@@ -109,7 +108,7 @@ def _built(section: ModelSection, seq: int, device: torch.device) -> Built:
 def _whole(section: ModelSection, seq: int, device: torch.device) -> Built:
     if section.factory is not None:
         return _from_factory(section.factory, device)
-    if (section.code or ("reference" if section.architecture else "huggingface")) == "reference":
+    if (section.code or (REFERENCE_CODE if section.architecture else HUB_CODE)) == REFERENCE_CODE:
         return _reference(section, seq, device)
     values, spec = _described(section, seq)
     asked = ConfigRequest(precision="fp32", attention=section.attention)
@@ -141,9 +140,9 @@ def _from_factory(target: str, device: torch.device) -> Built:
 def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
     if section.pretrained is not None:
         path = Path(section.pretrained)
-        record = reference_config(read_hub_config(path))
         with device:
-            return Built(model=Llama(record).train(), call=shifted_before, spec=read_config(path))
+            model = reference_model(read_hub_config(path)).train()
+        return Built(model=model, call=shifted_before, spec=read_config(path))
     if section.architecture is None:
         raise UsageError('model.code: "reference" needs an architecture and its sizes')
     sizes, values = _sizes(section, seq)
@@ -151,7 +150,7 @@ def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
     ffn = {"ffn": _ffn(section)} if form["code_ffn"] else {}
     for name, only in (form["code"] | ffn).items():
         if getattr(section, name) not in (None, only):
-            raise UsageError(f'model.{name}: the reference model has {only} only; set code = "huggingface"')
+            raise UsageError(f'model.{name}: the reference model has {only} only; set code = "{HUB_CODE}"')
     kind, config = RECORD[section.architecture]
     with device:
         model = kind(config(**{one.name: sizes[one.name] for one in fields(config) if one.name in sizes}))
@@ -290,7 +289,7 @@ def keep_apart(built: Built, end: int, *, bf16: bool) -> Built:
     attention is computed in bf16, whatever the dtype of parameters. `UsageError` if this model takes no such inputs.
     """
     model = built.model
-    if isinstance(model, Gpt | Llama):
+    if isinstance(model, Reference):
         return replace(built, call=lambda rows: (*built.call(rows), document_numbers(rows[:, :-1], end)))
     _check(model)
     dtype = _dtype(model, bf16=bf16)
@@ -371,7 +370,7 @@ def in_parts(built: Built, context: Context, *, end: int | None, bf16: bool) -> 
             "layout.cp: the factory has its own loss function, which cannot average over the tokens of all ranks; "
             "expected a model that takes labels and returns its loss"
         )
-    if isinstance(built.model, Gpt | Llama):
+    if isinstance(built.model, Reference):
         return replace(built, call=lambda rows: _for_record(rows, context, end))
     dtype = _dtype(built.model, bf16=bf16)
     masked = asked_kernel(built.model) == "eager"

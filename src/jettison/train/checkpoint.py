@@ -29,6 +29,7 @@ from torch import distributed as dist
 
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.progress import Progress
+from jettison.families.config import NOT_OF_THE_MODEL
 from jettison.train.checkpoint_reading import (
     DAMAGE,
     FILE_ERRORS,
@@ -49,7 +50,6 @@ RUN: Final = "run.json"
 _PLAIN: Final = (bool, int, float, str, type(None))
 _NOT_COMPARED: Final = frozenset({"config", "pretrained", "attention", "build"})
 """Keys of [model] that are not compared: paths (their contents are), equivalent kernels, place of initialization."""
-_NOT_IN_A_CONFIG: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 _LATEST: Final = "latest"
 
 
@@ -172,7 +172,7 @@ def _word(values: Mapping[str, Any], name: str) -> str:
 def _plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key not in _NOT_IN_A_CONFIG:
+            if key not in NOT_OF_THE_MODEL:
                 yield from _plain(inner, f"{name}.{key}")
     elif isinstance(value, list | tuple):
         if all(isinstance(inner, _PLAIN) for inner in value):

@@ -158,7 +158,7 @@ def open_corpus(section: DataSection, seq: int) -> Corpus:
             return Corpus(maps[0] if len(maps) == 1 else np.concatenate(maps), seq)
         case "stdlib":
             return Corpus(np.frombuffer(standard_library_text(), dtype=np.uint8), seq)
-        case "huggingface":
+        case _:  # a data set of the Hub
             return Corpus(_hub_tokens(section), seq)
 
 
@@ -204,7 +204,7 @@ def _hub_tokens(section: DataSection) -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise UsageError('data.kind "huggingface" needs datasets: pip install datasets') from error
+        raise UsageError(f'data.kind "{section.kind}" needs datasets: pip install datasets') from error
     documents = load_dataset(section.name, section.subset, split=section.split)
     if section.column not in documents.column_names:
         raise UsageError(f"data.column: got {section.column!r}; the data set has {', '.join(documents.column_names)}")

@@ -26,7 +26,7 @@ from jettison.core.errors import UsageError
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
 from jettison.memory.actions import DeviceOrder
 from jettison.memory.schedule import PipelineShape
-from jettison.models import reference
+from jettison.models.reference import Reference, document_numbers
 from jettison.parallel.parameters import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Layout, Schedule
@@ -44,18 +44,17 @@ TIED = ("tokens.weight", "head.weight")
 class StageModule(nn.Module):
     """Stage of consecutive layers: ids [b, s] to logits. ``ends``: is it first, last? By default from its layers."""
 
-    def __init__(
-        self, whole: reference.Gpt | reference.Llama, layers: range, *, seq: int, ends: tuple[bool, bool] | None = None
-    ) -> None:
+    def __init__(self, whole: Reference, layers: range, *, seq: int, ends: tuple[bool, bool] | None = None) -> None:
         super().__init__()
         self.config = whole.config
         self.seq = seq  # activations may be sharded along it
         self.is_first, self.is_last = ends or (layers.start == 0, layers.stop == len(whole.layers))
-        self.is_gpt = isinstance(whole, reference.Gpt)
+        self.kind: Any = type(whole)  # its functions, called with the parts that are here
+        self.seq_first = whole.seq_first
         if self.is_first:
-            self.tokens = whole.tokens
-        if self.is_first and isinstance(whole, reference.Gpt):
-            self.positions, self.dropout = whole.positions, whole.dropout
+            for name in ("tokens", "positions", "dropout"):
+                if hasattr(whole, name):
+                    setattr(self, name, getattr(whole, name))
         self.layers = nn.ModuleDict({str(number): whole.layers[number] for number in layers})
         if self.is_last:
             self.norm, self.head = whole.norm, whole.head
@@ -63,37 +62,26 @@ class StageModule(nn.Module):
     def forward(self, x: Tensor, documents_bs: Tensor | None = None) -> Tensor:
         """Run ids, or the previous stage's activations, to activations, or logits."""
         if self.is_first:
-            x = self._embedded(x, documents_bs)
-        config: Any = self.config
-        inputs: tuple[Any, ...] = (
-            reference.gpt_layer_inputs(self.seq, x, documents_bs)
-            if self.is_gpt
-            else reference.llama_layer_inputs(self.seq, config, x, documents_bs)
-        )
+            x = self.kind.embedded(self, x, documents_bs)
+        inputs = self.kind.layer_inputs(self, self.seq, x, documents_bs)
         for layer in self.layers.values():
             x = layer(x, *inputs)
         return self.head(self.norm(x)) if self.is_last else x
 
     def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
-        return reference.mean_loss(logits, labels_bs.t() if self.is_gpt else labels_bs)
+        return self.kind.loss(self, logits, labels_bs)
 
     def like(self, micro_batch: int, seq: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return an empty tensor like the activations or the logits."""
-        sizes = (seq, micro_batch, width) if self.is_gpt else (micro_batch, seq, width)
+        sizes = (seq, micro_batch, width) if self.seq_first else (micro_batch, seq, width)
         return torch.empty(sizes, dtype=dtype, device="meta", requires_grad=True)
-
-    def _embedded(self, ids_bs: Tensor, documents_bs: Tensor | None) -> Tensor:
-        if not self.is_gpt:
-            return self.tokens(ids_bs)
-        places = self.positions(reference.gpt_places(ids_bs, documents_bs))
-        return self.dropout(self.tokens(ids_bs.t().contiguous()) + places)
 
 
 def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageModule]:
     """Split a model, and return the stages of one pipeline rank in the order of the model: chunk c is on rank c mod pp.
     Raise `UsageError` if it cannot be split, its layers do not divide, or a stage has no layers.
     """
-    if not isinstance(whole, reference.Gpt | reference.Llama):
+    if not isinstance(whole, Reference):
         raise UsageError(
             f"layout.pp: a {type(whole).__name__} cannot be split into stages; expected a reference model: "
             'model.architecture with code = "reference"'
@@ -300,7 +288,7 @@ class PipelineEngine(Engine):
     def _told(self, rows: Tensor) -> dict[str, Tensor]:
         if self._document_end is None:
             return {}
-        return {"documents_bs": reference.document_numbers(rows[:, :-1], self._document_end)}
+        return {"documents_bs": document_numbers(rows[:, :-1], self._document_end)}
 
     def _ids(self) -> Tensor:
         return torch.empty(self._batch.micro_batch, self._batch.seq, dtype=torch.int64, device="meta")

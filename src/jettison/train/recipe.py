@@ -24,6 +24,10 @@ from jettison.core.objects import module_of
 from jettison.core.parse_units import parse_bytes, parse_seconds
 from jettison.spec.layout import Layout, Schedule
 
+Code = Literal["reference", "huggingface"]
+REFERENCE_CODE, HUB_CODE = get_args(Code)
+Corpora = Literal["bytes", "tokens", "stdlib", "huggingface"]
+FILE_DATA, HUB_DATA = get_args(Corpora)[:2], get_args(Corpora)[-1]
 _NUMBER: Final = "a number of 0 or more"
 _EXPECTED: Final = "expected a TOML file, or module:name of a TrainRecipe or of a function that returns one"
 
@@ -89,7 +93,7 @@ class ModelSection(RecipeSection):
     positions: int | None = at_least(1, None)
     dropout: float = 0.0
     tied: bool | None = None
-    code: Literal["reference", "huggingface"] | None = None
+    code: Code | None = None
     attention: Literal["eager", "sdpa"] | None = None
     build: Literal["sharded", "whole"] | None = None
     compile: Literal["blocks"] | None = None
@@ -242,7 +246,7 @@ class DataSection(RecipeSection):
             (train/build_model.py). By default a sequence is one document.
     """
 
-    kind: Literal["bytes", "tokens", "stdlib", "huggingface"] = "stdlib"
+    kind: Corpora = "stdlib"
     files: tuple[str, ...] = ()
     dtype: Literal["uint16", "uint32"] = "uint16"
     name: str | None = None
@@ -253,11 +257,11 @@ class DataSection(RecipeSection):
     document_end: int | None = at_least(0, None, "the number of a token, 0 or more")
 
     def check(self) -> None:
-        if bool(self.files) != (self.kind in ("bytes", "tokens")):
-            verb = "needs" if self.kind in ("bytes", "tokens") else "does not take"
+        if bool(self.files) != (self.kind in FILE_DATA):
+            verb = "needs" if self.kind in FILE_DATA else "does not take"
             raise UsageError(f"kind {self.kind!r} {verb} files")
-        if (self.name is not None) != (self.kind == "huggingface"):
-            verb = "needs" if self.kind == "huggingface" else "does not take"
+        if (self.name is not None) != (self.kind == HUB_DATA):
+            verb = "needs" if self.kind == HUB_DATA else "does not take"
             raise UsageError(f"kind {self.kind!r} {verb} a name")
 
 

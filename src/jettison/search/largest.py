@@ -19,9 +19,9 @@ from math import gcd
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.predict.changes import FittingChange
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitBudget, FitRule
+from jettison.search.changes import FittingChange
 from jettison.spec.layout import Layout
 from jettison.spec.run import Run
 

@@ -10,8 +10,8 @@ from jettison.families.presets import preset
 from jettison.predict.ranges import Residual, kind_of, time_residual
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import resolve
-from jettison.predict.training_cost import TrainingBudget, training_cost
 from jettison.report.search import training_facts
+from jettison.report.training_cost import TrainingBudget, training_cost
 
 SURE = Residual(kind="a", runs=12, sources=5, low=0.5, expected=1.0, high=2.0)
 

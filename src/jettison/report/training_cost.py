@@ -7,7 +7,7 @@ from math import ceil, isfinite
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.predict.ranges import Residual
+from jettison.predict.ranges import Range, Residual
 
 DAY_SECONDS = 86400
 HOUR_SECONDS = 3600
@@ -39,16 +39,13 @@ class TrainingCost:
 
     Args:
         steps: number of steps, rounded up.
-        seconds: of all of them, as predicted.
-        low_seconds, high_seconds: the range.
+        seconds: of all of them.
     """
 
     tokens: float
     gpus: int
     steps: int
-    seconds: float
-    low_seconds: float
-    high_seconds: float
+    seconds: Range
     price_per_gpu_hour: float | None
 
     def gpu_hours(self, seconds: float) -> float:
@@ -62,20 +59,16 @@ class TrainingCost:
     @property
     def duration(self) -> str:
         """Days, for tables."""
-        low, high = self.low_seconds / DAY_SECONDS, self.high_seconds / DAY_SECONDS
-        return f"{self.seconds / DAY_SECONDS:,.1f} days ({low:,.1f} to {high:,.1f}) on {self.gpus} GPUs"
+        days = self.seconds.words(lambda seconds: f"{seconds / DAY_SECONDS:,.1f}")
+        return f"{days.replace(' (', ' days (')} on {self.gpus} GPUs"
 
     @property
     def expense(self) -> str:
         """GPU hours, and their price if an hour has one, for tables."""
-        hours = f"{self.gpu_hours(self.seconds):,.0f} GPU hours"
-        if self.price_per_gpu_hour is None:
+        hours, each = f"{self.gpu_hours(self.seconds.expected):,.0f} GPU hours", self.price_per_gpu_hour
+        if each is None:
             return hours
-        price, low, high = (
-            self.gpu_hours(seconds) * self.price_per_gpu_hour
-            for seconds in (self.seconds, self.low_seconds, self.high_seconds)
-        )
-        return f"{hours} for {price:,.0f} ({low:,.0f} to {high:,.0f})"
+        return f"{hours} for {self.seconds.words(lambda seconds: f'{self.gpu_hours(seconds) * each:,.0f}')}"
 
     @property
     def amount(self) -> str:
@@ -84,17 +77,17 @@ class TrainingCost:
 
     def document(self) -> dict[str, Any]:
         """JSON document; ranges have the low and the high end."""
-        ends = (self.low_seconds, self.high_seconds)
+        seconds, ends = self.seconds.expected, self.seconds.ends
         return {
             "tokens": self.tokens,
             "gpus": self.gpus,
             "steps": self.steps,
-            "days": self.seconds / DAY_SECONDS,
+            "days": seconds / DAY_SECONDS,
             "days_range": [end / DAY_SECONDS for end in ends],
-            "gpu_hours": self.gpu_hours(self.seconds),
+            "gpu_hours": self.gpu_hours(seconds),
             "gpu_hours_range": [self.gpu_hours(end) for end in ends],
             "price_per_gpu_hour": self.price_per_gpu_hour,
-            "price": self.price(self.seconds),
+            "price": self.price(seconds),
             "price_range": None if self.price_per_gpu_hour is None else [self.price(end) for end in ends],
         }
 
@@ -106,13 +99,10 @@ def training_cost(
     if wanted.tokens is None:
         return None
     steps = ceil(wanted.tokens / step_tokens)
-    low, high = sure.seconds(step_seconds)
     return TrainingCost(
         tokens=wanted.tokens,
         gpus=gpus,
         steps=steps,
-        seconds=steps * step_seconds * sure.expected,
-        low_seconds=steps * low,
-        high_seconds=steps * high,
+        seconds=sure.of(steps * step_seconds),
         price_per_gpu_hour=wanted.price_per_gpu_hour,
     )

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
+from jettison.diagnose.anchor import fit_anchor, fragment_bytes
 from jettison.predict.allowance import available_bytes, fixed_allowance
-from jettison.predict.anchor import fit_anchor, fragment_bytes
 from jettison.predict.forecast import buffers, extra_bytes, forecast
 from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual, unlike_anchor
 from jettison.predict.run_fields import RunRequest
