@@ -174,8 +174,18 @@ class Between(nn.Module):
         return loss
 
 
+since_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="not composed with torch 2.11: dry-run whole")
+
+
 @pytest.mark.parametrize(
-    "how", ["skips", "a skip over two blocks", "parallel blocks", "hidden states", "router logits"]
+    "how",
+    [
+        "skips",
+        pytest.param("a skip over two blocks", marks=since_2_13),
+        "parallel blocks",
+        pytest.param("hidden states", marks=since_2_13),
+        "router logits",
+    ],
 )
 def test_gradients_that_others_hold_are_what_they_are_in_the_step(how: str) -> None:
     torch.manual_seed(0)

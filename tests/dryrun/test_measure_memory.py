@@ -346,6 +346,7 @@ def test_what_a_formula_puts_into_its_own_zeros_is_there_once(select):
     assert counter.peak_bytes == pytest.approx(real, abs=64)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11
 def test_sparse_tensors_have_no_storage_of_their_own():
     values = torch.ones(2)
     with AllocationCounter([values]) as counter:
