@@ -137,3 +137,39 @@ def test_ops_that_are_left_out_are_no_other_ops_and_more_of_them_are(first: bool
         model(x).backward()
 
     assert any(KNOWN in text for text in said(step)[1]) is not first
+
+
+class Masked(nn.Module):
+    """Takes a longer path where a mask has padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not bool(mask.all()):
+            x = x.sin() * mask.to(x.dtype).exp()
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def test_values_that_choose_the_ops_have_a_recording_each() -> None:
+    torch.manual_seed(0)
+    model: Any = Masked()
+    twin, x = independent_copy(model), torch.randn(ROWS, WIDTH, requires_grad=True)
+    full = torch.ones(ROWS, 1, dtype=torch.bool)
+    padded = full.clone()
+    padded[3:] = False
+    handle = jettison.auto_checkpoint(model, (x, full), "1MiB")
+    root = handle.regions[-1]
+    counts = []
+    with pytest.warns(UserWarning, match=KNOWN):
+        for mask in (full, padded) * 6:
+            for one in (model, twin):
+                one.zero_grad()
+                one(x, mask).backward()
+            assert compare_gradients(model, twin).identical
+            counts.append(root.recordings.count)
+    assert counts[-1] == counts[3] == 1, "the planned one was adopted, the other is recorded once"
+    assert all(one.recipe is not None for one in root.recordings.prepared.values())

@@ -268,7 +268,7 @@ class PlannedForward:
         self.recordings.look(in_dry_run=self.in_dry_run)
         if self.assumptions is not None:
             self.assumptions.forward_begins(signature, args, kwargs, self.frames)
-        self.key = key = (signature, global_signature())
+        self.key = key = self.recordings.variant((signature, global_signature()), leaves)
         prepared = self.recordings.of(key, args, kwargs, self.own())
         with ViewsReplayed():
             output = self._run(prepared, key, leaves, args, kwargs)
@@ -403,7 +403,8 @@ class PlannedForward:
             self.say_once(
                 "changed",
                 f"{self.name or 'the model'} runs other ops than it was planned with (a state that was not there yet, "
-                "another setting): the budget may not hold. Plan again with the model as it is now",
+                "another setting, a mask with padding): the budget may not hold. Plan again with the model and its "
+                "batch as they are now",
             )
 
     # running ---------------------------------------------------------------------------------------------------------
@@ -471,7 +472,7 @@ class PlannedForward:
                 group.end()
         self.frames.add(frame)
         if not frame.leave():
-            self.recordings.diverged(prepared, key, frame.broken)
+            self.recordings.diverged(prepared, key, frame.broken, leaves)
             return output
         unseen = self.how is Check.OFF or frame.share > 1
         frame.looked = unseen or is_turn(prepared.calls, self.turn)

@@ -11,6 +11,10 @@ recording takes far longer than a step. So recordings are put aside when their s
 settings are back; but not if that would keep modules alive which the model no longer has. When a run or a tensor shows
 that a recording is wrong, all that were put aside are dropped.
 
+NOTE [ Values that decide ]
+A forward may run other ops because of a value that it reads: transformers drops a mask without padding. Once a run has
+differed for that reason, each value has a recording, under the signature with a number behind it.
+
 NOTE [ Interrupts ]
 A recording runs the user's Python before the real run. If that raises a `KeyboardInterrupt` or another `BaseException`,
 the real run has drawn no random numbers yet, and without a plan it would have. So the real run follows without a
@@ -53,6 +57,7 @@ STALE_CASTS = (
     "its forward gets casts of weights out of autocast's cache that are older than the weights, since the loop steps "
     "its optimizer without leaving autocast; torch trains so, on gradients of the older weights"
 )
+MOST_VARIANTS = 4  # recordings of one signature, by the values that its forward reads
 MOST_PREPARED = 256  # signatures of one region that are known at a time
 MOST_ASIDE = 4  # inactive settings whose recordings are put aside
 
@@ -127,6 +132,7 @@ class Recordings:
         self._outdated: dict[Any, Program] = {}
         self._distrusted: dict[Any, str] = {}  # signatures with a tensor that was once recomputed wrongly
         self._divergences: dict[Any, int] = {}
+        self._varies: set[Any] = set()  # signatures whose ops hang on values, see NOTE [ Values that decide ]
         self._last_values: Any = None
 
     def take_plan(self, number: int, plan: RegionPlan) -> None:
@@ -191,6 +197,15 @@ class Recordings:
         self._suspects, self._outdated = frozenset(), {}
         return True
 
+    def variant(self, key: Any, leaves: list[Any]) -> Any:
+        """The signature of a call, numbered by the values it reads. See NOTE [ Values that decide ]."""
+        if key in self._varies:
+            for one in (key, *((*key, number) for number in range(1, MOST_VARIANTS))):
+                known = self.prepared.get((self.number, one))
+                if known is None or known.recipe is None or reads_hold(known.recipe.trace, leaves):
+                    return one
+        return key
+
     def of(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
         """Recipe for a call of this signature; the forward ``own`` is recorded now if there is none.
         Raises `UnsupportedModule` if recording has changed state that cannot be restored.
@@ -231,6 +246,7 @@ class Recordings:
         self._aside.clear()
         self._outdated = {}
         self._planned = {}
+        self._varies.clear()
         self.guard = None
 
     def unguard(self) -> None:
@@ -252,9 +268,15 @@ class Recordings:
         self.owners = owners_of(self.module)
         self.guard = ModuleGuard(self.module, self._ignored)
 
-    def diverged(self, prepared: Prepared, key: Any, why: str) -> None:
-        """Handle a run that differed from its recording without loss: record again, or never again."""
+    def diverged(self, prepared: Prepared, key: Any, why: str, leaves: list[Any] | None = None) -> None:
+        """Handle a run that differed from its recording without loss: record again, or never again. ``leaves`` are its
+        arguments: if a value among them was another, the recording stays for when it returns.
+        """
         self._aside.clear()
+        recipe = prepared.recipe if leaves is not None and key[:2] not in self._varies else None
+        if recipe is not None and reads_hold(recipe.trace, leaves or []) is False:
+            self._varies.add(key[:2])
+            return
         times = self._divergences[key] = self._divergences.get(key, 0) + 1
         adopted = not self.count  # recorded elsewhere, and earlier: record once more, here and now
         if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
@@ -365,7 +387,7 @@ class Recordings:
         """Whether a program has the planned ops, or some of them on no more bytes (without an unneeded mask).
         A trace around blocks may end in a loss that is computed after its forward.
         """
-        planned = self._planned.get((self.number, key))
+        planned = self._planned.get((self.number, key[:2]))
         if planned is None or planned.form() == now.form():
             return True
         if _is_part(now, planned):
@@ -396,12 +418,12 @@ class Recordings:
         )
 
 
-def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
-    """Whether these arguments hold the values that the recording read; False if only a run can tell."""
+def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool | None:
+    """Whether these arguments hold the values that the recording read; None if only a run can tell."""
     if not trace.reads:
         return True
     if any(read.calls is None for read in trace.reads):
-        return False
+        return None
     values = trace.made | {b: plain(leaves[position]) for b, position in trace.inputs.items()}
     done: set[int] = set()
     with torch.no_grad():
@@ -414,7 +436,7 @@ def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
                 if not _found_again(trace, read, values):
                     return False
         except VALUES_WANTED:  # a dry run has no values
-            return False
+            return None
     return True
 
 
