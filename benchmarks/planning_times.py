@@ -29,7 +29,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.search.request import SearchRequest
 from jettison.solve.solver import choose
-from jettison.solve.walk import minimum_budget
+from jettison.solve.walk import least_of, walks
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from support.offload_cases import deep_offload
@@ -74,7 +74,7 @@ def solver() -> Iterator[Row]:
     for kind in ("alike", "different"):
         for host in HOSTS:
             problem = deep_offload(same=kind == "alike", host_gib=host)
-            least = minimum_budget(problem)
+            least = least_of(walks(problem))
             for more in MORE_GIB:
                 found, seconds = timed(lambda problem=problem, budget=least + more * GIB: choose(problem, budget))
                 room = "any host" if host is None else f"{host} GiB of the host"

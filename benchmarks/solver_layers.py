@@ -31,7 +31,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
 from jettison.solve import bound, exchanges, labels, solver
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
-from jettison.solve.walk import minimum_budget
+from jettison.solve.walk import least_of, walks
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from support.offload_cases import deep_offload
@@ -119,18 +119,18 @@ def chains() -> Iterator[Asked]:
     for same in (True, False):
         for host in (None, 30, 60, 100):
             problem = deep_offload(same=same, host_gib=host)
-            least = minimum_budget(problem)
+            least = least_of(walks(problem))
             for more in (0, 2, 10, 40, 120):
                 yield f"128 {'alike' if same else 'different'}, host {host}", problem, least + more * GIB
         problem = deep_problem(same=same, gradient=0)
-        least = minimum_budget(problem)
+        least = least_of(walks(problem))
         for part in (1.0, 1.1, 1.5):
             yield f"128 {'alike' if same else 'different'}, no copies", problem, int(least * part)
     for seed in range(60):
         rng = random.Random(seed)
         problem = _random(rng)
         with contextlib.suppress(ValueError):
-            least = minimum_budget(problem)
+            least = least_of(walks(problem))
             yield "random", problem, least + rng.randrange(0, 600 * MIB)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from jettison.cli.main import run
 from jettison.diagnose.snapshot import read_snapshot, snapshot_of
 from jettison.diagnose.snapshot_file import write_snapshot
-from jettison.report.snapshot import SnapshotReport, packed_timeline, snapshot_page, snapshot_table, timelines_page
+from jettison.report.snapshot import SnapshotReport, packed_timeline, snapshot_table, timelines_page
 from support.browser import Open, axe_violations, no_sideways_scroll
 from support.snapshot_cases import FORWARD, fragmented_snapshot, random_timeline, small_snapshot
 
@@ -117,7 +117,7 @@ def test_segments_and_stacks_in_a_browser(tmp_path: Path, open_page: Open) -> No
     content, states = fragmented_snapshot()
     device = snapshot_of(content, "fragmented").busiest
     path = tmp_path / "page.html"
-    path.write_text(snapshot_page(snapshot_of(content, "fragmented")), encoding="utf-8")
+    path.write_text(SnapshotReport(snapshot=snapshot_of(content, "fragmented")).html(), encoding="utf-8")
     opened = open_page(path)
     page = opened.page
     found = page.evaluate(
@@ -195,7 +195,8 @@ def test_many_events_pan_smoothly(tmp_path: Path, open_page: Open) -> None:
 def test_two_snapshots_on_a_page(tmp_path: Path, open_page: Open) -> None:
     path = tmp_path / "page.html"
     small = snapshot_of(small_snapshot(), "<b>small</b>")
-    path.write_text(snapshot_page(small, snapshot_of(small_snapshot()["segments"], "later")), encoding="utf-8")
+    later = snapshot_of(small_snapshot()["segments"], "later")
+    path.write_text(SnapshotReport(snapshot=small, other=later).html(), encoding="utf-8")
     opened = open_page(path)
     assert opened.page.locator("#difference").count() == 1
     assert opened.page.locator("canvas.main").count() == 2

@@ -379,7 +379,7 @@ def test_a_plan_counts_the_copies_that_a_step_has(holds: bool, squares: bool) ->
 def test_a_plan_that_was_written_down_says_how_losses_go() -> None:
     model, batch = tiny()
     handle = jettison.auto_checkpoint(model, batch, "1GiB", keep_output=False)
-    text = handle.plan_text()
+    text = handle.plan.to_json()
     handle.remove()
     other, _ = tiny()
     again = jettison.apply(other, plan=Plan.from_json(text), batch=batch)

@@ -170,10 +170,6 @@ class Applied:
         """The offload engine, with its host memory; None if nothing is offloaded."""
         return next((region.offload for region in self.regions if region.offload is not None), None)
 
-    def plan_text(self) -> str:
-        """The plan as JSON; empty for a policy."""
-        return "" if self.plan is None else self.plan.to_json()
-
     def live(self) -> dict[str, PendingCalls]:
         """Calls between forward and backward, by region. Regions that keep everything count from this first call on."""
         return {region.name: region.live() for region in self.regions}

@@ -74,11 +74,6 @@ def compare_snapshots(before: Snapshot, after: Snapshot) -> PeakDifference:
     return compare_timelines(before.busiest.with_gradients, after.busiest.with_gradients)
 
 
-def snapshot_page(snapshot: Snapshot, other: Snapshot | None = None) -> str:
-    """One HTML file of a snapshot, or of two held against each other."""
-    return SnapshotReport(snapshot=snapshot, other=other).html()
-
-
 def timelines_page(
     title: str,
     timelines: list[dict[str, Any]],

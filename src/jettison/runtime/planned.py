@@ -403,8 +403,7 @@ class PlannedForward:
             self.say_once(
                 "changed",
                 f"{self.name or 'the model'} runs other ops than it was planned with (a state that was not there yet, "
-                "another setting, a mask with padding): the budget may not hold. Plan again with the model and its "
-                "batch as they are now",
+                "another setting, padding): the budget may not hold. Plan again with the model and batch as they are",
             )
 
     # running ---------------------------------------------------------------------------------------------------------

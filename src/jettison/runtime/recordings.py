@@ -11,10 +11,6 @@ recording takes far longer than a step. So recordings are put aside when their s
 settings are back; but not if that would keep modules alive which the model no longer has. When a run or a tensor shows
 that a recording is wrong, all that were put aside are dropped.
 
-NOTE [ Values that decide ]
-A forward may run other ops because of a value that it reads: transformers drops a mask without padding. Once a run has
-differed for that reason, each value has a recording, under the signature with a number behind it.
-
 NOTE [ Interrupts ]
 A recording runs the user's Python before the real run. If that raises a `KeyboardInterrupt` or another `BaseException`,
 the real run has drawn no random numbers yet, and without a plan it would have. So the real run follows without a
@@ -132,7 +128,7 @@ class Recordings:
         self._outdated: dict[Any, Program] = {}
         self._distrusted: dict[Any, str] = {}  # signatures with a tensor that was once recomputed wrongly
         self._divergences: dict[Any, int] = {}
-        self._varies: set[Any] = set()  # signatures whose ops hang on values, see NOTE [ Values that decide ]
+        self._varies: set[Any] = set()  # signatures whose ops hang on values, see `variant`
         self._last_values: Any = None
 
     def take_plan(self, number: int, plan: RegionPlan) -> None:
@@ -198,7 +194,7 @@ class Recordings:
         return True
 
     def variant(self, key: Any, leaves: list[Any]) -> Any:
-        """The signature of a call, numbered by the values it reads. See NOTE [ Values that decide ]."""
+        """The signature of a call, numbered if values decide what it runs (transformers drops a mask of ones)."""
         if key in self._varies:
             for one in (key, *((*key, number) for number in range(1, MOST_VARIANTS))):
                 known = self.prepared.get((self.number, one))
@@ -246,7 +242,6 @@ class Recordings:
         self._aside.clear()
         self._outdated = {}
         self._planned = {}
-        self._varies.clear()
         self.guard = None
 
     def unguard(self) -> None:
@@ -269,9 +264,7 @@ class Recordings:
         self.guard = ModuleGuard(self.module, self._ignored)
 
     def diverged(self, prepared: Prepared, key: Any, why: str, leaves: list[Any] | None = None) -> None:
-        """Handle a run that differed from its recording without loss: record again, or never again. ``leaves`` are its
-        arguments: if a value among them was another, the recording stays for when it returns.
-        """
+        """Handle a run that differed from its recording without loss: record again, or a `variant`, or never again."""
         self._aside.clear()
         recipe = prepared.recipe if leaves is not None and key[:2] not in self._varies else None
         if recipe is not None and reads_hold(recipe.trace, leaves or []) is False:
@@ -289,9 +282,7 @@ class Recordings:
         such a past, or whose graph was the recorded one, is not trusted again; others count as runs with another graph.
         """
         self._aside.clear()
-        found = next(((key, p) for (_, key), p in self.prepared.items() if p.recipe is recipe), None)
-        if found is not None:
-            key, prepared = found
+        for key, prepared in [(key, p) for (_, key), p in self.prepared.items() if p.recipe is recipe][:1]:
             if looked:
                 self.distrust(recipe, why)
             else:

@@ -330,11 +330,6 @@ def _cloned(buffers: Buffers) -> Buffers:
         return {key: buffer.clone() for key, buffer in buffers.items()}
 
 
-def _is_as_before(buffer: Tensor, before: tuple[Tensor, int | None] | None) -> bool:
-    """Whether a buffer is the same tensor, at the same version. A forward may replace it by another tensor."""
-    return before is not None and before[0] is buffer and before[1] == version_of(buffer)
-
-
 Entries = list[tuple[dict[str, Any], str, Tensor]]
 
 
@@ -455,11 +450,11 @@ class Rerun:
         self.values: dict[int, Tensor] = {}
 
     def run(self) -> Any:
-        before = {key: (b, version_of(b)) for key, b in _buffers_of(self.module).items()}
+        before = {(key, b, version_of(b)) for key, b in _buffers_of(self.module).items()}  # tensors hash by identity
         with torch.autograd.graph.saved_tensors_hooks(self.pack, opened):
             output = self.forward(*self.call[0], **self.call[1])
         now = {key: b for key, b in _buffers_of(self.module).items() if key not in self.buffers}
-        self.also = {key: b for key, b in now.items() if not _is_as_before(b, before.get(key))}
+        self.also = {key: b for key, b in now.items() if (key, b, version_of(b)) not in before}
         self.left = {n: (t, version_of(t)) for n, t in _named(self.module, {*self.buffers, *self.also}) if is_dense(t)}
         return output
 
