@@ -70,6 +70,7 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_2026_11.csv": "17 projects, November 2026",
     ROOT / "tests" / "facts" / "blind_posts.csv": "issues, posts and READMEs, November 2026",
     ROOT / "tests" / "facts" / "blind_speeds.csv": "throughput of READMEs, November 2026",
+    ROOT / "tests" / "facts" / "blind_memory.csv": "memory in examples and documents, November 2026",
 }
 """Rounds of blind predictions."""
 LAYOUTS: Final = {
@@ -90,7 +91,8 @@ FIRST_FRAGMENTS: Final[dict[str, tuple[float, dict[str, float]]]] = {
     ),
 }
 """Fragments in a round's first answers of reserved and device bytes: a share of allocated bytes, and by class as
-`Measure` has them. Other rounds were answered with allocated bytes alone."""
+`Measure` has them. Other rounds were answered with allocated bytes alone, those of
+`blind_memory.csv` with fragments, which are not here yet."""
 OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
 NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
 UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
@@ -112,6 +114,10 @@ NOT_COUNTED: Final = {
     "peak": "the rate is above the peak of the GPU that is named",
     "slow": "its authors found the software or the nodes to be slow, and fixed them",
     "power": "power is limited, how far is not said",
+    "offload-unsaid": "whether checkpoints are offloaded is not said",
+    "length-unsaid": "the length of sequences is not said",
+    "experts-4bit": "experts in 4 bits are not modelled",
+    "old-options": "norms and feed-forward blocks of flash-attn are not modelled",
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",
 }
 """Reasons for which a row takes no part in ranges: `blind_runs.WHY` has their keys, and there is one more."""

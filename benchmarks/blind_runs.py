@@ -1,9 +1,9 @@
-"""Published runs that were all predicted before an answer was looked into: four rounds.
+"""Published runs that were all predicted before an answer was looked into: five rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
-and READMEs) and `blind_speeds.csv` (throughput of READMEs): each row was written down with its source and the command
-that somebody would type from it, then all were asked in one go (``blind``). ``mended`` is the command since then, where
-it is another, and ``looked`` a key of `WHY`.
+and READMEs), `blind_memory.csv` (memory in examples and documents) and `blind_speeds.csv` (throughput of READMEs): each
+row was written down with its source and the command that somebody would type from it, then all were asked in one go
+(``blind``). ``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,16 @@ WHY = {
     "batch-unsaid": "the global batch, which decides how much of the time stages wait, is not said",
     "own-trainer": "a trainer in C++ with kernels of its own, which was described as compiled layers",
     "peak": "the published rate is above the peak of the GPU that is named",
+    "litgpt-norm": "before 0.4.6 litgpt's norms save 16 bits for their weight: --kernels litgpt-0.4.5",
+    "chunked-gradient": "chunks of a list of logits have a gradient in 16 bits, and the head's weight a second one; "
+    "counted were two chunks in fp32, and --loss upcast without the file's loss",
+    "kbit": "LLaMA-Factory casts no norms to fp32, as peft's preparation does: --kbit-upcast none",
+    "mxfp4": "was refused: MXFP4 weights that axolotl dequantizes; its FSDP2 casts none to fp32, and accelerate before "
+    "1.11 reduces gradients in each micro-batch (--gradient-sync each)",
+    "recorded": "refused: Apertus has no closed form, and a traced model runs no flash-attn",
+    "logits": "not explained: about as much as logits take, which a fused loss does not have",
+    "autocast": "was refused: fp16 under autocast is --precision fp16-autocast",
+    "old-version": "of 2023 or April 2024, in a version that is not said; not explained",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
 }
 
