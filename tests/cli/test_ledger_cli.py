@@ -421,7 +421,7 @@ MEGATRON = "llama3-8b --kernels megatron"
         ("llama3-8b --pp 4 --schedule zero-bubble-v --virtual-stages 3", "it needs 2, and no --micro-batch-group"),
         ("llama3-8b --pp 4 --dp 2 --zero 3 --gradient-sync last", "reduce gradients once: give --stage-buffers"),
         ("llama3-8b --dp 2 --zero 3 --gradient-sync last --gradients upfront", "give --gradients one-by-one"),
-        ("llama3-8b --keep-logits --loss chunked-cross-entropy", "(--loss upcast does not); drop --keep-logits"),
+        ("llama3-8b --keep-logits --loss chunked-cross-entropy", "(--loss upcast does not); give --no-keep-logits"),
         ("llama3-8b --gradients in-backward --pp 2", "got --gradients in-backward with --pp 2, which needs several"),
         ("mixtral-8x7b --compile", "got --compile and mixtral-8x7b, whose MoE layers have graph breaks; without it"),
         ("mixtral-8x7b --tp 2 --dp 4 --ep 8", "dp x cp = 4, the ranks of expert parallelism; --expert-tp 1 adds"),

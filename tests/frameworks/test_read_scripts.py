@@ -466,6 +466,17 @@ def test_a_call_of_several_on_a_line_is_changed(tmp_path: Path, capsys: Any) -> 
             r"requires_grad = line \d+ \(parameters frozen by hand",
         ),
         ("model.wte.requires_grad_(False)", r"requires_grad = line \d+ \(parameters frozen by hand"),
+        ("model.wte.requires_grad_(requires_grad=False)", r"requires_grad = line \d+ \(parameters frozen by hand"),
+        (
+            "for name, p in model.named_parameters():\n    p.requires_grad = 'wte' in name",
+            r"requires_grad = line \d+ \(parameters frozen by hand",
+        ),
+        ("model.to('cuda').to(torch.bfloat16)", r"model\.to\('cuda'\)\.bfloat16 = line \d+ \(weights that the script"),
+        (
+            "model = AutoModelForCausalLM.from_pretrained('gpt2').to(torch.bfloat16)",
+            r"from_pretrained\('gpt2'\)\.bfloat16 = line \d+ \(weights that the script casts",
+        ),
+        ("apply_liger_kernel_to_llama()", r"apply_liger_kernel_to_llama = line \d+ \(.*: give --kernels\)"),
         ("def compute_loss(self, model, inputs): ...", r"compute_loss = line \d+ \(a loss of the script's own"),
         ("model = model.to('cuda', torch.bfloat16)", r"model\.bfloat16 = line \d+ \(weights that the script casts"),
         ("model.half()", r"model\.half = line \d+ \(weights that the script casts"),
@@ -489,6 +500,7 @@ def test_a_compiled_model_and_weights_frozen_under_adapters(tmp_path: Path) -> N
     found = read_run(script(tmp_path, text, "train.py", ("args =", lines)))
     assert found.compile
     assert found.request.lora
+    assert read_run(script(tmp_path, text, "train.py", ("args =", "model.model.compile()\nargs ="))).compile
 
 
 def test_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:

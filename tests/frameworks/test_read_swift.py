@@ -55,6 +55,13 @@ def test_a_command_field_by_field(tmp_path: Path) -> None:
         ("--tuner_type lora", "--train_type full", "lora", None),
         ("--tuner_type lora", "", "lora", "r=8,targets=all-linear,dropout=0.05"),
         ("--tuner_type lora", "--quant_bits 4 --quant_method bnb", "base", "nf4-double"),
+        ("--tuner_type lora", "--quant_bits 4", "base", None),
+        ("--tuner_type lora", "--quantization_bit 8", "base", "int8"),
+        ("swift sft", "NNODES=2 swift sft", "dp", 4),
+        ("--deepspeed zero2", "--use_liger_kernel true", "loss", "fused"),
+        ("--deepspeed zero2", "--use_liger_kernel true --loss_scale last_round", "loss", "fused"),
+        ("--deepspeed zero2", "--use_liger_kernel true --loss_scale last_round+react", "loss", "upcast"),
+        ("--deepspeed zero2", "--use_liger_kernel true --enable_channel_loss true", "loss", "upcast"),
         ("--tuner_type lora", "--modules_to_save embed_tokens lm_head", "lora", None),
         ("--gradient_accumulation_steps $(expr 16 / $nproc_per_node)", "", "micro_batches", 4),
         ("--deepspeed zero2", "--fsdp fsdp2", "zero", 3),
@@ -79,6 +86,13 @@ def test_its_own_defaults(tmp_path: Path, old: str, new: str, field: str, value:
         ("swift sft", "megatron sft --tensor_model_parallel_size 2", "Megatron-SWIFT is not read"),
         ("--tuner_type lora", "--tuner_type adalora", "adalora is not modelled; expected lora or full"),
         ("--tuner_type lora", "--tuner_type full --freeze_parameters_ratio 0.5", "parameters frozen by name"),
+        ("--tuner_type lora", "--lora_bias all", "lora_bias = all .trained biases"),
+        ("--tuner_type lora", "--target_modules all-linear all-embedding", "all-embedding is no known target"),
+        (
+            "CUDA_VISIBLE_DEVICES=0,1 ",
+            "CUDA_VISIBLE_DEVICES=0,1,2,3 ",
+            "CUDA_VISIBLE_DEVICES = 0,1,2,3 .fewer processes",
+        ),
         ("--deepspeed zero2", "--novel_option 3", r"novel_option = 3 \(unknown key"),
     ],
 )
@@ -91,3 +105,7 @@ def test_the_same_as_yaml(tmp_path: Path) -> None:
     text = "model: Qwen/Qwen2.5-7B-Instruct\ntuner_type: lora\ndataset: ['a#1']\nmax_length: 2048\ndeepspeed: zero3\n"
     found = read_run(write(tmp_path, text, "run.yaml"), gpus=8)
     assert (found.framework, found.request.zero, found.request.micro_batches, found.request.dp) == ("swift", 3, 2, 8)
+    started = read_run(
+        write(tmp_path, text + "ENV: {NPROC_PER_NODE: 4, CUDA_VISIBLE_DEVICES: '0,1,2,3'}\n", "env.yaml")
+    )
+    assert (started.request.dp, started.gpus) == (4, 4)

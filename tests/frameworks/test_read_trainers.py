@@ -508,6 +508,9 @@ def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
     found = _fields(read_run(write(plain, **fsdp), gpus=2))
     assert (found["zero"], found["dp"], found["precision"]) == (3, 2, "bf16-pure"), "its FSDP2 casts no weights"
     assert read_run(write(plain, **fsdp | {"fsdp_version": 1}), gpus=2).request.precision == "bf16-autocast"
+    for version, noted in ((1, False), (2, True)):
+        found = read_run(write(QLORA, **fsdp | {"fsdp_version": version}, lora_modules_to_save=["lm_head"]), gpus=2)
+        assert any("keep 16 bits under FSDP2" in note for note in found.notes) is noted
     mx = {"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}
     assert read_run(write(plain, **mx)).request.base is None
     with pytest.raises(UsageError, match="other quantizations than bitsandbytes"):
@@ -617,6 +620,8 @@ def test_modules_trained_in_full(write: Any) -> None:
         (QLORA, {"adapter": "relora"}, r": 1 key .* is not read: adapter = relora \(expected lora"),
         (QLORA, {"adapter": None}, r"load_in_4bit = true \(quantized weights cannot be trained without an adapter"),
         (QLORA, {"lora_modules_to_save": ["norm"]}, r"norm is no known embedding or head; expected some of embed_tok"),
+        (QLORA, {"lora_target_modules": ["lm_head"]}, r"'lm_head'\] \(lm_head is no known target of adapters"),
+        (SFT, {"use_peft": True, "lora_target_modules": ["all-linear", "lm_head"]}, r"lm_head is no known target"),
         (QLORA, {"adapter": None, "load_in_4bit": False, "flash_attention": False}, r"head and norms are fp32"),
         (QLORA, {"rl": "grpo"}, r"rl = grpo \(generation during training"),
         (QLORA, {"optimizer": "came_pytorch"}, r"optimizer = came_pytorch \(expected one of"),

@@ -357,7 +357,7 @@ class _Module:
         table = local.get(owner.id) if isinstance(owner, ast.Name) else None
         if table is None or (_called(table) and "pars" in table[""]):
             self.options.pop(target.attr, None)  # a default of the command line that the script replaces
-        if target.attr == "requires_grad" and str(value) == "False":
+        if target.attr == "requires_grad" and value is not True:
             self.calls.append(_ScriptCall(name="requires_grad", line=target.lineno, given={}))
         if self.script and (len(path) > 1 or not isinstance(table, dict) or "." in table.get("", ".")):
             return True
@@ -466,7 +466,8 @@ class _Module:
         if last == "add_argument" and flags:
             switch = {"store_true": False, "store_false": True}.get(str(named.get("action")))
             self.options[str(named.get("dest", flags[0].lstrip("-").replace("-", "_")))] = named.get("default", switch)
-        name = "requires_grad" if last == "requires_grad_" and given[:1] == [False] else name
+        if last == "requires_grad_" and any(one is not True for one in (*given, *named.values())):
+            name = "requires_grad"
         name = ast.unparse(node.func) if last == "compile" else name  # of torch, a model or a pattern
         if cast := [one for one in (*given, *named.values()) if last == "to" and str(one) in _HALVES]:
             name = f"{name[:-2]}{cast[0]}"  # ``model.to(torch.bfloat16)`` as ``model.bfloat16()``
@@ -500,11 +501,8 @@ class _Module:
     def _sure(self, node: ast.expr, local: Mapping[str, Any], *, number: bool = False) -> Any:
         """Return the value of an operand that is neither unknown nor the result of a call; ``number``: it is one."""
         found = self._known(node, local)
-        if (
-            _open(found)
-            or _called(found)
-            or (number and (isinstance(found, bool) or not isinstance(found, int | float)))
-        ):
+        wrong = number and (isinstance(found, bool) or not isinstance(found, int | float))
+        if wrong or _open(found) or _called(found):
             raise _Unknown
         return found
 

@@ -398,7 +398,7 @@ class Keys:
             if self.field(name) is None:
                 self.give(name, value)
         self.read(*self.matching(*(f"{prefix}{glob}" for glob in table.get("read", ()))))
-        for key in filter(self.on, (f"{prefix}{own}" for own in table.get("compiles", ()))):
+        for key in filter(self.on, [*self.matching(*(f"{prefix}{own}" for own in table.get("compiles", ())))]):
             self.compiles(key)
         for key in reversed([key for key in table.get("names", ()) if self.has(key)]):
             if not isinstance(self.values[key], UnknownValue):

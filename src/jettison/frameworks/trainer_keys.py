@@ -72,8 +72,11 @@ def replicas(keys: Keys) -> None:
         (key for key in ("nproc_per_node", "num_gpus", "gpus_per_node", "$NPROC_PER_NODE") if keys.has(key)), ""
     )
     if keys.gpus is None and str(keys.get(a_node, "")).isdecimal():
-        nodes = str(keys.get("nnodes", keys.get("num_nodes", keys.get("nodes", 1))))
+        nodes = next((str(keys.get(key)) for key in ("nnodes", "num_nodes", "nodes", "$NNODES") if keys.has(key)), "1")
         keys.gpus = int(keys.get(a_node)) * (int(nodes) if nodes.isdecimal() else 1)
+    seen, own, why = keys.text("$CUDA_VISIBLE_DEVICES"), keys.text(a_node, "1"), keys.table.get("fewer_processes")
+    if why and keys.gpus_asked is None and own.isdecimal() and seen.count(",") >= int(own):
+        keys.refuse("$CUDA_VISIBLE_DEVICES", why)
     if keys.gpus is None:
         keys.gpus = _visible(keys)
     if keys.gpus is None and not keys.field("zero") and keys.asked.get("dp") is None:
@@ -240,17 +243,15 @@ def targets(keys: Keys, key: str, default: str) -> str:
         return default
     names = [str(one) for one in value] if isinstance(value, list) else re.split(r"[,\s]+", str(value).strip())
     found: list[str] = []
-    for name in names:
-        if name.lower() in ("all", "all-linear", "all_linear"):
-            return "all-linear"
+    every = {"all", "all-linear", "all_linear"}.intersection(map(str.lower, names))
+    for name in (one for one in names if one.lower() not in every):
         listed = re.search(r"\(([\w|]+)\)(\w*)[)$]*$", name)
-        ends = [one + listed[2] for one in listed[1].split("|")] if listed else [name.rpartition(".")[2]]
-        found += ends
+        found += [one + listed[2] for one in listed[1].split("|")] if listed else [name.rpartition(".")[2]]
     unknown = [name for name in found if name not in TARGETS]
     if unknown:
         keys.refuse(key, f"{unknown[0]} is no known target of adapters; expected some of {', '.join(TARGETS)}")
         return default
-    return "+".join(dict.fromkeys(found))
+    return "all-linear" if every else "+".join(dict.fromkeys(found))
 
 
 def follow(keys: Keys, key: str, framework: str, prefix: str) -> None:

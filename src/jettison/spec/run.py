@@ -459,7 +459,7 @@ def _output(run: Run) -> Iterator[str]:
     elif loss is Loss.CHUNKED_CE:
         why = f"--loss {loss}, which overwrites logits without other references (--loss upcast does not)"
     if why:
-        yield f"got --keep-logits with {why}; drop --keep-logits"
+        yield f"got --keep-logits with {why}; give --no-keep-logits"
 
 
 COMPILED_MODES: Final = ("none", "full", "every", "block", "interval", "selective-op", "selective-op-alternate", "auto")

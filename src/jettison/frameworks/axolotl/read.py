@@ -34,6 +34,8 @@ def read(keys: Keys) -> None:
     _wide_ends(keys, half=half)
     upcast = keys.field("fsdp_version") == 1  # ``monkeypatch/accelerate/fsdp2.py``: not in ``fsdp2_prepare_model``
     trainer.precision(keys, weights="bf16" if half else "fp32", mixed=half, upcast=upcast)
+    if keys.said("zero") == 3 and not upcast and half and "save" in keys.field("lora", ""):
+        keys.note("modules trained in full keep 16 bits under FSDP2; they are counted in fp32, in twice the bytes")
     _axes(keys)
     trainer.replicas(keys)
 
@@ -44,8 +46,9 @@ def _batch(keys: Keys) -> None:
     if whole is not None and not keys.has("gradient_accumulation_steps"):
         keys.give("micro_batches", max(1, whole // micro), "batch_size")
     packed = keys.on("sample_packing")
-    why = "sequences of full length" if packed else ""
-    keys.read("sample_packing", "pad_to_sequence_len", "multipack_real_batches", why=why)
+    keys.read(
+        "sample_packing", "pad_to_sequence_len", "multipack_real_batches", why="sequences of full length" * packed
+    )
     trainer.full_length(keys, packed=packed, expands=True)  # ``utils/__init__.py``, ``set_pytorch_cuda_alloc_conf``
 
 
@@ -59,6 +62,8 @@ def _adapters(keys: Keys) -> None:
     weights = [keys.values.get(f"model_quantization_config{key}") for key in ("", "_kwargs.dequantize")]
     if weights == ["Mxfp4Config", True]:
         keys.read(*keys.matching("model_quantization_config*"), why="16-bit weights")
+    if keys.on("lora_target_linear"):  # ``loaders/adapter.py``: in addition to those by name
+        keys.values["lora_target_modules"] = ["all-linear", *keys.listed("lora_target_modules")]
     adapters(keys, trl=False)
     if keys.field("lora") is not None and keys.on("gptq"):
         keys.give("base", "gptq", "gptq")
@@ -96,9 +101,8 @@ def _losses(keys: Keys) -> None:
         keys.note("cut_cross_entropy is counted as Liger's fused loss: neither keeps logits")
     # kernels and expert parallelism have keys of their own
     known = ("liger", "cutcrossentropy", "swanlab", "lmeval", "lm_eval", "kernelsplugin", "expertparallel")
-    for plugin in plugins.split():
-        if not any(name in plugin for name in known):
-            keys.refuse("plugins", f"unknown plugin {plugin}")
+    for plugin in (one for one in plugins.split() if not any(name in one for name in known)):
+        keys.refuse("plugins", f"unknown plugin {plugin}")
 
 
 def _liger(keys: Keys) -> None:
@@ -144,6 +148,5 @@ def _axes(keys: Keys) -> None:
             keys.read("ring_attn_func", why="ring")
     else:
         keys.drop("cp")
-        keys.read("ring_attn_func")
     if (groups := keys.whole("dp_replicate_size", 1) or 1) > 1:
         keys.give("zero_replicas", groups, "dp_replicate_size")

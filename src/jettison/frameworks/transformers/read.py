@@ -42,7 +42,7 @@ def read(keys: Keys) -> None:
     trainer.checkpointing(keys, default=usual)
     if keys.on("use_liger_kernel"):
         keys.give("kernels", "liger", "use_liger_kernel")
-        if not trl:  # TRL has its own head with Liger's norms and gates
+        if not trl and keys.field("loss") is None:  # TRL has its own head with Liger's norms and gates
             fused = keys.on("liger_kernel_config.fused_linear_cross_entropy", True)
             keys.give("loss", "fused" if fused else "upcast", "use_liger_kernel")
     else:
@@ -102,11 +102,10 @@ def others(keys: Keys) -> bool:
 
 def _script(keys: Keys, *, checkpoints: bool) -> None:
     """Read the calls of a script that stand for arguments of a trainer; ``checkpoints``: it does by default."""
+    loads = keys.some("$PeftModel*.from_pretrained", "$AutoPeft*.from_pretrained")
     if keys.some("$LoraConfig"):
         keys.values["use_peft"] = True
-    elif keys.some("$PeftModel*.from_pretrained", "$AutoPeft*.from_pretrained") and not keys.some(
-        "$*.merge_and_unload"
-    ):
+    elif loads and not keys.some("$*.merge_and_unload"):
         keys.values["use_peft"] = True
         keys.refuse("peft_config", "a checkpoint's adapters are not read: give --lora", implied=True)
     elif keys.some("$get_peft_model", "$*LoraConfig", "$*TuningConfig"):
@@ -176,8 +175,7 @@ def _weights(keys: Keys, *, trl: bool) -> str:
 
 def preference(keys: Keys) -> None:
     """Read TRL's DPO."""
-    kinds = keys.get("loss_type", "sigmoid")
-    if kinds not in ("sigmoid", ["sigmoid"]):
+    if keys.get("loss_type", "sigmoid") not in ("sigmoid", ["sigmoid"]):
         keys.refuse("loss_type", "of DPO's losses only sigmoid is modelled")
     keys.read("beta", "max_prompt_length", "max_completion_length", "precompute_ref_batch_size", "disable_dropout")
     if keys.on("disable_dropout", True):
