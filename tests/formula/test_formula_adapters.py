@@ -141,7 +141,7 @@ FULL = [frozenset(names) for names in ({TABLE}, {HEAD}, {TABLE, HEAD})]
 TIED = "llama ungrouped"
 
 
-@pytest.mark.parametrize("full", FULL, ids="+".join)
+@pytest.mark.parametrize("full", FULL, ids=lambda full: "+".join(sorted(full)))
 @pytest.mark.parametrize("family", ["llama", TIED])
 def test_modules_trained_in_full_keep_what_peft_keeps(family: str, full: frozenset[str]) -> None:
     tuning = Tuning(rank=4, full=full, inputs_need_gradients=TABLE in full)

@@ -13,7 +13,7 @@ from support.formula_cases import VOCABULARY, FormulaCase
 
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning", "ignore:.*is_gradient_check:FutureWarning")
-@pytest.mark.parametrize("full", FULL, ids="+".join)
+@pytest.mark.parametrize("full", FULL, ids=lambda full: "+".join(sorted(full)))
 @pytest.mark.parametrize("family", ["llama", TIED])
 def test_a_described_step_is_the_dry_run_of_the_live_model(family: str, full: frozenset[str]) -> None:
     case = FormulaCase(family=family, attention="sdpa", batch=4, sequence=64)
