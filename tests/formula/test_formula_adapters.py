@@ -149,6 +149,22 @@ def test_modules_trained_in_full_keep_what_peft_keeps(family: str, full: frozens
 
 
 @pytest.mark.parametrize(
+    ("like", "zero", "each", "base"),
+    [("huggingface", 0, 2, None), ("huggingface", 3, 4, None), ("huggingface", 3, 2, "nf4"), ("deepspeed", 3, 2, None)],
+)
+def test_modules_trained_in_full_over_several_gpus(like: str, zero: int, each: int, base: str | None) -> None:
+    """Copies are as loaded under DDP and over 4 bits, in fp32 under FSDP2, with an fp32 master under DeepSpeed."""
+    found = []
+    for full in ("", f",modules_to_save={TABLE}+{HEAD}"):
+        request = RunRequest(seq=128, like=like, lora=f"r=4{full}", base=base, dp=4, zero=zero)
+        found.append(forecast(resolve(preset("llama3-8b"), request).run).stages[0].static)
+    elements = 2 * 128256 * 4096 // (4 if zero else 1)
+    assert found[1].parameters - found[0].parameters == each * elements
+    assert found[1].gradients - found[0].gradients == each * elements
+    assert found[1].state - found[0].state == (12 if like == "deepspeed" else 2 * each) * elements
+
+
+@pytest.mark.parametrize(
     ("recompute", "asks", "precision", "base", "full", "family"),
     [
         ("none", False, "fp32", Base.PLAIN, frozenset(), "llama"),

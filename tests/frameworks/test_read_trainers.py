@@ -508,8 +508,9 @@ def test_axolotl_without_adapters_and_with_other_kernels(write: Any) -> None:
     found = _fields(read_run(write(plain, **fsdp), gpus=2))
     assert (found["zero"], found["dp"], found["precision"]) == (3, 2, "bf16-pure"), "its FSDP2 casts no weights"
     assert read_run(write(plain, **fsdp | {"fsdp_version": 1}), gpus=2).request.precision == "bf16-autocast"
+    lora = {**QLORA, "adapter": "lora", "load_in_4bit": False, "lora_modules_to_save": ["lm_head"]}
     for version, noted in ((1, False), (2, True)):
-        found = read_run(write(QLORA, **fsdp | {"fsdp_version": version}, lora_modules_to_save=["lm_head"]), gpus=2)
+        found = read_run(write(lora, **fsdp | {"fsdp_version": version}), gpus=2)
         assert any("keep 16 bits under FSDP2" in note for note in found.notes) is noted
     mx = {"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}
     assert read_run(write(plain, **mx)).request.base is None

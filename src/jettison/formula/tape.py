@@ -559,7 +559,7 @@ class Writer:
             if self.kernels.model_code:  # bitsandbytes' ``quant_state``, say
                 scales = count * self.base.scale_bytes(prod(local) // count, local[-2])
         wide = wide or (adapter and tuning is not None and tuning.wide)
-        like = frozen or (full and self.run.layout.zero < 3)  # NOTE [ Modules trained in full ] in `spec.tuning`
+        like = frozen or (full and not self.run.fp32_copies)  # NOTE [ Modules trained in full ] in `spec.tuning`
         dtype = "float32" if wide else self.held(frozen=like)
         dtype = self.table_dtype if like and (table or head) and self.base.packed else dtype
         weight = Weight(

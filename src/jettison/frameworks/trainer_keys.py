@@ -197,8 +197,9 @@ def preference(
     keys.give("loss", loss, *came_from)
     if reference is not None:
         before = ",when=before" if keys.on("precompute_ref_log_probs") else ""
-        tuned = keys.field("lora") is not None
-        within = tuned and not keys.some("$*Trainer.ref_model")  # ``dpo_trainer.py``: a model that is given is kept
+        within = keys.field("lora") is not None and not keys.some(
+            "$*Trainer.ref_model"
+        )  # a model that is given is kept
         keys.give("reference", "base" if within else reference + before, *came_from, "precompute_ref_log_probs")
 
 
@@ -247,8 +248,7 @@ def targets(keys: Keys, key: str, default: str) -> str:
     for name in (one for one in names if one.lower() not in every):
         listed = re.search(r"\(([\w|]+)\)(\w*)[)$]*$", name)
         found += [one + listed[2] for one in listed[1].split("|")] if listed else [name.rpartition(".")[2]]
-    unknown = [name for name in found if name not in TARGETS]
-    if unknown:
+    if unknown := [name for name in found if name not in TARGETS]:
         keys.refuse(key, f"{unknown[0]} is no known target of adapters; expected some of {', '.join(TARGETS)}")
         return default
     return "all-linear" if every else "+".join(dict.fromkeys(found))

@@ -52,7 +52,7 @@ UPDATE_BYTES: Final = 8
 class RegionSignature:
     """All that decides the tensors of a region: runs with equal signatures share their layers' ledgers.
 
-    ``again``: recomputed modules, where they change the inputs that FP8 GEMMs save.
+    ``again``: recomputed modules, where they change the inputs that FP8 GEMMs save. ``fp32_copies``: of `Tuning.full`.
     """
 
     model: ModelSpec
@@ -69,6 +69,7 @@ class RegionSignature:
     source_seq: int = 0
     packed: int = 0
     again: tuple[str, ...] = ()
+    fp32_copies: bool = False
 
     def __hash__(self) -> int:
         """Hash of the fields that differ within one search; cheap, since signatures are cache keys."""
@@ -245,7 +246,8 @@ class Run:
     @cached_property
     def signature(self) -> RegionSignature:
         """Signature of the regions."""
-        layout = self.layout
+        layout, tuning = self.layout, self.tuning
+        cast = tuning is not None and bool(tuning.full) and (layout.flat_parameters or not tuning.base.packed)
         return RegionSignature(
             model=self.model,
             seq=self.seq,
@@ -257,7 +259,8 @@ class Run:
             capacity_factor=self.capacity_factor,
             padding=self.padding,
             imbalance=self.imbalance,
-            tuning=self.tuning,
+            tuning=tuning,
+            fp32_copies=cast and self.gathers_parameters,
             source_seq=self.source_seq,
             packed=self.packed,
             again=() if self.precision.recipe is None else self.recompute.modules,

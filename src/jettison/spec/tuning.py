@@ -14,7 +14,7 @@ NOTE [ Modules trained in full ]
 PEFT 0.21, ``utils/other.py``, ``ModulesToSaveWrapper.update``: a module of ``modules_to_save`` stays, frozen, and a
 deep copy in its dtype is trained in its place; ``cast_adapter_dtype`` casts only layers with adapters. So a tied
 embedding and head become two trained copies over one frozen tensor. FSDP2 has the copies in fp32 like other trained
-weights (accelerate 1.15, ``utils/fsdp_utils.py``, ``fsdp2_prepare_model``).
+weights (accelerate 1.15, ``utils/fsdp_utils.py``, ``fsdp2_prepare_model``), but not over 4 bits.
 
 NOTE [ Four bits ]
 bitsandbytes (``functional.py``, ``quantize_4bit``): two elements a byte, an fp32 scale per 64 and a table of 16 fp32;

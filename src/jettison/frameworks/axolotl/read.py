@@ -34,7 +34,7 @@ def read(keys: Keys) -> None:
     _wide_ends(keys, half=half)
     upcast = keys.field("fsdp_version") == 1  # ``monkeypatch/accelerate/fsdp2.py``: not in ``fsdp2_prepare_model``
     trainer.precision(keys, weights="bf16" if half else "fp32", mixed=half, upcast=upcast)
-    if keys.said("zero") == 3 and not upcast and half and "save" in keys.field("lora", ""):
+    if keys.said("zero") == 3 and not upcast and half and "save" in keys.field("lora", "") and not keys.field("base"):
         keys.note("modules trained in full keep 16 bits under FSDP2; they are counted in fp32, in twice the bytes")
     _axes(keys)
     trainer.replicas(keys)
@@ -130,8 +130,7 @@ def _lora_kernels(keys: Keys) -> None:
     said = [kernel for kernel in _LORA_KERNELS if keys.has(kernel)]
     fsdp1 = keys.some("fsdp_config.*") and str(keys.get("fsdp_version", 1)) != "2"
     auto = plain and not said and not keys.on("trust_remote_code") and not keys.text("rl") and not fsdp1
-    whole = all(keys.on(kernel) for kernel in _LORA_KERNELS[:3])
-    if auto or (plain and whole):
+    if auto or (plain and all(keys.on(kernel) for kernel in _LORA_KERNELS[:3])):
         keys.give("kernels", "axolotl-liger" if keys.field("kernels") == "liger" else "axolotl", *said)
         if auto:
             keys.note("axolotl enables its own LoRA kernels, since lora_dropout is 0")

@@ -153,8 +153,7 @@ def _sequence(keys: Keys, *, trl: bool) -> None:
         keys.give("seq", 1024)  # ``SFTConfig.max_length``
     keys.read(*cut)
     packed = keys.on("packing") or keys.on("padding_free") or keys.some("$DataCollatorWithFlattening")
-    if packed:
-        keys.read("packing", "padding_free", why="sequences of full length")
+    keys.read("packing", "padding_free", why="sequences of full length" * packed)
     if packed or trl:
         trainer.full_length(keys, packed=packed)
 
