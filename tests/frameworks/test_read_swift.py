@@ -101,6 +101,12 @@ def test_what_is_refused(tmp_path: Path, old: str, new: str, why: str) -> None:
         read_run(write(tmp_path, SFT.replace(old, new)))
 
 
+def test_nodes_that_a_variable_leaves_open(tmp_path: Path) -> None:
+    for nodes, gpus in (("2", 4), ("$WORLD_SIZE", 2)):
+        found = read_run(write(tmp_path, SFT.replace("swift sft", f"NNODES={nodes} swift sft")))
+        assert (found.gpus, any("on how many nodes" in note for note in found.notes)) == (gpus, gpus == 2)
+
+
 def test_the_same_as_yaml(tmp_path: Path) -> None:
     text = "model: Qwen/Qwen2.5-7B-Instruct\ntuner_type: lora\ndataset: ['a#1']\nmax_length: 2048\ndeepspeed: zero3\n"
     found = read_run(write(tmp_path, text, "run.yaml"), gpus=8)

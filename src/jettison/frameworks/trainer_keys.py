@@ -73,6 +73,8 @@ def replicas(keys: Keys) -> None:
     )
     if keys.gpus is None and str(keys.get(a_node, "")).isdecimal():
         nodes = next((str(keys.get(key)) for key in ("nnodes", "num_nodes", "nodes", "$NNODES") if keys.has(key)), "1")
+        if not nodes.isdecimal():
+            keys.note("it does not say on how many nodes it runs: one is counted; give --gpus for more")
         keys.gpus = int(keys.get(a_node)) * (int(nodes) if nodes.isdecimal() else 1)
     seen, own, why = keys.text("$CUDA_VISIBLE_DEVICES"), keys.text(a_node, "1"), keys.table.get("fewer_processes")
     if why and keys.gpus_asked is None and own.isdecimal() and seen.count(",") >= int(own):
@@ -106,9 +108,8 @@ def half(keys: Keys, *, default: bool = False) -> bool:
     asked = keys.text("accelerate.mixed_precision", keys.text("mixed_precision", "no"))
     if (fp16 and not bf16) or asked == "fp16":
         keys.note("fp16 is counted as bf16, which takes the same bytes; its loss scale is not counted")
-    if asked == "fp8":
-        for key in ("accelerate.mixed_precision", "mixed_precision"):
-            keys.refuse(key, "FP8 by accelerate (torchao under autocast, or TransformerEngine) is not modelled")
+    for key in ("accelerate.mixed_precision", "mixed_precision") if asked == "fp8" else ():
+        keys.refuse(key, "FP8 by accelerate (torchao under autocast, or TransformerEngine) is not modelled")
     return bf16 or fp16 or asked in ("bf16", "fp16")
 
 
@@ -166,9 +167,8 @@ def checkpointing(keys: Keys, *, default: bool = False) -> None:
             own = str(value).replace('"', "'")
             if not re.fullmatch(r"\{'use_reentrant': ?(true|false)\}", own.lower()):
                 keys.refuse(kwargs, "of these only use_reentrant is read, which changes nothing here")
-        for other in keys.matching(f"{kwargs}.*"):
-            if other != f"{kwargs}.use_reentrant":
-                keys.refuse(other, "selective checkpoints of a Trainer are not read")
+        for other in {*keys.matching(f"{kwargs}.*")} - {f"{kwargs}.use_reentrant"}:
+            keys.refuse(other, "selective checkpoints of a Trainer are not read")
 
 
 def reentrant(keys: Keys, *, default: bool = False) -> None:
