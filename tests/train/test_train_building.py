@@ -268,7 +268,7 @@ def seeds() -> nn.Module:
 
 
 def truncated() -> nn.Module:
-    """torch draws again what lies outside, until nothing does."""
+    """torch 2.13 draws again what lies outside, until nothing does."""
     made = nn.Linear(3, 3)
     nn.init.trunc_normal_(made.weight)
     return made
@@ -304,7 +304,11 @@ def held_elsewhere() -> nn.Module:
     ("make", "says"),
     [
         (looks, "looks at a random number"),
-        (truncated, "looks at a random number"),
+        pytest.param(
+            truncated,
+            "looks at a random number",
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 draws once: it can be done again"),
+        ),
         (generator, "generator of its own"),
         (seeds, "moves random streams"),
         (from_file, "it calls set_"),

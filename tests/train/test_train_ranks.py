@@ -21,6 +21,7 @@ import pytest
 
 from jettison.cli.train import train
 from jettison.core.errors import UsageError
+from jettison.parallel.styles import can_split_backward
 from jettison.solve.plan import Plan
 from jettison.train import setup
 from jettison.train.recipe import (
@@ -191,7 +192,8 @@ def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> 
     model = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)
     batch = BatchSection(global_batch=8, micro_batch=2, seq=64)
     train(replace(recipe(tmp_path / "alone", steps=6), model=model, batch=batch))
-    pipeline, sharded = LayoutSection(pp=2, tp=2, schedule="zero-bubble"), LayoutSection(tp=2, zero=3)
+    pipeline = LayoutSection(pp=2, tp=2, schedule="zero-bubble", sp=can_split_backward())
+    sharded = LayoutSection(tp=2, zero=3)
     for steps, layout, policy in ((3, pipeline, "full"), (6, sharded, "selective")):
         made = replace(recipe(tmp_path, steps=steps), model=model, batch=batch, layout=layout)
         code, out = finished(replace(made, plan=PlanSection(policy=policy)), tmp_path, ranks=4)

@@ -291,7 +291,8 @@ class PipelineEngine(Engine):
         return {"documents_bs": document_numbers(rows[:, :-1], self._document_end)}
 
     def _ids(self) -> Tensor:
-        return torch.empty(self._batch.micro_batch, self._batch.seq, dtype=torch.int64, device="meta")
+        """Return empty ids with the strides of a slice of rows, which torch 2.11 compares."""
+        return torch.empty(self._batch.micro_batch, self._batch.seq + 1, dtype=torch.int64, device="meta")[:, :-1]
 
     def _handed(self, stage: StageModule, *, logits: bool = False) -> Tensor:
         """Return an empty tensor like the activations that stages send, or like a stage's logits."""
