@@ -300,15 +300,14 @@ def held_elsewhere() -> nn.Module:
     return made
 
 
+since_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 draws once: it can be done again")
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (looks, "looks at a random number"),
-        pytest.param(
-            truncated,
-            "looks at a random number",
-            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 draws once: it can be done again"),
-        ),
+        pytest.param(truncated, "looks at a random number", marks=since_2_13),
         (generator, "generator of its own"),
         (seeds, "moves random streams"),
         (from_file, "it calls set_"),

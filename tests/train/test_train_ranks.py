@@ -193,8 +193,7 @@ def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> 
     batch = BatchSection(global_batch=8, micro_batch=2, seq=64)
     train(replace(recipe(tmp_path / "alone", steps=6), model=model, batch=batch))
     pipeline = LayoutSection(pp=2, tp=2, schedule="zero-bubble", sp=can_split_backward())
-    sharded = LayoutSection(tp=2, zero=3)
-    for steps, layout, policy in ((3, pipeline, "full"), (6, sharded, "selective")):
+    for steps, layout, policy in ((3, pipeline, "full"), (6, LayoutSection(tp=2, zero=3), "selective")):
         made = replace(recipe(tmp_path, steps=steps), model=model, batch=batch, layout=layout)
         code, out = finished(replace(made, plan=PlanSection(policy=policy)), tmp_path, ranks=4)
         assert code == 0, out
