@@ -219,14 +219,13 @@ class PipelineEngine(Engine):
         ]
         for stage in made:
             stage.context = self.context
-        loss = self._loss
         try:
             if kind is Schedule.ZERO_BUBBLE:
-                return made, ScheduleInterleavedZeroBubble(list(made), micro_batches, loss)
+                return made, ScheduleInterleavedZeroBubble(list(made), micro_batches, self._loss)
             if layout.virtual_stages > 1:
-                return made, ScheduleInterleaved1F1B(list(made), micro_batches, loss)
+                return made, ScheduleInterleaved1F1B(list(made), micro_batches, self._loss)
             single = ScheduleGPipe if kind is Schedule.GPIPE else Schedule1F1B
-            return made, single(made[0], micro_batches, loss)
+            return made, single(made[0], micro_batches, self._loss)
         except ValueError as error:
             raise UsageError(f"layout.schedule: {error}") from error
 
