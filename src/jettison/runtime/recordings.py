@@ -195,12 +195,13 @@ class Recordings:
 
     def variant(self, key: Any, leaves: list[Any]) -> Any:
         """The signature of a call, numbered if values decide what it runs (transformers drops a mask of ones)."""
-        if key in self._varies:
-            for one in (key, *((*key, number) for number in range(1, MOST_VARIANTS))):
-                known = self.prepared.get((self.number, one))
-                if known is None or known.recipe is None or reads_hold(known.recipe.trace, leaves):
-                    return one
-        return key
+        if key not in self._varies:
+            return key
+        for one in (key, *((*key, number) for number in range(1, MOST_VARIANTS))):
+            known = self.prepared.get((self.number, one))
+            if known is None or known.recipe is None or reads_hold(known.recipe.trace, leaves):
+                break
+        return one  # other values follow the last, which is compared with them
 
     def of(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
         """Recipe for a call of this signature; the forward ``own`` is recorded now if there is none.
@@ -266,16 +267,17 @@ class Recordings:
     def diverged(self, prepared: Prepared, key: Any, why: str, leaves: list[Any] | None = None) -> None:
         """Handle a run that differed from its recording without loss: record again, or a `variant`, or never again."""
         self._aside.clear()
-        recipe = prepared.recipe if leaves is not None and key[:2] not in self._varies else None
-        if recipe is not None and reads_hold(recipe.trace, leaves or []) is False:
+        varies, recipe = key[:2] in self._varies, prepared.recipe
+        if recipe and leaves and not varies and reads_hold(recipe.trace, leaves) is False:
             self._varies.add(key[:2])
             return
         times = self._divergences[key] = self._divergences.get(key, 0) + 1
-        adopted = not self.count  # recorded elsewhere, and earlier: record once more, here and now
-        if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
-            self.forget()
-        else:
+        if times > GIVE_UP_AFTER or (self.count and not prepared.checked):  # without a count, it was recorded elsewhere
             self.lose(key, why)
+        elif varies:  # other values keep their recordings
+            self.prepared.pop((self.number, key), None)
+        else:
+            self.forget()
 
     def wrong(self, recipe: Recipe, why: str, *, looked: bool) -> str:
         """Handle a tensor that was recomputed wrongly, and describe the treatment of further calls: a signature with
@@ -303,11 +305,8 @@ class Recordings:
 
     def has_stale_casts(self) -> bool:
         """Whether this forward gets casts of parameters that were written to since."""
-        for name, (storage, version) in self.casts.items():
-            table, leaf = self.owners[name]
-            if storage() is not None and version_of(table[leaf]) != version:
-                return True
-        return False
+        casts = ((*self.owners[name], *cast) for name, cast in self.casts.items())
+        return any(storage() is not None and version_of(table[leaf]) != v for table, leaf, storage, v in casts)
 
     def moves(self, names: Set[str], *, places: Set[Place] = frozenset()) -> None:
         """Keep, from now on, all results of parameters, buffers and arguments that were written to too early."""
@@ -379,9 +378,7 @@ class Recordings:
         A trace around blocks may end in a loss that is computed after its forward.
         """
         planned = self._planned.get((self.number, key[:2]))
-        if planned is None or planned.form() == now.form():
-            return True
-        if _is_part(now, planned):
+        if planned is None or planned.form() == now.form() or _is_part(now, planned):
             return True
         count = len(now.ops)
         return self.blocks is not None and [op.name for op in planned.ops[:count]] == [op.name for op in now.ops]
