@@ -119,7 +119,9 @@ def test_every_level_is_that_of_a_whole_dry_run(case):
         planner = planner_of(built.model, built.batch, torch.optim.AdamW, loss_fn=built.loss_fn)
         composed = [assert_equal(planner, part) for part in levels_of(planner)]
     assert not planner.judge.problem
-    assert sum(composed) >= len(composed) - 1, "but for the second step that shows that they are equal"
+    ways = {way for root in planner.judge.roots.values() for way in root.summed}
+    shown = 1 if len(ways) == 1 else max(map(len, keys_of(planner)))
+    assert sum(composed) >= len(composed) - shown, "but for steps that show each policy where gradients come alike"
 
 
 @settings(max_examples=15, deadline=None)

@@ -24,7 +24,7 @@ from jettison.planner.planner import Planner, make_planner
 from jettison.runtime.install import install
 from jettison.runtime.recompute_code import RecomputeCode
 from jettison.solve.policy import KeepAll
-from jettison.solve.problem import Choice, LevelPhase, evaluate
+from jettison.solve.problem import Choice, LevelPhase, RootOption, evaluate
 from jettison.solve.solver import choose
 from jettison.solve.walk import least_of, walks
 from jettison.verify.gradients import independent_copy
@@ -256,14 +256,32 @@ class Conditioned(Headed):
         return super().forward(x, x.detach().cos())
 
 
-@pytest.mark.parametrize("skipped", [(True, False, False), (False, True, False)])
-def test_a_block_that_returns_its_argument_holds_no_argument_until_backward(skipped: tuple[bool, ...]) -> None:
-    def tail_peak_bytes(blocks: tuple[bool, ...]) -> int:
-        names = [f"layers.{n}" for n in range(len(blocks))]
-        traced = trace_model(Conditioned(map(Scaled, blocks)), (torch.randn(64, 16),), regions=names)
-        return dry_run_root(traced, KeepAll().kept(traced.root.program), "", 0.0)[0].tail_peak_bytes
+class Branched(Conditioned):
+    """The last two blocks get one tensor, which costs no block of their class a byte."""
 
-    assert tail_peak_bytes(skipped) == tail_peak_bytes((False, False))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.detach().cos()
+        x = self.layers[0](self.embed(x), scale)
+        return self.head(self.layers[1](x, scale) + self.layers[2](x, scale)).square().mean()
+
+
+SKIPPED, OTHERS = [(True, False, False, False), (False, True, False, False)], (False, False, False)
+
+
+@pytest.mark.parametrize("model, skipped", [*((Conditioned, one) for one in SKIPPED), (Branched, OTHERS)])
+def test_blocks_hold_what_their_class_shares_and_none_that_returns_it(
+    model: type[Conditioned], skipped: tuple[bool, ...]
+) -> None:
+    def around(model: type[Conditioned], blocks: tuple[bool, ...]) -> RootOption:
+        names = [f"layers.{n}" for n in range(len(blocks))]
+        traced = trace_model(model(map(Scaled, blocks)), (torch.randn(64, 16),), regions=names)
+        return dry_run_root(traced, KeepAll().kept(traced.root.program), "", 0.0)[0]
+
+    own, found = around(Conditioned, OTHERS), around(model, skipped)
+    assert found.tail_peak_bytes == own.tail_peak_bytes
+    held = [n for n, is_skipped in zip(found.held_backward_bytes, skipped, strict=True) if not is_skipped]
+    more = [0, 0, 0] if model is Conditioned else [1, 3, 2]  # the first argument; both, and a gradient; both
+    assert held == [n + k * 64 * 16 * 4 for k, n in zip(more, own.held_backward_bytes, strict=True)]
 
 
 def test_empty_memory_that_is_asked_for_by_its_shape_is_fake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class BlockCall:
 
     name: str
     class_key: str
-    shared: frozenset[int] = frozenset()  # leaf positions of arguments that other blocks get as well
+    shared: Set[int] = frozenset()  # leaf positions of arguments that other blocks get too, in any call of its class
     links: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the call before) that are one tensor
     problem: str = ""
     given: Mapping[int, int] = field(default_factory=dict)  # leaf position of a tensor argument -> the root's buffer

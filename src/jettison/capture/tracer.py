@@ -136,8 +136,8 @@ def _traced(
             )
     shared: dict[str, set[int]] = {}  # rotary tables, masks, encoder output: they cost no single block a byte
     for call, storages in zip(trace.calls, tracer.memory.given, strict=True):
-        call.shared = frozenset(p for p, storage in storages.items() if len(tracer.uses[storage]) > 1)
-        shared.setdefault(call.class_key, set()).update(call.shared)
+        call.shared = shared.setdefault(call.class_key, set())  # one set for all calls of a class
+        call.shared |= {p for p, storage in storages.items() if len(tracer.uses.get(storage, ())) > 1}
     for key, positions in shared.items():
         trace.classes[key].trace.share(positions)
     assert tracer.root is not None
@@ -261,7 +261,7 @@ class Tracer:
         self.calls: list[BlockCall] = []
         self.classes: dict[str, BlockClass] = {}
         self.root: OpRecorder | None = None
-        self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it as an argument
+        self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it, and do not just return it
         self.memory = MemoryUses()
         self._keys: dict[str, Any] = {}
         self.stream = default_stream()  # nothing draws during a trace
@@ -345,7 +345,7 @@ class Tracer:
             BlockCall(name=name, class_key=cls.key, links=links, problem=cls.problem, signature=signature, given=given)
         )
         self._held += [plain(leaf).untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
-        for storage in storages.values():
+        for storage in storages.values() if cls.problem or cls.trace.program.ops else ():
             self.uses.setdefault(storage, set()).add(call)
         self.memory.given.append(storages)
         with swapped(self.capture, recorders=[]):

@@ -87,7 +87,7 @@ def measure_choices(
 ) -> dict[str, MeasuredChoice]:
     """Levels of each choice for a class of compiled blocks, by its key. ``may_move``: saved tensors pass hooks."""
     assert cls.compiled is not None
-    shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
+    shared = frozenset(next(c.shared for c in trace.calls if c.class_key == cls.key))
     here = trace.root_signature[1], torch.get_num_threads(), trace.loop.gradients_preallocated, trace.device_type
     what = cls.compiled.program.digest(), cls.compiled.settings, may_move, here, shared
     missing = {key: policy for key, policy in choices.items() if (what, policy) not in _MEASURED}

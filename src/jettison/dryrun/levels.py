@@ -584,7 +584,7 @@ def observe_block(
     assert trace.real is not None
     module = trace.real.get_submodule(cls.example)
     leaves, spec = tree_flatten((cls.args, cls.kwargs))
-    shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
+    shared = set(next(c.shared for c in trace.calls if c.class_key == cls.key))
     gradients = [(p, p.grad) for p in module.parameters()]
     found: list[RegionOption] = []
     with stand_ins.undisturbed(module, leaves), stand_ins.without_gradient_hooks(module), quiet_gc(), eagerly():
