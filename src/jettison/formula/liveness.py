@@ -273,10 +273,10 @@ class Backward:
         contributions = self._contributions(step, incoming)
         made = self._made(step, incoming)
         each = self.weight_bytes
-        weights = sum(w.gradient_bytes(each) for w in made)
-        added = sum(w.gradient_bytes(each) for w in made if self.accumulates or w.name in self.learned)
-        self.learned.update(w.name for w in made)
-        self._grow(weights)
+        weights = [(w.name, w.gradient_bytes(each)) for w in made]
+        added = sum([n for name, n in weights if self.accumulates or name in self.learned])
+        self.learned.update([name for name, _ in weights])
+        self._grow(sum([n for _, n in weights]))
         for b in () if step.in_place else needed:
             self._release(b)
         for v in step.outputs:

@@ -107,7 +107,7 @@ class Weight:
 
     def gradient_bytes(self, each: int) -> int:
         """Bytes of its gradient on one rank, ``each`` an element for weights of the precision's dtype."""
-        return self.gradient_numel * (DTYPE_BYTES[self.dtype] if self.dtype else each)
+        return self.numel * self.gradient_ways * (DTYPE_BYTES[self.dtype] if self.dtype else each)
 
     @property
     def total(self) -> int:
