@@ -30,7 +30,7 @@ took no part, by rows and by sources; and of first answers whose whole round too
 counting once. Exchangeable rows would need a tenth outside of each end; sources and rounds are few and no sample of
 anything. So ends of times and fragments are those tenths, moved away from the expected value by a factor, at the low
 end as far as the class has been seen. Allocated bytes agree or are far off, so that theirs are quantiles further out.
-Each is the narrower of the two that holds as many.
+Each is the tighter of the two that holds as many.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def stated(measure: Measure, rows: Sequence[Row], classes: Sequence[str], ends: 
 
 
 def _spread(measure: Measure, rows: Sequence[Row], classes: Sequence[str]) -> tuple[float, Ordered]:
-    """What is expected of a class, and the residuals that its ends are made of."""
+    """Expected value of a class, and the residuals that its ends are made of."""
     found = pool(rows, classes)
     today = ordered(found.values())
     middle, sources = quantile(today, 0.5), sum(weight for weight, _ in found.values())

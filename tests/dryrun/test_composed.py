@@ -133,7 +133,7 @@ def test_any_choice_is_that_of_a_whole_dry_run(data):
 
 
 class Branch(nn.Module):
-    """What a block adds to its input, and its gate before the activation."""
+    """Sum that a block adds to its input, and its gate before the activation."""
 
     def __init__(self) -> None:
         super().__init__()

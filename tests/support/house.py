@@ -220,8 +220,8 @@ def named(modules: Sequence[Source], wanted: frozenset[str], homes: tuple[str, .
 
 
 HOMES = ("families/", "frameworks/", "integrations/", "models/")
-"""Where their names may stand. In models/ it is the library transformers, which makes modules, and our own reference
-models, which are named like their families.
+"""Rooms where their names may stand. In models/ it is the library transformers, which makes modules, and our own
+reference models, which are named like their families.
 """
 
 

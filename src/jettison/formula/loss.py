@@ -144,7 +144,7 @@ def _autocast_loss(w: Writer) -> bool:
 
 
 def _without_last(w: Writer, logits: Value, wide: Value, labels: Value) -> tuple[Value, Value, list[Value]]:
-    """What the loss is of, copied if without a sequence's last position; and values that its function references."""
+    """Input of the loss, copied if without a sequence's last position; and values that its function references."""
     named = [wide if w.kernels.fp32_logits else logits]
     if w.kernels.loss is Loss.IN_LOOP or not _copies_logits(w):
         return wide, labels, named
