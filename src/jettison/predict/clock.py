@@ -72,21 +72,8 @@ class PassSlices(NamedTuple):
         return found
 
 
-class _TimedRegion(NamedTuple):
-    """Seconds of a region; ``inputs`` and ``weights`` are its backward's gradients of inputs and of weights.
-
-    Args:
-        again: recomputation before gradients of inputs; ``repeated``: before gradients of weights.
-        groups: `Item.groups`.
-    """
-
-    name: str
-    forward: float
-    again: float
-    inputs: float
-    weights: float
-    repeated: float = 0.0
-    groups: int = 0
+_Works = Mapping[Work, Sequence[tuple[SliceKind, float]]]
+"""Seconds of a region in each pass, in order."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -124,10 +111,9 @@ def _device(
     Args:
         ends: of all reductions, and of the step.
     """
-    share, size = recomputing(run, stage.index), run.recompute.segment
-    found = zip((list(_regions(timing, chunk, share)) for chunk in stage.groups), seconds.late, strict=True)
-    regions = [list(_late(own) if late else _repeating(own, size)) for own, late in found]
-    split = any(one.step.work is Work.WEIGHT for one in played)
+    share, split = recomputing(run, stage.index), any(one.step.work is Work.WEIGHT for one in played)
+    found = zip(stage.groups, seconds.late, strict=True)
+    regions = [list(_regions(timing, chunk, share, split=split, late=late)) for chunk, late in found]
     halved = [any(unit.halves for unit in units) for units in stage.load.chunks]
     now = 0
     for one in played:
@@ -136,7 +122,7 @@ def _device(
             yield PassSlices(None, now, begin, (Slice(SliceKind.WAIT, str(SliceKind.WAIT), now, begin),))
         onwards = one.step.work is Work.FORWARD or (one.step.work is Work.WEIGHT and halved[one.step.chunk])
         in_turn = regions[one.step.chunk] if onwards else regions[one.step.chunk][::-1]
-        yield PassSlices(one.step, begin, end, tuple(_pass(one.step.work, in_turn, split, begin, end)))
+        yield PassSlices(one.step, begin, end, tuple(_pass(in_turn, one.step.work, begin, end)))
         now = end
     yield PassSlices(None, now, ends[1], tuple(_last(now, played[-1], seconds, ends)))
 
@@ -154,9 +140,9 @@ def _last(now: int, played: TimedPass, seconds: StageSeconds, ends: tuple[int, i
         now = max(now, until)
 
 
-def _pass(work: Work, regions: Sequence[_TimedRegion], split: bool, begin: int, end: int) -> Iterator[Slice]:
+def _pass(regions: Sequence[tuple[str, _Works]], work: Work, begin: int, end: int) -> Iterator[Slice]:
     at, elapsed = begin, 0.0
-    for kind, name, seconds in _works(work, regions, split):
+    for kind, name, seconds in ((kind, name, seconds) for name, own in regions for kind, seconds in own[work]):
         elapsed += seconds
         until = min(end, begin + nanoseconds(elapsed))
         if until > at or kind is not SliceKind.RECOMPUTE:
@@ -166,46 +152,32 @@ def _pass(work: Work, regions: Sequence[_TimedRegion], split: bool, begin: int, 
         yield Slice(SliceKind.TRANSFER, "transfers waited for", at, end)
 
 
-def _works(work: Work, regions: Sequence[_TimedRegion], split: bool) -> Iterator[tuple[SliceKind, str, float]]:
-    for region in regions:
-        if work is Work.FORWARD:
-            yield SliceKind.FORWARD, region.name, region.forward
-            continue
-        again, own = region.again, region.inputs + (0.0 if split else region.weights)
-        if work is Work.WEIGHT:
-            again, own = region.repeated, region.weights
-        if again:
-            yield SliceKind.RECOMPUTE, region.name, again
-        yield SliceKind.BACKWARD, region.name, own
+def _regions(timing: Timing, chunk: Chunk, share: float, *, split: bool, late: bool) -> Iterator[tuple[str, _Works]]:
+    """Yield names and seconds of a chunk's regions.
 
-
-def _regions(timing: Timing, chunk: Chunk, share: float) -> Iterator[_TimedRegion]:
-    items = (item for item in timing.items(chunk) for _ in range(item.count))
+    Args:
+        split: passes for gradients of weights are separate; ``late``: they have all of the backward, see
+            `StageSeconds.late`. Otherwise each group of weights recomputes its checkpoint.
+    """
+    items, size, at = [item for item in timing.items(chunk) for _ in range(item.count)], timing.run.recompute.segment, 0
+    again = [item.seconds.again.seconds * share for item in items if item.groups]
     for name, item in zip((name for group in chunk for name in group.names), items, strict=True):
-        seconds = item.seconds
-        yield _TimedRegion(
-            name=name,
-            forward=seconds.forward.seconds,
-            again=seconds.again.seconds * share,
-            inputs=seconds.inputs.seconds,
-            weights=seconds.weights.seconds,
-            groups=item.groups,
+        forward, ahead, inputs, weights = (each.seconds for each in item.seconds)
+        first, second = ahead * share, 0.0
+        if late:
+            first, second, inputs, weights = 0.0, first, 0.0, inputs + weights
+        elif item.groups:
+            begin = at - at % size
+            second, at = item.groups * sum(again[begin : begin + size]), at + 1
+        backward = inputs if split else inputs + weights
+        yield (
+            name,
+            {
+                Work.FORWARD: [(SliceKind.FORWARD, forward)],
+                Work.BACKWARD: [(SliceKind.RECOMPUTE, first), (SliceKind.BACKWARD, backward)],
+                Work.WEIGHT: [(SliceKind.RECOMPUTE, second), (SliceKind.BACKWARD, weights)],
+            },
         )
-
-
-def _late(regions: Sequence[_TimedRegion]) -> Iterator[_TimedRegion]:
-    """Regions of a chunk whose backward runs in its weight pass: see `StageSeconds.late`."""
-    for one in regions:
-        yield one._replace(again=0.0, inputs=0.0, weights=one.inputs + one.weights, repeated=one.again)
-
-
-def _repeating(regions: Sequence[_TimedRegion], size: int) -> Iterator[_TimedRegion]:
-    """Add the recomputation of checkpoints over ``size`` layers, for each group of weights."""
-    layers = [one for one in regions if one.groups]
-    cut = [layers[at : at + size] for at in range(0, len(layers), size)]
-    again = {one.name: sum(each.again for each in own) for own in cut for one in own}
-    for one in regions:
-        yield one._replace(repeated=one.groups * again[one.name]) if one.groups else one
 
 
 # copies to the host ---------------------------------------------------------------------------------------------------
