@@ -12,7 +12,6 @@ from jettison.diagnose.finding import FindingKind
 from jettison.diagnose.growth import grown_bytes
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.snapshot import DeviceSnapshot, facts_of_snapshot, read_snapshot, snapshot_of
-from jettison.report.snapshot import by_module_and_role
 from support.recorded_snapshots import (
     BLOCK,
     CALL,
@@ -73,7 +72,7 @@ def device_of(recorder: Recorder) -> DeviceSnapshot:
 def test_the_place_is_the_first_line_of_the_users_code(name: str) -> None:
     device = device_of(recorded(EVENTS_HAVE_STACKS[name], Loop(steps=3).record))
     timeline = device.timeline
-    found = by_module_and_role(timeline.shares(timeline.peak_event))
+    found = timeline.shares(timeline.peak_event, "module", "role")
     assert found[FORWARD][0] >= 8 * MIB
     assert ("run/model.py:9 __init__", "parameters") in found
     assert ("run/train.py:41 train", "optimizer") in found
@@ -98,7 +97,7 @@ def test_bytes_are_the_same_in_each_mode(name: str) -> None:
 @pytest.mark.parametrize("name", ["stacks=all, context=state", "enabled=state", "torch 2.0's list"])
 def test_what_is_there_at_the_end_has_its_stack_from_its_block(name: str) -> None:
     device = device_of(recorded(ALL[name], Loop(steps=4).record))
-    found = by_module_and_role(device.timeline.shares(len(device.timeline.allocation) - 1))
+    found = device.timeline.shares(len(device.timeline.allocation) - 1, "module", "role")
     assert found == {
         ("run/train.py:41 train", "optimizer"): (32 * MIB, 4),
         ("run/model.py:9 __init__", "parameters"): (16 * MIB, 4),

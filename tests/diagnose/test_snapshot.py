@@ -18,7 +18,7 @@ from jettison.diagnose.plain_pickle import loads_plain
 from jettison.diagnose.snapshot import FREE_BLOCK, PENDING_BLOCK, read_snapshot, snapshot_of
 from jettison.diagnose.snapshot_file import GRANULARITY_BYTES, snapshot_content, write_snapshot
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
-from jettison.report.snapshot import by_module_and_role, by_role, compare_timelines
+from jettison.report.snapshot import compare_timelines
 from support.snapshot_cases import ENGINE, event, random_timeline, small_snapshot
 
 
@@ -37,12 +37,12 @@ def test_a_timeline_by_hand() -> None:
     assert timeline.start_bytes == 1000
     assert timeline.live_bytes.tolist() == [3000, 3500, 1500]
     assert (timeline.peak_event, timeline.peak_bytes, timeline.end_bytes) == (1, 3500, 1500)
-    assert [(s.label.role, s.nbytes) for s in timeline.shares(1)] == [
-        ("linear input", 2000),
-        ("parameters", 1000),
-        ("gradients", 500),
+    assert list(timeline.shares(1, "role").items()) == [
+        (("linear input",), (2000, 1)),
+        (("parameters",), (1000, 1)),
+        (("gradients",), (500, 1)),
     ]
-    assert by_role(timeline.shares(2)) == {"parameters": 1000, "gradients": 500}
+    assert timeline.shares(2, "role") == {("parameters",): (1000, 1), ("gradients",): (500, 1)}
 
 
 def test_a_snapshot_of_torchs_structure() -> None:
@@ -55,12 +55,13 @@ def test_a_snapshot_of_torchs_structure() -> None:
     assert not device.complete
     assert device.reserved_bytes == 4096 + 1536 + (1 << 21)
     assert timeline.end_bytes + 12 == sum(segment.allocated_bytes for segment in device.segments)
-    assert by_module_and_role(timeline.shares(0)) == {
+    assert timeline.shares(0, "module", "role") == {
         ("model/blocks.py:41 forward", "forward"): (2048, 1),
         ("", "unknown"): (1024, 1),
         ("me/train.py:12 <module>", "optimizer"): (500, 1),
     }
-    assert by_role(timeline.shares(2)) == {"backward": 4096, "unknown": 1024, "optimizer": 500}
+    assert timeline.peak_event == 2
+    assert timeline.peak_roles == {"backward": 4096, "unknown": 1024, "optimizer": 500}
 
 
 def test_segments_alone_are_what_is_there() -> None:
@@ -119,8 +120,9 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         assert np.array_equal(found.live_bytes, written.live_bytes)
         assert np.array_equal(found.time_ns // 1000, written.time_ns // 1000)
         assert found.start_bytes == written.start_bytes
-        assert found.shares(found.peak_event) == written.shares(written.peak_event)
-        assert len(compare_timelines(written, found).changes) == len(by_module_and_role(found.shares(found.peak_event)))
+        shares = found.shares(found.peak_event, "module", "role", "site")
+        assert shares == written.shares(written.peak_event, "module", "role", "site")
+        assert len(compare_timelines(written, found).changes) == len({(module, role) for module, role, _ in shares})
         assert all(change.verdict == "same" for change in compare_timelines(written, found).changes)
     assert [mark.text for mark in devices[0].timeline.marks] == ["half way"]
 

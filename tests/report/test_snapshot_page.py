@@ -97,7 +97,7 @@ def test_the_page_in_a_browser(tmp_path: Path, open_page: Open) -> None:
         assert after == summed == (timeline.start_bytes if event < 0 else timeline.live_bytes[event])
     for a, b, most, least in ranges:
         assert (most, least) == (timeline.live_bytes[a:b].max(), timeline.live_bytes[a:b].min())
-    assert rows == len({(s.label.module, s.label.role) for s in timeline.shares(timeline.peak_event)})
+    assert rows == len(timeline.shares(timeline.peak_event, "module", "role"))
     canvas = page.locator("canvas.main")
     canvas.focus()
     for key in ("p", "+", "ArrowRight", ".", "ArrowUp", "ArrowUp"):

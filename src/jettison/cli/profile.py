@@ -27,7 +27,7 @@ from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.diagnose.trace_modules import ROLES, ModuleProfile, profile_modules
 from jettison.report.console import progress
 from jettison.report.findings import FindingsReport
-from jettison.report.snapshot import by_module_and_role, peak_table
+from jettison.report.snapshot import peak_table
 from jettison.report.tables import exact, grid
 from jettison.spec.hardware import Hardware, hardware
 
@@ -144,7 +144,7 @@ def _snapshot(snapshot: Snapshot) -> FindingsReport:
     failing = [device for device in snapshot.devices if device.out_of_memory]
     device = failing[0] if failing else snapshot.busiest
     rows = [("snapshot", snapshot.name), ("peak", exact(device.timeline.peak_bytes)), *_levels(facts)]
-    peak = by_module_and_role(device.with_gradients.shares(device.timeline.peak_event))
+    peak = device.with_gradients.shares(device.timeline.peak_event, "module", "role")
     short = {
         "name": snapshot.name,
         "peak_bytes": device.timeline.peak_bytes,

@@ -564,15 +564,11 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
 
 def _parts(timeline: MemoryTimeline, moment: int) -> tuple[MemoryPart, ...]:
     """Bytes by module and role, the largest first; each with its largest site."""
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for share in timeline.shares(moment):
-        one = share.label
-        found.setdefault((one.module, one.role), []).append((share.nbytes, one.site))
-    parts = [
-        MemoryPart(module=module, role=role, nbytes=sum(n for n, _ in own), site=own[0][1])
-        for (module, role), own in found.items()
-    ]
-    return tuple(sorted(parts, key=lambda part: (-part.nbytes, part.module, part.role)))
+    sites: dict[tuple[str, str], str] = {}
+    for module, role, site in timeline.shares(moment, "module", "role", "site"):
+        sites.setdefault((module, role), site)
+    found = timeline.shares(moment, "module", "role").items()
+    return tuple(MemoryPart(module=m, role=r, nbytes=nbytes, site=sites[m, r]) for (m, r), (nbytes, _) in found)
 
 
 def _where(timeline: MemoryTimeline, event: int) -> Label:

@@ -38,15 +38,6 @@ class TimelineMark:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LabelBytes:
-    """Live bytes of one label."""
-
-    label: Label
-    nbytes: int
-    count: int
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryTimeline:
     """Events in order (an allocation, and whether it is born), and each allocation's bytes and label."""
@@ -108,18 +99,22 @@ class MemoryTimeline:
         """Allocations that are live after an event."""
         return np.nonzero((self.born <= event) & (self.died > event))[0]
 
-    def shares(self, event: int) -> tuple[LabelBytes, ...]:
-        """Return the live bytes after an event by label, the largest first."""
-        found = self.alive(event)
-        labels = self.label_of[found]
-        nbytes = np.zeros(len(self.labels), np.int64)
-        np.add.at(nbytes, labels, self.nbytes[found])
-        counts = np.bincount(labels, minlength=len(self.labels))
-        shares = [
-            LabelBytes(label=self.labels[at], nbytes=int(nbytes[at]), count=int(counts[at]))
-            for at in np.nonzero(counts)[0]
-        ]
-        return tuple(sorted(shares, key=lambda share: (-share.nbytes, share.label.module, share.label.role)))
+    def shares(self, event: int, *by: str) -> dict[tuple[str, ...], tuple[int, int]]:
+        """Return live bytes and their number of allocations after an event by fields of labels, the largest first."""
+        alive = self.alive(event)
+        nbytes, counts = np.zeros(len(self.labels), np.int64), np.bincount(self.label_of[alive])
+        np.add.at(nbytes, self.label_of[alive], self.nbytes[alive])
+        found: dict[tuple[str, ...], tuple[int, int]] = {}
+        for at in np.nonzero(counts)[0].tolist():
+            key = tuple(getattr(self.labels[at], field) for field in by)
+            before, count = found.get(key, (0, 0))
+            found[key] = before + int(nbytes[at]), count + int(counts[at])
+        return dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
+
+    @property
+    def peak_roles(self) -> dict[str, int]:
+        """Live bytes of the peak by role, the largest first."""
+        return {role: nbytes for (role,), (nbytes, _) in self.shares(self.peak_event, "role").items()}
 
 
 class TimelineWriter:

@@ -256,10 +256,7 @@ def peak_by_role(memory: Forecast, found: Estimate, index: int) -> dict[str, int
     at = second + int(played.live_bytes[second:].argmax())
     if played.live_bytes[at] != memory.stages[index].peak.nbytes:
         return {}
-    roles: Counter[str] = Counter()
-    for share in played.shares(at):
-        roles[share.label.role] += share.nbytes
-    return dict(roles.most_common())
+    return {role: nbytes for (role,), (nbytes, _) in played.shares(at, "role").items()}
 
 
 class _StageReplay:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Final
@@ -13,7 +12,7 @@ from rich.console import Group, RenderableType
 from jettison.core.units import format_bytes, format_percent
 from jettison.diagnose.frames import Frame, is_python
 from jettison.diagnose.snapshot import DeviceSnapshot, Snapshot
-from jettison.memory.timeline import Ints, LabelBytes, MemoryTimeline
+from jettison.memory.timeline import Ints, MemoryTimeline
 from jettison.report.page import page
 from jettison.report.schemas import document, part
 from jettison.report.tables import exact, facts, grid, signed
@@ -102,7 +101,6 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
     """Facts of the busiest device, and what is there at its peak."""
     device = snapshot.busiest
     timeline = device.with_gradients
-    shares = timeline.shares(timeline.peak_event)
     among = f", the fullest of {len(snapshot.devices)}" if len(snapshot.devices) > 1 else ""
     rows = [
         ("snapshot", f"{snapshot.name}, device {device.index}{among}"),
@@ -114,7 +112,7 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
     failed = [mark.text.partition(": ") for mark in timeline.marks]
     rows += [(name, figures) for name, _, figures in failed if name == "out of memory"]
 
-    of_role = [(role, *_sizes(nbytes, timeline.peak_bytes)) for role, nbytes in by_role(shares).items()]
+    of_role = [(role, *_sizes(nbytes, timeline.peak_bytes)) for role, nbytes in timeline.peak_roles.items()]
     return Group(
         facts(rows), grid("At the peak, by role", ("role",), ("bytes", "share"), of_role), peak_table(timeline)
     )
@@ -122,7 +120,7 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
 
 def peak_table(timeline: MemoryTimeline) -> RenderableType:
     """Allocations at the peak, by module and role."""
-    found = list(by_module_and_role(timeline.shares(timeline.peak_event)).items())
+    found = list(timeline.shares(timeline.peak_event, "module", "role").items())
     rows = [
         (module or "no stack", role, *_sizes(nbytes, timeline.peak_bytes), f"{count:,}")
         for (module, role), (nbytes, count) in found[:MOST_ROWS]
@@ -139,7 +137,6 @@ def _sizes(nbytes: int, peak_bytes: int) -> tuple[str, str]:
 
 def _device(device: DeviceSnapshot) -> dict[str, Any]:
     timeline = device.with_gradients
-    shares = timeline.shares(timeline.peak_event)
     return part(
         "SnapshotDevice",
         timeline,
@@ -149,10 +146,9 @@ def _device(device: DeviceSnapshot) -> dict[str, Any]:
         complete=device.complete,
         reserved_bytes=device.reserved_bytes,
         segments=len(device.segments),
-        peak_roles=by_role(shares),
         peak=[
             {"module": module, "role": role, "bytes": nbytes, "count": count}
-            for (module, role), (nbytes, count) in by_module_and_role(shares).items()
+            for (module, role), (nbytes, count) in timeline.shares(timeline.peak_event, "module", "role").items()
         ],
     )
 
@@ -271,24 +267,6 @@ def _in_order(timeline: MemoryTimeline) -> tuple[MemoryTimeline, Ints]:
 # peaks of two timelines -----------------------------------------------------------------------------------------------
 
 
-def by_module_and_role(shares: Sequence[LabelBytes]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(module, role) to bytes and count: sites together, the largest first."""
-    found: defaultdict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for share in shares:
-        key = share.label.module, share.label.role
-        nbytes, count = found[key]
-        found[key] = nbytes + share.nbytes, count + share.count
-    return dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
-
-
-def by_role(shares: Sequence[LabelBytes]) -> dict[str, int]:
-    """Role to bytes, the largest first."""
-    found: defaultdict[str, int] = defaultdict(int)
-    for share in shares:
-        found[share.label.role] += share.nbytes
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakChange:
     """Bytes and allocations of one module and role at the peaks of both."""
@@ -336,8 +314,7 @@ class PeakDifference:
 
 def compare_timelines(before: MemoryTimeline, after: MemoryTimeline) -> PeakDifference:
     """Compare what is allocated at the peak of each."""
-    old = by_module_and_role(before.shares(before.peak_event))
-    new = by_module_and_role(after.shares(after.peak_event))
+    old, new = (each.shares(each.peak_event, "module", "role") for each in (before, after))
     changes = []
     for module, role in {**old, **new}:
         (had, of), (has, now) = old.get((module, role), (0, 0)), new.get((module, role), (0, 0))
