@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from operator import mul
+from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -25,8 +27,10 @@ import jettison
 from jettison.core.errors import UsageError
 from jettison.memory.schedule import PipelineShape, ScheduledPass, Work
 from jettison.parallel.parameters import shard_blocks
-from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss
+from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.planner.handle import Applied
+from jettison.runtime.callers import of_a_region
+from jettison.runtime.planned import PlannedForward
 from jettison.spec.layout import Schedule
 from support.orders import fullest, peak_in_flight
 from support.rank_models import (
@@ -262,6 +266,48 @@ def work_of(schedule: Any) -> tuple[ScheduledPass, ...]:
             done[work] += 1
             steps.append(ScheduledPass(work, micro_batch, chunks[action.stage_index]))
     return tuple(steps)
+
+
+class InFlight:
+    """Watches the stages of a rank while a schedule runs, and keeps the most that was between forward and backward.
+
+    Args:
+        stages: by chunk, what `jettison.apply` returned for it (its ``regions``).
+
+    ``micro_batches`` counts micro-batch chunks, ``nbytes`` what their recipes keep; peaks of the rank, at one moment
+    each. A chunk of a split backward counts until the second half is over.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[PlannedForward]]) -> None:
+        self.stages = [list(regions) for regions in stages]
+        for region in chain.from_iterable(self.stages):
+            region.counted = True
+        self.micro_batches = 0
+        self.nbytes = 0
+        self._hooks: list[Any] = []
+
+    def now(self) -> Iterator[tuple[int, int]]:
+        """Micro-batches and bytes of every chunk at this moment."""
+        for regions in self.stages:
+            live = [region.live() for region in regions]
+            yield max(one.calls for one in live), sum(one.nbytes for one in live)
+
+    def __enter__(self) -> InFlight:
+        for regions in self.stages:
+            root: nn.Module = regions[-1].module
+            self._hooks.append(root.register_forward_hook(self._look))
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @of_a_region
+    def _look(self, *_: Any) -> None:  # only forwards add anything
+        counts, nbytes = zip(*self.now(), strict=True)
+        self.micro_batches = max(self.micro_batches, sum(counts))
+        self.nbytes = max(self.nbytes, sum(nbytes))
 
 
 def pipeline(name: str, group: distributed.ProcessGroup) -> dict[str, Any]:

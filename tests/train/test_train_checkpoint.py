@@ -76,8 +76,7 @@ def test_the_last_ones_stay(tmp_path: Path, world: World) -> None:
     for step in (2, 4, 6, 8):
         saver.save(tensors(step), at(step))
     saver.wait()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000006", "step-00000008"]
-    assert (tmp_path / "latest").read_text() == "step-00000008\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
 
 
 def test_what_an_interrupted_save_left_is_not_taken_for_a_checkpoint(tmp_path: Path, world: World) -> None:
@@ -86,7 +85,6 @@ def test_what_an_interrupted_save_left_is_not_taken_for_a_checkpoint(tmp_path: P
         saver.save(tensors(step), at(step))
     saver.wait()
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000006.partial")  # all but renamed
-    (tmp_path / "latest.partial").write_text("step-0000")
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000009")
     (tmp_path / "step-00000009" / "run.json").unlink()  # no save leaves that
     with pytest.raises(UsageError, match=r"step-00000009 is damaged: it has no run.json; .*go on from step-00000004$"):
@@ -94,12 +92,8 @@ def test_what_an_interrupted_save_left_is_not_taken_for_a_checkpoint(tmp_path: P
     shutil.rmtree(tmp_path / "step-00000009")
     assert checkpoints(tmp_path, world).find() == tmp_path / "step-00000004"
     assert not list(tmp_path.glob("*.partial"))
-    (tmp_path / "latest").unlink()
-    assert checkpoints(tmp_path, world).find() == tmp_path / "step-00000004"
-    (tmp_path / "latest").write_text("step-00000002\n")  # killed between the two renames
-    warned: list[str] = []
-    assert checkpoints(tmp_path, world, warned).find() == tmp_path / "step-00000002"
-    assert warned == ["checkpoint: latest names step-00000002, and step-00000004 is newer"]
+    shutil.rmtree(tmp_path / "step-00000004")  # to go back
+    assert checkpoints(tmp_path, world).find() == tmp_path / "step-00000002"
 
 
 def test_a_save_that_fails_leaves_the_last_good_one(tmp_path: Path, world: World) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints on disk, written atomically.
 
     folder/step-00000100/      tensors in torch.distributed.checkpoint's format, and run.json
-    folder/latest              name of the newest complete one
     folder/*.partial           being written or removed, or left by a killed run; removed at the next start
 
 A checkpoint is renamed into place when every rank has written its part. It holds tensors only: the rest of a run's
@@ -42,7 +41,7 @@ from jettison.train.checkpoint_reading import (
 from jettison.train.optim import local_of
 from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection, ModelSection, OptimizerSection, TrainRecipe
-from jettison.train.run_folder import PARTIAL, put_in_place, remove, sync_folder, write_durably
+from jettison.train.run_folder import PARTIAL, put_in_place, remove, write_durably
 
 SCHEMA: Final = "jettison.checkpoint/3"
 RUN: Final = "run.json"
@@ -50,7 +49,6 @@ RUN: Final = "run.json"
 _PLAIN: Final = (bool, int, float, str, type(None))
 _NOT_COMPARED: Final = frozenset({"config", "pretrained", "attention", "build"})
 """Keys of [model] that are not compared: paths (their contents are), equivalent kernels, place of initialization."""
-_LATEST: Final = "latest"
 
 
 class SaveFailed(JettisonError, RuntimeError):
@@ -315,9 +313,6 @@ class Checkpoints:
         description = digest_of((partial / ".metadata").read_bytes())
         write_durably(partial / RUN, state.text(torch=torch.__version__, description=description))
         put_in_place(partial, final)
-        write_durably(self.folder / f"{_LATEST}{PARTIAL}", final.name + "\n")
-        (self.folder / f"{_LATEST}{PARTIAL}").replace(self.folder / _LATEST)
-        sync_folder(self.folder)
 
     def _thin_out(self) -> None:
         if not self.world.leads:
@@ -355,37 +350,12 @@ class Checkpoints:
                     f"checkpoint.folder: {left}, left by a run that was interrupted, cannot be removed: "
                     f"{error.strerror or error}; make the folder writable, or name another"
                 ) from error
-        found = self._marked()
+        found = next(reversed(self._complete()), None)
         for path in self.folder.glob("step-*"):
             if not (path / RUN).exists() and (found is None or path > found):
                 way = f" to go on from {found.name}" if found else " to begin again"
                 raise UsageError(f"checkpoint {path} is damaged: it has no {RUN}; remove it{way}")
         return found
-
-    def _marked(self) -> Path | None:
-        """Return the checkpoint that `latest` names; if it was removed, the newest complete one."""
-        complete = self._complete()
-        newest = complete[-1] if complete else None
-        try:
-            marked = self.folder / (self.folder / _LATEST).read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return newest
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"checkpoint {self.folder / _LATEST} cannot be read: {error}; remove it") from error
-        if marked in complete:
-            if marked != newest:
-                self.warn(f"checkpoint: {_LATEST} names {marked.name}, and {newest.name if newest else ''} is newer")
-            return marked
-        if marked.name and marked.exists() and marked != self.folder:
-            way = f" to go on from {newest.name}" if newest else " to begin again"
-            raise UsageError(f"checkpoint {marked} is damaged: it has no {RUN}; remove it{way}")
-        if newest is None:
-            raise UsageError(
-                f"checkpoint.folder: {self.folder / _LATEST} names {marked.name!r}, which is not there, and there is "
-                f"no other; remove {_LATEST} to begin again"
-            )
-        self.warn(f"checkpoint: {_LATEST} names {marked.name!r}, which is not there; going on from {newest.name}")
-        return newest
 
     def _complete(self) -> list[Path]:
         return sorted(path.parent for path in self.folder.glob(f"step-*/{RUN}") if not path.parent.suffix)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -21,12 +21,13 @@ from jettison.core.errors import JettisonError, UsageError
 from jettison.core.parse_units import parse_seconds
 from jettison.core.progress import Progress, silent
 from jettison.ledger.levels import StepLevels
+from jettison.parallel.ranks import ranks_in_words
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.evaluation import EvaluationResult, EvaluationSet, evaluate
 from jettison.train.export import export_session
 from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks
-from jettison.train.ranks import HangWatch, RankLost, agreed, is_loss_of_a_rank, leave, waiting_for
+from jettison.train.ranks import RankLost, agreed, is_loss_of_a_rank, waiting_for
 from jettison.train.recipe import TrainRecipe
 from jettison.train.run_folder import SCHEMA, RunLog, TrainResult
 from jettison.train.setup import Session, prepared
@@ -37,7 +38,6 @@ _SKIPPED_IN_A_ROW: Final = 10
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _SAME_SECONDS: Final = 2.0
 """Signals this close count as one: torchrun forwards the SIGINT that a terminal has already sent to its ranks."""
-_TIMED_OUT: Final = ("timed out", "timeout")
 _NAMED: Final = 8  # ranks, of those whose loss is not finite
 
 
@@ -69,10 +69,8 @@ def train(
         StopRequest() as stop,  # before the first step nothing would be lost
         ExitStack() as stepping,
     ):
-        world, seconds = session.world, parse_seconds(session.recipe.timeout)
-        stepping.enter_context(waiting_for(world, seconds))
-        watch = stepping.enter_context(HangWatch(world, seconds, leave if world.device.type == "cuda" else None))
-        run = _StepLoop(session, watch, stop)
+        stepping.enter_context(waiting_for(session.world, parse_seconds(session.recipe.timeout)))
+        run = _StepLoop(session, stop)
         try:
             result = run.to_the_end()
             stepping.close()
@@ -82,19 +80,20 @@ def train(
         except RuntimeError as error:
             if not is_loss_of_a_rank(error):
                 raise
-            raise _lost(error, session, watch) from error
+            raise _lost(error, session) from error
         finally:
             run.close()
 
 
-def _lost(error: RuntimeError, session: Session, watch: HangWatch) -> RankLost:
-    first, step = str(error).splitlines()[0][:200], session.step + 1
-    hangs = watch.who() if any(word in str(error).lower() for word in _TIMED_OUT) else None
-    if hangs is None:
+def _lost(error: RuntimeError, session: Session) -> RankLost:
+    first, step, hang = str(error).splitlines()[0][:200], session.step + 1, list[int]()
+    with suppress(RuntimeError):  # the store may be gone
+        hang = session.world.absent(error)
+    if not hang:
         return RankLost(f"another rank has gone during step {step}: {first}; start again to resume")
     return RankLost(
-        f'{hangs} has not moved for timeout = "{session.recipe.timeout}", and the others wait in step {step}; '
-        "start again to resume, with a longer timeout where this was no fault"
+        f'{ranks_in_words(hang)} did not come within timeout = "{session.recipe.timeout}", and the others wait in step '
+        f"{step}; start again to resume, with a longer timeout where this was no fault"
     )
 
 
@@ -126,8 +125,8 @@ class _RunFacts:
 
 
 class _StepLoop:
-    def __init__(self, session: Session, watch: HangWatch, stop: StopRequest) -> None:
-        self.session, self.world, self.watch, self.stop = session, session.world, watch, stop
+    def __init__(self, session: Session, stop: StopRequest) -> None:
+        self.session, self.world, self.stop = session, session.world, stop
         self.say, self.warn = session.say, session.warn
         self.seen = _RunFacts()
         self._skipped_in_a_row = 0
@@ -150,7 +149,6 @@ class _StepLoop:
             if session.step % recipe.log.every == 0 or session.step == recipe.steps:
                 self._report(totals, peaks, interval)
                 interval = _Interval(started=time.perf_counter())
-            self.watch.at(f"after step {session.step}")
             if session.evaluation is not None and stopped is None:
                 last, every = session.step == recipe.steps, recipe.eval.every
                 if last or (every and session.step % every == 0):
@@ -179,14 +177,14 @@ class _StepLoop:
         micros, seed = range(first, first + session.accumulation), session.recipe.seed
         with session.meter.step() as measured:
             batches = session.batches.share(session.step, micros, self.world.device, seed, "step")
-            loss = session.engine.forward_backward(batches, self._phase)
+            loss = session.engine.forward_backward(batches, session.meter.phase)
             del batches
-            with self._phase("optimizer"):
+            with session.meter.phase("optimizer"):
                 squares = squared_norm(session.parameters, stages=session.layout.pp, copies=set(session.engine.tied))
                 asked, failed = self.stop.name is not None, checkpoints is not None and checkpoints.failed
                 totals = step_totals(squares, loss, asked=asked, failed=failed)
             update = self._agreed(totals, loss)
-            with self._phase("optimizer"):
+            with session.meter.phase("optimizer"):
                 if update:
                     if section.clip:
                         clip(session.parameters, totals.norm, section.clip)
@@ -194,12 +192,6 @@ class _StepLoop:
                 session.engine.clear(session.optimizer)
         session.step += 1
         return totals, measured(), (self.stop.name or "a signal to another rank") if totals.asked else None
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        self.watch.at(f"in the {name} of step {self.session.step + 1}")
-        with self.session.meter.phase(name):
-            yield
 
     # after a step ----------------------------------------------------------------------------------------------------
 
@@ -246,7 +238,6 @@ class _StepLoop:
 
     def _evaluate(self, found: EvaluationSet) -> float:
         session = self.session
-        self.watch.at(f"evaluating after step {session.step}")
         with self._eval_meter.step() as measured, self._eval_meter.phase("evaluation"):
             seen = evaluate(
                 found, session.engine, self.world, data_rank=session.data_rank, accumulation=session.accumulation
@@ -271,7 +262,6 @@ class _StepLoop:
 
     def _save(self) -> None:
         assert self.session.checkpoints is not None
-        self.watch.at(f"saving step {self.session.step}")
         self.session.checkpoints.save(self.session.tensors(), self.session.state())
         self._write("checkpoint", step=self.session.step)
 

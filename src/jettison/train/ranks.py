@@ -4,6 +4,12 @@ NOTE [ What ranks say ]
 Tensors of steps go through process groups. Rare messages (errors, the plan, digests of the text) go through the ranks'
 store, in a tree (NOTE [ A tree of ranks ]): a gloo group for them would need a socket between every two ranks. Values
 of every step travel with the sum of the gradient's squares (NOTE [ One sum a step ]).
+
+NOTE [ Who hangs ]
+A collective that times out does not tell which rank is missing: the rank that it waits for may wait for another, in
+another group. But each rank that waits times out, within a step of the first. So each says so in the store, and a rank
+that has said nothing by then hangs, or is stopped. With NCCL torch's own watchdog ends the process, and names the
+collective.
 """
 
 from __future__ import annotations
@@ -14,15 +20,12 @@ import itertools
 import json
 import os
 import pickle
-import sys
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import distributed as dist
@@ -39,9 +42,9 @@ _AGREED: Final = "raised_by_every_rank"
 _SETUP_SECONDS: Final = 1800.0
 """Timeout before the first step, in which one rank may plan or read while the others wait."""
 _LOST: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "gloo")
-_LONGEST_SECONDS = 2.0
-_READING_SECONDS = 30.0  # for all beats, on the rank that reads them
-_AT_ONCE = 512  # beats
+_TIMED_OUT: Final = ("timed out", "timeout")
+_LONGEST_SECONDS: Final = 30.0  # between the first rank that times out and the last
+_READING_SECONDS: Final = 30.0  # for the answers of all
 _runs = itertools.count()
 
 
@@ -101,6 +104,25 @@ class World(Ranks):
         if failed is not None:
             raise agreed(error or failed)
         return value  # type: ignore[return-value]
+
+    def absent(self, error: RuntimeError) -> list[int]:
+        """Ranks that hang, after a collective failed with this error: NOTE [ Who hangs ]; empty if unknown."""
+        key, store = f"{self.key}/lost", cast(Any, self.store)
+        store.set(f"{key}/{self.rank}", b"")
+        if not any(word in str(error).lower() for word in _TIMED_OUT):
+            return []
+        wait = min(self.seconds, _LONGEST_SECONDS)
+        if store.add(f"{key}/asking", 1) == 1:
+            time.sleep(wait)
+            found = [rank for rank in range(self.size) if not store.check([f"{key}/{rank}"])]
+            store.set(f"{key}/absent", json.dumps(found))
+            return found
+        end = time.monotonic() + wait + _READING_SECONDS
+        while not store.check([f"{key}/absent"]):
+            if time.monotonic() > end:
+                return []
+            time.sleep(wait / 10)
+        return list(json.loads(store.get(f"{key}/absent")))
 
 
 def _tried(make: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
@@ -246,162 +268,3 @@ def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 def is_loss_of_a_rank(error: RuntimeError) -> bool:
     """Did a collective fail because another rank was missing?"""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in _LOST)
-
-
-# finding the rank that hangs ------------------------------------------------------------------------------------------
-#
-# NOTE [ Who hangs ]
-# A collective that times out does not tell which rank is missing. So a thread of each rank regularly writes a *beat* to
-# the ranks' store: the place of its main thread, and the number of collectives begun in each of its groups. In a group,
-# ranks with fewer collectives are behind. A rank that waits in one group may be behind in another; the rank that hangs
-# is behind somewhere and ahead nowhere. A stopped process writes no more beats. Sends between pipeline stages are not
-# counted: there the rank that hangs is the one that has not timed out.
-#
-# The first rank that times out reads the beats of all, twice; the others read its result: n ranks read n beats.
-
-
-def leave(hangs: str) -> None:
-    """End the process, since a hanging collective on a device does not return; before the device's own timeout."""
-    text = f"jettison: {hangs} has not moved for the recipe's timeout; start again to resume"
-    print(text, file=sys.stderr, flush=True)
-    os._exit(RankLost.exit_code)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heartbeat:
-    """One rank's state at one moment: its main thread's place, collectives begun by group, whether it timed out."""
-
-    number: int = -1
-    place: str = "nowhere yet"
-    begun: Mapping[str, int] = field(default_factory=dict)
-    gave_up: bool = False
-
-
-def hanging(before: list[Heartbeat], now: list[Heartbeat]) -> list[int]:
-    """Return the ranks that the others wait for: NOTE [ Who hangs ]; empty if unknown."""
-    begun: defaultdict[str, list[int]] = defaultdict(list)
-    for group, count in (one for beat in now for one in beat.begun.items()):
-        begun[group].append(count)
-    least = {group: min(counts) for group, counts in begun.items() if min(counts) != max(counts)}
-
-    def hangs(rank: int) -> bool:
-        own = {group: count for group, count in now[rank].begun.items() if group in least}
-        ahead = any(count > least[group] for group, count in own.items())
-        return now[rank].number == before[rank].number or (bool(own) and not ahead)
-
-    ranks = range(len(now))
-    found = [rank for rank in ranks if hangs(rank)]
-    waiting = [rank for rank in ranks if now[rank].gave_up]
-    if not found and waiting:
-        found = [rank for rank in ranks if rank not in waiting]
-    return found
-
-
-class HangWatch:
-    """Context whose thread writes this rank's heartbeats, and calls ``stuck`` when another rank has kept the main
-    thread waiting for the recipe's timeout, on devices whose collectives cannot be interrupted.
-    """
-
-    def __init__(self, world: World, seconds: float, stuck: Callable[[str], None] | None = None) -> None:
-        self._world, self._seconds, self._stuck = world, seconds, stuck
-        self._every = min(_LONGEST_SECONDS, seconds / 8)
-        self._place, self._moved = "nowhere yet", time.monotonic()
-        self._number, self._gave_up, self._asked = 0, False, 0
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._store: Any = world.store
-        self._groups: list[Any] = []
-
-    def __enter__(self) -> HangWatch:
-        if self._world.size > 1:
-            self._groups = [group for group in c10d._world.pg_map if group.size() > 1 and _counts(group)]
-            self._thread = threading.Thread(target=self._run, name="jettison-watch", daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
-
-    def at(self, place: str) -> None:
-        self._place, self._moved = place, time.monotonic()
-
-    def who(self) -> str | None:
-        """Describe the ranks that hang, and where; None if unknown. Called by a rank that timed out."""
-        self._gave_up = True
-        if self._world.size == 1:
-            return None
-        try:
-            self._beat()
-            found = self._found()
-        except (RuntimeError, ValueError):  # the store is gone
-            return None
-        others = [f"rank {rank} ({where})" for rank, where in found if rank != self._world.rank]
-        return " and ".join(others) or None
-
-    def _found(self) -> list[tuple[int, str]]:
-        self._asked += 1
-        key = f"{self._world.key}/hangs/{self._asked}"
-        if self._store.add(f"{key}/asking", 1) > 1:
-            end = time.monotonic() + 2.5 * self._every + _READING_SECONDS
-            while not self._store.check([key]):
-                if time.monotonic() > end:
-                    return []
-                time.sleep(self._every / 4)  # not a blocking read of the store, or this rank's beats would stop
-            return [(rank, where) for rank, where in json.loads(self._store.get(key))]
-        before = self._beats()
-        time.sleep(2.5 * self._every)
-        now = self._beats()
-        found = [(rank, _where(before[rank], now[rank])) for rank in hanging(before, now)]
-        self._store.set(key, json.dumps(found))
-        return found
-
-    def _run(self) -> None:
-        while not self._over.wait(self._every):
-            try:
-                self._beat()
-            except RuntimeError:  # the store is gone, so nobody could read
-                return
-            if self._stuck is not None and time.monotonic() - self._moved > self._seconds:
-                if (found := self.who()) is not None:
-                    self._stuck(found)
-                    return
-                self._moved = time.monotonic()
-
-    def _beat(self) -> None:
-        self._number += 1
-        values = {
-            "number": self._number,
-            "place": self._place,
-            "gave_up": self._gave_up,
-            "begun": {group.group_name: group._get_sequence_number_for_group() for group in self._groups},
-        }
-        self._store.set(self._key(self._world.rank), json.dumps(values))
-
-    def _beats(self) -> list[Heartbeat]:
-        keys = [self._key(rank) for rank in range(self._world.size)]
-        return [beat for first in range(0, len(keys), _AT_ONCE) for beat in self._some_beats(keys[first:][:_AT_ONCE])]
-
-    def _some_beats(self, keys: list[str]) -> list[Heartbeat]:
-        if self._store.check(keys):
-            return [Heartbeat(**json.loads(text)) for text in self._store.multi_get(keys)]
-        return [
-            Heartbeat(**json.loads(self._store.get(key))) if self._store.check([key]) else Heartbeat() for key in keys
-        ]
-
-    def _key(self, rank: int) -> str:
-        return f"{self._world.key}/beat/{rank}"
-
-
-def _where(before: Heartbeat, now: Heartbeat) -> str:
-    return f"its process does not answer, last {now.place}" if before.number == now.number else now.place
-
-
-def _counts(group: dist.ProcessGroup) -> bool:
-    """Whether the group counts collectives; groups of dry runs do not."""
-    try:
-        group._get_sequence_number_for_group()
-    except RuntimeError:
-        return False
-    return True

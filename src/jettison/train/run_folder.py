@@ -220,7 +220,7 @@ class TrainResult:
 #
 # NOTE [ One run in a folder ]
 # The leading rank holds an flock on ``run.lock`` during the run. The kernel releases it when the process ends, in any
-# way, so a stale lock never blocks a run; the file names its owner.
+# way, so the file that stays, and names its owner, never blocks a run.
 
 
 LOCK: Final = "run.lock"
@@ -312,52 +312,27 @@ def _try(folder: Path, rank: int) -> None:
 
 @contextmanager
 def _locked(key: str, folder: Path, warn: Progress) -> Iterator[None]:
-    path = folder / LOCK
-    descriptor = _taken(key, path, warn)
-    try:
-        before = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
-        if before:
-            warn(f"{key}: {folder} was left by a run that crashed ({_whose(before)}); its lock is taken over")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n").encode(), 0)
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # before the lock is released: a waiting run creates a new file
-            path.unlink()
-        os.close(descriptor)
-
-
-def _taken(key: str, path: Path, warn: Progress) -> int:
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with (folder / LOCK).open("a+", encoding="utf-8", errors="replace") as file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = os.path.samestat(os.fstat(descriptor), path.stat())
-        except FileNotFoundError:
-            same = False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip()
-            os.close(descriptor)
+            file.seek(0)
+            owner = file.read(4096).strip() or "unknown owner"
             raise UsageError(
-                f"{key}: another run is in {path.parent} ({_whose(holder)}); wait for its end, or name another folder"
+                f"{key}: another run is in {folder} ({owner}); wait for its end, or name another folder"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
                 raise
-            warn(f"{key}: {path.parent} is on a file system without locks: run only one at a time in it")
-            same = True
-        if same:
-            return descriptor
-        os.close(descriptor)  # its run has just ended, and removed the file
-
-
-def _whose(text: str) -> str:
-    try:
-        values = json.loads(text)
-        return f"process {values['pid']} on {values['host']}"
-    except (ValueError, LookupError, TypeError):
-        return "unknown owner"
+            warn(f"{key}: {folder} is on a file system without locks: run only one at a time in it")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            if [*folder.iterdir()] == [folder / LOCK]:  # nothing was written
+                (folder / LOCK).unlink()
 
 
 def require_place(section: ExportSection) -> None:
