@@ -83,7 +83,6 @@ def test_its_own_defaults(tmp_path: Path, old: str, new: str, field: str, value:
     ("old", "new", "why"),
     [
         ("swift sft", "swift rlhf --rlhf_type dpo", "preference and reinforcement learning"),
-        ("swift sft", "megatron sft --tensor_model_parallel_size 2", "Megatron-SWIFT is not read"),
         ("--tuner_type lora", "--tuner_type adalora", "adalora is not modelled; expected lora or full"),
         ("--tuner_type lora", "--tuner_type full --freeze_parameters_ratio 0.5", "parameters frozen by name"),
         ("--tuner_type lora", "--lora_bias all", "lora_bias = all .trained biases"),
@@ -99,6 +98,95 @@ def test_its_own_defaults(tmp_path: Path, old: str, new: str, field: str, value:
 def test_what_is_refused(tmp_path: Path, old: str, new: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         read_run(write(tmp_path, SFT.replace(old, new)))
+
+
+MEGATRON = """
+NPROC_PER_NODE=4 \\
+CUDA_VISIBLE_DEVICES=0,1,2,3 \\
+megatron sft \\
+    --model Qwen/Qwen2.5-7B-Instruct \\
+    --dataset 'some/data#500' \\
+    --tensor_model_parallel_size 2 \\
+    --sequence_parallel true \\
+    --micro_batch_size 2 \\
+    --max_length 2048 \\
+    --finetune true \\
+    --no_save_optim true
+"""
+
+
+def test_megatron_swift_field_by_field(tmp_path: Path) -> None:
+    found = read_run(write(tmp_path, MEGATRON))
+    assert (found.framework, found.model, found.gpus, found.global_batch) == ("megatron", "qwen2.5-7b", 4, 16)
+    assert {name: getattr(found.request, name) for name in found.request.given()} == {
+        "like": "megatron-0.19",
+        "seq": 2048,
+        "micro_batch": 2,
+        "micro_batches": 4,
+        "tp": 2,
+        "sp": True,
+        "dp": 2,
+        "zero": 1,
+        "attention": "flash",
+        "precision": "bf16-main32",
+        "accumulation": "fused-dummy",
+        "loss": "native",
+        "dataloader_attention_mask": False,
+        "recompute_modules": "core_attn",
+    }
+    assert any("none is padded" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("new", "field", "value"),
+    [
+        ("--recompute_granularity none", "recompute_modules", None),
+        ("--recompute_granularity full --recompute_method uniform --recompute_num_layers 2", "recompute", "every:2"),
+        ("--use_distributed_optimizer false", "zero", None),
+        ("--optimizer dist_muon", "zero", None),
+        ("--cross_entropy_loss_fusion false", "loss", None),
+        ("--cross_entropy_fusion_impl te", "loss", "te"),
+        ("--attention_backend flash_3", "attention", "flash"),
+        ("--gradient_accumulation_fusion false", "accumulation", "cast"),
+        ("--global_batch_size 32", "micro_batches", 8),
+        ("--tuner_type lora", "lora", "r=8,targets=all-linear,dropout=0.05"),
+        (
+            "--train_type lora --target_modules linear_qkv linear_proj",
+            "lora",
+            "r=8,targets=linear_qkv+linear_proj,dropout=0.05",
+        ),
+        ("--padding_free false", "pad_to_longest", True),
+        ("--torch_dtype float16", "precision", "fp16-main32"),
+        ("--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2", "virtual_stages", 2),
+    ],
+)
+def test_what_a_megatron_swift_argument_becomes(tmp_path: Path, new: str, field: str, value: object) -> None:
+    text = MEGATRON.replace("--finetune true", new)
+    assert getattr(read_run(write(tmp_path, text)).request, field) == value
+    assert new not in MEGATRON
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("megatron sft", "megatron rlhf --rlhf_type dpo", "preference and reinforcement learning of Megatron-SWIFT"),
+        ("--finetune true", "--optimizer_cpu_offload true", "CPU offload of optimizer states is not modelled"),
+        ("--finetune true", "--tuner_type lora_llm", "lora_llm is not modelled; expected full or lora"),
+        ("--finetune true", "--task_type seq_cls", "heads other than of a language model"),
+        ("--finetune true", "--freeze_parameters_ratio 0.5", "parameters frozen by name"),
+        ("--finetune true", "--novel_option 3", r"novel_option = 3 \(unknown key"),
+    ],
+)
+def test_what_megatron_swift_is_refused_for(tmp_path: Path, old: str, new: str, why: str) -> None:
+    assert old in MEGATRON
+    with pytest.raises(UsageError, match=why):
+        read_run(write(tmp_path, MEGATRON.replace(old, new)))
+
+
+def test_megatron_swift_as_yaml(tmp_path: Path) -> None:
+    text = "ENV: {NPROC_PER_NODE: 4}\nmodel: Qwen/Qwen2.5-7B-Instruct\ndataset: ['a#1']\nno_save_optim: true\n"
+    text += "tensor_model_parallel_size: 2\nsequence_parallel: true\nmicro_batch_size: 2\nmax_length: 2048\n"
+    assert read_run(write(tmp_path, text, "run.yaml")).request == read_run(write(tmp_path, MEGATRON)).request
 
 
 def test_nodes_that_a_variable_leaves_open(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def _autocast_loss(w: Writer) -> bool:
 def _without_last(w: Writer, logits: Value, wide: Value, labels: Value) -> tuple[Value, Value, list[Value]]:
     """Input of the loss, copied if without a sequence's last position; and values that its function references."""
     named = [wide if w.kernels.fp32_logits else logits]
-    if w.kernels.loss is Loss.IN_LOOP or not _copies_logits(w):
+    if (w.kernels.loss is Loss.IN_LOOP and w.kernels.loss_float32) or not _copies_logits(w):
         return wide, labels, named
     b, s, width = wide.shape
     copied = w.tape.op("aten.clone.default", [wide], (b, s - 1, width))
@@ -167,9 +167,10 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
     returned it; since then a function holds it (``loss/loss_utils.py``), while the model holds the 16-bit logits.
     """
     logits = _gathered(w, logits)
-    wide = cast(w, logits, "float32") if w.kernels.loss is Loss.IN_LOOP or w.kernels.loss_float32 else logits
+    wide = cast(w, logits, "float32") if w.kernels.loss_float32 else logits
     wide, labels, named = _without_last(w, logits, wide, labels)
-    wide = cast(w, wide, "float32") if w.run.precision.casts or _autocast_loss(w) else wide
+    widens = w.run.precision.casts or _autocast_loss(w) or w.kernels.loss is Loss.IN_LOOP
+    wide = cast(w, wide, "float32") if widens else wide
     loss = _cross_entropy(w, _log_softmax(w, wide, f"{EXTRA}: 4sbv"), labels)
     w.tape.name(*named)  # arguments of the function that casts or copies them
     return loss

@@ -489,7 +489,7 @@ class Keys:
             usual, key = usual.rpartition(".")[2], own
         dashed = any("-" in name[len(name) - len(one) :] for one, name in self._written.items())
         prefix = there[: len(there) - len(usual)]
-        return prefix + (key.replace("_", "-") if dashed and "_" in key else key)
+        return prefix + (key.replace("_", "-") if dashed and "." not in there else key)
 
     def used(self) -> tuple[Key, ...]:
         """Keys that were read."""

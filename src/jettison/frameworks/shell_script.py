@@ -51,12 +51,12 @@ _DEEPEST: Final = 8
 """Deepest nesting of function calls."""
 _MOST_CALLS: Final = 100
 _OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)")
-"""Hydra override: a configuration key with its value."""
+"""Hydra override: a configuration key with its value. Along with one, a key may be a single word."""
 _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<"})
 _LAUNCHERS: Final = re.compile(
     r"(?:\S*/)?(?:srun|sbatch|mpirun|mpiexec|docker|singularity|apptainer|enroot|numactl|taskset|nsys|ncu)"
 )
-_PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl|swift)")
+_PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl|swift|megatron)")
 _KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus", "ntasks")
 OF_LAUNCHERS: Final = (
     r"nproc[_-]per[_-]node|nnodes|node[_-]rank|master[_-](?:addr|port)|rdzv[_-]\w+|standalone|max[_-]restarts|"
@@ -497,6 +497,7 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
     """Arguments and overrides by name, programs as ``$NAME``; of a launcher only the numbers of devices."""
     found: dict[str, Any] = {}
     name, launched, begun = "", False, False
+    hydra = any(map(_OVERRIDE.fullmatch, words))
     for word in words:
         launched |= not begun and _LAUNCHERS.fullmatch(word) is not None
         if launched and (_PROGRAMS.fullmatch(word) or word.endswith((".sh", ".py"))):
@@ -510,7 +511,8 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
                 name = ""
             else:
                 found[name] = value if equals else True
-        elif override := _OVERRIDE.fullmatch(word):
+                name = "" if equals else name
+        elif override := _OVERRIDE.fullmatch(word) or (hydra and begun and re.fullmatch(r"\+{0,2}(\w+)=(.*)", word)):
             found[override[1]] = {"null": None, "true": True, "false": False}.get(override[2], override[2])
             name, begun = "", True
         elif _is_program(word) or not begun:

@@ -31,7 +31,7 @@ def reduces_last(keys: Keys, *, synced: bool = False, remedy: str = "sync_each_b
         return
     if synced or not preset:
         keys.give("gradient_sync", "each" if synced else "last")
-    if not synced and keys.asked.get("gradient_sync") != "each" and keys.field("lora") is None:
+    if not synced and keys.field("gradient_sync") != "each" and keys.field("lora") is None:
         keys.note(
             "FSDP keeps the whole model's gradients unsharded until a step's last micro-batch, which is counted; with "
             f"{remedy}, or FSDP2 by accelerate before 1.11, it reduces them in each: --gradient-sync each counts that"
@@ -87,8 +87,9 @@ def replicas(keys: Keys) -> None:
     dp = keys.share("tp", "pp", "cp")
     if dp > 1 or keys.field("zero"):
         keys.give("dp", dp)
-    if (whole := keys.table.get("sequences_a_step")) and keys.field("micro_batches") is None:
-        keys.give("micro_batches", max(1, -(-whole // keys.field("micro_batch", 1) // dp)))
+    if (whole := keys.whole("sequences_a_step")) and keys.field("micro_batches") is None:
+        each = keys.field("micro_batch", 1) * max(1, keys.field("seq", 1) // keys.field("packed", keys.field("seq", 1)))
+        keys.give("micro_batches", max(1, -(-whole // each // dp)), "sequences_a_step")
     each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
     reduces_last(keys, synced=each is not None and each[1] == "true")
 
@@ -242,7 +243,7 @@ def targets(keys: Keys, key: str, default: str) -> str:
     value = keys.get(key)
     if value is None or value == []:
         return default
-    names = [str(one) for one in value] if isinstance(value, list) else re.split(r"[,\s]+", str(value).strip())
+    names = [str(one) for one in value] if isinstance(value, list) else re.split(r"[,\s]+", str(value).strip("[] "))
     found: list[str] = []
     every = {"all", "all-linear", "all_linear"}.intersection(map(str.lower, names))
     for name in (one for one in names if one.lower() not in every):

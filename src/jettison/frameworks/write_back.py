@@ -444,7 +444,7 @@ def _with_import(text: str, module: str, name: str) -> str:
 
 
 def _arguments(text: str, key: str, value: Any) -> str:
-    """Edit a flag of a script in place, or add it before the program's first argument."""
+    """Edit a flag of a script, or a Hydra override, in place, or add it before the program's first one."""
     words = [str(one) for one in value] if isinstance(value, list) else [] if value is True else [str(value)]
     said = "" if value is None or value is False else " ".join([f"--{key}", *words])
     pattern = (
@@ -452,11 +452,15 @@ def _arguments(text: str, key: str, value: Any) -> str:
         r"(?:[ \t]*=[ \t]*\S+|[ \t]+([\"'])[\w.:-]*\1|(?:[ \t]+(?!-{1,2}[A-Za-z]|#)[^\s\\)\"']+)*)"
     )
     code = re.sub(r"(?<!\S)#.*", lambda comment: "#" * len(comment[0]), text)
+    first = rf"(?<![\w-])--(?!(?:{OF_LAUNCHERS})\b)[A-Za-z]"
+    if "." in key and re.search(override := r"(?<![^\s\"'])\+{0,2}[A-Za-z_]\w*(?:\.\w+)+=", code):
+        said = "" if value is None else f"{key}={json.dumps(value, separators=(',', ':'))}".replace('"', "")
+        pattern, first = rf"(?<![\w.])\+{{0,2}}{re.escape(key)}=[^\s\\]*", override
     if match := re.search(pattern, code):
         return f"{text[: match.start()]}{said}{text[match.end() :]}"
     if not said:
         return text
-    place = re.search(rf"(?<![\w-])--(?!(?:{OF_LAUNCHERS})\b)[A-Za-z]", code)
+    place = re.search(first, code)
     if place is None:
         raise _cannot(key)
     return f"{text[: place.start()]}{said} {text[place.start() :]}"

@@ -131,18 +131,18 @@ class Upcast(StrEnum):
 
 ALL: Final = "all-linear"
 _NAMES_OF: Final = {
-    "query": "q_proj q_b_proj q",
-    "key": "k_proj k",
-    "value": "v_proj v",
-    "qkv": "qkv_proj query_key_value c_attn",
-    "out": "o_proj o out_proj c_proj",
+    "query": "q_proj q_b_proj q linear_qkv",
+    "key": "k_proj k linear_qkv",
+    "value": "v_proj v linear_qkv",
+    "qkv": "qkv_proj query_key_value c_attn linear_qkv",
+    "out": "o_proj o out_proj c_proj linear_proj",
     "query_down": "q_a_proj",
     "key_value_down": "kv_a_proj_with_mqa",
     "key_value": "kv_b_proj",
-    "gate": "gate_proj wi_0",
-    "up": "up_proj wi wi_1 fc1 c_fc",
-    "down": "down_proj wo fc2 c_proj",
-    "gate_up": "gate_up_proj",
+    "gate": "gate_proj wi_0 linear_fc1",
+    "up": "up_proj wi wi_1 fc1 c_fc linear_fc1",
+    "down": "down_proj wo fc2 c_proj linear_fc2",
+    "gate_up": "gate_up_proj linear_fc1",
 }
 _LAYERS: Final = tuple(_NAMES_OF)
 TARGETS: Final = MappingProxyType(

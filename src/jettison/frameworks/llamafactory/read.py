@@ -68,7 +68,4 @@ def _of_v1(keys: Keys) -> None:
     elif keys.said("like") != "deepspeed":
         keys.refuse("bf16", "matmuls in fp32 with 16-bit weights of a checkpoint are not modelled")
     keys.note("the file does not name the task, which is counted as sft, with every sequence at its maximum length")
-    whole, each = keys.whole("global_batch_size"), keys.field("micro_batch", 1)
     trainer.replicas(keys)
-    if whole is not None:
-        keys.give("micro_batches", max(1, whole // (each * keys.field("dp", 1))), "global_batch_size")

@@ -19,7 +19,8 @@ from jettison.families.config import parse_config
 from jettison.frameworks.config_file import ConfigFile
 from jettison.frameworks.run_file import Keys, tables
 from jettison.frameworks.shell_script import PROGRAM
-from jettison.frameworks.trainer_keys import pipeline, zero_buckets
+from jettison.frameworks.trainer_keys import full_length, pipeline, zero_buckets
+from jettison.frameworks.transformers.read import adapters
 from jettison.spec.model import ModelSpec
 
 _MOST: Final = 100_000
@@ -36,8 +37,14 @@ _EXPERTS: Final = (
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
-    if keys.form in ("recipe", "yaml"):
+    if keys.form in ("recipe", "yaml", "swift"):
         _dataclasses(keys)
+    if keys.form == "swift":
+        adapters(keys, trl=False)
+        if keys.on("packing") or not keys.on("padding_free", True):
+            full_length(keys, packed=keys.on("packing"))
+        else:
+            keys.note("every sequence is counted at its maximum length; shorter ones take less, since none is padded")
     if keys.form == "deepspeed":
         _of_deepspeed(keys)
     _devices(keys)
@@ -45,7 +52,7 @@ def read(keys: Keys) -> None:
     if keys.asked_model is not None:
         keys.read(*keys.table["model"], why=f"the model is {keys.asked_model}")
         sites = [f"{site}_dropout" for site in ("hidden", "attention")]
-        if keys.form != "recipe" or any(map(keys.has, sites)):
+        if keys.form not in ("recipe", "swift") or any(map(keys.has, sites)):
             keys.give("dropout", max(keys.number(site, 0.1) or 0.0 for site in sites), *sites)
     elif keys.has("hidden_size"):
         found = config(keys)

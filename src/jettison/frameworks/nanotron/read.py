@@ -28,7 +28,11 @@ def read(keys: Keys) -> None:
         keys.give("stage_layers", "nanotron")
         if not keys.has("parallelism.pp_engine"):
             keys.give("schedule", "gpipe")  # AllForwardAllBackwardPipelineEngine
-    _precision(keys)
+    if keys.said("precision") is None:  # ``optim/gradient_accumulator.py``: fp32 weights and gradients are added
+        wide = keys.on("optimizer.accumulate_grad_in_fp32")
+        came_from = ("model.dtype", "optimizer.accumulate_grad_in_fp32")
+        keys.give("precision", "bf16-grad32" if wide else "bf16-pure", *came_from)
+        keys.give("gradients", None if wide else "one-by-one", *came_from)
     if keys.text("optimizer.optimizer_factory.name", "adamw") in ("adamw", "adam"):
         fused = keys.on("optimizer.optimizer_factory.torch_adam_is_fused") or keys.on("optimizer.torch_adam_is_fused")
         keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.optimizer_factory.torch_adam_is_fused")
@@ -67,19 +71,3 @@ def _model(keys: Keys) -> None:
         keys.note("nanotron's models/qwen.py is not modelled: its layers are counted as PyTorch's own ops")
     if keys.on(f"{_CONFIG}_use_doc_masking"):
         keys.note("documents of a sequence are counted as one")
-
-
-def _precision(keys: Keys) -> None:
-    """Read the precision. ``optim/gradient_accumulator.py``: fp32 accumulation adds fp32 weights and gradients."""
-    dtype = keys.text("model.dtype", "bfloat16")
-    wide = keys.on("optimizer.accumulate_grad_in_fp32")
-    if dtype == "float32":
-        keys.give("precision", "fp32", "model.dtype")
-        keys.give("gradients", "one-by-one")
-    elif dtype == "bfloat16":
-        word = "bf16-grad32" if wide else "bf16-pure"
-        keys.give("precision", word, "model.dtype", "optimizer.accumulate_grad_in_fp32")
-        if not wide:
-            keys.give("gradients", "one-by-one", "optimizer.accumulate_grad_in_fp32")
-    else:
-        keys.refuse("model.dtype", "expected bfloat16 or float32")

@@ -148,6 +148,10 @@ def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
 
 
 def _sequence(keys: Keys, *, trl: bool) -> None:
+    if tokens := keys.whole("tokens_per_gpu"):  # as many sequences as fit, without padding between them
+        keys.give("packed", keys.field("seq"))
+        keys.give("seq", tokens * keys.field("cp", 1), "tokens_per_gpu")
+        keys.give("micro_batch", 1)
     cut = [key for key in ("max_length", "max_seq_length") if key in keys.values]  # null: not truncated
     if trl and keys.field("seq") is None and not cut:
         keys.give("seq", 1024)  # ``SFTConfig.max_length``
