@@ -47,7 +47,7 @@ WHY = {
     "weights-host": "weights are offloaded to CPU (--offload-optimizer); the unit is GiB and the figure nvidia-smi's",
     "deepspeed": "DeepSpeed's step copies gradients; a bf16 master is --precision bf16-master16; live parameters and "
     "the gradient bucket are --zero-buckets",
-    "host-bound": "the host is the limit, which nothing prices: ZeRO 3's hooks at 512 tokens a step, Adam on the CPU",
+    "host-bound": "the host is the limit: ZeRO's hooks at 512 tokens a step, which nothing prices, and unnamed CPUs",
     "misread": "the program sets attn_implementation where transformers does not read it: it runs sdpa",
     "impossible": "70B bf16 parameters, unsharded under ZeRO 2, are more than the device has",
     "own-mixtures": "was refused: Liger's kernels do not patch experts; AutoModel's own run on TransformerEngine",

@@ -132,7 +132,25 @@ def test_copies_take_time() -> None:
     way = 1 / (device.host_bytes_per_second * device.reached.host)
     beside = found.stages[0].total.backward.seconds
     waits = max(0.0, host.to_host_bytes * way - beside)
-    assert found.stages[0].optimizer == pytest.approx(waits + host.to_device_bytes * way)
+    stepped = 7 * 2 * N / (device.cpu_bytes_per_second * device.reached.cpu)  # gradients, parameters, moments in bf16
+    assert found.stages[0].optimizer == pytest.approx(waits + stepped + host.to_device_bytes * way)
+
+
+@pytest.mark.parametrize(
+    ("asked", "passes"),
+    [
+        ({"offload_optimizer": "deepspeed", "zero": 2}, 10.5),  # rescaled and cast as well
+        ({"offload_optimizer": "fsdp2", "zero": 3, **FP32}, 7),
+        ({"offload_optimizer": "torchao", "zero": 3, "precision": "fp32"}, 7),
+    ],
+)
+def test_a_step_on_cpu_is_bound_by_its_memory(asked: dict[str, object], passes: float) -> None:
+    """A rank reads and writes so many fp32 arrays of its shard, at its part of the server's bandwidth."""
+    run, device = forecast_of(**asked, dp=8, seq=4096).run, hardware("a100-80gb")
+    faster = replace(device, cpu_bytes_per_second=2 * device.cpu_bytes_per_second)
+    saved = estimate(run, device).step_seconds - estimate(run, faster).step_seconds
+    each = 4 * N / 8 / (device.cpu_bytes_per_second * device.reached.cpu)
+    assert saved == pytest.approx(passes * each / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("rule", ["torchao", "torchao-gradients"])

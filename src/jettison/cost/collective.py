@@ -117,6 +117,11 @@ def host_seconds(nbytes: float, hardware: Hardware) -> float:
     return nbytes / reached
 
 
+def cpu_seconds(nbytes: float, hardware: Hardware) -> float:
+    """Seconds to read and write these bytes of CPU memory, while the other devices of the host do so too."""
+    return nbytes / (hardware.cpu_bytes_per_second * hardware.reached.cpu)
+
+
 def bandwidth(ranks: RankGroup, hardware: Hardware) -> float:
     """Bytes per second of a ring, at each rank."""
     if ranks.nodes == 1:

@@ -321,6 +321,16 @@ def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
 
 
 # optimizer offload ----------------------------------------------------------------------------------------------------
+#
+# NOTE [ Steps on CPU ]
+# AdamW on CPU is bound by CPU memory. A fused step reads gradient, parameter and two moments and writes all but the
+# gradient: 7 passes over an array of the parameters (torchao's ``fused=True``). torch's default on CPU is neither fused
+# nor foreach: 20 (``_single_tensor_adam``), which `stage_time.OPTIMIZER_PASSES` stands for. DeepSpeed (edaa722) also
+# rescales fp32 gradients (``unscale_and_clip_grads``: 2) and casts parameters to 16 bits (1.5). Nothing overlaps it.
+#
+# As shares of a rank's part of its server's memory bandwidth, steps were timed at 0.35 (Llama 2 7B over four A100s,
+# more than 4 s: DeepSpeed's ZenFlow blog), 0.19 (Qwen 72B over 32, 10 s: its issue 6834), at least 0.4 and, with cores
+# bound to ranks, 0.5 (Qwen2.5 3B over two: its pull request 7474). `Reached.cpu` is 0.4; it can be twice that, or half.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,12 +339,14 @@ class OffloadedOptimizer:
 
     Args:
         gathered_bytes: the part of ``to_device_bytes`` that is all-gathered next: parameter shards.
+        stepped_bytes: read and written in CPU memory by a fused step on CPU.
     """
 
     host_bytes: int
     to_host_bytes: int
     to_device_bytes: int
     gathered_bytes: int = 0
+    stepped_bytes: int = 0
 
 
 def offloaded_optimizer(run: Run, total: Static) -> OffloadedOptimizer:
@@ -355,6 +367,7 @@ def offloaded_optimizer(run: Run, total: Static) -> OffloadedOptimizer:
         to_host_bytes=paged + elements * (times * each.sent_each + each.sent),
         to_device_bytes=paged + elements * (times * each.fetched_each + each.fetched) + gathered,
         gathered_bytes=gathered,
+        stepped_bytes=int(elements * rule.cpu_passes * DTYPE_BYTES[precision.master or precision.parameter]),
     )
 
 

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
+from jettison.cost.collective import cpu_seconds, group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
 from jettison.cost.flops import everything, recompute_flops, repeated, to_the_end, visible_share
 from jettison.cost.layer import NOTHING, PassSeconds, PriceModel, RegionSeconds
@@ -455,26 +455,22 @@ class Timing:
         return _adding_seconds(region, run.layout.sharding, run.precision, self.execution, self.hardware)
 
     def optimizer(self, items: Sequence[Item], *, least: bool = False) -> float:
-        """Seconds of the optimizer step: its traffic over the memory bandwidth; of a step on the host, its copies.
+        """Seconds of the optimizer step: its traffic over the memory bandwidth, of the device or of the host.
 
         Args:
             least: a lower bound, without copies that backwards may hide.
         """
-        precision = self.run.precision
-        if self.run.optimizer_offload.steps_on_cpu:
-            return self._host_copies(items, least=least)
-        nbytes = sum(item.count * item.optimizer_bytes for item in items)
-        fused = self.execution.fused_optimizer and self.run.optimizer is not Optimizer.ADAMW_FOREACH
+        precision, how = self.run.precision, self.execution
+        fused = how.fused_optimizer and self.run.optimizer is not Optimizer.ADAMW_FOREACH
         passes = 1 if fused else OPTIMIZER_PASSES
-        how = self.execution
+        if self.run.optimizer_offload.steps_on_cpu:
+            return self._host_seconds(items, passes=passes, least=least)
+        nbytes = sum(item.count * item.optimizer_bytes for item in items)
         again = sum(item.count * _quantised_bytes(item.region, precision, how) for item in items if item.in_layer)
-        return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
+        return memory_seconds(nbytes * passes + again, self.hardware) + self._host_seconds(items)
 
-    def _host_copies(self, items: Sequence[Item], *, least: bool = False) -> float:
-        """Exposed copies of optimizer offload: copies of gradients to the host overlap with backwards, others do not.
-
-        The optimizer's time on CPU is not included: hardware files have no rates of the host.
-        """
+    def _host_seconds(self, items: Sequence[Item], *, passes: int = 1, least: bool = False) -> float:
+        """Exposed copies of optimizer offload, and a step on CPU: only copies of gradients overlap with backwards."""
         run = self.run
         if not run.optimizer_offload.moves:
             return 0.0
@@ -483,6 +479,7 @@ class Timing:
         sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, updated))
         if not run.optimizer_offload.steps_on_cpu:
             return sent + fetched
+        fetched += cpu_seconds(moved.stepped_bytes * passes, self.hardware)
         if least:
             return fetched
         work = sum(item.count * item.seconds.backward_seconds for item in items)

@@ -132,9 +132,7 @@ def run_facts(asked: Resolved, host: OffloadedOptimizer | None, *, training: boo
     if host is not None:
         sent, fetched = format_bytes(host.to_host_bytes), format_bytes(host.to_device_bytes)
         there = f"{format_bytes(host.host_bytes)} a rank, as {run.optimizer_offload} has it"
-        unknown = (
-            "; the time of the CPU is not counted" if run.optimizer_offload.steps_on_cpu else ", if all pages move"
-        )
+        unknown = "" if run.optimizer_offload.steps_on_cpu else ", if all pages move"
         yield "CPU memory", f"{there}; a step copies {sent} to CPU and {fetched} back{unknown}"
 
 

@@ -23,7 +23,7 @@ from jettison.spec.kernels import Device
 _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")
 """Usable share of memory by default: HBM devices report 98 to 99 %, GDDR with error correction 92 %."""
-_BANDWIDTHS: Final = ("memory", "link", "host", "network")
+_BANDWIDTHS: Final = ("memory", "link", "host", "cpu", "network")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,7 @@ class Reached:
     all_to_all: float | None = None  # of link bandwidth, all-to-all within a node; None: `link`
     network: float = 0.85  # of network bandwidth, collectives between nodes
     host: float = 0.8  # of host link bandwidth, copies
+    cpu: float = 0.4  # of CPU memory bandwidth, optimizer steps: NOTE [ Steps on CPU ] in `predict.optimizer_state`
     shared: float = 0.15  # slowdown of compute by a transfer that overlaps with it
 
 
@@ -130,7 +131,7 @@ class Hardware:
         memory_bytes: of the chip.
         usable_bytes: free memory of an idle device in torch.cuda.mem_get_info, the process's CUDA context included.
         link_bytes_per_second: to the other devices of the same node or pod, over all links.
-        host_bytes_per_second: to the host.
+        host_bytes_per_second: to the host. ``cpu_bytes_per_second``: the host's memory bandwidth, for each device.
         network_bytes_per_second: to other nodes.
         host_memory_bytes: of the host, for each device.
         units: multiprocessors.
@@ -148,6 +149,7 @@ class Hardware:
     memory_bytes_per_second: int | None = None
     link_bytes_per_second: int | None = None
     host_bytes_per_second: int | None = None
+    cpu_bytes_per_second: int = 51_200_000_000  # two channels of DDR4-3200, or a DGX A100's sixteen for eight devices
     network_bytes_per_second: int | None = None
     host_memory_bytes: int | None = None
     units: int = 1
@@ -469,7 +471,7 @@ def slower(hardware: Hardware, *, compute: float, communication: float, host: fl
 
     def reached(shares: Reached) -> Reached:
         own = {f.name: getattr(shares, f.name) for f in fields(Reached) if f.name not in _NO_RATES}
-        by = dict.fromkeys(own, compute) | dict.fromkeys(_COMMUNICATION, communication)
+        by = dict.fromkeys(own, compute) | dict.fromkeys(_COMMUNICATION, communication) | {"cpu": host}
         return replace(shares, **{name: own[name] / by[name] for name in own if own[name]})
 
     def attention(rates: AttentionRates | None) -> AttentionRates | None:

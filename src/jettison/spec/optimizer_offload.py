@@ -30,7 +30,7 @@ class OptimizerOffload:
     framework: str = ""
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     least_elements: int = 4096  # states of smaller parameters stay
-    steps_on_cpu: bool = False  # the optimizer step runs on CPU
+    cpu_passes: float = 0  # over CPU arrays of a step on CPU: NOTE [ Steps on CPU ] in `predict.optimizer_state`
     frees_gradients: bool = False  # gradients are offloaded and freed during backward
     moves_masters: bool = False
     moves_parameters: bool = False
@@ -39,6 +39,11 @@ class OptimizerOffload:
     copies_shards: bool = False
     one_micro_batch: bool = False
     moves: bool = True  # whether anything is offloaded
+
+    @property
+    def steps_on_cpu(self) -> bool:
+        """Whether the optimizer step runs on CPU."""
+        return self.cpu_passes > 0
 
     def __reduce__(self) -> tuple[Callable[[str], OptimizerOffload], tuple[str]]:
         return optimizer_offload, (self.name,)
