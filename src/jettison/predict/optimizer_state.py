@@ -321,16 +321,6 @@ def bucket_bytes(run: Run, total: Static, chunks: Sequence[Chunk]) -> int:
 
 
 # optimizer offload ----------------------------------------------------------------------------------------------------
-#
-# NOTE [ Steps on CPU ]
-# AdamW on CPU is bound by CPU memory. A fused step reads gradient, parameter and two moments and writes all but the
-# gradient: 7 passes over an array of the parameters (torchao's ``fused=True``). torch's default on CPU is neither fused
-# nor foreach: 20 (``_single_tensor_adam``), which `stage_time.OPTIMIZER_PASSES` stands for. DeepSpeed (edaa722) also
-# rescales fp32 gradients (``unscale_and_clip_grads``: 2) and casts parameters to 16 bits (1.5). Nothing overlaps it.
-#
-# As shares of a rank's part of its server's memory bandwidth, steps were timed at 0.35 (Llama 2 7B over four A100s,
-# more than 4 s: DeepSpeed's ZenFlow blog), 0.19 (Qwen 72B over 32, 10 s: its issue 6834), at least 0.4 and, with cores
-# bound to ranks, 0.5 (Qwen2.5 3B over two: its pull request 7474). `Reached.cpu` is 0.4; it can be twice that, or half.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,7 +66,7 @@ class Reached:
     all_to_all: float | None = None  # of link bandwidth, all-to-all within a node; None: `link`
     network: float = 0.85  # of network bandwidth, collectives between nodes
     host: float = 0.8  # of host link bandwidth, copies
-    cpu: float = 0.4  # of CPU memory bandwidth, optimizer steps: NOTE [ Steps on CPU ] in `predict.optimizer_state`
+    cpu: float = 0.4  # of CPU memory bandwidth, optimizer steps: docs/decisions/0122
     shared: float = 0.15  # slowdown of compute by a transfer that overlaps with it
 
 

@@ -30,7 +30,7 @@ class OptimizerOffload:
     framework: str = ""
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     least_elements: int = 4096  # states of smaller parameters stay
-    cpu_passes: float = 0  # over CPU arrays of a step on CPU: NOTE [ Steps on CPU ] in `predict.optimizer_state`
+    cpu_passes: float = 0  # over arrays of all offloaded elements, by a fused step on CPU: docs/decisions/0122
     frees_gradients: bool = False  # gradients are offloaded and freed during backward
     moves_masters: bool = False
     moves_parameters: bool = False
