@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, BudgetVerdict, Round
-from jettison.parallel.ranks import FAN, branch, children, listed
+from jettison.parallel.ranks import FAN, children, listed
 from jettison.train.ranks import RankLost, World
 from support.patience import PATIENCE
 
@@ -32,14 +32,17 @@ def parent(place: int) -> int:
     return place - place % span
 
 
+def branch(place: int, size: int) -> list[int]:
+    return [place, *(p for child in children(place, size) for p in branch(child, size))]
+
+
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 64, 257, 1000, 4097])
 def test_every_branch_stands_side_by_side(size: int) -> None:
     levels = next(n for n in range(9) if FAN**n >= size)
     for place in range(size):
         below = children(place, size)
         assert len(below) <= (FAN - 1) * levels and all(parent(child) == place for child in below)
-        assert [place, *(p for child in below for p in branch(child, size))] == list(branch(place, size))
-    assert branch(0, size) == range(size)
+    assert branch(0, size) == list(range(size))
 
 
 def inner(size: int) -> int:
@@ -151,7 +154,7 @@ def test_global_ranks_are_named_and_not_places() -> None:
 def test_as_many_plans_as_ranks_are_said_in_one_line() -> None:
     found = on_threads(40, agreeing(40, lambda rank: {"blocks.0": str(rank)}))
     (said,) = {str(error) for error in found.values()}
-    assert said.startswith("ranks 1 to 7 and 32 more would run another plan than rank 0; they differ first in blocks.0")
+    assert said.startswith("ranks 1 to 39 would run another plan than rank 0; they differ first in blocks.0")
 
 
 def test_ranks_that_never_come_are_named_and_those_that_wait_for_them_are_not() -> None:

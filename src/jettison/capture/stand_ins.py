@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from jettison.capture.dispatch import eagerly, forked_streams
 from jettison.capture.isolation import WritesUndone, leaving_nothing, without_our_hooks, without_plans
 from jettison.capture.kinds import TENSOR_HOOKS
-from jettison.capture.recorder import RegionTrace, TensorRef
+from jettison.capture.recorder import OpRecorder, RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, wrapping
 from jettison.capture.trees import tree_flatten, tree_unflatten
-from jettison.ledger.program import Buffer, Program, Source
 
 # outputs made from metadata, tied to a block's inputs in the graph ----------------------------------------------------
 
@@ -156,7 +155,9 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves):
         given = [stand_in(leaf) for leaf in leaves]
         output = run_holding_nothing(module.forward, tree_unflatten(given, spec))
-    return _trace_of(given, output)
+        trace = OpRecorder(nn.Module(), given).finish(output)  # all outputs look like tensors of other graphs
+    trace.entangled, trace.constants = False, frozenset()
+    return trace
 
 
 def run_holding_nothing(forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
@@ -224,34 +225,3 @@ def _gradient_hooks(parameter: Tensor) -> list[Any]:
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         found += [one for one in gc.get_referents(node) if type(one) is OrderedDict]
     return list({id(table): table for table in found if table}.values())
-
-
-def _trace_of(given: list[Any], output: Any) -> RegionTrace:
-    buffers: list[Buffer] = []
-    inputs: dict[int, int] = {}
-    known: dict[int, int] = {}
-
-    def buffer_of(tensor: Tensor, source: Source, **more: Any) -> int:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            known[storage._cdata] = len(buffers)
-            buffers.append(Buffer(index=len(buffers), nbytes=storage.nbytes(), source=source, **more))
-        return known[storage._cdata]
-
-    for position, leaf in enumerate(given):
-        if isinstance(leaf, Tensor):
-            inputs.setdefault(buffer_of(leaf, Source.INPUT, name=str(position), keepable=True), position)
-    leaves, spec = tree_flatten(output)
-    refs = [
-        TensorRef(buffer_of(t, Source.OUTER), tuple(t.shape), tuple(t.stride()), t.storage_offset(), t.dtype)
-        if isinstance(t, Tensor)
-        else t
-        for t in leaves
-    ]
-    outputs = tuple(ref.buffer for ref in refs if isinstance(ref, TensorRef))
-    return RegionTrace(
-        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs),
-        inputs=inputs,
-        output_leaves=refs,
-        output_spec=spec,
-    )

@@ -4,7 +4,7 @@ NOTE [ Agreement ]
 Before the first step every rank says what it is about to recompute, region by region, and all learn whether they say
 the same: digests of 32 bytes, compared on their way up a tree of ranks (NOTE [ A tree of ranks ]) in the store of
 `torch.distributed`, where a rank that never comes is named after a time and a collective would hang. Where digests
-differ, one rank of each of the two largest groups says what its digest was made of, so that the region can be named.
+differ, the first rank tells what its digest was made of, and each other one the region in which it differs.
 
 A rank takes its groups in the order of their ranks, as all do, so that no two wait for each other. It has its plan from
 the group whose first rank is the lowest, and hands it out in those where it is the first itself. Ranks that share
@@ -37,7 +37,7 @@ from jettison.capture.op_traits import is_collective
 from jettison.capture.sharded import sharded_parameters
 from jettison.capture.tensor_subclasses import Wrapping, wrapping
 from jettison.core.errors import Infeasible, PlanMismatch
-from jettison.parallel.ranks import RUNS, Ranks, Store, branch, children, joined, listed, ranks_in_words
+from jettison.parallel.ranks import Ranks, Store, listed, ranks_in_words
 from jettison.runtime.planned import PlannedForward
 
 TIMEOUT_SECONDS = 300.0
@@ -46,8 +46,6 @@ TIMEOUT_SECONDS = 300.0
 Made = TypeVar("Made")
 PADDING = frozenset({"aten.constant_pad_nd.default"})
 PLAN = "the plan as a whole"
-_GROUPS = 8
-"""Most groups of ranks with equal digests that are listed; of the rest only the number is known."""
 
 Group: TypeAlias = Any  # a ProcessGroup or a DeviceMesh
 _rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
@@ -259,31 +257,6 @@ def _next_round(ranks: tuple[int, ...], timeout_seconds: float) -> Round:
     return Round(ranks, timeout_seconds, rank=distributed.get_rank(), store=store, number=_rounds[ranks])
 
 
-@dataclass(frozen=True)
-class EqualRanks:
-    digest: bytes  # empty for groups that are too many to be told apart
-    count: int
-    runs: Sequence[tuple[int, int]] = ()  # of places side by side, first and last, ascending; not all if many
-
-
-def _grouped(places: Sequence[range], said: Sequence[bytes | list[EqualRanks]]) -> bytes | list[EqualRanks]:
-    """Merge digests of a rank and the branches below it: the one that all have, or the largest groups."""
-    if isinstance(said[0], bytes) and all(one == said[0] for one in said):
-        return said[0]
-    found: defaultdict[bytes, list[EqualRanks]] = defaultdict(list)
-    for at, one in zip(places, said, strict=True):
-        for group in [EqualRanks(one, len(at), [(at[0], at[-1])])] if isinstance(one, bytes) else one:
-            found[group.digest].append(group)
-    known = [
-        EqualRanks(digest, sum(one.count for one in same), joined(run for one in same for run in one.runs)[:RUNS])
-        for digest, same in found.items()
-        if digest
-    ]
-    known.sort(key=lambda one: (-one.count, one.runs))
-    rest = sum(one.count for one in (*known[_GROUPS:], *found[b""]))
-    return [*known[:_GROUPS], *([EqualRanks(b"", rest)] if rest else [])]
-
-
 class Round(Ranks):
     """One rank's part in a group's ``number``-th agreement: digests, and before them perhaps a number and a plan."""
 
@@ -307,18 +280,16 @@ class Round(Ranks):
     def say_digests(self, said: Mapping[str, str]) -> str:
         """Say a digest by region, see `summary`; the topic of the other half."""
         self._digests = said
-        own: bytes | list[EqualRanks] = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
-        below = [branch(child, self.size) for child in children(self.place, self.size)]
-        merge = partial(_grouped, [range(self.place, self.place + 1), *below])
-        topic, _ = self.say(own, merge, lambda whole: None if isinstance(whole, bytes) else whole)
+        own = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
+        topic, _ = self.say(own, lambda heard: heard[0] if len(set(heard)) == 1 else b"", bool)
         return topic
 
     def hear_digests(self, topic: str) -> None:
         """Wait until all ranks have said theirs. Raises `PlanMismatch` on every rank if they differ."""
-        groups: list[EqualRanks] | None = self.hear(topic)
+        is_same: bool = self.hear(topic)
         self.over = True
-        if groups is not None:
-            raise PlanMismatch(self._difference(*groups))
+        if not is_same:
+            raise PlanMismatch(self._difference())
 
     def hear_of(self, topic: str, who: str) -> Any:
         """Value that a rank (``who``) tells of a topic. Raise `PlanMismatch` if a rank failed, or is too late."""
@@ -335,24 +306,20 @@ class Round(Ranks):
             self.over = True
             self.fail(f"{ranks_in_words([self.rank])} has no plan, so none of ranks {listed(self.ranks)} starts: {why}")
 
-    def _difference(self, most: EqualRanks, *others: EqualRanks) -> str:
-        if self.place == most.runs[0][0]:
+    def _difference(self) -> str:
+        """The ranks that differ from the first one, and the region in which the first of them does."""
+        if self.leads:
             self.tell("digests", self._digests)
-        if self.place == others[0].runs[0][0]:
-            theirs: Mapping[str, str] = self.told("digests")
-            names = (*theirs, *self._digests)
-            self.tell("where", next(name for name in names if theirs.get(name) != self._digests.get(name)))
-        where = self.told("where")
-        differing = ranks_in_words(self._in(*others), sum(one.count for one in others))
+        first: Mapping[str, str] = self.told("digests")
+        names = (*first, *self._digests)
+        own = [(self.place, name) for name in names if first.get(name) != self._digests.get(name)][:1]
+        differ: list[tuple[int, str]] = self.merged(own, operator.add)
+        others = {self.ranks[place] for place, _ in differ}
         return (
-            f"{differing} would run another plan than {ranks_in_words(self._in(most), most.count)}; they differ first "
-            f"in {where or 'the part around the blocks'}. Ranks that share a model compute the same ops again: give "
-            "all of them one plan or one policy, and batches of one shape"
+            f"{ranks_in_words(others)} would run another plan than {ranks_in_words(set(self.ranks) - others)}; they "
+            f"differ first in {differ[0][1] or 'the part around the blocks'}. Ranks that share a model compute the "
+            "same ops again: give all of them one plan or one policy, and batches of one shape"
         )
-
-    def _in(self, *groups: EqualRanks) -> Iterator[int]:
-        for first, last in (run for one in groups for run in one.runs):
-            yield from self.ranks[first : last + 1]
 
 
 def _repeated(region: PlannedForward) -> Iterable[Any]:

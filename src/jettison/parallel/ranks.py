@@ -43,23 +43,13 @@ class Store(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-def _spans(place: int, size: int) -> list[int]:
-    """Distances of the places right below one, a level at a time, and of the branch's end."""
-    spans = [1]
-    while spans[-1] < size and place % (spans[-1] * FAN) == 0:
-        spans.append(spans[-1] * FAN)
-    return spans
-
-
 def children(place: int, size: int) -> list[int]:
-    """The places right below one, of so many."""
-    *spans, _ = _spans(place, size)
-    return [child for span in spans for child in range(place + span, min(place + FAN * span, size), span)]
-
-
-def branch(place: int, size: int) -> range:
-    """A place and all below it, of so many."""
-    return range(place, min(place + _spans(place, size)[-1], size))
+    """The places right below one, of so many, a level at a time."""
+    found, span = list[int](), 1
+    while span < size and place % (span * FAN) == 0:
+        found += range(place + span, min(place + FAN * span, size), span)
+        span *= FAN
+    return found
 
 
 class Ranks:
@@ -204,29 +194,20 @@ def _unpacked(packed: bytes) -> Any:
     return pickle.loads(packed if packed[:1] == b"\x80" else zlib.decompress(packed))
 
 
-def joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of numbers, ascending, each by its first and last; those side by side as one."""
-    found: list[tuple[int, int]] = []
-    for first, last in runs:
-        if found and found[-1][1] + 1 == first:
-            found[-1] = found[-1][0], last
+def listed(ranks: Iterable[int]) -> str:
+    """Text for ranks in ascending order, with runs shortened: the first few, and how many follow."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] + 1 == rank:
+            runs[-1].append(rank)
         else:
-            found.append((first, last))
-    return found
-
-
-def listed(ranks: Iterable[int], count: int | None = None) -> str:
-    """Text for ranks in ascending order, with runs shortened: the first few, and how many of ``count`` follow."""
-    every = sorted(ranks)
-    parts: list[tuple[int, ...]] = []
-    for first, last in joined((rank, rank) for rank in every):
-        parts += [(first, last)] if last - first > 1 else [(rank,) for rank in range(first, last + 1)]
-    shown = sum(part[-1] - part[0] + 1 for part in parts[:RUNS])
-    more = (len(every) if count is None else count) - shown
-    text = ", ".join(" to ".join(map(str, part)) for part in parts[:RUNS])
+            runs.append([rank])
+    parts = [part for run in runs for part in ([run] if len(run) > 2 else [[rank] for rank in run])]
+    text = ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts[:RUNS])
+    more = sum(map(len, parts[RUNS:]))
     return f"{text} and {more:,} more" if more else text
 
 
-def ranks_in_words(ranks: Iterable[int], count: int | None = None) -> str:
+def ranks_in_words(ranks: Iterable[int]) -> str:
     every = list(ranks)
-    return f"rank{'s' if (count or len(every)) != 1 else ''} {listed(every, count)}"
+    return f"rank{'s' if len(every) != 1 else ''} {listed(every)}"
