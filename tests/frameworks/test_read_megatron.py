@@ -662,3 +662,84 @@ def test_arguments_of_older_versions(read: Any) -> None:
     old = {"activations-checkpoint-method": "uniform", "DDP-impl": "local", "data-impl": "mmap"}
     assert read(old).request.recompute == "full"
     assert read({"checkpoint-activations": True}).request.recompute == "full"
+
+
+PRINTED = """
+using world size: 8, data-parallel size: 2, context-parallel size: 1 ...
+[default0]:------------------------ arguments ------------------------
+[default0]:  add_bias_linear ................................. False
+  add_position_embedding .......................... True
+  attention_backend ............................... AttnBackend.auto
+  attention_dropout ............................... 0.0
+  bf16 ............................................ True
+  create_attention_mask_in_dataloader ............. False
+  cross_entropy_loss_fusion ....................... True
+  encoder_num_layers .............................. 4
+  ffn_hidden_size ................................. 512
+  fp8 ............................................. None
+  global_batch_size ............................... 32
+  gradient_accumulation_fusion .................... False
+  group_query_attention ........................... True
+  hidden_dropout .................................. 0.0
+  hidden_size ..................................... 256
+  img_h ........................................... 224
+  max_position_embeddings ......................... 128
+  micro_batch_size ................................ 2
+  normalization ................................... RMSNorm
+  num_attention_heads ............................. 4
+  num_layers ...................................... 4
+  num_query_groups ................................ 2
+  pipeline_model_parallel_size .................... 2
+  position_embedding_type ......................... rope
+  recompute_granularity ........................... full
+  recompute_method ................................ uniform
+  recompute_num_layers ............................ 2
+  seq_length ...................................... 128
+  sequence_parallel ............................... True
+  swiglu .......................................... True
+  tensor_model_parallel_size ...................... 2
+  transformer_impl ................................ transformer_engine
+  untie_embeddings_and_output_weights ............. True
+  use_distributed_optimizer ....................... True
+  world_size ...................................... 8
+-------------------- end of arguments ---------------------
+ > padded vocab (size: 1000) with 24 dummy tokens (new size: 1024)
+"""
+
+
+def test_arguments_that_a_log_has(tmp_path: Path, read: Any) -> None:
+    """The same as those that were typed; the vocabulary's size is that after padding."""
+    (tmp_path / "train.log").write_text(PRINTED)
+    found = read_run(tmp_path / "train.log")
+    typed = read(
+        LLAMA
+        | {
+            "vocab-size": 1024,
+            "make-vocab-size-divisible-by": 1,
+            "hidden-dropout": 0,
+            "attention-dropout": 0,
+            "tensor-model-parallel-size": 2,
+            "pipeline-model-parallel-size": 2,
+            "sequence-parallel": True,
+            "no-create-attention-mask-in-dataloader": True,
+            "cross-entropy-loss-fusion": True,
+            "no-gradient-accumulation-fusion": True,
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": 2,
+            "use-distributed-optimizer": True,
+        }
+    )
+    assert (found.gpus, found.unread, found.request, found.config) == (8, (), typed.request, typed.config)
+    assert found.request.recompute == "every:2" and found.config["mlp_bias"] is False
+
+
+def test_what_a_log_does_not_say(tmp_path: Path) -> None:
+    """Versions without TransformerEngine do not print it; what is on and not modelled is refused."""
+    log = tmp_path / "train.out"
+    log.write_text(PRINTED.replace("  transformer_impl ................................ transformer_engine\n", ""))
+    assert read_run(log).request.attention == "eager"
+    for printed, why in (("optimizer_cpu_offload ... True", "CPU offload"), ("deepspeed ... True", "give its script")):
+        log.write_text(PRINTED.replace("  world_size", f"  {printed}\n  world_size"))
+        with pytest.raises(UsageError, match=why):
+            read_run(log)

@@ -544,6 +544,20 @@ def test_kernels_of_adapters_keep_less(write: Any) -> None:
         read_run(write(plain, lora_mlp_kernel=True))
 
 
+def test_llamafactorys_modules_trained_in_full(write: Any) -> None:
+    """Read where they stay in the model's dtype, or FSDP or DeepSpeed casts them; else all hidden states are fp32."""
+    full: dict[str, Any] = {"additional_target": "embed_tokens,lm_head"}
+    with pytest.raises(UsageError, match=r"additional_target = embed_tokens,lm_head \(it casts them to fp32"):
+        read_run(write(FACTORY, **full))
+    pure = read_run(write(FACTORY, pure_bf16=True, **full)).request
+    sharded = read_run(write(FACTORY, deepspeed="ds_z2_config.json", **full), gpus=2).request
+    for request in (pure, sharded):
+        assert str(request.lora).endswith(",modules_to_save=embed_tokens+lm_head")
+    assert (pure.precision, sharded.like) == ("bf16-pure", "deepspeed")
+    with pytest.raises(UsageError, match="layernorm is no known embedding or head"):
+        read_run(write(FACTORY, pure_bf16=True, additional_target="layernorm"))
+
+
 def test_llamafactory_with_unsloth(write: Any) -> None:
     assert read_run(write(FACTORY, use_unsloth=True)).request.like == "unsloth"
     assert read_run(write(FACTORY, use_unsloth_gc=True)).request.offload

@@ -24,6 +24,7 @@ from jettison.frameworks.shell_script import NOTES, arguments
 MOST_BYTES: Final = 1 << 20
 MOST_KEYS: Final = 20_000
 _REFERENCE: Final = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+|\[\d+\])*)\}")
+_BLOCK: Final = re.compile(r"-{4,} arguments -{4,}(.*?)-{4,} end of arguments -{4,}", re.DOTALL)
 _DEEPEST: Final = 32
 """Longest chain of references."""
 _SUFFIXES: Final = {"yml": "yaml", "py": "python", "ipynb": "notebook"}
@@ -38,7 +39,7 @@ class ConfigFile:
 
     Args:
         path: as given, such as ``FILE.py:NAME`` for one of several configurations of a Python file or of a script.
-        syntax: toml, yaml, json, python, python script or arguments.
+        syntax: toml, yaml, json, python, python script, arguments, or printed arguments, of a log.
         values: leaves by dotted key (``training.seq_len``); lists are leaves. Arguments are keyed by name without
             dashes, those without a value are True, those with several a list; a script's variables and the programs
             that it starts are keyed by name with a dollar sign. Of a Python script, arguments of calls are keyed as
@@ -63,12 +64,16 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
         raise UsageError(f"got --from {path}, which is not UTF-8 text; expected {_EXPECTED}") from None
     suffix = file.suffix.lower()[1:]
     syntax = suffix if suffix in _PARSERS else _SUFFIXES.get(suffix, "arguments")
-    if len(data) > (most := MOST_BYTES * (16 if syntax == "notebook" else 1)):
+    printed = _BLOCK.search(text) if syntax == "arguments" else None
+    if len(data) > (most := MOST_BYTES * (16 if syntax == "notebook" or printed else 1)):
         raise UsageError(f"got --from {path} with {len(data):,} bytes; expected {_EXPECTED}, of at most {most:,}")
     try:
         text, syntax = (_cells(text), "python") if syntax == "notebook" else (text, syntax)
-        if syntax == "arguments":
-            parsed: Any = arguments(text, file.parent, name)
+        if printed:
+            parsed: Any = _printed(text, printed[1])
+            syntax = "printed arguments"
+        elif syntax == "arguments":
+            parsed = arguments(text, file.parent, name)
         elif syntax == "python":
             parsed, script = python_values(text, name, NOTES)
             syntax = "python script" if script else syntax
@@ -135,6 +140,18 @@ def _cells(text: str) -> str:
         raise UsageError("it is no notebook; expected JSON with cells") from None
     python = (one for one in code if not re.match(r"\s*%%(?!time|capture)", one))
     return re.sub(r"(?m)^([ \t]*)[%!?](?:.*\\\n)*.*", r"\1pass", "\n".join(python))
+
+
+def _printed(text: str, block: str) -> dict[str, Any]:
+    """Arguments as a program prints them into its log, with the vocabulary's size after padding."""
+    found: dict[str, Any] = {}
+    for name, value in re.findall(r"(?m)(\w+) \.{2,} ?(.*?)\s*$", block):
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = re.sub(r"^[A-Z]\w+\.", "", value)  # a member of an enumeration
+    padded = re.search(r"padded vocab .*\(new size: (\d+)\)", text)
+    return found | ({"padded_vocab_size": int(padded[1])} if padded else {})
 
 
 def _yaml(text: str) -> Any:

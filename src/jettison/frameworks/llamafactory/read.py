@@ -45,6 +45,9 @@ def read(keys: Keys) -> None:
         keys.give("precision", "bf16-pure", "pure_bf16")
     else:
         trainer.precision(keys, weights="bf16" if pure or (keys.field("lora") and mixed) else "fp32", mixed=mixed)
+    if not pure and keys.said("like") != "deepspeed" and keys.field("zero") != 3:
+        why = "it casts them to fp32, and with the embedding all hidden states, which is not modelled: give pure_bf16"
+        keys.refuse("lora_modules_to_save", why)
     trainer.replicas(keys)
 
 

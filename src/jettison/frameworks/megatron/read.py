@@ -28,7 +28,7 @@ _MOST: Final = 100_000
 _RANKS: Final = ("tp", "pp", "cp")
 _PER_NODE: Final = ("nproc_per_node", "gpus_per_node", "ntasks_per_node", "$GPUS_PER_NODE", "$NPROC_PER_NODE")
 _NODES: Final = ("nnodes", "nodes", "num_nodes", "$NNODES", "$NUM_NODES", "$NODES")
-_WORLD: Final = ("$WORLD_SIZE", "$WORLD")
+_WORLD: Final = ("world_size", "$WORLD_SIZE", "$WORLD")
 
 _EXPERTS: Final = (
     *("expert_tensor_parallel_size", "expert_model_parallel_size", "moe_token_dispatcher_type", "moe_grouped_gemm"),
@@ -37,7 +37,10 @@ _EXPERTS: Final = (
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
-    if keys.form in ("recipe", "yaml", "swift"):
+    for field, argument in keys.table["opposites"].items():
+        if keys.has(field):
+            keys.values[argument] = not keys.on(field)
+    if keys.form in ("recipe", "yaml"):
         _dataclasses(keys)
     if keys.form == "swift":
         adapters(keys, trl=False)
@@ -91,9 +94,6 @@ def _dataclasses(keys: Keys) -> None:
     if keys.has("num_query_groups"):
         keys.read("num_query_groups")
         keys.values["group_query_attention"] = True
-    for field, argument in keys.table["opposites"].items():
-        if keys.has(field):
-            keys.values[argument] = not keys.on(field)
     activation = " ".join(keys.text(name) for name in keys.matching("activation_func", "activation_func.*"))
     gated = keys.on("gated_linear_unit")
     keys.read("gated_linear_unit", *keys.matching("activation_func.*"))

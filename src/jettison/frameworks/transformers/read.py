@@ -70,6 +70,14 @@ def packed_loaders(keys: Keys) -> None:
     if keys.some("$*FastVisionModel*"):
         keys.note("images are not counted")
     if keys.some("$*.get_peft_model"):
+        # ``llama.py``, ``get_peft_model``: embedding and head among the targets are trained in full
+        names = {True: keys.listed("lora_modules_to_save"), False: []}
+        for name in keys.get("peft.target_modules", []):
+            names[name in ("embed_tokens", "lm_head")].append(name)
+        if names[True]:
+            keys.values |= {"peft.target_modules": names[False], "lora_modules_to_save": names[True]}
+            if keys.text("peft.use_gradient_checkpointing") == "unsloth":
+                keys.note("frozen copies of modules trained in full are on disk in the run, but counted on the GPU")
         targets = trainer.targets(keys, "peft.target_modules", "all-linear")
         trainer.low_rank(keys, "peft.r", 16, "peft.lora_dropout", 0.0, targets, "peft.target_modules")
         if keys.on("model.load_in_4bit", True):
