@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from jettison.cli.main import run
-from jettison.report.schemas import check, json_schema, keys_of, schema_names, shaped
+from jettison.report.schemas import check, document, json_schema, keys_of, schema_names
 from jettison.solve.plan import KEYS
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "schemas"
@@ -124,7 +124,7 @@ def test_a_schema_is_strict_about_keys_and_types() -> None:
             check(json.dumps(good | wrong))
     with pytest.raises(ValidationError):
         check(json.dumps({key: value for key, value in good.items() if key != "message"}))
-    assert list(shaped({"schema": "jettison.error/1", "message": "no"})) == list(good)
+    assert list(document("jettison.error/1", message="no")) == list(good)
 
 
 def test_a_renamed_key_stands_beside_its_former_name_which_is_deprecated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_a_renamed_key_stands_beside_its_former_name_which_is_deprecated(capsys:
     for key, old in former.items():
         assert found[key] == found[old]
         assert properties[old]["deprecated"] and "deprecated" not in properties[key]
-    assert shaped({"schema": "jettison.search/1", "pareto_front": []})["front"] == []
+    assert document("jettison.search/1", pareto_front=[])["front"] == []
 
 
 def test_plans_know_their_keys_without_the_reports() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,12 +137,10 @@ def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tupl
 
 
 def _document(anchor: RunAnchor, run: Run) -> dict[str, Any]:
-    stated = {name: getattr(anchor, name) for name in ("stack", "gpu", "run", "copies", "buffer", "fragments")}
     return document(
         "jettison.anchor/1",
-        **stated,
+        anchor,
         predicted_peak_bytes=forecast(run).peak_bytes,
-        measured=asdict(anchor.measured),
         unexplained_bytes=anchor.unexplained,
         context_bytes=anchor.context,
         factors={name: getattr(anchor, name) for name in FACTORS},

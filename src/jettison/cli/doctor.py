@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from jettison.cli.app import ON, Force, Format, asked, deliver, option, refuse_to_overwrite, verb
 from jettison.core.errors import UsageError, install
@@ -24,7 +24,7 @@ from jettison.diagnose.watch_record import read_watch_record
 from jettison.models.model_types import require_known_file
 from jettison.report.console import hint, progress
 from jettison.report.findings import FindingsReport
-from jettison.report.schemas import keys_of, shaped
+from jettison.report.schemas import document, keys_of
 from jettison.report.tables import facts as facts_table
 
 if TYPE_CHECKING:
@@ -71,10 +71,9 @@ def command(
     if not calibrate:
         found = facts()
         by_name = dict(found)
-        keys = keys_of("jettison.doctor/1")
-        known = {name: value for name, value in by_name.items() if name in keys}
-        document = shaped({"schema": "jettison.doctor/1", **known, "facts": by_name})
-        deliver(lambda: document, lambda: facts_table(found), form=form, request=asked())
+        known = {name: by_name[name] for name in keys_of("jettison.doctor/1") if name in by_name}
+        stated = document("jettison.doctor/1", **known, facts=by_name)
+        deliver(lambda: stated, lambda: facts_table(found), form=form, request=asked())
         return
     if out is not None and out.suffix != ".toml":
         raise UsageError(f"got --out {out}; expected a name that ends in .toml, so that --gpu takes it as a file")
@@ -209,7 +208,9 @@ def diagnose_oom(path: Path) -> FindingsReport:
     else:
         facts = read_watch_record(path) or read_oom_log(path)
     found = diagnose_memory(facts)
-    return FindingsReport(schema=OOM_SCHEMA, facts=_rows(facts, found), findings=(found,), more=_document(facts, found))
+    holders = [{"holder": name, "bytes": nbytes} for name, nbytes in facts.holders]
+    more = {"cause": found.kind, "holders": holders}
+    return FindingsReport(schema=OOM_SCHEMA, facts=_rows(facts, found), findings=(found,), of=facts, more=more)
 
 
 def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
@@ -224,27 +225,6 @@ def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
         ("of", facts.total_bytes),
     )
     return rows + [(name, format_gib(nbytes)) for name, nbytes in sizes if nbytes is not None]
-
-
-def _document(facts: MemoryFacts, found: Finding) -> dict[str, Any]:
-    names = (
-        "source",
-        "failed",
-        "requested_bytes",
-        "allocated_bytes",
-        "unused_bytes",
-        "free_bytes",
-        "total_bytes",
-        "expandable",
-        "device",
-        "trainer",
-    )
-    return {
-        "cause": str(found.kind),
-        "phase": str(facts.phase),
-        "site": facts.site,
-        "holders": [{"holder": name, "bytes": nbytes} for name, nbytes in facts.holders],
-    } | {name: getattr(facts, name) for name in names}
 
 
 # a hardware file -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
 from typing import Any, Final
@@ -326,7 +326,7 @@ def diagnose_model(request: ModelRequest, *, progress: Progress = silent) -> Fin
     now = sorted({one.hazard for one in seen if one.now})
     verdict = ", ".join(now) if now else "none"
     rows = [("model", request.model), ("at risk now", verdict)]
-    more: dict[str, Any] = {"model": request.model, "hazards": [asdict(one) for one in seen]}
+    more: dict[str, Any] = {"model": request.model, "hazards": seen}
     return FindingsReport(schema=SCHEMA, facts=rows, findings=_findings(seen, request.model), more=more)
 
 

@@ -15,7 +15,7 @@ from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import parameter_count
 from jettison.predict.run_request import flag_of
-from jettison.report.schemas import shaped
+from jettison.report.schemas import document
 from jettison.report.tables import grid
 from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import hardware, hardware_names
@@ -152,7 +152,7 @@ class NamesReport:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.list/1``: a list for each kind; kinds that nobody asked for are null."""
-        return shaped({"schema": SCHEMA, **{name: list(rows) for name, rows in self.rows.items()}})
+        return document(SCHEMA, **self.rows)
 
     def table(self) -> RenderableType:
         """A table for each kind."""

@@ -147,10 +147,6 @@ class Residual:
         runs = f"{self.runs} published run{'s' * (self.runs != 1)} of {self.sources} source{'s' * (self.sources != 1)}"
         return f"{among}80 % range by {runs} ({self.kind})"
 
-    def document(self) -> dict[str, Any]:
-        """JSON document."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:

@@ -131,13 +131,14 @@ class LayerOffload:
 
 @dataclass(frozen=True, kw_only=True)
 class StepAlternatives:
-    """Parts of a step's time, and the alternatives."""
+    """Parts of a step's time, and the alternatives; ``links`` are those that ``offload`` compares."""
 
     kinds: tuple[tuple[Class, float], ...]  # of the busiest stage's compute
     options: tuple[RecomputeOption, ...]
     trades: tuple[Trade, ...]
     offload: LayerOffload | None
     sentences: tuple[str, ...]
+    links: tuple[HostLink, ...] = LINKS
 
 
 def alternatives_of(found: Estimate) -> StepAlternatives:

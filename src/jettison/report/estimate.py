@@ -18,7 +18,7 @@ from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
 from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
-from jettison.report.schemas import data, document, part
+from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
 from jettison.report.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
 from jettison.spec.kernels import SsmKernels
@@ -97,23 +97,23 @@ class EstimateReport:
 
     def document(self) -> dict[str, Any]:
         """For programs. Seconds are of one step on the busiest stage, bytes of the worst rank."""
-        found, run, training = self.found, self.found.run, self.training
+        found, run = self.found, self.found.run
         device, replay = found.hardware.under(found.execution.stack), found.replay
-        more = {} if self.alternatives is None else _explanation(self.alternatives)
         return document(
             "jettison.estimate/1",
+            self,
             found,
-            model=self.model,
+            found.execution,
+            device,
+            self.memory,
+            self.alternatives,
             request=request_document(self.asked),
             gpu=found.hardware.name,
             gpus=run.layout.world,
             recompute=str(run.recompute),
             micro_batches_without_recompute=run.recompute.whole,
-            fusion=str(found.execution.fusion),
-            stack=found.execution.stack,
-            step_range_seconds=list(self.sure.of(found.step_seconds).ends),
-            prediction_error=data(self.sure),
-            training=training and training.document(),
+            step_range_seconds=self.sure.of(found.step_seconds).ends,
+            prediction_error=self.sure,
             mfu_by={str(counting): found.mfu_by(counting) for counting in Counting},
             model_flops=found.model_flops(),
             breakdown={f"{name}_seconds": seconds for name, seconds in asdict(found.breakdown).items()},
@@ -132,17 +132,11 @@ class EstimateReport:
                 )
                 for index, stage in enumerate(found.stages)
             ],
-            peak_bytes=self.memory.peak_bytes,
-            offloaded_optimizer=self.memory.offloaded_optimizer and asdict(self.memory.offloaded_optimizer),
-            available_bytes=self.available_bytes,
             fits=self.memory.peak_bytes <= self.available_bytes,
-            fit_rule=self.fit_rule,
-            figures=self.figures.document(),
-            verdict=str(self.verdict),
             reached={name: share for name, share in asdict(device.reached).items() if share is not None},
-            reached_source=device.reached_source,
             warnings=list(self.warnings),
-            **more,
+            kinds=self.alternatives
+            and [part("KindSeconds", kind=kind, seconds=seconds) for kind, seconds in self.alternatives.kinds],
         )
 
     def table(self) -> RenderableType:
@@ -153,19 +147,6 @@ class EstimateReport:
         if self.alternatives is not None:
             tables += _explanation_tables(self.alternatives)
         return Group(*(part for table in tables for part in ("", table)))
-
-
-def _explanation(alternatives: StepAlternatives) -> dict[str, Any]:
-    from jettison.report.alternatives import LINKS
-
-    return {
-        "kinds": [{"kind": str(kind), "seconds": seconds} for kind, seconds in alternatives.kinds],
-        "options": data(alternatives.options),
-        "links": data(LINKS),
-        "trades": data(alternatives.trades),
-        "offload": data(alternatives.offload),
-        "sentences": list(alternatives.sentences),
-    }
 
 
 def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:

@@ -23,18 +23,20 @@ class FindingsReport:
     Args:
         schema: of the JSON document.
         facts: (name, value) in the order in which to show them.
-        more: further keys of the document.
+        of: has further keys of the document as attributes.
+        more: others.
     """
 
     schema: str
     facts: Sequence[tuple[str, str]]
     findings: tuple[Finding, ...]
     more: dict[str, Any]
+    of: object = None
     tables: tuple[RenderableType, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        return document(self.schema, **self.more, findings=[finding.document() for finding in self.findings])
+        return document(self.schema, self.of, findings=self.findings, **self.more)
 
     def table(self) -> RenderableType:
         """For a terminal."""

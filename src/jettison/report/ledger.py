@@ -21,7 +21,7 @@ from jettison.predict.optimizer_state import OffloadedOptimizer
 from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import Resolved, flag_of
-from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, data, document, part
+from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import DropoutSites
 from jettison.spec.precision import Accumulation, Gradients
@@ -43,7 +43,7 @@ class ComparedLedger:
 
     def document(self) -> dict[str, Any]:
         """As JSON has it."""
-        found = [part("EntryDifference", one, kind=str(one.kind), text=str(one)) for one in self.differences]
+        found = [part("EntryDifference", one, text=str(one)) for one in self.differences]
         return {"with": self.path, "equal": not found, "differences": found}
 
 
@@ -143,33 +143,26 @@ class LedgerReport:
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.ledger/1``, with the keys about the step in front of the entries."""
         first = [nbytes for s in self.stages if (nbytes := s.first_step_peak_bytes) is not None]
-        limit, found, differs = self.limit, self.figures, self.comparison
+        limit, found = self.limit, self.figures
         return document(
             "jettison.ledger/1",
             self,
             request=request_document(self.asked) if self.asked else dict(self.request),
-            layers=[asdict(row) for row in self.layers],
-            stages=[asdict(stage) for stage in self.stages],
             first_step_peak_bytes=max(first) if first else None,
             worst_stage=self.worst.stage if first else None,
-            phases=[asdict(phase) for phase in self.phases],
-            figures=found and found.document(),
-            verdict=self.verdict and str(self.verdict),
             allowance=found
             and part(
                 "AllowanceBytes",
                 **{f"{name}_bytes": end - self.peak_bytes for name, end in found.device.whole().items()},
             ),
-            offloaded_optimizer=self.offloaded_optimizer and asdict(self.offloaded_optimizer),
             budget_bytes=limit and limit.nbytes,
             fits=None if limit is None else self.fits,
             gpu=(limit and limit.gpu) or None,
             usable_bytes=limit.device_bytes if limit and limit.gpu else None,
             auto=self.choice and _auto(self.choice),
             fit=self.fit and part("LedgerFit", self.fit),
-            explain=data(self.explanation),
-            compare=differs and differs.document(),
-            warnings=list(self.warnings),
+            explain=self.explanation,
+            compare=self.comparison,
             entries=[self._entry(entry) for entry in self.ledger] if self.with_entries else None,
         )
 
@@ -190,15 +183,8 @@ class LedgerReport:
 
 
 def _auto(choice: AutoForecast) -> dict[str, Any]:
-    offload = choice.forecast.run.recompute.offload
-    return {
-        "stalled_seconds": choice.stalled_seconds if offload else None,
-        "host_bytes": choice.host_bytes if offload else None,
-        "minimum_budget_bytes": choice.minimum_budget_bytes,
-        "recompute_seconds": choice.seconds,
-        "gap": choice.gap,
-        "fit_rule": choice.fit_rule,
-    }
+    unused = () if choice.forecast.run.recompute.offload else ("stalled_seconds", "host_bytes")
+    return part("PlannerChoice", choice, recompute_seconds=choice.seconds, **dict.fromkeys(unused))
 
 
 def request_document(asked: Resolved) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
-from jettison.report.schemas import data, document, part
+from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
 if TYPE_CHECKING:  # reading plans takes libraries that most commands can do without
@@ -176,44 +176,24 @@ class ForecastPlan:
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return document(
             SCHEMA,
+            self,
             choice,
+            found.run.recompute,
             made_from=DESCRIBED,
             feasible=True,
-            model=self.model,
-            reason=None,
-            predicted={
-                "peak_bytes": found.peak_bytes,
-                "step_seconds": choice.step_seconds,
-                "overhead_fraction": choice.overhead_fraction,
-                "stalled_seconds": choice.stalled_seconds * found.run.micro_batches,
-                "host_bytes": choice.host_bytes,
-                "composed": None,
-            },
+            predicted=part(
+                "PlanPredicted", choice, found, stalled_seconds=choice.stalled_seconds * found.run.micro_batches
+            ),
             peak_roles=peak_by_role(found, choice.estimate, found.worst.index),
-            figures=self.figures.document(),
-            verdict=self.verdict and str(self.verdict),
             solver={"gap": choice.gap, "seconds": self.solver_seconds},
-            layers=[layer | dict.fromkeys(_LIVE) for layer in layers],
-            segments=segments,
-            offload=found.run.recompute.offload,
+            layers=[part("PlanLayer", layer) for layer in self.layers],
             micro_batches_without_recompute=found.run.recompute.whole,
             hardware=choice.hardware.name,
             stages=[
                 part("PlanStage", stage, stage=stage.index, peak_bytes=stage.peak.nbytes) for stage in found.stages
             ],
-            reasons=data(tuple(self.reasons.values())),
-            warnings=list(self.warnings),
-            what_if=[
-                part(
-                    "PlanNextGiB",
-                    row.answer,
-                    peak_bytes=row.answer.forecast.peak_bytes,
-                    saved_seconds=row.saved_seconds,
-                    flips=data(row.flips),
-                )
-                for row in self.what_if
-            ],
-            made_by=self.made_by,
+            reasons=tuple(self.reasons.values()),
+            what_if=[part("PlanNextGiB", row, row.answer, row.answer.forecast) for row in self.what_if],
             request=self.made_by,
             hash=hashlib.sha256(text.encode()).hexdigest(),
         )
@@ -265,10 +245,6 @@ class ForecastPlan:
             held = (format_bytes(kept), format_bytes(moved), format_flops(flops))
             table.add_row(span([one.layer for one in same]), policy, why, stages, *held)
         return table
-
-
-_LIVE = ("digest", "option", "kept", "offloaded", "packed", "price")
-"""Keys of a layer that only a live model's plan has a value for."""
 
 
 def _what_if_table(rows: Sequence[NextGiB]) -> FittedTable:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import StrEnum
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -116,38 +116,41 @@ def keys_of(name: str) -> tuple[str, ...]:
     return tuple(_types(name))
 
 
-def part(name: str, source: object = None, /, **stated: Any) -> dict[str, Any]:
-    """A document, or a part of one, with all its keys: as stated, else the source's attribute of that name, else null.
-    Dataclasses among these are parts as well.
+def part(name: str, /, *sources: object, **stated: Any) -> dict[str, Any]:
+    """A document, or a part of one, with all its keys: as stated, else the attribute of that name of the first source
+    that has one, else null; see `data`.
 
     Args:
         name: as of `keys_of`.
     """
     keys = keys_of(name)
     assert stated.keys() <= set(keys), (name, stated.keys() - set(keys))
-    found = {key: stated[key] if key in stated else data(getattr(source, key, None)) for key in keys}
+    found = {key: data(stated[key] if key in stated else _attribute(key, sources)) for key in keys}
     return found | {former: found[key] for key, former in _former(name).items()}
 
 
+def _attribute(name: str, sources: tuple[object, ...]) -> Any:
+    values = (getattr(source, name, MISSING) for source in sources)
+    return next((value for value in values if value is not MISSING), None)
+
+
 def data(value: Any) -> Any:
-    """A value of a document as what JSON is made of: dataclasses become parts."""
+    """A value of a document as what JSON is made of: dataclasses become parts, or the documents that they say."""
     if isinstance(value, (tuple, list)):
         return [data(one) for one in value]
+    if isinstance(value, StrEnum):
+        return str(value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
+    if hasattr(value, "document"):
+        return value.document()
     name = type(value).__name__
     return part(name, value) if name in _file() else {key.name: data(getattr(value, key.name)) for key in fields(value)}
 
 
-def document(schema: str, source: object = None, /, **stated: Any) -> dict[str, Any]:
+def document(schema: str, /, *sources: object, **stated: Any) -> dict[str, Any]:
     """A whole document of a schema, the same way."""
-    return part(schema, source, schema=schema, **stated)
-
-
-def shaped(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The same document with all keys of its schema: those that it lacks are null."""
-    keys, former = keys_of(found["schema"]), _former(found["schema"])
-    return {**dict.fromkeys(keys), **found, **{old: found[key] for key, old in former.items() if key in found}}
+    return part(schema, *sources, schema=schema, **stated)
 
 
 @cache

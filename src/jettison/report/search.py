@@ -16,7 +16,7 @@ from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 from jettison.predict.allowance import available_to
 from jettison.predict.ranges import FitVerdict, Residual, RunFigures, figures, time_residual, unlike_anchor
-from jettison.report.schemas import data, document, part
+from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
 from jettison.report.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
 from jettison.search.branch_and_bound import REACH
@@ -105,28 +105,24 @@ class SearchReport:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.search/1``; candidates are ranked, the fastest first."""
-        answer, sure = self.answer, self.sure
+        answer = self.answer
         space, template, more_gpus = answer.space, answer.space.template, answer.more_gpus
         return document(
             SCHEMA,
+            self,
             answer,
-            model=self.model,
-            request=self.request,
-            gpus=space.gpus,
+            space,
+            template,
+            template.kernels,
             gpu=self.hardware.name,
-            global_batch=space.global_batch,
-            seq=template.seq,
             precision=template.precision.name,
-            optimizer=str(template.optimizer),
             kernels=template.kernels.name,
-            attention=str(template.kernels.attention),
             space=part("SearchedSpace", layouts=len(space.setups), candidates=space.size),
-            warnings=list(self.warnings),
             feasible=True,
             closest=None if answer.closest is None else self._candidate(answer.closest),
             over_budget_bytes=answer.closest and answer.closest.lacks,
-            prediction_error=data(sure),
-            trainings=[one.document() for one in self.trainings] or None,
+            prediction_error=self.sure,
+            trainings=self.trainings or None,
             candidates=[self._candidate(found) for found in answer.ranked],
             pareto_front=[self._candidate(found) for found in answer.front],
             pareto_front_slowdown=REACH,
@@ -135,7 +131,6 @@ class SearchReport:
             more_memory=self._more(answer.more_memory),
             more_gpus=self._more(more_gpus) if isinstance(more_gpus, WithMore) else None,
             explanation=list(self.sentences()),
-            seconds=self.seconds,
         )
 
     def _candidate(self, found: Evaluated) -> dict[str, Any]:
@@ -152,7 +147,7 @@ class SearchReport:
         parts = {f"{name}_seconds": rival.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
         return part(
             "RivalLoss",
-            flags=rival.candidate.flags,
+            rival.candidate,
             lost_seconds=rival.seconds.step - best.seconds.step,
             more=parts,
             summary=_difference(*(found.scaled(self.sure.expected) for found in (best.seconds, rival.seconds))),
@@ -426,32 +421,30 @@ def candidate_figures(found: Evaluated, template: Run, hardware: Hardware) -> Ru
 def _candidate(found: Evaluated, sure: Residual | None, ranges: RunFigures, verdict: FitVerdict) -> dict[str, Any]:
     setup, recompute, counted = found.candidate.setup, found.candidate.recompute, found.figures
     chosen, seconds, layout = bool(counted.policies), counted.seconds, setup.layout
-    uneven = list(layout.stage_layers) or None
     plan = part(
         "CandidatePlan",
+        recompute,
         recompute=str(recompute),
-        offload=recompute.offload,
-        offload_modules=list(recompute.sent),
+        offload_modules=recompute.sent,
         micro_batches_without_recompute=counted.whole if recompute.whole else None,
         budget_bytes=found.candidate.budgets[0].nbytes if chosen else None,
         fit_rule=found.candidate.budgets[0].rule if chosen else None,
-        stages=list(counted.policies) if chosen else None,
+        stages=counted.policies if chosen else None,
     )
     return part(
         "SearchedCandidate",
         seconds,
-        layout=part("SearchedLayout", layout, schedule=str(layout.schedule), stage_layers=uneven),
-        micro_batch=setup.micro_batch,
-        micro_batches=setup.micro_batches,
+        found.candidate,
+        setup,
+        counted,
+        found,
+        layout=part("SearchedLayout", layout, stage_layers=layout.stage_layers or None),
         plan=plan,
-        peak_bytes=counted.peak_bytes,
         available_bytes=found.limit_bytes,
-        fits=found.fits,
-        figures=ranges.document(),
-        verdict=str(verdict),
-        flags=found.candidate.flags,
+        figures=ranges,
+        verdict=verdict,
         host_bytes=counted.host_bytes if recompute.to_host else None,
         step_seconds=seconds and seconds.step,
-        step_range_seconds=list(sure.of(seconds.step).ends) if seconds and sure else None,
+        step_range_seconds=sure.of(seconds.step).ends if seconds and sure else None,
         breakdown=seconds and {f"{name}_seconds": took for name, took in seconds.parts.items()},
     )

@@ -140,11 +140,10 @@ def _device(device: DeviceSnapshot) -> dict[str, Any]:
     return part(
         "SnapshotDevice",
         timeline,
+        device,
         device=device.index,
         events=len(timeline.allocation),
         allocations=len(timeline.nbytes),
-        complete=device.complete,
-        reserved_bytes=device.reserved_bytes,
         segments=len(device.segments),
         peak=[
             {"module": module, "role": role, "bytes": nbytes, "count": count}

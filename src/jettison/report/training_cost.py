@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.predict.ranges import Range, Residual
+from jettison.report.schemas import part
 
 DAY_SECONDS = 86400
 HOUR_SECONDS = 3600
@@ -78,18 +79,16 @@ class TrainingCost:
     def document(self) -> dict[str, Any]:
         """JSON document; ranges have the low and the high end."""
         seconds, ends = self.seconds.expected, self.seconds.ends
-        return {
-            "tokens": self.tokens,
-            "gpus": self.gpus,
-            "steps": self.steps,
-            "days": seconds / DAY_SECONDS,
-            "days_range": [end / DAY_SECONDS for end in ends],
-            "gpu_hours": self.gpu_hours(seconds),
-            "gpu_hours_range": [self.gpu_hours(end) for end in ends],
-            "price_per_gpu_hour": self.price_per_gpu_hour,
-            "price": self.price(seconds),
-            "price_range": None if self.price_per_gpu_hour is None else [self.price(end) for end in ends],
-        }
+        return part(
+            "Training",
+            self,
+            days=seconds / DAY_SECONDS,
+            days_range=[end / DAY_SECONDS for end in ends],
+            gpu_hours=self.gpu_hours(seconds),
+            gpu_hours_range=list(map(self.gpu_hours, ends)),
+            price=self.price(seconds),
+            price_range=None if self.price_per_gpu_hour is None else list(map(self.price, ends)),
+        )
 
 
 def training_cost(
