@@ -79,24 +79,8 @@ def compare(expected: Ledger, found: Ledger) -> list[Difference]:
     Both must be of the same rank: see `Ledger.on_rank`. A storage is compared in the layer that saves it first.
     """
     layers = (*expected.layers, *(layer for layer in found.layers if layer not in set(expected.layers)))
-    ours, theirs = _storages_by_layer(expected), _storages_by_layer(found)
-    return [difference for layer in layers for difference in _compare_layer(layer, ours[layer], theirs[layer])]
-
-
-def _storages_by_layer(ledger: Ledger) -> defaultdict[str, list[SavedTensor]]:
-    """One entry per storage: its first one, in layer order, that states the largest size."""
-    position = {layer: i for i, layer in enumerate(ledger.layers)}
-    sizes = ledger.storage_bytes()
-    first: dict[str, SavedTensor] = {}
-    owner: dict[str, str] = {}
-    for entry in sorted(ledger.entries, key=lambda entry: position[entry.layer]):
-        owner.setdefault(entry.storage, entry.layer)
-        if entry.storage_bytes == sizes[entry.storage]:
-            first.setdefault(entry.storage, entry)
-    result: defaultdict[str, list[SavedTensor]] = defaultdict(list)
-    for storage, layer in owner.items():
-        result[layer].append(first[storage])
-    return result
+    sides = expected.storages(), found.storages()
+    return [one for layer in layers for one in _compare_layer(layer, *(side.get(layer, []) for side in sides))]
 
 
 def _compare_layer(layer: str, expected: list[SavedTensor], found: list[SavedTensor]) -> list[Difference]:

@@ -87,16 +87,22 @@ class Ledger(Sequence[SavedTensor]):
 
     def by_layer(self) -> dict[str, int]:
         """Bytes of each layer, in layer order. A storage is counted once, in the first layer that saves it."""
+        return {layer: sum(entry.storage_bytes for entry in own) for layer, own in self.storages().items()}
+
+    def storages(self) -> dict[str, list[SavedTensor]]:
+        """Each storage, at its first entry of the largest size, under the first layer that saves it, in layer order."""
         position = {layer: i for i, layer in enumerate(self.layers)}
         owner: dict[str, str] = {}
-        for entry in self.entries:
-            first = owner.setdefault(entry.storage, entry.layer)
-            if position[entry.layer] < position[first]:
-                owner[entry.storage] = entry.layer
-        totals = dict.fromkeys(self.layers, 0)
-        for storage, nbytes in self.storage_bytes().items():
-            totals[owner[storage]] += nbytes
-        return totals
+        largest: dict[str, SavedTensor] = {}
+        for entry in sorted(self.entries, key=lambda entry: position[entry.layer]):
+            owner.setdefault(entry.storage, entry.layer)
+            known = largest.setdefault(entry.storage, entry)
+            if entry.storage_bytes > known.storage_bytes:
+                largest[entry.storage] = entry
+        found: dict[str, list[SavedTensor]] = {layer: [] for layer in self.layers}
+        for storage, layer in owner.items():
+            found[layer].append(largest[storage])
+        return found
 
     def on_rank(self, mesh_sizes: Mapping[str, int]) -> Ledger:
         """The ledger of one rank of a mesh: every entry with its local shape and bytes."""
