@@ -42,7 +42,7 @@ from typing import Final, NamedTuple
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.kernel import BATCHED, GEMMS, GROUPED, IN_ORDER, TRANSFER, Half, Kernel, KernelWork
+from jettison.cost.kernel import BATCHED, GEMMS, GROUPED, IN_ORDER, Half, Kernel, KernelWork
 from jettison.cost.launches import work
 from jettison.cost.low_precision_gemms import LowPrecisionGemms
 from jettison.cost.matmul import kernel_seconds
@@ -215,13 +215,13 @@ class _Timer:
         return RegionSeconds(
             forward=self._pass(
                 listed.forward,
-                self._forward_transfers(None, listed.forward) + self._ring(listed.forward),
+                self._transfers(listed.forward, backward=False) + self._ring(listed.forward),
                 host=hooks + experts * FORWARD_OF_EXPERTS,
             ),
             again=self._again(again),
             inputs=self._pass(
                 halves[Half.INPUTS],
-                self._backward_transfers(listed.backward) + self._ring(listed.backward),
+                self._transfers(listed.backward, backward=True) + self._ring(listed.backward),
                 host=experts * (1 - FORWARD_OF_EXPERTS) / 2,
             ),
             weights=self._pass(halves[Half.WEIGHTS], 0.0, host=experts * (1 - FORWARD_OF_EXPERTS) / 2),
@@ -230,7 +230,7 @@ class _Timer:
     def _again(self, again: frozenset[int]) -> PassSeconds:
         """Seconds of recomputing these steps."""
         repeated = [k for k in self.listed.forward if not again.isdisjoint(k.steps)]
-        return self._pass(repeated, self._forward_transfers(again, repeated) + self._ring(repeated))
+        return self._pass(repeated, self._transfers(repeated, again, backward=False) + self._ring(repeated))
 
     def _pass(self, kernels: Sequence[Kernel], transfers: float, host: float = 0.0) -> PassSeconds:
         """Args: host: seconds of host work in addition to launches."""
@@ -278,10 +278,6 @@ class _Timer:
         """Exposed share of a transfer: NOTE [ Overlap of transfers ]."""
         return self.execution.exposed(self.layout.tp) if axis == "tp" else 1.0
 
-    def _transfer_cost(self, waited: float, hidden: Sequence[tuple[float, float]]) -> float:
-        """Seconds of exposed transfers and of hidden ones, each (seconds, seconds of the compute that it overlaps)."""
-        return waited + sum(self._overlap_cost(seconds, work) for seconds, work in hidden)
-
     def _overlapped_gemms(self, c: Collective, kernels: Sequence[Kernel], half: Half | None) -> float:
         """Seconds of the GEMMs that a transfer overlaps with: NOTE [ Overlap of transfers ]."""
         own = self._gemms_of_transfer[c.step]
@@ -315,47 +311,30 @@ class _Timer:
         out = max(0.0, seconds - work)
         return out + (seconds - out) * self.hardware.reached.shared
 
-    def _experts(self, kernels: Sequence[Kernel], *, backward: bool, steps: frozenset[int] | None = None) -> float:
-        """Cost of experts' all-to-alls that overlap with another micro-batch."""
-        if not self.execution.hides_experts:
-            return 0.0
-        chosen = [c for c in self.region.collectives if c.axis == "ep" and c.backward is backward]
-        seconds = sum(self._collective(c) for c in chosen if steps is None or c.step in steps)
-        return self._overlap_cost(seconds, sum(self.kernel(k) for k in kernels)) if seconds else 0.0
-
-    def _forward_transfers(self, steps: frozenset[int] | None, kernels: Sequence[Kernel]) -> float:
-        """Cost of a forward's transfers, or of those of recomputed steps, which launch ``kernels``."""
-        forward = [c for c in self.region.collectives if not c.backward]
-        at = [i for i, step in enumerate(self.tape.steps) if step.name.startswith(TRANSFER)]
-        waited, hidden = 0.0, []
-        for i, c in zip(at, forward, strict=True):
-            if (steps is None or i in steps) and not self._overlaps_batches(c):
-                seconds, exposed = self._collective(c), self._exposed(c.axis)
-                waited += seconds * exposed
-                if exposed < 1:
-                    hidden.append((seconds * (1 - exposed), self._overlapped_gemms(c, kernels, None)))
-        return self._transfer_cost(waited, hidden) + self._experts(kernels, backward=False, steps=steps)
-
-    def _overlaps_batches(self, c: Collective) -> bool:
-        return c.axis == "ep" and self.execution.hides_experts
-
-    def _backward_transfers(self, kernels: Sequence[Kernel]) -> float:
+    def _transfers(self, kernels: Sequence[Kernel], steps: frozenset[int] | None = None, *, backward: bool) -> float:
+        """Cost of a pass's transfers, or of those of recomputed steps, which launch ``kernels``."""
+        own = [c for c in self.region.collectives if c.backward is backward and (steps is None or c.step in steps)]
+        other_batch = 0.0  # experts' all-to-alls, which overlap with another micro-batch
         waited, hidden = 0.0, []
         mirrored = [(c.axis, c.nbytes) for c in self.region.collectives if not c.backward and "scatter" in c.kind]
-        for c in self.region.collectives:
-            if not c.backward or self._overlaps_batches(c):
-                continue
+        for c in own:
             seconds = self._collective(c)
-            mirror = "gather" in c.kind and (c.axis, c.nbytes) in mirrored
-            if mirror:
-                mirrored.remove((c.axis, c.nbytes))
-            late = mirror or c.axis != "tp" or not self.execution.hides_tensor
+            if c.axis == "ep" and self.execution.hides_experts:
+                other_batch += seconds
+                continue
+            late, half = True, None
+            if backward:
+                half = Half.INPUTS if "gather" in c.kind else Half.WEIGHTS
+                mirror = half is Half.INPUTS and (c.axis, c.nbytes) in mirrored
+                if mirror:
+                    mirrored.remove((c.axis, c.nbytes))
+                late = mirror or c.axis != "tp" or not self.execution.hides_tensor
             exposed = self._exposed(c.axis) if late else 0.0
             waited += seconds * exposed
             if exposed < 1:
-                half = Half.INPUTS if "gather" in c.kind else Half.WEIGHTS
-                hidden.append((seconds * (1 - exposed), self._overlapped_gemms(c, kernels, half)))
-        return self._transfer_cost(waited, hidden) + self._experts(kernels, backward=True)
+                hidden.append(self._overlap_cost(seconds * (1 - exposed), self._overlapped_gemms(c, kernels, half)))
+        among = self._overlap_cost(other_batch, sum(self.kernel(k) for k in kernels)) if other_batch else 0.0
+        return waited + sum(hidden) + among
 
     def _ring(self, kernels: Sequence[Kernel]) -> float:
         """Exposed seconds of the ring of keys and values under context parallelism."""
