@@ -164,7 +164,7 @@ def ours(case: Case, ranks: int) -> PipelineShape:
     )
 
 
-def times(case: Case, ranks: int) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
+def times(case: Case, ranks: int) -> tuple[list[list[float]], ...]:
     """Forward, backward and weight seconds by stage and chunk.
 
     Nobody waits for the first place's gradient of its input. Torch skips that half and makes all of its backward the
@@ -173,7 +173,7 @@ def times(case: Case, ranks: int) -> tuple[list[list[float]], list[list[float]],
     table = [[case["seconds"][chunk * ranks + rank] for chunk in range(case["chunks"])] for rank in range(ranks)]
     forward = [[f for f, _, _ in row] for row in table]
     if case["name"] != "zero-bubble":
-        return forward, [[b + w for _, b, w in row] for row in table], None
+        return forward, [[b + w for _, b, w in row] for row in table]
     inputs, weights = [[b for _, b, _ in row] for row in table], [[w for _, _, w in row] for row in table]
     inputs[0][0], weights[0][0] = 0.0, inputs[0][0] + weights[0][0]
     return forward, inputs, weights

@@ -65,12 +65,10 @@ class TimedPass:
     end: float
 
 
-def timed_passes(
-    shape: PipelineShape, forward: Seconds, backward: Seconds, weight: Seconds | None = None, *, transfer: float = 0.0
-) -> tuple[tuple[TimedPass, ...], ...]:
+def timed_passes(shape: PipelineShape, *seconds: Seconds, transfer: float = 0.0) -> tuple[tuple[TimedPass, ...], ...]:
     """Return each device's passes with their times: those that `schedule_seconds` sums up."""
     events = _events(shape)
-    durations = _durations(events, forward, backward, weight)
+    durations = _durations(events, seconds)
     ends = _ends(events, durations, transfer)
     found: tuple[list[TimedPass], ...] = tuple([] for _ in range(shape.stages))
     steps = shape.orders
@@ -82,21 +80,18 @@ def timed_passes(
     return tuple(map(tuple, found))
 
 
-def schedule_seconds(
-    shape: PipelineShape, forward: Seconds, backward: Seconds, weight: Seconds | None = None, *, transfer: float = 0.0
-) -> Replay:
+def schedule_seconds(shape: PipelineShape, *seconds: Seconds, transfer: float = 0.0) -> Replay:
     """Simulate a schedule of any number of micro-batches.
 
     Args:
-        forward, backward, weight: seconds of each device's chunks for one micro-batch; with ``weight``, ``backward``
-            is the gradients of inputs alone.
+        seconds: of forwards and of backwards, or of forwards, of gradients of inputs and of gradients of weights.
         transfer: seconds between the end of a pass on one device and its arrival on another.
     """
-    affordable = MOST_EVENTS // (shape.stages * shape.virtual_stages * (2 if weight is None else 3))
+    affordable = MOST_EVENTS // (shape.stages * shape.virtual_stages * len(seconds))
 
     def play(fewer: int) -> Replay:
         events = _events(replace(shape, micro_batches=shape.micro_batches - fewer * shape.turn))
-        return _play(events, forward, backward, weight, transfer)
+        return _play(events, seconds, transfer)
 
     more = shape.micro_batches - max(affordable, 4 * shape.turn)
     if more <= 0:
@@ -163,8 +158,8 @@ def _needed(code: int, kinds: int, count: int) -> int | None:
     return code - kinds  # its own forward, or its own backward
 
 
-def _play(events: _Events, forward: Seconds, backward: Seconds, weight: Seconds | None, transfer: float) -> Replay:
-    durations = _durations(events, forward, backward, weight)
+def _play(events: _Events, seconds: Sequence[Seconds], transfer: float) -> Replay:
+    durations = _durations(events, seconds)
     ends = _ends(events, durations, transfer)
     of_duration = durations.__getitem__
     return Replay(  # added one by one: from Python 3.12 on `sum` compensates for rounding
@@ -173,14 +168,12 @@ def _play(events: _Events, forward: Seconds, backward: Seconds, weight: Seconds 
     )
 
 
-def _durations(events: _Events, forward: Seconds, backward: Seconds, weight: Seconds | None) -> list[float]:
+def _durations(events: _Events, seconds: Sequence[Seconds]) -> list[float]:
     """Seconds of each place's three kinds of work, by the index in `_Linked`."""
-    stages, chunks = len(forward), len(forward[0])
-    durations = [0.0] * (3 * stages * chunks)
-    for place, device in enumerate(events.devices):
-        chunk, at = place // stages, 3 * place
-        durations[at], durations[at + 1] = forward[device][chunk], backward[device][chunk]
-        durations[at + 2] = weight[device][chunk] if weight is not None else 0.0
+    durations = [0.0] * (3 * len(events.devices))
+    for kind, of_device in enumerate(seconds):
+        for place, device in enumerate(events.devices):
+            durations[3 * place + kind] = of_device[device][place // len(of_device)]
     return durations
 
 

@@ -194,14 +194,13 @@ def recomputing(run: Run, stage: int) -> float:
     return pipeline_shape(run).recomputing_share(stage, whole)
 
 
-def works(
-    run: Run, stages: Sequence[StageSeconds]
-) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
-    """Seconds of forwards, of backwards and, in a split backward, of gradients of weights, by stage and chunk."""
-    forward = [stage.forward for stage in stages]
-    if not run.layout.schedule.splits or run.layout.pp == 1:
-        return forward, [stage.backward for stage in stages], None
-    return forward, [stage.inputs for stage in stages], [stage.weights for stage in stages]
+def works(run: Run, stages: Sequence[StageSeconds]) -> list[list[list[float]]]:
+    """Seconds of forwards and backwards or, where these are split, of gradients of inputs and of weights, by stage and
+    chunk.
+    """
+    split = run.layout.schedule.splits and run.layout.pp > 1
+    kinds = ("forward", "inputs", "weights") if split else ("forward", "backward")
+    return [[getattr(stage, kind) for stage in stages] for kind in kinds]
 
 
 def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Replay, float]:

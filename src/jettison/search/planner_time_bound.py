@@ -103,11 +103,11 @@ def _played(timed: Estimate, again: list[float]) -> tuple[float, ...]:
     run, stages = timed.run, timed.stages
     if run.layout.pp == 1:
         return (run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward) + again[0]),)
-    forward, backward, weights = works(run, stages)
+    forward, backward, *weights = works(run, stages)
     for stage, own in enumerate(stages):
-        longer = weights if weights is not None and any(own.late) else backward
+        longer = weights[0] if weights and any(own.late) else backward
         longer[stage] = [longer[stage][0] + again[stage]]
-    return schedule_seconds(pipeline_shape(run), forward, backward, weights).ends
+    return schedule_seconds(pipeline_shape(run), forward, backward, *weights).ends
 
 
 def _line_ends(timed: Estimate, device: int, again: float) -> tuple[float, float]:
