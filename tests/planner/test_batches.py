@@ -205,6 +205,47 @@ def test_shapes_that_came_are_forgotten_when_there_are_too_many(monkeypatch: pyt
     assert [one.shape for one in handle.shapes()] == [f"{count} x 4 x {WIDTH} (0)" for count in (5, 6, 7)]
 
 
+class Masked(nn.Module):
+    """A model that leaves a mask of ones out, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not mask[:, None].to(torch.bool).all():
+            x = (x * mask[:, :, None]).sin().exp()
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_a_padded_batch_does_not_follow_the_plan_of_one_without_padding(by_itself: bool) -> None:
+    torch.manual_seed(0)
+    full = {"x": rows(ROWS), "mask": torch.ones(ROWS, 4, dtype=torch.long)}
+    some = {**full, "mask": torch.ones(ROWS, 4, dtype=torch.long).tril(1)}
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> None:
+        model(**batch).backward()
+
+    def peak(model: nn.Module, batch: dict[str, Tensor]) -> int:
+        model.zero_grad(set_to_none=True)
+        run = lambda: step(model, batch)  # noqa: E731
+        return measured_peak(run, static_tensors=static_tensors(model, tuple(batch.values()))).peak_bytes
+
+    budget = peak(Masked(), full) + 100
+    assert peak(Masked(), some) > budget
+    model = Masked()
+    own = {} if by_itself else {"step": step}
+    handle = jettison.auto_checkpoint(model, full, Bytes(budget), keep_output=False, **own)  # type: ignore[arg-type]
+    for batch in (full, some, full, some):
+        if not by_itself:
+            handle.expect(batch)
+        assert peak(model, batch) <= budget
+    shape, words = f"{ROWS} x 4 x {WIDTH} (x), {ROWS} x 4{{}} (mask)", (" of one value", "")
+    assert [(one.shape, one.steps) for one in handle.shapes()] == [(shape.format(each), 2) for each in words]
+    assert handle.batches is not None and len(handle.batches.treatments) == 2
+
+
 def test_one_shape_covers_another_that_is_nowhere_longer() -> None:
     whole = BatchShape.of((), {"ids": torch.zeros(4, 8), "mask": torch.zeros(4, 8, dtype=torch.bool)})
     assert whole.covers(BatchShape.of((), {"ids": torch.zeros(4, 8)}))

@@ -146,6 +146,13 @@ class RegionTrace:
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
     detached: dict[int, str] = field(default_factory=dict)  # op -> parameter that it reads without its graph
 
+    def decisive_arguments(self) -> set[int]:
+        """Leaf positions of arguments whose values decide which ops run, as a padding mask's do."""
+        known = [read for read in self.reads if read.calls is not None]
+        read = {b for one in known for i in one.calls or () for b in self.program.ops[i].inputs}
+        read |= {one.ref.buffer for one in known}
+        return {position for b, position in self.inputs.items() if b in read}
+
     def anchor(self, late: frozenset[Place], inside: frozenset[int] = frozenset()) -> None:
         """Anchor ops for later writes by others. Autograd gets the new values of saved buffers, so these may not be
         recomputed, or read for recomputation; unsaved arguments are gone by then, and not to be kept.

@@ -4,6 +4,9 @@ A plan is made for a batch, and covers every batch that is not longer in any dim
 the same decisions to smaller tensors. For a batch that no plan covers, the step is dry-run under the existing plans,
 and a new plan is made if it fits under none. A small batch under the plan of a large one recomputes more than it needs.
 Once that has cost as much time as planning, it gets its own plan.
+
+Where a tensor of the batch decides which ops a forward runs, batches in which all its values are equal (a padding mask
+of ones, which transformers leaves out) and others do not cover each other.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.model_trace import ModelTrace
+from jettison.capture.model_trace import ModelTrace, as_call
+from jettison.capture.signature import call_signature
 from jettison.core.errors import Infeasible, JettisonError, PlanMismatch
 from jettison.core.progress import Progress, reported
 from jettison.core.units import format_bytes
@@ -28,7 +32,7 @@ from jettison.dryrun.step import ModulePolicy
 from jettison.parallel.agree import Agreement
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
 from jettison.planner.step_description import Described
-from jettison.runtime.batch_shape import BatchShape, map_tensors
+from jettison.runtime.batch_shape import BatchShape, map_tensors, tensors_by_path
 from jettison.runtime.device import is_capturing, refuse_capture
 from jettison.runtime.install import follow, install_more
 from jettison.runtime.planned import PlannedForward
@@ -101,13 +105,13 @@ class _SeenShape:
 @dataclass(kw_only=True, eq=False)
 class BatchPlans:
     """Plans by batch of one applied handle: the ``regions`` of each planned model. ``describe``: describes a step on
-    another batch. ``planning_seconds``: of the first planning. ``host_budget_bytes``: limit of pinned memory for each
-    model; None: what the host has.
+    another batch. ``by_itself``: the batch is the arguments of the model. ``planning_seconds``: of the first planning.
+    ``host_budget_bytes``: limit of pinned memory for each model; None: what the host has.
     """
 
     regions: Sequence[Sequence[PlannedForward]]
     describe: Callable[[Any], Described]
-    shape_of: Callable[[Any], BatchShape]
+    by_itself: bool
     budget_bytes: int
     planning_seconds: float
     progress: Progress
@@ -115,11 +119,14 @@ class BatchPlans:
     treatments: list[InstalledPlan] = field(default_factory=list)
     covers: list[Cover] = field(default_factory=list)
     now: Cover | None = None
+    _decisive: set[str] = field(default_factory=set)
     _ever: bytes = b""
     _seen: OrderedDict[tuple[BatchShape, bytes], _SeenShape] = field(default_factory=OrderedDict)
 
-    def begin(self, shapes: Sequence[BatchShape], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
+    def begin(self, batches: Sequence[Any], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
         """Register the installed plans and the batches that they were made for."""
+        self._note_decisive(batches, traces)
+        shapes = [self._shape(batch) for batch in batches]
         parts = [module_policy(trace, plan) for trace, plan in zip(traces, plans, strict=True)]
         trained = self._trained()
         made = self._treatment(0, max(shapes, key=lambda shape: shape.nbytes), trained, parts, plans)
@@ -130,7 +137,7 @@ class BatchPlans:
 
     def meet(self, batch: Any) -> None:
         """Install the plan for the next step's batch, making one if needed."""
-        shape, trained = self.shape_of(batch), self._trained()
+        shape, trained = self._shape(batch), self._trained()
         if (shape, trained) not in self._seen and len(self._seen) >= MOST_SHAPES:
             self._seen.popitem(last=False)
         seen = self._seen.setdefault((shape, trained), _SeenShape())
@@ -163,6 +170,21 @@ class BatchPlans:
         ]
         return sorted(found, key=lambda one: -one.steps)
 
+    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return as_call(batch) if self.by_itself else ((batch,), {})
+
+    def _shape(self, batch: Any) -> BatchShape:
+        return BatchShape.of(*self._arguments(batch), decisive=() if is_capturing() else self._decisive)
+
+    def _note_decisive(self, batches: Sequence[Any], traces: Sequence[ModelTrace]) -> None:
+        """Note which tensors of a batch decide which ops run; not seen where a step does not pass them on as such."""
+        for one in [each for trace in traces for each in (trace, *trace.more)]:
+            leaves = call_signature(*as_call(one.batch))[0]
+            read = [leaves[position] for position in one.root.decisive_arguments()]
+            for batch in batches:
+                found = tensors_by_path(*self._arguments(batch)).items()
+                self._decisive |= {path for path, tensor in found if any(tensor is leaf for leaf in read)}
+
     def _trained(self) -> bytes:
         """Flags of parameters trained now, and of those ever trained: an optimizer keeps their state."""
         known = (regions[-1].assumptions for regions in self.regions)
@@ -179,6 +201,8 @@ class BatchPlans:
         self.progress(f"no plan covers {what}")
         try:
             described = self.describe(batch)
+            self._note_decisive([batch], described.traces)
+            shape = self._shape(batch)
             made = self._tried(shape, trained, described) or self._planned(shape, trained, described)
         except JettisonError as error:
             frugal = max(self.treatments, key=lambda one: one.added_seconds)
@@ -211,7 +235,8 @@ class BatchPlans:
         """An existing plan under which this batch fits. Models with opaque blocks are planned anew instead."""
         if any(cls.stood_in for trace in described.traces for cls in trace.classes.values()):
             return None
-        alike = [one for one in self.treatments if one.trained == trained]
+        like = trained, shape.uniform
+        alike = [one for one in self.treatments if (one.trained, one.shape.uniform) == like]
         for treatment in sorted(alike, key=lambda one: one.added_seconds)[:MOST_TRIED]:
             parts = [of(trace=trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]
             peak_bytes = described.peak_bytes(parts)

@@ -35,7 +35,7 @@ from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
-from jettison.planner.step_description import Described, OwnStep, Part, call_shape, describe_step, nbytes_of, step_shape
+from jettison.planner.step_description import Described, OwnStep, Part, describe_step, nbytes_of, step_shape
 from jettison.planner.together import PlanningRanks, together
 from jettison.runtime.chunked_loss import ChunkedLossPatch
 from jettison.runtime.offload import place_of
@@ -525,13 +525,13 @@ class _Planning:
             batch_plans = BatchPlans(
                 regions=_by_model(applied.regions),
                 describe=lambda batch: self.described([batch], blocks, reached),
-                shape_of=call_shape if ask.step is None else step_shape,
+                by_itself=ask.step is None,
                 budget_bytes=budget.nbytes,
                 planning_seconds=kept.planning_seconds if kept is not None and follows else seconds,
                 progress=ask.progress,
                 host_budget_bytes=None if self.host is None else self.host.shared(len(one.parts)).budget_bytes,
             )
-            batch_plans.begin(list(map(batch_plans.shape_of, self.batches)), one.traces, applied.plans)
+            batch_plans.begin(self.batches, one.traces, applied.plans)
         by_itself = ask.step is None and not any(map(sharded_modules, modules_of(ask.given)))
         follow_loop(
             applied,

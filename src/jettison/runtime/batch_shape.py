@@ -1,10 +1,14 @@
-"""Shapes of a batch or of a call's arguments: the planned ones, and those that arrive."""
+"""Shapes of a batch or of a call's arguments: the planned ones, and those that arrive.
+
+A forward may decide by an argument's values which ops it runs (transformers leaves out a padding mask of ones). The
+shape says of such a tensor whether all its elements are equal.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +20,11 @@ from jettison.capture.tensor_subclasses import plain
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Dims and bytes of one tensor."""
+    """Dims and bytes of one tensor; ``uniform``: its values decide which ops run, and all of them are equal."""
 
     dims: tuple[int, ...]
     nbytes: int
+    uniform: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -34,7 +39,7 @@ class Size:
         return Size(dims, math.prod(dims) * max(self.element_bytes, other.element_bytes))
 
     def __str__(self) -> str:
-        return " x ".join(map(str, self.dims)) or "a scalar"
+        return (" x ".join(map(str, self.dims)) or "a scalar") + " of one value" * self.uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,19 @@ class BatchShape:
     sizes: tuple[tuple[str, Size], ...]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Any = ()) -> BatchShape:
-        found = [*_tensors(args, ()), *_tensors(dict(kwargs), ())]
-        return cls(tuple((".".join(path), _size(plain(tensor))) for path, tensor in found))
+    def of(cls, args: tuple[Any, ...], kwargs: Any = (), decisive: Collection[str] = ()) -> BatchShape:
+        """Return the shape of these arguments. ``decisive``: paths of tensors whose values decide which ops run."""
+        found = tensors_by_path(args, kwargs).items()
+        return cls(tuple((path, _size(plain(tensor), path in decisive)) for path, tensor in found))
 
     @property
     def nbytes(self) -> int:
         return sum(size.nbytes for _, size in self.sizes)
+
+    @property
+    def uniform(self) -> set[str]:
+        """Paths of its uniform tensors."""
+        return {where for where, size in self.sizes if size.uniform}
 
     def covers(self, other: BatchShape) -> bool:
         """Whether the other has these tensors, none of them longer: a step on it takes no more memory."""
@@ -97,8 +108,14 @@ def _named(where: str) -> str:
     return f"argument {where}" if where[:1].isdigit() else where
 
 
-def _size(tensor: Tensor) -> Size:
-    return Size(tuple(tensor.shape), tensor.numel() * tensor.element_size())
+def _size(tensor: Tensor, is_decisive: bool) -> Size:
+    uniform = is_decisive and not tensor.is_meta and bool((tensor == tensor.reshape(-1)[:1]).all())
+    return Size(tuple(tensor.shape), tensor.numel() * tensor.element_size(), uniform)
+
+
+def tensors_by_path(args: tuple[Any, ...], kwargs: Any = ()) -> dict[str, Tensor]:
+    """Tensors of a call's arguments, by their paths in its `BatchShape`."""
+    return {".".join(path): tensor for tree in (args, dict(kwargs)) for path, tensor in _tensors(tree, ())}
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
@@ -147,6 +164,7 @@ def map_tensors(change: Callable[[str, Tensor], Tensor], value: Any, *path: str)
 def _within(size: Size, most: Size) -> bool:
     return (
         len(size.dims) == len(most.dims)
+        and size.uniform == most.uniform
         and size.nbytes <= most.nbytes
         and all(a <= b for a, b in zip(size.dims, most.dims, strict=True))
     )
