@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import random
 import warnings
@@ -139,8 +140,12 @@ def test_what_fits_under_a_plan_that_is_there_runs_under_it() -> None:
 def test_what_fits_under_no_plan_is_said() -> None:
     model = net()
     jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.8)))
-    with pytest.warns(UserWarning, match=r"a batch of 512 x 4 x 64 .* does not fit into .* the smallest plan for it"):
+    said = r"a batch of 512 x 4 x 64 .* does not fit into .* the smallest plan for it"
+    with pytest.warns(UserWarning, match=said) as found:
         once(model, rows(512))
+    lines, first = inspect.getsourcelines(once)
+    (line,) = (first + number for number, text in enumerate(lines) if "backward" in text)
+    assert [(one.filename, one.lineno) for one in found] == [(__file__, line)], "the user's, not ours or torch's"
     with warnings.catch_warnings(action="error"):
         once(model, rows(512))
 

@@ -6,13 +6,19 @@ while a model runs are also `RuntimeError`.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from functools import partial
+from sysconfig import get_paths
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jettison.core.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+_HERE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # folder of the package
 
 
 class JettisonError(Exception):
@@ -124,6 +130,19 @@ class UnsupportedModule(JettisonError, ValueError):
     """A module does something that no policy can be applied to."""
 
     exit_code: ClassVar[int] = 2
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line: of the innermost caller that is not Jettison, an installed package or Python's library;
+    of the outermost if there is none (a backward's own thread).
+    """
+    paths = get_paths()
+    others = (*(paths[kind] + os.sep for kind in ("stdlib", "purelib", "platlib")), _HERE, "<frozen")
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(others):
+        frame = frame.f_back
+        level += not frame.f_code.co_filename.startswith("<frozen importlib")  # not counted by `warnings`
+    warnings.warn(text, category, stacklevel=level)
 
 
 def install(extra: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, SupportsIndex
 from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
-from jettison.core.errors import PlanMismatch, UsageError
+from jettison.core.errors import PlanMismatch, UsageError, warn
 from jettison.core.files import read_text
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import on_terminal
@@ -68,7 +67,7 @@ def apply_from_another_rank(
 def apply_candidate(model: nn.Module, planner: Planner, found: DryRunChoice, budget_bytes: int) -> Applied:
     """Apply a planner's choice to the model that it was traced from."""
     for text in planner.trace.warnings:
-        warnings.warn(text, stacklevel=3)
+        warn(text)
     made = planner.as_plan(found, budget_bytes)
     room = None if planner.host is None else planner.host.budget_bytes
     applied = apply_plan(model, planner.trace, made, Check.ALWAYS, room)
@@ -171,7 +170,7 @@ def apply(
             _refuse_op_words(policy)
         if getattr(policy, "word", policy) != "none":
             for text in traced.warnings:
-                warnings.warn(text, stacklevel=2)
+                warn(text)
         policies, segments = policies_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
         _warn_pointless(traced, policies, policy)
         installed = install(model, traced, policies, KeepAll(), segments, how=how, host_budget_bytes=host_bytes)
@@ -253,17 +252,15 @@ def _refuse_op_words(policy: Policy) -> None:
 def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], word: object) -> None:
     """Warn of a policy without effect: no blocks, or selective recomputation with fused attention (no scores)."""
     if not policies and word != "none":
-        warnings.warn(
+        warn(
             f"policy {word!r} changes nothing here: {type(traced.fake_model).__name__} has no repeated blocks that it "
-            "could apply to. Name what to treat as blocks with regions=[...], or use a memory budget",
-            stacklevel=3,
+            "could apply to. Name what to treat as blocks with regions=[...], or use a memory budget"
         )
     chosen = [c for c in traced.calls if policies[c.name].word == "selective"]
     if chosen and not any(attention_core(traced.program(c)) for c in chosen):
-        warnings.warn(
+        warn(
             "policy 'selective' changes nothing here: no block stores attention scores (fused attention recomputes "
-            "them inside its kernel). Use 'selective-op', 'full', or a memory budget",
-            stacklevel=3,
+            "them inside its kernel). Use 'selective-op', 'full', or a memory budget"
         )
 
 

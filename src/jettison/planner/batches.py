@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import operator
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from jettison.capture.model_trace import ModelTrace, as_call
 from jettison.capture.signature import call_signature
-from jettison.core.errors import Infeasible, JettisonError, PlanMismatch
+from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, warn
 from jettison.core.progress import Progress, reported
 from jettison.core.units import format_bytes
 from jettison.dryrun.step import ModulePolicy
@@ -206,10 +205,9 @@ class BatchPlans:
             made = self._tried(shape, trained, described) or self._planned(shape, trained, described)
         except JettisonError as error:
             frugal = max(self.treatments, key=lambda one: one.added_seconds)
-            warnings.warn(
+            warn(
                 f"{what} cannot be planned for ({error}). It runs under the plan for {frugal.shape}, and "
-                "its peak may be above the budget (gradients are not affected)",
-                stacklevel=2,
+                "its peak may be above the budget (gradients are not affected)"
             )
             return Cover(shape=frugal.shape, trained=trained, treatment=frugal, peak_bytes=frugal.peak_bytes)
         finally:
@@ -250,11 +248,10 @@ class BatchPlans:
             plans = described.planner.plans(self.budget_bytes)
         except Infeasible as error:
             plans = described.planner.plans(error.minimum_budget_bytes)
-            warnings.warn(
+            warn(
                 f"{self._named(shape, trained)} does not fit into {format_bytes(self.budget_bytes)}: the smallest plan "
                 f"for it needs {format_bytes(error.minimum_budget_bytes)} and is applied. Use a smaller batch "
-                "or a larger budget",
-                stacklevel=2,
+                "or a larger budget"
             )
         parts = [module_policy(trace, plan) for trace, plan in zip(described.traces, plans, strict=True)]
         numbers = {

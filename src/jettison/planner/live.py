@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, call_model, expect_module, expect_trace, loss_of
 from jettison.capture.sharded import sharded_modules
-from jettison.core.errors import Infeasible, StaleTensor, TraceError, UnsupportedModule, UsageError
+from jettison.core.errors import Infeasible, StaleTensor, TraceError, UnsupportedModule, UsageError, warn
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import seldom_collected
 from jettison.core.progress import Progress, on_terminal, reported, shown
@@ -564,7 +563,7 @@ class _Planning:
         try:
             for number, (part, plan) in enumerate(zip(parts, made, strict=True)):
                 for text in part.trace.warnings:
-                    warnings.warn(text, stacklevel=4)
+                    warn(text)
                 found = (
                     apply_plan(part.model, part.trace, plan, how, room)
                     if likes is None
@@ -609,11 +608,10 @@ class _Planning:
                 done(f"planned again: {figures(made)}")
             handle._become(made)
             if least_bytes is not None:
-                warnings.warn(
+                warn(
                     f"the step with {thawed} more parameters trained does not fit into {format_bytes(budget_bytes)}: "
                     f"the smallest plan for it needs {format_bytes(least_bytes)} and is applied. Use a smaller batch, "
-                    "or a larger budget",
-                    stacklevel=3,
+                    "or a larger budget"
                 )
 
         return meet

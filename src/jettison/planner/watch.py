@@ -9,7 +9,6 @@ with more state (AMSGrad) or in addition to the old one. At its first step a war
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from jettison.capture.tensor_subclasses import plain
+from jettison.core.errors import warn
 from jettison.core.units import format_bytes
 from jettison.planner.readiness import inside_of
 
@@ -128,7 +128,7 @@ class PeakWatch:
 
     def _say(self, what: str, planned: bool) -> None:
         then = ". Later plans use a budget reduced by that" if planned else ""
-        warnings.warn(f"{what}{then}", stacklevel=4)
+        warn(f"{what}{then}")
 
 
 def phase_hooks(watch: PeakWatch, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -222,12 +222,11 @@ class OptimizerWatch:
         if self.again is not None:
             self.again()
             return
-        warnings.warn(
+        warn(
             f"{len(late)} parameters got their first gradients after planning; {format_bytes(states.late_bytes)} of "
             f"gradients and optimizer state are not counted by the plan for {format_bytes(self.budget_bytes)}, so that "
             "the peak may be above the budget (gradients are not affected). To have it held: remove() the plan and "
-            "plan again now, when their state is there",
-            stacklevel=4,
+            "plan again now, when their state is there"
         )
 
     def _uncounted_bytes(self, stepping: torch.optim.Optimizer, own: set[int]) -> int:
@@ -243,12 +242,11 @@ class OptimizerWatch:
 
     def _say(self, stepping: torch.optim.Optimizer, nbytes: int) -> None:
         made = f"the {self.kinds[0][0].__name__} that it was given" if self.kinds else "no optimizer"
-        warnings.warn(
+        warn(
             f"a {type(stepping).__name__} steps with {format_bytes(nbytes)} of state that the plan for "
             f"{format_bytes(self.budget_bytes)} does not count: it was made with {made}, so that the peak may be above "
             "the budget (gradients are not affected). To have it held: plan with optimizer= and that one; several "
-            "go as optimizer=(first, second)",
-            stacklevel=4,
+            "go as optimizer=(first, second)"
         )
 
     def remove(self) -> None:

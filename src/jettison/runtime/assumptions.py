@@ -9,7 +9,6 @@ microseconds a step; checks of the backward run when it unpacks its first tensor
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Final
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
+from jettison.core.errors import warn
 from jettison.core.units import format_bytes
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.graph_fingerprint import nodes_behind
@@ -231,10 +231,9 @@ class Assumptions:
         if key in self.said:
             return
         self.said.add(key)
-        warnings.warn(
+        warn(
             f"{what}; the plan for {format_bytes(self.budget_bytes)} assumed {assumed}, so that the peak may be above "
-            f"the budget (gradients are not affected). To have it held: {advice}",
-            stacklevel=2,
+            f"the budget (gradients are not affected). To have it held: {advice}"
         )
 
 

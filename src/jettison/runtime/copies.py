@@ -10,7 +10,6 @@ import copy
 import functools
 import pydoc
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.tensor_subclasses import plain
+from jettison.core.errors import warn
 
 COPY: Final = "deep copy"
 LOADED: Final = "pickled copy"
@@ -46,11 +46,10 @@ class CopiedForward:
     def _say(self) -> None:
         if self.how not in self.said:
             self.said.add(self.how)
-            warnings.warn(
+            warn(
                 f"a {self.how} of {self.name or 'the model'} trains without the plan, which belongs to the original: "
                 "it keeps what plain autograd keeps, in addition to the original, and the budget does not count it. "
-                "Plan the copy as well, or remove() the plan before copying",
-                stacklevel=3,
+                "Plan the copy as well, or remove() the plan before copying"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -7,7 +7,6 @@ import copy
 import functools
 import operator
 import types
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from jettison.capture.sharded import unwatched
 from jettison.capture.signature import AUTOCASTS, call_signature, global_signature
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
-from jettison.core.errors import TraceError
+from jettison.core.errors import TraceError, warn
 from jettison.runtime import witness
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import (
@@ -234,7 +233,7 @@ class PlannedForward:
         said = (self.outer or self).said
         if key not in said and not self.quiet:
             said.add(key)
-            warnings.warn(text, stacklevel=2)
+            warn(text)
 
     def _begin_call(self) -> None:
         if self.before_first is not None:

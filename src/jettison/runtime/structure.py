@@ -8,13 +8,12 @@ would silently have no effect.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import distributed, nn
 
-from jettison.core.errors import UnsupportedModule
+from jettison.core.errors import UnsupportedModule, warn
 from jettison.core.units import format_bytes
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.recordings import RegionPlan
@@ -161,11 +160,10 @@ class Structure:
 
     def _say(self, changes: list[str]) -> None:
         more = f" and {len(changes) - MOST_WORDS} more" if len(changes) > MOST_WORDS else ""
-        warnings.warn(
+        warn(
             f"the model is another one than when it was planned: {', '.join(changes[:MOST_WORDS])}{more}. What stands "
             "in the place of a planned block is treated as that one was, and what was added as plain autograd keeps "
-            f"it{self._about_budget()}",
-            stacklevel=2,
+            f"it{self._about_budget()}"
         )
 
     def _about_budget(self) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -39,7 +38,7 @@ from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of, wrapping
 from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
-from jettison.core.errors import StaleTensor, UsageError, WrongValue
+from jettison.core.errors import StaleTensor, UsageError, WrongValue, warn
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.device import is_capturing
@@ -146,7 +145,7 @@ def _say(region: Any, prepared: Prepared) -> None:
         text += ". The plan counts on less, so that the peak may be above the budget (gradients are not affected)"
     if not region.quiet and text not in region.said:
         region.said.add(text)
-        warnings.warn(text, stacklevel=6)
+        warn(text)
 
 
 # trials -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import traceback
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.model_trace import expect_module
+from jettison.core.errors import warn
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes
 from jettison.diagnose.facts import MemoryFacts, StepBytes, StepPhase, Survivor
@@ -82,11 +82,10 @@ class LoopWatch:
         if not self._said_growth and (growth := grown_bytes(facts)):
             self._said_growth = True
             path = self.write()
-            warnings.warn(
+            warn(
                 f"between steps {format_bytes(growth)} more are allocated than after the first two; "
                 f"see: jettison doctor --oom {path}",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def write(self, error: str = "") -> Path:
