@@ -62,7 +62,7 @@ class Part:
     def shapes(self) -> list[BatchShape]:
         """Shapes of the arguments of each of its calls in a step."""
         return (
-            [call_shape(self.trace.batch)]
+            [BatchShape.of(*as_call(self.trace.batch))]
             if self.use is None
             else [BatchShape.of(c.args, c.kwargs) for c in self.use.calls]
         )
@@ -226,11 +226,6 @@ def _copied(
     optimizer: torch.optim.Optimizer | None, modules: Sequence[nn.Module], copies: Copies, mode: FakeTensorMode
 ) -> torch.optim.Optimizer | None:
     return None if optimizer is None else optimizer_over(optimizer, modules, modules_of(copies), mode)
-
-
-def call_shape(batch: Any) -> BatchShape:
-    """Shape of the arguments of a model that is called with a batch."""
-    return BatchShape.of(*as_call(batch))
 
 
 def step_shape(batch: Any) -> BatchShape:
