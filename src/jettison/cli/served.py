@@ -37,55 +37,47 @@ def answer(asked: dict[str, Any], say: Progress) -> ServedAnswer:
     Raises:
         JettisonError: what the verb says.
     """
-    name, config, verb = asked["name"], asked["config"], asked["verb"]
-    form = SERVICE.forms[verb]
+    name, config, form = asked["name"], asked["config"], SERVICE.forms[asked["verb"]]
     flags, request = form.flags(**asked["flags"]), form.request(**asked["run"])
-    if asked["files"]:
-        return _of_files(asked, request, flags, say)
-    if config is None:
-        return _VERBS[verb](name, request, flags, say)
-    file = Path(name)
-    file.write_text(json.dumps(config), encoding="utf-8")
-    try:
-        return _VERBS[verb](name, request, flags, say)
-    finally:
-        os.unlink(file)
-
-
-def _of_files(asked: dict[str, Any], request: RunRequest, flags: Any, say: Progress) -> ServedAnswer:
-    """Answer about a trainer's own files; what they name is looked for nowhere else on this machine."""
-    verb, files, asked_gpus = asked["verb"], asked["files"], asked["gpus"]
-    paths = [Path(name) for name, _ in files]
+    files = asked["files"] or ([] if config is None else [(name, json.dumps(config))])
+    paths = [Path(file) for file, _ in files]
     for path, (_, text) in zip(paths, files, strict=True):
         path.write_text(text, encoding="utf-8")
     try:
-        with _nothing_else_read():
-            model, request, found = sourced(
-                asked["preset"],
-                request,
-                RunSourceFlags(from_file=paths, gpus=asked_gpus),
-                verb=_AS.get(verb, verb),
-                decides=_DECIDES.get(verb, ()),
-            )
-            assert found is not None
-            if verb == "write":
-                return _written(model, request, flags, found, paths[1:])
-            answered = _VERBS[verb](model, request, flags, say)
-            document = json.loads(answered.text) | {"from": found.document()}
-            return ServedAnswer(text=json_text(document), exit_code=answered.exit_code)
+        if asked["files"]:
+            found, exit_code = _of_files(asked, paths, request, flags, say)
+        else:
+            found, exit_code = _VERBS[asked["verb"]](name, request, flags, say)
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
+    return ServedAnswer(text=json_text(found), exit_code=exit_code)
 
 
-def _written(model: str, request: RunRequest, flags: PlanFlags, found: RunFile, others: list[Path]) -> ServedAnswer:
+Said = tuple[dict[str, Any], int]
+"""A verb's document and exit code."""
+
+
+def _of_files(asked: dict[str, Any], paths: list[Path], request: RunRequest, flags: Any, say: Progress) -> Said:
+    """Answer about a trainer's own files; what they name is looked for nowhere else on this machine."""
+    verb, source = asked["verb"], RunSourceFlags(from_file=paths, gpus=asked["gpus"])
+    as_verb, decides = _AS.get(verb, verb), _DECIDES.get(verb, ())
+    with _nothing_else_read():
+        model, request, found = sourced(asked["preset"], request, source, verb=as_verb, decides=decides)
+        assert found is not None
+        if verb == "write":
+            return _written(model, request, flags, found, paths[1:]), 0
+        answered, exit_code = _VERBS[verb](model, request, flags, say)
+        return answered | {"from": found.document()}, exit_code
+
+
+def _written(model: str, request: RunRequest, flags: PlanFlags, found: RunFile, others: list[Path]) -> dict[str, Any]:
     """The first file with the plan's settings, as `plan --from FILE --write` writes it."""
     report = plan(model, request, flags)
     assert isinstance(report, ForecastPlan), "a run with a layout or a GPU is planned from its spec"
     made = write_back(found, report.choice, limit=report.limit, others=tuple(others))
     name = f"{found.path.stem}.planned{found.path.suffix}"
-    written = document("jettison.written/1", name=name, text=made.text, changes=list(made.lines()))
-    return ServedAnswer(text=json_text(written), exit_code=0)
+    return document("jettison.written/1", name=name, text=made.text, changes=list(made.lines()))
 
 
 _READS: Final = ("open", "os.listdir", "os.scandir")
@@ -120,47 +112,43 @@ def _hook_once() -> None:
     sys.addaudithook(hook)
 
 
-def _plan(model: str, request: RunRequest, flags: PlanFlags, say: Progress) -> ServedAnswer:
+def _plan(model: str, request: RunRequest, flags: PlanFlags, say: Progress) -> Said:
     say("planning")
     try:
-        report = plan(model, request, flags, progress=say)
+        found = plan(model, request, flags, progress=say).document()
     except Infeasible as error:
-        document = infeasible_document(error, said(model, request, flags))
-        return ServedAnswer(text=json_text(document), exit_code=error.exit_code)
-    document = report.document()
+        return infeasible_document(error, said(model, request, flags)), error.exit_code
     for key in ("made_by", "request"):
-        document[key] = document[key] | {"model": model}  # where an upload lies here is nobody's concern
-    return ServedAnswer(text=json_text(document), exit_code=0)
+        found[key] = found[key] | {"model": model}  # where an upload lies here is nobody's concern
+    return found, 0
 
 
-def _ledger(model: str, request: RunRequest, flags: LedgerFlags, say: Progress) -> ServedAnswer:
+def _ledger(model: str, request: RunRequest, flags: LedgerFlags, say: Progress) -> Said:
     say("adding up")
-    report = ledger(model, request, flags, progress=say)
-    text, exit_code = json_text(report.document()), 0
+    report, exit_code = ledger(model, request, flags, progress=say), 0
     try:
         report.require()
     except JettisonError as error:
         exit_code = error.exit_code
-    return ServedAnswer(text=text, exit_code=exit_code)
+    return report.document(), exit_code
 
 
-def _estimate(model: str, request: RunRequest, flags: EstimateFlags, say: Progress) -> ServedAnswer:
+def _estimate(model: str, request: RunRequest, flags: EstimateFlags, say: Progress) -> Said:
     say("estimating")
-    return ServedAnswer(text=json_text(estimate(model, request, flags).document()), exit_code=0)
+    return estimate(model, request, flags).document(), 0
 
 
-def _search(model: str, request: SearchRequest, flags: SearchFlags, say: Progress) -> ServedAnswer:
+def _search(model: str, request: SearchRequest, flags: SearchFlags, say: Progress) -> Said:
     say("searching")
     try:
-        report = search(model, request, flags, jobs=1, progress=say)
+        return search(model, request, flags, jobs=1, progress=say).document(), 0
     except NothingFits as error:
-        return ServedAnswer(text=json_text(nothing(model, request, flags, error)), exit_code=error.exit_code)
-    return ServedAnswer(text=json_text(report.document()), exit_code=0)
+        return nothing(model, request, flags, error), error.exit_code
 
 
 _AS: Final = {"write": "plan"}
 _DECIDES: Final = {"plan": DECIDED, "write": DECIDED}
-_VERBS: Final[Mapping[str, Callable[..., ServedAnswer]]] = {
+_VERBS: Final[Mapping[str, Callable[..., Said]]] = {
     "plan": _plan,
     "ledger": _ledger,
     "estimate": _estimate,
