@@ -27,6 +27,7 @@ from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
 from jettison.diagnose.trace_modules import ROLES, ModuleProfile, profile_modules
 from jettison.report.console import progress
 from jettison.report.findings import FindingsReport
+from jettison.report.schemas import part
 from jettison.report.snapshot import peak_table
 from jettison.report.tables import exact, grid
 from jettison.spec.hardware import Hardware, hardware
@@ -132,10 +133,10 @@ def profile_files(files: Sequence[Path], gpu: Hardware | None = None, progress: 
         return parts[0]
     return FindingsReport(
         schema=SCHEMA,
-        facts=[row for part in parts for row in part.facts],
-        findings=tuple(finding for part in parts for finding in part.findings),
-        more={key: value for part in parts for key, value in part.more.items()},
-        tables=tuple(table for part in parts for table in part.tables),
+        facts=[row for one in parts for row in one.facts],
+        findings=tuple(finding for one in parts for finding in one.findings),
+        more={key: value for one in parts for key, value in one.more.items()},
+        tables=tuple(table for one in parts for table in one.tables),
     )
 
 
@@ -171,22 +172,21 @@ def _trace(trace: ProfilerTrace, gpu: Hardware | None, progress: Progress) -> Fi
         schema=SCHEMA,
         facts=[*_rows(trace, found, used), *([] if where.named else [("modules", UNNAMED)])],
         findings=slow_findings(found),
-        more={"trace": _document(trace, found, used) | _places(found, where)},
+        more={"trace": _document(trace, found, used, where)},
         tables=(_phases(found), *_by_module(found, where)),
     )
 
 
 def _rows(trace: ProfilerTrace, found: StepProfile, used: dict[str, float]) -> list[tuple[str, str]]:
-    each = found.ns / found.steps / 1e9
-    what = "the device" if found.has_device else "the host's operators"
+    each, what = format_seconds(found.seconds(found.ns)), "the device" if found.has_device else "the host's operators"
     rows = [
         ("trace", f"{trace.name}{''.join(f', {name}' for name in trace.devices[:1])}"),
-        ("a step", f"{format_seconds(each)}, of {found.steps} steady step{'s' * (found.steps != 1)}"),
+        ("a step", f"{each}, of {found.steps} steady step{'s' * (found.steps != 1)}"),
         ("busy", f"{format_percent(found.busy_ns / found.ns)} of it: {what}"),
     ]
     if found.communication_ns:
         share = format_percent(found.exposed_ns / found.ns)
-        talk = format_seconds(found.communication_ns / found.steps / 1e9)
+        talk = format_seconds(found.seconds(found.communication_ns))
         rows.append(("communication", f"{talk} a step; {share} of the step overlaps with no computation"))
     if found.flops:
         rows.append(("FLOPs", f"{format_flops(found.flops // found.steps)} a step in GEMMs and fused attention"))
@@ -195,9 +195,7 @@ def _rows(trace: ProfilerTrace, found: StepProfile, used: dict[str, float]) -> l
     if found.recompute_ns:
         share = format_percent(found.recompute_ns / found.ns)
         flops = f"; {format_percent(found.again_flops / found.flops)} of all FLOPs" if found.flops else ""
-        rows.append(
-            ("recompute", f"{format_seconds(found.recompute_ns / found.steps / 1e9)} a step, {share} of it{flops}")
-        )
+        rows.append(("recompute", f"{format_seconds(found.seconds(found.recompute_ns))} a step, {share} of it{flops}"))
     if found.kernels:
         middle = format_seconds(found.median_kernel_ns / 1e9)
         rows.append(("kernels", f"{found.kernels // found.steps:,} a step, {middle} in the median"))
@@ -210,7 +208,7 @@ def _phases(found: StepProfile) -> RenderableType:
         ns = found.phase_ns.get(name, 0)
         peak = found.peak_bytes.get(name)
         shown = "n/a" if peak is None else format_bytes(peak)
-        table.add_row(name, format_seconds(ns / found.steps / 1e9), format_percent(ns / found.ns), shown)
+        table.add_row(name, format_seconds(found.seconds(ns)), format_percent(ns / found.ns), shown)
     return table
 
 
@@ -222,7 +220,7 @@ def _by_module(found: StepProfile, where: ModuleProfile) -> Iterator[RenderableT
     rows = list(where.modules.items())
     table = grid(f"Time of {of} in a step, by {name}", (name,), (*roles, "share"))
     for module, by_role in [*rows[:MOST_ROWS], *_others(rows[MOST_ROWS:])]:
-        times = [format_seconds(by_role[r] / found.steps / 1e9) if r in by_role else "" for r in roles]
+        times = [format_seconds(found.seconds(by_role[r])) if r in by_role else "" for r in roles]
         table.add_row(module or "no operator", *times, format_percent(sum(by_role.values()) / max(1, total)))
     yield table
     if where.peak:
@@ -243,16 +241,6 @@ def _others(rows: list[tuple[str, dict[str, int]]]) -> Iterator[tuple[str, dict[
         yield f"{len(rows)} more", rest
 
 
-def _places(found: StepProfile, where: ModuleProfile) -> dict[str, Any]:
-    """Keys of the JSON document: by module (by operator where the trace names none) and role."""
-    seconds = [
-        {"module": place.module, "role": place.role, "seconds": ns / found.steps / 1e9}
-        for place, ns in sorted(where.ns.items(), key=lambda item: -item[1])
-    ]
-    peak = [{"module": place.module, "role": place.role, "bytes": n} for place, n in where.peak.items()]
-    return {"names_modules": where.named, "modules": seconds, "peak": peak}
-
-
 def _utilization(trace: ProfilerTrace, found: StepProfile, gpu: Hardware | None) -> dict[str, float]:
     """MFU and HFU; empty where the device's peak is not known. Model FLOPs exclude recomputation."""
     if gpu is None or not found.flops:
@@ -271,24 +259,30 @@ def _precision(trace: ProfilerTrace) -> str:
     return _PRECISIONS.get(max(set(found), key=found.count), "fp32") if found else "fp32"
 
 
-def _document(trace: ProfilerTrace, found: StepProfile, used: dict[str, float]) -> dict[str, Any]:
-    seconds = {name: ns / found.steps / 1e9 for name, ns in found.phase_ns.items()}
-    return {
-        "name": trace.name,
-        "steps": found.steps,
-        "step_seconds": found.ns / found.steps / 1e9,
-        "busy_fraction": found.busy_ns / found.ns,
-        "phase_seconds": seconds,
-        "phase_peak_bytes": dict(found.peak_bytes),
-        "communication_seconds": found.communication_ns / found.steps / 1e9,
-        "exposed_communication_seconds": found.exposed_ns / found.steps / 1e9,
-        "recompute_seconds": found.recompute_ns / found.steps / 1e9,
-        "flops": found.flops // found.steps,
-        "recompute_flops": found.again_flops // found.steps,
-        "mfu": used.get("mfu"),
-        "hfu": used.get("hfu"),
-        "kernels": found.kernels // found.steps,
-    }
+def _document(trace: ProfilerTrace, found: StepProfile, used: dict[str, float], where: ModuleProfile) -> dict[str, Any]:
+    """Seconds and bytes are by module, or by operator where the trace names none, and by role."""
+    return part(
+        "ProfiledTrace",
+        found,
+        name=trace.name,
+        step_seconds=found.seconds(found.ns),
+        busy_fraction=found.busy_ns / found.ns,
+        phase_seconds={name: found.seconds(ns) for name, ns in found.phase_ns.items()},
+        phase_peak_bytes=dict(found.peak_bytes),
+        communication_seconds=found.seconds(found.communication_ns),
+        exposed_communication_seconds=found.seconds(found.exposed_ns),
+        recompute_seconds=found.seconds(found.recompute_ns),
+        flops=found.flops // found.steps,
+        recompute_flops=found.again_flops // found.steps,
+        kernels=found.kernels // found.steps,
+        names_modules=where.named,
+        modules=[
+            {"module": place.module, "role": place.role, "seconds": found.seconds(ns)}
+            for place, ns in sorted(where.ns.items(), key=lambda item: -item[1])
+        ],
+        peak=[{"module": place.module, "role": place.role, "bytes": n} for place, n in where.peak.items()],
+        **used,
+    )
 
 
 def require_files(files: Sequence[Path]) -> None:

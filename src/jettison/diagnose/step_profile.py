@@ -73,7 +73,7 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Sums over the steady steps of a trace; ``seconds`` and the like divide by their number.
+    """Sums over the steady steps of a trace.
 
     Args:
         step_spans: of each step in the trace, by number.
@@ -120,6 +120,10 @@ class StepProfile:
     def ns(self) -> int:
         """Duration of all steady steps."""
         return max(1, self.window[1] - self.window[0])
+
+    def seconds(self, ns: int) -> float:
+        """Seconds of a step, by nanoseconds of all."""
+        return ns / self.steps / 1e9
 
 
 def profile_steps(trace: ProfilerTrace) -> StepProfile:
