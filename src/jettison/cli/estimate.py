@@ -111,8 +111,7 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
     assert limit is not None, "of a GPU"
     memory, choice = _memory(replace(run, compiled=flags.compile and planned), device, limit)
     run = memory.run
-    chosen = None if choice is None else [part.chosen for part in choice.forecast.parts if part.is_layer]
-    found = estimate_run(run, device, execution=how, chosen=chosen)
+    found = estimate_run(run, device, execution=how, chosen=None if choice is None else choice.chosen)
     eager = ""
     if flags.compile and not planned:
         try:

@@ -66,9 +66,12 @@ class AutoForecast:
     @cached_property
     def estimate(self) -> Estimate:
         """Times of a step under the choice."""
-        kept = {part.name: part.chosen for part in self.forecast.parts}
-        run = self.forecast.run
-        return estimate(run, self.hardware, chosen=[kept[name] for name in run.model.layer_names])
+        return estimate(self.forecast.run, self.hardware, chosen=self.chosen)
+
+    @property
+    def chosen(self) -> list[KeptBuffers | None]:
+        """Kept buffers of each layer, in model order."""
+        return [part.chosen for part in self.forecast.parts if part.is_layer]
 
     @property
     def segments(self) -> tuple[tuple[str, str], ...]:

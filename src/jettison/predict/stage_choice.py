@@ -248,8 +248,8 @@ class StageChoice:
 
     def _passes(self, part: StageRegion) -> tuple[float, float]:
         """Seconds of a forward, and of a backward without recomputation."""
-        plain = self.timing.items([RegionGroup(part=part, names=(part.name,))])
-        return plain[0].seconds.forward.seconds, plain[0].seconds.backward_seconds
+        seconds = self.timing.item(part).seconds
+        return seconds.forward.seconds, seconds.backward_seconds
 
     # the problem ------------------------------------------------------------------------------------------------------
 

@@ -228,6 +228,10 @@ class Timing:
                 found.append(replace(item, segment=part.layers) if part.inner and part.first else item)
         return found
 
+    def item(self, part: StageRegion) -> Item:
+        """Item of a region on its own."""
+        return self.items([RegionGroup(part=part, names=(part.name,))])[0]
+
     def _item(self, part: StageRegion, count: int, again: frozenset[int], moved: int) -> Item:
         run = self.run
         found = _one(

@@ -24,7 +24,7 @@ from jettison.predict.allowance import Limit, available_bytes
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitRule, fit_budgets, time_residual
 from jettison.predict.stage_time import Item, Timing
-from jettison.predict.stages import RegionGroup, StageRegion, walk
+from jettison.predict.stages import StageRegion, walk
 from jettison.predict.time import Estimate, estimate
 from jettison.report.tables import span
 from jettison.spec.hardware import Hardware
@@ -222,10 +222,6 @@ def called(region: Region, buffer: int) -> tuple[str, str]:
     return (", ".join(dict.fromkeys(role for role, _ in found)), found[0][1]) if found else (HELD, "")
 
 
-def _timed(timing: Timing, part: StageRegion) -> Item:
-    return timing.items([RegionGroup(part=part, names=(part.name,))])[0]
-
-
 def _offload(timing: Timing) -> LayerOffload | None:
     hardware = timing.hardware
     if hardware.host_bytes_per_second is None:
@@ -234,7 +230,7 @@ def _offload(timing: Timing) -> LayerOffload | None:
     def first_layer(recompute: Recompute) -> Item:
         run = replace(timing.run, recompute=recompute)
         part = next(group.part for group in walk(run)[0][0] if group.part.is_layer)
-        return _timed(replace(timing, run=run), part)
+        return replace(timing, run=run).item(part)
 
     plain, again = first_layer(Recompute()), first_layer(Recompute(mode=Mode.FULL)).seconds.again.seconds
     nbytes = plain.region.saved_bytes
@@ -357,7 +353,7 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
 
 
 def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion]) -> Reason:
-    took, overlapped = _timed(timing, part).seconds, [_timed(timing, other).seconds for other in following]
+    took, overlapped = timing.item(part).seconds, [timing.item(other).seconds for other in following]
     program = part.program
     moved = program.kept_bytes(part.chosen.offloaded) if part.chosen is not None else 0
     return Reason(

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_percent
+from jettison.cost.flops import PASSES
 from jettison.formula.region import layer_region
 from jettison.ledger.ledger import storage_roles
 from jettison.memory.span import Phase
@@ -33,8 +34,6 @@ from jettison.spec.model import AnyLayer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
-FORWARDS_OF_A_STEP: Final = 3
-"""A backward is two forwards: each product has one for its input's gradient and one for its weight's."""
 MODES: Final = ("none", "selective", "selective-op", "full", "every:2", "sqrt")
 """Recompute modes that are compared."""
 _LONGEST: Final = 1 << 24
@@ -321,7 +320,7 @@ def _compare(found: Forecast, changes: Changes) -> Iterator[Variant]:
             activation_bytes=other.worst.activation_bytes,
             recompute_flops=again,
             forward_fraction=again / forward,
-            step_fraction=again / (FORWARDS_OF_A_STEP * forward),
+            step_fraction=again / (PASSES * forward),
         )
 
 

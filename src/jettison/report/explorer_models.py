@@ -12,7 +12,7 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS
 from jettison.predict.allowance import Limit, available_bytes
-from jettison.predict.auto_recompute import AutoForecast, choose_within
+from jettison.predict.auto_recompute import choose_within
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import model_spec, resolve
@@ -98,14 +98,8 @@ def answered(run: Run, hardware: Hardware) -> tuple[Forecast, Estimate]:
     if run.recompute.mode is not Mode.AUTO:
         return forecast(run), estimate(run, hardware)
     limit = Limit(nbytes=available_bytes(hardware, run), device_bytes=hardware.usable_bytes)
-    return planned(choose_within(run, limit, hardware))
-
-
-def planned(choice: AutoForecast) -> tuple[Forecast, Estimate]:
-    """Memory and time of a plan."""
-    memory = choice.forecast
-    chosen = [part.chosen for part in memory.parts if part.is_layer]
-    return memory, estimate(memory.run, choice.hardware, chosen=chosen)
+    choice = choose_within(run, limit, hardware)
+    return choice.forecast, choice.estimate
 
 
 def usual_layout(model: str, hardware: Hardware) -> dict[str, Any]:

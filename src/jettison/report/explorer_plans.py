@@ -10,17 +10,18 @@ from typing import Any, Final
 
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.units import GIB
+from jettison.cost.flops import PASSES
 from jettison.families.presets import shown
 from jettison.formula.region import Region
 from jettison.predict.allowance import available_bytes
-from jettison.predict.auto_recompute import AutoForecast, choose
+from jettison.predict.auto_recompute import AutoForecast, choose, smallest_budget
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitVerdict, figures
 from jettison.predict.stages import FULL, NONE, StageRegion, kept_by
 from jettison.predict.time import estimate
 from jettison.report.alternatives import KEPT, LINKS, OFFLOADED, RECOMPUTED, buffer_policies, flips, tensor_name, trades
-from jettison.report.explain import FORWARDS_OF_A_STEP, recomputed_flops
-from jettison.report.explorer_models import GPU, MODEL, flags_text, line, planned, rounded, run_of, usual_layout
+from jettison.report.explain import recomputed_flops
+from jettison.report.explorer_models import GPU, MODEL, flags_text, line, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Recompute, round_sqrt
 from jettison.spec.run import Run
@@ -68,10 +69,7 @@ def _sweep(
 ) -> dict[str, Any]:
     flags = asked | {"offload": offload}
     run = run_of(model, recompute="auto", **flags)
-    try:
-        smallest = choose(run, GIB, device).minimum_budget_bytes
-    except Infeasible as error:
-        smallest = error.minimum_budget_bytes
+    smallest = smallest_budget(run, device)
     plans: list[AutoForecast] = []
     for budget in budgets(smallest, forecast(run_of(model, **asked)).peak_bytes, most):
         plans.append(choose(run, budget, device))
@@ -121,8 +119,7 @@ def _grids(plans: Sequence[AutoForecast]) -> tuple[list[dict[str, Any]], list[st
 
     rows = []
     for plan in plans:
-        parts = {part.name: part for part in plan.forecast.parts if part.is_layer}
-        own = dict.fromkeys(parts[name] for name in plan.forecast.run.model.layer_names)
+        own = (part for part in plan.forecast.parts if part.is_layer)
         rows.append([[len(list(same)), number] for number, same in groupby(map(pattern, own))])
     buffers = shown.region.program.buffers
     tensors = [{"name": name, "nbytes": buffers[buffer].nbytes} for buffer, name in named[shown.region].items()]
@@ -191,7 +188,7 @@ def _numbers(run: Run) -> list[Any]:
     held = sum(len(unit.names) * unit.resident for unit in units)
     opened = max(unit.backward_peak for unit in units)
     forward = sum(part.region.flops for part in found.parts)
-    again = sum(recomputed_flops(found)) / (FORWARDS_OF_A_STEP * forward)
+    again = sum(recomputed_flops(found)) / (PASSES * forward)
     return [held, opened, found.peak_bytes, round(again, 6)]
 
 
@@ -255,15 +252,14 @@ def _planned(model: str, asked: dict[str, Any], device: Hardware, *, offload: bo
         choice = choose(run, left, device)
     except Infeasible as error:
         return {"seconds": None, "minimum_bytes": error.minimum_budget_bytes, "command": command}
-    memory, time = planned(choice)
     return {
-        "seconds": rounded(time.step_seconds),
+        "seconds": rounded(choice.step_seconds),
         "planned_seconds": rounded(choice.step_seconds),
-        "peak": memory.peak_bytes,
+        "peak": choice.forecast.peak_bytes,
         "host": choice.host_bytes,
         "again": rounded(choice.seconds - choice.stalled_seconds),
         "stalled": rounded(choice.stalled_seconds),
-        "layer": next(part for part in memory.parts if part.is_layer).name,
+        "layer": next(part for part in choice.forecast.parts if part.is_layer).name,
         "command": command,
     }
 
