@@ -70,6 +70,7 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_2026_11.csv": "17 projects, November 2026",
     ROOT / "tests" / "facts" / "blind_posts.csv": "issues, posts and READMEs, November 2026",
     ROOT / "tests" / "facts" / "blind_speeds.csv": "throughput of READMEs, November 2026",
+    ROOT / "tests" / "facts" / "blind_throughput.csv": "throughput of benchmarks and issues, November 2026",
     ROOT / "tests" / "facts" / "blind_memory.csv": "memory in examples and documents, November 2026",
 }
 """Rounds of blind predictions."""

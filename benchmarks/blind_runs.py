@@ -1,9 +1,10 @@
-"""Published runs that were all predicted before an answer was looked into: five rounds.
+"""Published runs that were all predicted before an answer was looked into: six rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
-and READMEs), `blind_memory.csv` (memory in examples and documents) and `blind_speeds.csv` (throughput of READMEs): each
-row was written down with its source and the command that somebody would type from it, then all were asked in one go
-(``blind``). ``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
+and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_speeds.csv` (throughput of READMEs) and
+`blind_throughput.csv` (throughput of benchmarks and issues): each row was written down with its source and the command
+that somebody would type from it, then all were asked in one go (``blind``). ``mended`` is the command since then, where
+it is another, and ``looked`` a key of `WHY`.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ WHY = {
     "logits": "not explained: about as much as logits take, which a fused loss does not have",
     "autocast": "was refused: fp16 under autocast is --precision fp16-autocast",
     "old-version": "of 2023 or April 2024, in a version that is not said; not explained",
+    "math-16": "one head of keys takes SDPA's math kernel, which in torch 2.0 keeps 16 bits: --attention eager",
+    "recipe-name": "was refused: torchao's recipe has no prefix",
+    "te-elsewhere": "refused: TransformerEngine's recipe on layers that are not its own",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
 }
 
