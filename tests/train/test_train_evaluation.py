@@ -20,8 +20,7 @@ from torch import nn
 
 from jettison.cli.train import train
 from jettison.core.errors import Infeasible, UsageError
-from jettison.train.engine import WholeModel
-from jettison.train.evaluation import undisturbed
+from jettison.train.engine import WholeModel, undisturbed
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -630,8 +631,10 @@ def measured_peak(
 
 
 def allocation_deltas(step: Callable[[], object]) -> list[int]:
-    """Bytes allocated (positive) and freed (negative) on the CPU while `step` runs, in time order."""
-    return [nbytes for _, nbytes in _profiled(step)[0]]
+    """Bytes allocated (positive) and freed (negative) on the CPU while `step`, which has no phases, runs, in order."""
+    with profiled_phases(0) as phases:
+        step()
+    return [after - before for before, after in pairwise(phases[0][1])]
 
 
 def quiet_profiler() -> AbstractContextManager[None]:
@@ -670,10 +673,14 @@ def _first_freed(profiler: Any) -> dict[int, int]:
     return {address: -nbytes for address, (_, nbytes) in first.items() if nbytes < 0}
 
 
-def _profiled(step: Callable[[], object]) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
-    """(time, bytes) of what is allocated and freed on the CPU, and (time, name) of where phases begin."""
+@contextmanager
+def profiled_phases(static_bytes: int) -> Iterator[list[tuple[str, list[int]]]]:
+    """Profile the CPU's allocations within the context; when it is left, the list has the bytes after each of them by
+    marked phase, in order. The first entry is what comes before any phase, from ``static_bytes`` on.
+    """
+    found = [("before", [static_bytes])]
     with quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        step()
+        yield found
     changes, begins, freed = [], [], []
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
@@ -686,26 +693,27 @@ def _profiled(step: Callable[[], object]) -> tuple[list[tuple[int, int]], list[t
             freed.append((event.start_ns(), *map(int, name.removeprefix(_FREED).split("."))))
     known = _first_freed(profiler) if freed else {}
     changes += [(time, known.get(address, 0) - nbytes) for time, address, nbytes in freed]
-    return sorted(changes, key=lambda change: change[0]), sorted(begins)
+    begins.sort()
+    live_bytes = static_bytes
+    for time, delta_bytes in sorted(changes, key=lambda change: change[0]):
+        while begins and begins[0][0] <= time:
+            found.append((begins.pop(0)[1], [live_bytes]))
+        live_bytes += delta_bytes
+        found[-1][1].append(live_bytes)
+    found += [(name, [live_bytes]) for _, name in begins]
 
 
 def _cpu_peak(step: Callable[[], object], static_bytes: int, watched: list[weakref.ref[UntypedStorage]]) -> PeakReport:
-    changes, begins = _profiled(step)
+    with profiled_phases(static_bytes) as phases:
+        step()
     watched.clear()
-    live_bytes = peak_bytes = static_bytes
-    phase_levels: list[tuple[str, list[int]]] = [("before", [])]
-    for time, delta_bytes in changes:
-        while begins and begins[0][0] <= time:
-            phase_levels.append((begins.pop(0)[1], [live_bytes]))
-        live_bytes += delta_bytes
-        peak_bytes = max(peak_bytes, live_bytes)
-        phase_levels[-1][1].append(live_bytes)
+    levels = [level for _, found in phases for level in found]
     return PeakReport(
-        peak_bytes=peak_bytes,
+        peak_bytes=max(levels),
         static_bytes=static_bytes,
-        after_bytes=live_bytes,
+        after_bytes=levels[-1],
         source="profiler",
-        levels=StepLevels.of(phase_levels[1:]),
+        levels=StepLevels.of(phases[1:]),
     )
 
 

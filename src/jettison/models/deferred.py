@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from jettison.capture.fakes import fake_mode
 from jettison.capture.op_traits import writes
 from jettison.capture.randomness import Streams, default_stream
+from jettison.capture.recorder import TensorRef
 from jettison.core.errors import JettisonError
 
 _ATEN: Final = torch.ops.aten
@@ -48,15 +49,6 @@ class NotDeferrable(JettisonError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TensorPlace:
-    storage: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Constant:
     tensor: Tensor
     version: int
@@ -69,7 +61,7 @@ class _ConstructorOp:
     func: Any
     leaves: list[Any]
     spec: Any
-    made: tuple[_TensorPlace | None, ...]
+    made: tuple[TensorRef | None, ...]
     reads: frozenset[int]
     writes: frozenset[int]
     overwrites: frozenset[int]
@@ -128,10 +120,10 @@ class _Constructor:
 
     def _run(self, op: _ConstructorOp, held: dict[int, torch.UntypedStorage]) -> None:
         def real(leaf: Any) -> Any:
-            if isinstance(leaf, _TensorPlace):
-                if leaf.storage not in held:
-                    held[leaf.storage] = self._allocated(leaf.storage)
-                return _at(leaf, held[leaf.storage])
+            if isinstance(leaf, TensorRef):
+                if leaf.buffer not in held:
+                    held[leaf.buffer] = self._allocated(leaf.buffer)
+                return _at(leaf, held[leaf.buffer])
             if isinstance(leaf, _Constant):
                 if leaf.tensor._version != leaf.version:
                     raise NotDeferrable("a tensor that the constructor was given has been written to since")
@@ -146,7 +138,7 @@ class _Constructor:
             laid_out = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
             if laid_out != (place.size, place.stride, place.offset):
                 raise NotDeferrable(f"{op.func} returns other strides than on fake tensors")
-            held[place.storage] = tensor.untyped_storage()
+            held[place.buffer] = tensor.untyped_storage()
 
     def _allocated(self, number: int) -> torch.UntypedStorage:
         storage = self.storages[number]
@@ -177,27 +169,21 @@ class _ConstructorRecorder(TorchDispatchMode):
         self._note(func, before, spec, writes(func, args, kwargs), outs)
         return out
 
-    def place(self, tensor: Tensor) -> _TensorPlace:
+    def place(self, tensor: Tensor) -> TensorRef:
         """Storage and view of a tensor that the recording made."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         if number is None:
             raise NotDeferrable("it reads a tensor from a file, or from before it began")
-        return _TensorPlace(
-            storage=number,
-            size=tuple(tensor.shape),
-            stride=tensor.stride(),
-            offset=tensor.storage_offset(),
-            dtype=tensor.dtype,
-        )
+        return TensorRef.of(number, tensor)
 
     def value(self, tensor: Tensor) -> Tensor:
         """The tensor, for real."""
         place = self.place(tensor)
-        if self.program.draws({place.storage}):
+        if self.program.draws({place.buffer}):
             raise NotDeferrable("it looks at a random number")
         found: list[Tensor] = []
         with _disable_current_modes(), torch.no_grad():
-            self.program.run(lambda _, storage: found.append(_at(place, storage)), {place.storage})
+            self.program.run(lambda _, storage: found.append(_at(place, storage)), {place.buffer})
         return found[0]
 
     def _note(self, func: Any, leaves: list[Any], spec: Any, changed: list[Tensor], outs: list[Any]) -> None:
@@ -206,7 +192,7 @@ class _ConstructorRecorder(TorchDispatchMode):
             raise NotDeferrable(f"it calls {name}")
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise NotDeferrable("it draws from a generator of its own")
-        places = {leaf.storage: leaf for leaf in leaves if isinstance(leaf, _TensorPlace)}
+        places = {leaf.buffer: leaf for leaf in leaves if isinstance(leaf, TensorRef)}
         made = [self._met(out) for out in outs]
         if func in _EMPTY:
             return
@@ -214,15 +200,15 @@ class _ConstructorRecorder(TorchDispatchMode):
         for tensor in changed:
             if not isinstance(tensor, FakeTensor):
                 raise NotDeferrable(f"{name} writes to a tensor from a file, or from before it began")
-            written.add(self.place(tensor).storage)
-        new = {place.storage for place in made if place is not None}
+            written.add(self.place(tensor).buffer)
+        new = {place.buffer for place in made if place is not None}
         if not written and not new:
             return  # a view, or a question
         overwrites = set(new)
         if name in _OVERWRITES and self._is_whole(self.place(changed[0])):
             overwrites |= written
         reads = {number for number in places if number not in written or number not in overwrites}
-        reads |= {leaf.storage for leaf in leaves[1:] if isinstance(leaf, _TensorPlace)}  # a copy of a part of itself
+        reads |= {leaf.buffer for leaf in leaves[1:] if isinstance(leaf, TensorRef)}  # a copy of a part of itself
         self.program.ops.append(
             _ConstructorOp(
                 func=func,
@@ -239,7 +225,7 @@ class _ConstructorRecorder(TorchDispatchMode):
             )
         )
 
-    def _met(self, tensor: Any) -> _TensorPlace | None:
+    def _met(self, tensor: Any) -> TensorRef | None:
         """A place for a tensor whose storage is new."""
         if not isinstance(tensor, FakeTensor):
             return None
@@ -250,7 +236,7 @@ class _ConstructorRecorder(TorchDispatchMode):
         self.program.storages.append(_EmptyStorage(handle=storage, nbytes=storage.nbytes(), device=tensor.device))
         return self.place(tensor)
 
-    def _is_whole(self, place: _TensorPlace) -> bool:
+    def _is_whole(self, place: TensorRef) -> bool:
         nbytes = place.dtype.itemsize
         for size in place.size:
             nbytes *= size
@@ -260,7 +246,7 @@ class _ConstructorRecorder(TorchDispatchMode):
             if stride != expected:
                 return False
             expected *= size
-        return nbytes == self.program.storages[place.storage].nbytes
+        return nbytes == self.program.storages[place.buffer].nbytes
 
 
 @dataclass(kw_only=True)
@@ -269,7 +255,7 @@ class Deferred:
 
     model: nn.Module
     _program: _Constructor
-    _parameters: dict[str, _TensorPlace] = field(default_factory=dict)
+    _parameters: dict[str, TensorRef] = field(default_factory=dict)
     _streams: Streams
 
     def fill(self, tensors: Mapping[str, Tensor], put: Callable[[Tensor, Tensor], None]) -> None:
@@ -281,7 +267,7 @@ class Deferred:
         """
         wanted: dict[int, list[str]] = {}
         for name in tensors:
-            wanted.setdefault(self._parameters[name].storage, []).append(name)
+            wanted.setdefault(self._parameters[name].buffer, []).append(name)
 
         def finish(number: int, storage: torch.UntypedStorage) -> None:
             for name in wanted[number]:
@@ -313,13 +299,13 @@ def deferred(make: Callable[[], nn.Module]) -> Deferred:
     return out
 
 
-def _at(place: _TensorPlace, storage: torch.UntypedStorage) -> Tensor:
+def _at(place: TensorRef, storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=place.dtype, device=storage.device).set_(
         storage, place.offset, place.size, place.stride
     )
 
 
-def _replace(model: nn.Module, recorder: _ConstructorRecorder, parameters: dict[str, _TensorPlace]) -> None:
+def _replace(model: nn.Module, recorder: _ConstructorRecorder, parameters: dict[str, TensorRef]) -> None:
     """Meta parameters for fake ones; real tensors for all others that modules hold."""
     with recorder.mode:
         plain = {*vars(torch.empty(0)), "_is_param"}
@@ -329,7 +315,7 @@ def _replace(model: nn.Module, recorder: _ConstructorRecorder, parameters: dict[
         if not isinstance(parameter, FakeTensor):
             raise NotDeferrable(f"{name} is made outside of torch")
         place = parameters[name] = recorder.place(parameter)
-        if owners.setdefault(place.storage, id(parameter)) != id(parameter):
+        if owners.setdefault(place.buffer, id(parameter)) != id(parameter):
             raise NotDeferrable(f"{name} is a part of another parameter")
         if id(parameter) not in memo:
             meta = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="meta")

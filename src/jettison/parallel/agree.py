@@ -308,13 +308,8 @@ class Round(Ranks):
 
     def _difference(self) -> str:
         """The ranks that differ from the first one, and the region in which the first of them does."""
-        if self.leads:
-            self.tell("digests", self._digests)
-        first: Mapping[str, str] = self.told("digests")
-        names = (*first, *self._digests)
-        own = [(self.place, name) for name in names if first.get(name) != self._digests.get(name)][:1]
-        differ: list[tuple[int, str]] = self.merged(own, operator.add)
-        others = {self.ranks[place] for place, _ in differ}
+        differ = self.differing(self._digests)
+        others = {self.ranks[place] for place, *_ in differ}
         return (
             f"{ranks_in_words(others)} would run another plan than {ranks_in_words(set(self.ranks) - others)}; they "
             f"differ first in {differ[0][1] or 'the part around the blocks'}. Ranks that share a model compute the "

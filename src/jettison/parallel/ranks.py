@@ -16,10 +16,11 @@ not heard from, every rank that waits for others has left a note.
 from __future__ import annotations
 
 import itertools
+import operator
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
@@ -90,6 +91,15 @@ class Ranks:
         topic, whole = self.say(own, partial(reduce, merge), lambda _: None)
         self.hear(topic)
         return whole
+
+    def differing(self, said: Mapping[str, Value]) -> list[tuple[int, str, Value | None, Value | None]]:
+        """Places whose entries differ from the first rank's: place, the first such name, its value there and here."""
+        if self.leads:
+            self.tell("compared", said)
+        first: Mapping[str, Value] = self.told("compared")
+        names = (name for name in (*first, *said) if first.get(name) != said.get(name))
+        own = [(self.place, name, first.get(name), said.get(name)) for name in names][:1]
+        return self.merged(own, operator.add)
 
     def say(
         self, own: Value, merge: Callable[[list[Value]], Value], tell: Callable[[Value], Any] = lambda whole: whole

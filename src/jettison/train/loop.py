@@ -23,7 +23,7 @@ from jettison.core.progress import Progress, silent
 from jettison.ledger.levels import StepLevels
 from jettison.parallel.ranks import ranks_in_words
 from jettison.train.checkpoint import SaveFailed
-from jettison.train.evaluation import EvaluationResult, EvaluationSet, evaluate
+from jettison.train.engine import EvaluationResult, EvaluationSet, evaluate
 from jettison.train.export import export_session
 from jettison.train.optim import StepTotals, clip, set_rate, squared_norm, step_totals
 from jettison.train.phase_memory import PhasePeaks

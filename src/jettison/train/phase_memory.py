@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
-from jettison.dryrun.counter import ALLOCATION_EVENT, AllocationCounter, Workspace, quiet_profiler, unique_bytes
+from jettison.dryrun.counter import AllocationCounter, PhaseMarks, Workspace, profiled_phases, unique_bytes
 from jettison.ledger.levels import StepLevels
 
-_MARK: Final = "jettison.phase."
 _COLLECTIVES: Final = ("c10d", "_c10d_functional")
 
 
@@ -93,7 +91,7 @@ class MemoryMeter:
             peak = self._counter.peak_bytes
             self._note(name, [*self._counter.phase_levels[-1][1], peak])
         else:
-            with record_function(_MARK + name):
+            with PhaseMarks().phase(name):
                 yield
 
     @contextmanager
@@ -104,13 +102,9 @@ class MemoryMeter:
         self.left -= 1
         gc.collect()
         if not self.storages:
-            static_bytes = unique_bytes(self.alive())
-            with (
-                quiet_profiler(),
-                profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
-            ):
+            with profiled_phases(unique_bytes(self.alive())) as phases:
                 yield
-            for name, levels in _replayed(profiler.profiler.kineto_results, static_bytes):
+            for name, levels in phases[1:]:
                 self._note(name, levels)
             return
         self._counter = _Counter(self.alive(), record_levels=True, workspace=self.workspace)
@@ -152,27 +146,3 @@ class _Counter(AllocationCounter):
         while unchanged < 3:
             left, unchanged = self._live_bytes, unchanged + 1 if left == self._live_bytes else 0
             time.sleep(5e-4)
-
-
-def _replayed(results: Any, static_bytes: int) -> Iterator[tuple[str, list[int]]]:
-    marks: list[tuple[int, int, str]] = []
-    changes: list[tuple[int, int]] = []
-    for event in results.events():
-        name = event.name()
-        if name == ALLOCATION_EVENT:
-            if event.device_type() == torch.autograd.DeviceType.CPU:
-                changes.append((event.start_ns(), event.nbytes()))
-        elif name.startswith(_MARK):
-            marks.append((event.start_ns(), event.end_ns(), name.removeprefix(_MARK)))
-    changes.sort(key=lambda change: change[0])
-    live, index = static_bytes, 0
-    for start, end, name in sorted(marks):
-        while index < len(changes) and changes[index][0] < start:
-            live += changes[index][1]
-            index += 1
-        levels = [live]
-        while index < len(changes) and changes[index][0] <= end:
-            live += changes[index][1]
-            levels.append(live)
-            index += 1
-        yield name, levels

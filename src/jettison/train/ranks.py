@@ -240,21 +240,13 @@ def same_everywhere(recipe: Any, world: World) -> None:
     """Raise `UsageError` on every rank unless all have the same recipe, since others would deadlock until a timeout.
     Digests are compared; the recipe itself is sent only if they differ.
     """
-    own = dict(_flat(asdict(recipe), ""))
+    own = {name: repr(value) for name, value in _flat(asdict(recipe), "")}
     digest = hashlib.sha256(repr(own).encode()).digest()
     if world.merged(digest, lambda a, b: a if a == b else b"") == digest:
         return
-    expected: dict[str, Any] = world.from_leader(lambda: own)
-    text = next(
-        (
-            f"{name}: rank {world.rank} was given {own[name]!r} and rank 0 {value!r}"
-            for name, value in expected.items()
-            if own[name] != value
-        ),
-        None,
-    )
-    if (found := world.first(text)) is not None:  # equal values may have different digests
-        raise agreed(UsageError(f"{found}; expected one recipe, with the same flags, on every rank"))
+    for place, name, there, here in world.differing(own)[:1]:  # equal values may have different digests
+        text = f"{name}: rank {place} was given {here} and rank 0 {there}"
+        raise agreed(UsageError(f"{text}; expected one recipe, with the same flags, on every rank"))
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:

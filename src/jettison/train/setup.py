@@ -32,8 +32,7 @@ from jettison.spec.run import Run
 from jettison.train.build_model import Built, build, check_occurs, fill, in_parts, keep_apart, vocabulary
 from jettison.train.checkpoint import Checkpoints, RunState, described_model, optimizer_state, schedule
 from jettison.train.data import Batches, ShuffledOrder, TextDigest, derived_seed, open_corpus, surveyed
-from jettison.train.engine import Engine, LoopStep, WholeModel, alive, named_parameters
-from jettison.train.evaluation import EvaluationSet, evaluation_set
+from jettison.train.engine import Engine, EvaluationSet, LoopStep, WholeModel, alive, evaluation_set, named_parameters
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import PipelineEngine
