@@ -155,7 +155,7 @@ def test_megatron_swift_field_by_field(tmp_path: Path) -> None:
             "lora",
             "r=8,targets=linear_qkv+linear_proj,dropout=0.05",
         ),
-        ("--padding_free false", "pad_to_longest", True),
+        ("--padding_free false --model_type qwen2", "pad_to_longest", True),
         ("--torch_dtype float16", "precision", "fp16-main32"),
         ("--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2", "virtual_stages", 2),
     ],

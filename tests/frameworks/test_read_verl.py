@@ -109,8 +109,13 @@ def test_the_engine(tmp_path: Path, old: str, new: str, expected: dict[str, obje
         (ENGINE.replace("$@", "model.use_fused_kernels=true"), "its loss is not modelled"),
         (
             "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen3-8B",
-            "of verl only supervised fine-tuning is read",
+            "program = verl.trainer.main_ppo .generation during training is not modelled: of verl only supervised",
         ),
+        (
+            SFT.replace("verl.trainer.fsdp_sft", "recipe.dpo.dpo"),
+            "program = recipe.dpo.dpo_trainer .of verl's trainers",
+        ),
+        (SFT.replace("$@", "trainer.loss_mode=asft"), "trainer.loss_mode = asft .unknown key"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, text: str, why: str) -> None:

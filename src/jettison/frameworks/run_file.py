@@ -458,7 +458,7 @@ class Keys:
                 self.read(key, why="the command line says it")
                 continue
             why = why or _open_reference(value) or self._unknown(key)
-            unread.append(Key(name=self.written(key).removeprefix("$"), value=value, why=why))
+            unread.append(Key(name=self.written(key).lstrip("$ "), value=value, why=why))
         return tuple(unread), tuple(self.written(name) for name in ignored if not name.startswith("$"))
 
     def _unknown(self, key: str) -> str:
@@ -494,7 +494,7 @@ class Keys:
     def used(self) -> tuple[Key, ...]:
         """Keys that were read."""
         return tuple(
-            Key(name=self.written(key).lstrip("$"), value=self.values[key], why=", ".join(dict.fromkeys(became)))
+            Key(name=self.written(key).lstrip("$ "), value=self.values[key], why=", ".join(dict.fromkeys(became)))
             for key, became in self._became.items()
             if key not in self._refused and key not in self._assumed
         )

@@ -498,7 +498,7 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     name, launched, begun = "", False, False
     hydra = any(map(_OVERRIDE.fullmatch, words))
-    for word in words:
+    for before, word in zip(["", *words], words, strict=False):
         launched |= not begun and _LAUNCHERS.fullmatch(word) is not None
         if launched and (_PROGRAMS.fullmatch(word) or word.endswith((".sh", ".py"))):
             launched, begun, name = False, False, ""
@@ -515,15 +515,15 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
         elif override := _OVERRIDE.fullmatch(word) or (hydra and begun and re.fullmatch(r"\+{0,2}(\w+)=(.*)", word)):
             found[override[1]] = {"null": None, "true": True, "false": False}.get(override[2], override[2])
             name, begun = "", True
-        elif _is_program(word) or not begun:
+        elif _is_program(word) or not begun or (before == "-m" and word[0] != "-"):
             found[f"${word.rpartition('/')[2]}"] = True
-            found |= {PROGRAM: word} if _is_program(word) else {}
+            found |= {PROGRAM: word} if _is_program(word) or before == "-m" else {}
             name = ""
         elif word in _ENDS or re.fullmatch(r"-[A-Za-z]", word):
             name = ""
         elif name and not (found[name] is not True and word.startswith("$")):  # unset variables of options
-            before = found[name]
-            found[name] = word if before is True else [*(before if isinstance(before, list) else [before]), word]
+            value = found[name]
+            found[name] = word if value is True else [*(value if isinstance(value, list) else [value]), word]
     return found
 
 
