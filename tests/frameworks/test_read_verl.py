@@ -84,9 +84,16 @@ def test_settings_and_defaults(tmp_path: Path, old: str, new: str, expected: dic
     [
         ("", "", {"seq": 8192, "packed": 2048, "micro_batch": 1, "micro_batches": 2, "loss": "in-place"}),
         ("$@", "data.max_token_len_per_gpu=4096", {"seq": 4096, "micro_batches": 4}),
-        ("$@", "engine.ulysses_sequence_parallel_size=2", {"seq": 16384, "cp": 2, "dp": 4, "micro_batches": 2}),
+        (
+            "$@",
+            "engine.ulysses_sequence_parallel_size=2",
+            {"seq": 16384, "packed": None, "cp": 2, "dp": 4, "micro_batches": 2},
+        ),
         ("$@", "data.use_dynamic_bsz=False", {"seq": 2048, "packed": None, "micro_batch": 2, "micro_batches": 4}),
         ("engine.strategy=fsdp2", "", {"fsdp_version": 1}),
+        ("$@", "engine.fsdp_size=4", {"zero_replicas": 2, "dp": 8}),
+        ("$@", "engine.fsdp_size=8", {"zero_replicas": None}),
+        ("$@", "engine.fsdp_size=-1", {"zero_replicas": None}),
         ("$@", "engine.offload_policy=true", {"offload_optimizer": "fsdp2"}),
         ("$@", "engine.reshard_after_forward=False", {"reshard_after_forward": "never"}),
     ],
@@ -105,7 +112,6 @@ def test_the_engine(tmp_path: Path, old: str, new: str, expected: dict[str, obje
         (SFT.replace("$@", "model.lora_adapter_path=a"), "a checkpoint's adapters are not read"),
         (SFT.replace("=4 -m", "=$N -m"), "how many GPUs"),
         (ENGINE.replace("$@", "engine=megatron"), "verl's engine megatron is not read"),
-        (ENGINE.replace("$@", "engine.fsdp_size=4"), "engine.fsdp_size = 4 .hybrid shards"),
         (ENGINE.replace("$@", "model.use_fused_kernels=true"), "its loss is not modelled"),
         (
             "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen3-8B",

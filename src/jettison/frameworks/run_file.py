@@ -194,6 +194,7 @@ class Keys:
         self.gpus = self.gpus_asked = gpus
         self.compile = False
         self.global_batch: int | None = None
+        self.sequences_a_row = 1  # of those that are packed without padding
         self.model: str | None = None
         self.config: Mapping[str, Any] | None = None
         self.notes: list[str] = list(file.values.get(NOTES, ()))

@@ -157,9 +157,13 @@ def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
 
 def _sequence(keys: Keys, *, trl: bool) -> None:
     if tokens := keys.whole("tokens_per_gpu"):  # as many sequences as fit, without padding between them
-        keys.give("packed", keys.field("seq"))
-        keys.give("seq", tokens * keys.field("cp", 1), "tokens_per_gpu")
+        length, axis = keys.field("seq"), keys.field("cp", 1)
+        keys.sequences_a_row = max(1, tokens * axis // length)
+        keys.give("packed", length if axis == 1 else None)
+        keys.give("seq", tokens * axis, "tokens_per_gpu")
         keys.give("micro_batch", 1)
+        if axis > 1:
+            keys.note("sequences of a micro-batch are counted as one, which takes more time and the same memory")
     cut = [key for key in ("max_length", "max_seq_length") if key in keys.values]  # null: not truncated
     if trl and keys.field("seq") is None and not cut:
         keys.give("seq", 1024)  # ``SFTConfig.max_length``
