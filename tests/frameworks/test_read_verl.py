@@ -111,6 +111,7 @@ def test_the_engine(tmp_path: Path, old: str, new: str, expected: dict[str, obje
         (SFT.replace("$@", "model.novel_thing=1"), r"model.novel_thing = 1 \(unknown key"),
         (SFT.replace("$@", "model.lora_adapter_path=a"), "a checkpoint's adapters are not read"),
         (SFT.replace("=4 -m", "=$N -m"), "how many GPUs"),
+        (ENGINE.replace("max_length=2048", "max_length=$L"), "max_length = .L .the file does not set its value"),
         (ENGINE.replace("$@", "engine=megatron"), "verl's engine megatron is not read"),
         (ENGINE.replace("$@", "model.use_fused_kernels=true"), "its loss is not modelled"),
         (

@@ -90,7 +90,7 @@ def replicas(keys: Keys) -> None:
     if 0 < (keys.whole("shard_size") or 0) < (keys.gpus or 1):
         keys.give("zero_replicas", (keys.gpus or 1) // (keys.whole("shard_size") or 1), "shard_size")
     if (whole := keys.whole("sequences_a_step")) and keys.field("micro_batches") is None:
-        each = keys.field("micro_batch", 1) * keys.sequences_a_row
+        each = max(1, keys.field("micro_batch", 1)) * keys.sequences_a_row
         keys.give("micro_batches", max(1, -(-whole // each // dp)), "sequences_a_step")
     each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
     reduces_last(keys, synced=each is not None and each[1] == "true")

@@ -157,8 +157,8 @@ def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
 
 def _sequence(keys: Keys, *, trl: bool) -> None:
     if tokens := keys.whole("tokens_per_gpu"):  # as many sequences as fit, without padding between them
-        length, axis = keys.field("seq"), keys.field("cp", 1)
-        keys.sequences_a_row = max(1, tokens * axis // length)
+        length, axis = keys.field("seq", 1), keys.field("cp", 1)
+        keys.sequences_a_row = max(1, tokens * axis // max(1, length))
         keys.give("packed", length if axis == 1 else None)
         keys.give("seq", tokens * axis, "tokens_per_gpu")
         keys.give("micro_batch", 1)
