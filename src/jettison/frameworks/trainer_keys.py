@@ -61,6 +61,19 @@ def pipeline(keys: Keys, prefix: str = "") -> None:
             keys.refuse(key, "tensors that are sent unpartitioned are not modelled")
 
 
+def devices(keys: Keys, each: str, nodes: str, default: str = "auto") -> int:
+    """Read the number of GPUs, all of them data-parallel, by the keys of those of a node and of the nodes."""
+    said = keys.get(each, default)
+    count = len(said) if isinstance(said, list) else int(said) if str(said).isdecimal() else 0
+    total = count * (keys.whole(nodes, 1) or 1)
+    keys.gpus = (total or None) if keys.gpus is None else keys.gpus
+    if total and keys.gpus != total:
+        keys.note(f"the file has {total} GPUs; {keys.gpus} are counted")
+    found = keys.share()
+    keys.give("dp", found, each, nodes)
+    return found
+
+
 def replicas(keys: Keys) -> None:
     """Read the number of replicas and the sequences of a step; one GPU by default, unless the run shards."""
     for key in ("num_processes", "accelerate.num_processes"):

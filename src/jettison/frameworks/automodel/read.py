@@ -91,14 +91,13 @@ def _pipeline(keys: Keys, local: int, steps: int) -> int:
     if local % size:
         raise keys.error(f"a batch of {local} sequences, which pp_microbatch_size = {size} does not divide")
     keys.give("micro_batch", size, "distributed.pipeline.pp_microbatch_size")
+    keys.read("distributed.pipeline.layers_per_stage", "distributed.pipeline.round_virtual_stages_to_pp_multiple")
     if keys.text("distributed.pipeline.pp_schedule", "1f1b") == "1f1b":
         keys.give("schedule", "1f1b", "distributed.pipeline.pp_schedule")
-        keys.read("distributed.pipeline.layers_per_stage", "distributed.pipeline.round_virtual_stages_to_pp_multiple")
     elif "virtual_stages" in keys.asked:
         keys.read(*keys.matching("distributed.pipeline.*"))
     else:
         keys.refuse("distributed.pipeline.pp_schedule", "give --virtual-stages, which follows from the model's layers")
-        keys.read("distributed.pipeline.layers_per_stage", "distributed.pipeline.round_virtual_stages_to_pp_multiple")
     return steps * (local // size)
 
 

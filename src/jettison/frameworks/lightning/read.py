@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 from jettison.frameworks.run_file import Keys
-from jettison.frameworks.trainer_keys import reduces_last, zero_buckets
+from jettison.frameworks.trainer_keys import devices, reduces_last, zero_buckets
 
 _STRATEGY: Final = "trainer.strategy"
 _ARGUMENTS: Final = f"{_STRATEGY}.init_args"
@@ -18,30 +18,19 @@ _ARGUMENTS: Final = f"{_STRATEGY}.init_args"
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
-    devices = _devices(keys)
-    _strategy(keys, devices)
+    count = devices(keys, "trainer.devices", "trainer.num_nodes")
+    _strategy(keys, count)
     if keys.field("optimizer") is None:
         fused = keys.on("optimizer.init_args.fused")
         keys.give("optimizer", "adamw" if fused else "adamw-foreach", "optimizer.class_path")
     keys.notes.append("the module's own step is counted as that of transformers' code and Trainer")
 
 
-def _devices(keys: Keys) -> int:
-    nodes = keys.whole("trainer.num_nodes", 1) or 1
-    each = keys.get("trainer.devices", "auto")
-    count = len(each) if isinstance(each, list) else int(each) if str(each).isdecimal() else None
-    if keys.gpus is None and count is not None:
-        keys.gpus = count * nodes
-    devices = keys.share()
-    keys.give("dp", devices, "trainer.devices", "trainer.num_nodes")
-    return devices
-
-
-def _strategy(keys: Keys, devices: int) -> None:
+def _strategy(keys: Keys, count: int) -> None:
     key = f"{_STRATEGY}.class_path" if keys.has(f"{_STRATEGY}.class_path") else _STRATEGY
     name = keys.text(key, "auto").rpartition(".")[2].replace("strategy", "")
     if name == "auto":
-        name = "ddp" if devices > 1 else "single"
+        name = "ddp" if count > 1 else "single"
     if name.startswith("deepspeed"):
         _deepspeed(keys, key, name)
     elif name.startswith("fsdp"):

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jettison.frameworks.run_file import Keys, models
-from jettison.frameworks.trainer_keys import low_rank, reduces_last
+from jettison.frameworks.trainer_keys import devices, low_rank, reduces_last
 
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
     tuned, adapted = keys.has("checkpoint_dir"), keys.has("lora_r")
     config = _model(keys)
-    devices = _devices(keys)
-    _batch(keys, devices, tuned=tuned, config=config)
+    count = devices(keys, "devices", "num_nodes", "1" if tuned else "auto")
+    _batch(keys, count, tuned=tuned, config=config)
     if keys.field("precision") is None:
         keys.give("precision", "bf16-autocast")  # get_default_supported_precision
         keys.notes.append("the file has no precision: bf16-mixed is counted, the default on a GPU with bf16")
@@ -36,10 +36,10 @@ def read(keys: Keys) -> None:
         keys.drop("base")
         keys.refuse("quantize", "full fine-tuning quantizes nothing")
     if tuned:
-        keys.give("recompute", "full" if devices > 1 else "none")
+        keys.give("recompute", "full" if count > 1 else "none")
     else:
         keys.compile = True
-    if devices > 1:
+    if count > 1:
         keys.give("zero", 3)
         keys.give("reshard_after_forward", "always")
         if adapted:
@@ -94,27 +94,14 @@ def _described(keys: Keys) -> Mapping[str, Any]:
     )
 
 
-def _devices(keys: Keys) -> int:
-    """Return the number of GPUs on all nodes, all of them data-parallel."""
-    nodes = keys.whole("num_nodes", 1) or 1
-    each = keys.text("devices", "1" if keys.has("checkpoint_dir") else "auto")
-    if keys.gpus is None and each.isdecimal():
-        keys.gpus = int(each) * nodes
-    elif each.isdecimal() and keys.gpus and keys.gpus != int(each) * nodes:
-        keys.notes.append(f"the file has {each} devices on {nodes} nodes; {keys.gpus} are counted")
-    devices = keys.share()
-    keys.give("dp", devices, "devices", "num_nodes")
-    return devices
-
-
-def _batch(keys: Keys, devices: int, *, tuned: bool, config: Mapping[str, Any]) -> None:
+def _batch(keys: Keys, count: int, *, tuned: bool, config: Mapping[str, Any]) -> None:
     micro = keys.whole("train.micro_batch_size", 1 if tuned else 4) or 1
     keys.give("micro_batch", micro, "train.micro_batch_size")
     micro = keys.field("micro_batch", micro)
     total = keys.whole("train.global_batch_size", 16 if tuned else 512) or 1
-    steps = total // devices // micro
+    steps = total // count // micro
     if not steps:
-        expected = f"at least {micro} sequences for each of {devices} devices"
+        expected = f"at least {micro} sequences for each of {count} devices"
         raise keys.error(f"got train.global_batch_size = {total}; expected {expected}")
     keys.give("micro_batches", steps, "train.global_batch_size")
     longest = config.get("max_position_embeddings")

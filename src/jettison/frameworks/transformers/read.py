@@ -71,11 +71,11 @@ def packed_loaders(keys: Keys) -> None:
         keys.note("images are not counted")
     if keys.some("$*.get_peft_model"):
         # ``llama.py``, ``get_peft_model``: embedding and head among the targets are trained in full
-        names = {True: keys.listed("lora_modules_to_save"), False: []}
-        for name in keys.get("peft.target_modules", []):
-            names[name in ("embed_tokens", "lm_head")].append(name)
-        if names[True]:
-            keys.values |= {"peft.target_modules": names[False], "lora_modules_to_save": names[True]}
+        own, ends = keys.listed("peft.target_modules"), keys.listed("lora_modules_to_save")
+        ends = [*ends, *(name for name in own if name in ("embed_tokens", "lm_head"))]
+        if ends:
+            own = [name for name in own if name not in ends]
+            keys.values |= {"peft.target_modules": own, "lora_modules_to_save": ends}
             if keys.text("peft.use_gradient_checkpointing") == "unsloth":
                 keys.note("frozen copies of modules trained in full are on disk in the run, but counted on the GPU")
         targets = trainer.targets(keys, "peft.target_modules", "all-linear")
