@@ -59,7 +59,8 @@ WHY = {
     "activations, and axolotl's kernels over Liger's were refused",
     "expert-tp": "was refused: 94 layers over 96 stages need --stage-layers, experts over tensor ranks --expert-tp",
     "cache": "the kept output has the cache of keys and values as well (use_cache=True)",
-    "bf16-states": "states are in bf16: in fp32 those of 30B-A3B alone are more than was published",
+    "bf16-states": "states are in bf16: in fp32 those of 30B-A3B alone are more than was published; "
+    "times are of cuDNN's attention, which torch 2.11 prefers",
     "another-batch": "memory grows with accumulation alone: the micro-batch is another",
     "atorch": "atorch's mixed precision was not read: 17 to 19 GiB more in each run, whatever the number of GPUs",
     "fp16": "was refused: no precision has that name, and bytes and rates are those of bf16-autocast; AutoGPTQ's "

@@ -77,6 +77,20 @@ def test_a_backward_of_narrow_tensors_skips_nothing_that_a_window_masks() -> Non
     assert all(abs(error) < 0.05 for errors in chosen.values() for error in errors)
 
 
+def test_torch_prefers_cudnns_attention_on_hopper() -> None:
+    """Only attention differs, and it is as fast as in NVIDIA's containers of the same cuDNN."""
+    long = Kernel(steps=(0,), nbytes=0, attention_flops=1e15, half=Half.INPUTS, head_dim=128, keys=1 << 20)
+    for gpu in ("h100-80gb", "h200-141gb"):
+        device = hardware(gpu)
+        base, torch, nemo = (
+            kernel_seconds(long, device.under(stack), visible=0.5, dtype="bfloat16")
+            for stack in ("base", "torch-2.11", "nemo")
+        )
+        assert torch == nemo < 0.6 * base
+        under = device.under("torch-2.11")
+        assert (under.reached, under.delays) == (device.reached, device.delays)
+
+
 def test_timings_of_flash_attention() -> None:
     """Forwards under a causal mask, backwards without, from 512 to 16384 tokens: shorter sequences reach less."""
     errors = []

@@ -204,7 +204,9 @@ def test_bytes_that_fit_are_the_most(like: str) -> None:
 def test_a_stack_of_another_frameworks_kernels_is_no_class() -> None:
     own = run_of("llama3-8b", RunRequest(like="megatron-0.19", stack="nemo-26.06"))
     other = run_of("llama3-8b", RunRequest(like="torchtitan", stack="nemo-26.06"))
-    assert [lineage(Measure.TIME, run)[0] for run in (own, other)] == ["nemo, dense, ", "torch, dense, "]
+    torch = run_of("llama3-8b", RunRequest(like="huggingface", stack="torch-2.11"))
+    classes = [lineage(Measure.TIME, run)[0] for run in (own, other, torch)]
+    assert classes == ["nemo, dense, ", "torch, dense, ", "transformers, dense, "]
 
 
 def test_on_the_cpu_nothing_is_reserved_beyond_tensors() -> None:
