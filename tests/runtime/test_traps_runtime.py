@@ -52,6 +52,21 @@ def test_trap_13_tied_routing_decisions_are_kept(policy: str) -> None:
         assert not any("topk" in name for name in report.recomputed_ops)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_backward_in_inference_mode_has_the_plain_gradients(policy: str) -> None:
+    """Tensors that are made there have no version counter; plain autograd lets such a backward run."""
+    model = stack()
+    plain = independent_copy(model)
+    apply(model, policy, rows())
+    for _ in range(2):
+        for one in (model, plain):
+            one.zero_grad()
+            loss = one(*rows())
+            with torch.inference_mode():
+                loss.backward()
+        assert compare_gradients(model, plain).identical
+
+
 class Stop(Exception):
     """Control flow."""
 

@@ -507,8 +507,8 @@ def set_state(device: str, state: Tensor) -> None:
 def _taken(frame: Any, cell: int) -> Tensor:
     """A stored value. Raises `StaleTensor` if a node of this backward wrote to it."""
     found: Tensor = frame.values[cell]
-    if found._version != frame.versions[cell]:
-        raise stale("a recomputed tensor", frame.name, frame.versions[cell], found._version)
+    if version_of(found) != frame.versions[cell]:
+        raise stale("a recomputed tensor", frame.name, frame.versions[cell], version_of(found))
     return found
 
 
@@ -517,7 +517,7 @@ def _hold(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> No
     values, versions = frame.values, frame.versions
     for cell, tensor in zip(cells, tensors, strict=True):
         _compare(frame, cell, tensor)
-        values[cell], versions[cell] = tensor, tensor._version
+        values[cell], versions[cell] = tensor, version_of(tensor)
 
 
 def _compare(frame: Any, cell: int, tensor: Tensor) -> None:
