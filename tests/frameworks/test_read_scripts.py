@@ -224,11 +224,13 @@ def test_a_script_of_unsloth(tmp_path: Path) -> None:
         ("r=32", 'r=32, modules_to_save=["embed_tokens", "lm_head"]'),
         ('"v_proj"', '"v_proj", "embed_tokens", "lm_head"'),
         ('"v_proj"]', '"v_proj", "lm_head"], modules_to_save=["embed_tokens"]'),
+        ('["q_proj", "v_proj"]', '"all-linear", modules_to_save=["embed_tokens", "lm_head"]'),
     ],
 )
 def test_modules_that_unsloth_trains_in_full(tmp_path: Path, old: str, new: str) -> None:
     """Also among its targets. ``unsloth``: the frozen ones are on disk."""
-    lora = "r=32,targets=q_proj+v_proj,modules_to_save=embed_tokens+lm_head"
+    targets = "all-linear" if "all-linear" in new else "q_proj+v_proj"
+    lora = f"r=32,targets={targets},modules_to_save=embed_tokens+lm_head"
     found = read_run(script(tmp_path, UNSLOTH, "train.py", (old, new)))
     assert found.request.lora == lora and not any("on disk" in note for note in found.notes)
     stored = ("r=32", 'r=32, use_gradient_checkpointing="unsloth"')
