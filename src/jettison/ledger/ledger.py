@@ -121,15 +121,25 @@ class Ledger(Sequence[SavedTensor]):
 
     def to_json(self) -> str:
         """The document ``jettison.ledger/1``: layers with their bytes, and all entries."""
-        return json.dumps(document(self.by_layer(), self.entries), indent=1, ensure_ascii=False)
+        found = {
+            "schema": SCHEMA,
+            "layers": [{"layer": layer, "bytes": nbytes} for layer, nbytes in self.by_layer().items()],
+            "entries": [{name: getattr(entry, name) for name in ENTRY_FIELDS} for entry in self.entries],
+        }
+        return json.dumps(found, indent=1, ensure_ascii=False, default=dict)  # a placement
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Ledger:
         """Read a document that `to_json` or ``jettison ledger --format json`` wrote. Raise `UsageError` if the text is
         not such a document.
         """
-        layers, entries = read_document(text)
-        return cls(entries, layers=layers)
+        from pydantic import ValidationError
+
+        try:
+            found: LedgerDocument = _adapter().validate_json(text, strict=True)
+        except ValidationError as error:
+            raise UsageError(f"not a {SCHEMA} document: {first_problem(error)}") from error
+        return cls(found.entries, layers=tuple(entry.layer for entry in found.layers))
 
     def _subset(self, entries: Iterable[SavedTensor]) -> Ledger:
         chosen = tuple(entries)
@@ -179,19 +189,6 @@ def _adapter() -> Any:
     return TypeAdapter(LedgerDocument)
 
 
-def document(layers: Mapping[str, int], entries: Iterable[SavedTensor]) -> dict[str, Any]:
-    """The document as plain JSON values, for callers that add keys of their own.
-
-    Args:
-        layers: bytes by layer, in order.
-    """
-    return {
-        "schema": SCHEMA,
-        "layers": [{"layer": layer, "bytes": nbytes} for layer, nbytes in layers.items()],
-        "entries": [{name: _plain(getattr(entry, name)) for name in ENTRY_FIELDS} for entry in entries],
-    }
-
-
 def storage_roles(entries: Iterable[SavedTensor], mesh_sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     """Role and bytes of each storage on a rank: the role of its first entry, its largest size."""
     roles: dict[str, str] = {}
@@ -200,22 +197,3 @@ def storage_roles(entries: Iterable[SavedTensor], mesh_sizes: Mapping[str, int])
         roles.setdefault(entry.storage, entry.role)
         sizes[entry.storage] = max(sizes.get(entry.storage, 0), entry.local_storage_bytes(mesh_sizes))
     return [(roles[storage], nbytes) for storage, nbytes in sizes.items()]
-
-
-def read_document(text: str | bytes) -> tuple[tuple[str, ...], tuple[SavedTensor, ...]]:
-    """The layers of a document, in order, and its entries. `UsageError` if the text is no document of this schema."""
-    from pydantic import ValidationError
-
-    try:
-        found: LedgerDocument = _adapter().validate_json(text, strict=True)
-    except ValidationError as error:
-        raise UsageError(f"not a {SCHEMA} document: {first_problem(error)}") from error
-    return tuple(entry.layer for entry in found.layers), found.entries
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Placement):
-        return dict(value)
-    if isinstance(value, tuple):
-        return list(value)
-    return value
