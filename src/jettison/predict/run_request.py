@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import isfinite
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from jettison.core.errors import UsageError
@@ -26,7 +25,7 @@ from jettison.predict.run_fields import RunRequest
 from jettison.spec.anchor import read_anchor
 from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software
-from jettison.spec.kernels import FORMER_VALUES, CpCommType, Dispatcher, Kernels, Loss, SsmKernels, workspaces
+from jettison.spec.kernels import FORMER_VALUES, Kernels, Loss, workspaces
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
@@ -65,13 +64,14 @@ def given_or(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 
-def _word(kind: type[_Word], text: str | None, name: str, default: _Word) -> _Word:
+def word(default: _Word, text: str | None, name: str) -> _Word:
+    """Return the value of a flag's word, with hyphens for spaces, or its default for None. `UsageError` for others."""
     if text is None:
         return default
-    text = FORMER_VALUES.get(name, {}).get(text, text)
-    if text not in set(kind):
-        raise UsageError(f"got --{name} {text!r}; expected one of {', '.join(kind)}")
-    return kind(text)
+    text, known = FORMER_VALUES.get(name, {}).get(text, text), {each.replace(" ", "-"): each for each in type(default)}
+    if text not in known:
+        raise UsageError(f"got --{name} {text!r}; expected one of {', '.join(known)}")
+    return known[text]
 
 
 def is_live(model: str) -> bool:
@@ -158,7 +158,8 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         if low_precision or not tuning.inputs_need_gradients:
             model = with_starts(model, low_precision=low_precision, detached=not tuning.inputs_need_gradients)
         refuse_idle(model, tuning, kernels)
-    gradients = _gradients(request.gradients, kernels)
+    usual = Gradients.UPFRONT if kernels.upfront_gradients else Gradients.ONE_BY_ONE
+    gradients = word(usual, request.gradients, "gradients")
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = OWN_RUNS.get(model.family, {}).get("seq", min(model.max_positions, longest))
     if model.audio is not None:
@@ -180,7 +181,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         **_given(request, _OF_A_RUN),
         source_seq=_source_length(model, request, given_or(request.seq, seq)),
         stack=None if request.stack is None else software(request.stack),
-        accumulation=_word(Accumulation, request.accumulation, "accumulation", Accumulation.AUTOGRAD),
+        accumulation=word(Accumulation.AUTOGRAD, request.accumulation, "accumulation"),
         workspaces=workspaces(given_or(request.workspaces, "none")),
         tuning=tuning,
         frozen=frozen,
@@ -212,7 +213,7 @@ def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
 
 
 def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
-    tuned, base = int(request.lora is not None), _word(Base, request.base, "base", Base.PLAIN)
+    tuned, base = int(request.lora is not None), word(Base.PLAIN, request.base, "base")
     sizes = {name: given_or(getattr(request, name), 0 if name == "zero" else 1) for name in ("tp", "dp", "zero")}
     fields_of = rule(name, **sizes, lora=tuned, packed=0 if base is Base.GPTQ else tuned * base.bits)
     said = {field: value for field, value in fields_of.items() if getattr(request, field) is None}
@@ -279,11 +280,11 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
         stage_layers=() if cut is None else cut_of(cut, model, pp=pp, virtual=found.get("virtual_stages", 1)),
         mtp_num_layers=model.mtp_num_layers,
-        schedule=_word(Schedule, request.schedule, "schedule", Schedule.ONE_F_ONE_B),
+        schedule=word(Schedule.ONE_F_ONE_B, request.schedule, "schedule"),
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
-        gradient_sync=_word(GradientSync, request.gradient_sync, "gradient-sync", GradientSync.EACH),
-        reshard=_word(Reshard, reshard if ranks is None else None, "reshard-after-forward", Reshard.ALWAYS),
+        gradient_sync=word(GradientSync.EACH, request.gradient_sync, "gradient-sync"),
+        reshard=word(Reshard.ALWAYS, reshard if ranks is None else None, "reshard-after-forward"),
         reshard_ranks=ranks or 0,
     )
 
@@ -313,9 +314,9 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     kernels = kernels.with_attention(given_or(request.attention, usual.get("attention")))
     kernels = replace(
         kernels,
-        dispatcher=_word(Dispatcher, request.dispatcher, "dispatcher", kernels.dispatcher),
-        cp_comm_type=_word(CpCommType, request.cp_comm_type, "cp-comm-type", kernels.cp_comm_type),
-        ssm_kernels=_word(SsmKernels, request.ssm_kernels, "ssm-kernels", kernels.ssm_kernels),
+        dispatcher=word(kernels.dispatcher, request.dispatcher, "dispatcher"),
+        cp_comm_type=word(kernels.cp_comm_type, request.cp_comm_type, "cp-comm-type"),
+        ssm_kernels=word(kernels.ssm_kernels, request.ssm_kernels, "ssm-kernels"),
         sequential_experts=given_or(request.sequential_experts, kernels.sequential_experts),
         deterministic=given_or(request.deterministic, kernels.deterministic),
     )
@@ -328,7 +329,7 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         raise UsageError(f"got --loss {request.loss}; {model.name} has {own}: drop --loss")
     if model.head.pooling is not Pooling.NONE:
         raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: drop --loss")
-    return replace(kernels, loss=_word(Loss, request.loss, "loss", kernels.loss))
+    return replace(kernels, loss=word(kernels.loss, request.loss, "loss"))
 
 
 def _recompute(request: RunRequest, layers: int) -> Recompute:
@@ -356,18 +357,6 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-GRADIENTS: Final = MappingProxyType({str(each).replace(" ", "-"): each for each in Gradients})
-
-
-def _gradients(text: str | None, kernels: Kernels) -> Gradients:
-    if text is None:
-        return Gradients.UPFRONT if kernels.upfront_gradients else Gradients.ONE_BY_ONE
-    text = FORMER_VALUES["gradients"].get(text, text)
-    if text not in GRADIENTS:
-        raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(GRADIENTS)}")
-    return GRADIENTS[text]
-
-
 # adapters, frozen models, optimizer offload ---------------------------------------------------------------------------
 
 
@@ -384,8 +373,8 @@ def _tuning(request: RunRequest) -> Tuning | None:
     return Tuning.parse(
         request.lora,
         wide=request.adapter_dtype == "fp32",
-        upcast=_word(Upcast, request.kbit_upcast, "kbit-upcast", Upcast.NONE),
-        base=_word(Base, request.base, "base", Base.PLAIN),
+        upcast=word(Upcast.NONE, request.kbit_upcast, "kbit-upcast"),
+        base=word(Base.PLAIN, request.base, "base"),
         inputs_need_gradients=given_or(request.input_gradients, given_or(request.recompute, "none") != "none"),
         follows_recompute=request.input_gradients is None,
     )

@@ -13,7 +13,7 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.core.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_fields import CommonRequest, RunRequest
-from jettison.predict.run_request import GRADIENTS, flag_of, resolve
+from jettison.predict.run_request import flag_of, resolve, word
 from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.fp8 import Library
 from jettison.spec.frameworks import named, rule
@@ -228,7 +228,8 @@ class SearchRequest(CommonRequest):
                 shards |= {"flat_parameters": True} if sharded.get("fsdp_version") == 1 else {}
         replicas = {}
         for many, zero in product((False, True), range(4)) if self.gradients is None else ():
-            gradients = GRADIENTS[rule(self.like, tp=1, dp=1 + many, zero=zero)["gradients"]]
+            rules = rule(self.like, tp=1, dp=1 + many, zero=zero)
+            gradients = word(Gradients.ONE_BY_ONE, rules["gradients"], "gradients")
             if gradients is not template.gradients:
                 replicas[many, zero] = gradients
         dtype = None if self.reduce_dtype else sharded.get("reduce_dtype")
