@@ -1,10 +1,10 @@
-"""Published runs that were all predicted before an answer was looked into: six rounds.
+"""Published runs that were all predicted before an answer was looked into: seven rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
-and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_speeds.csv` (throughput of READMEs) and
-`blind_throughput.csv` (throughput of benchmarks and issues): each row was written down with its source and the command
-that somebody would type from it, then all were asked in one go (``blind``). ``mended`` is the command since then, where
-it is another, and ``looked`` a key of `WHY`.
+and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devices.csv` (examples of one project),
+`blind_speeds.csv` (throughput of READMEs) and `blind_throughput.csv` (throughput of benchmarks and issues): each row
+was written down with its source and the command that somebody would type from it, then all were asked in one go
+(``blind``). ``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
 """
 
 from __future__ import annotations
