@@ -44,6 +44,7 @@ from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
 from jettison.predict.allowance import fixed_allowance
 from jettison.predict.forecast import forecast_sizes
+from jettison.predict.passes import cached_segments
 from jettison.predict.ranges import (
     ANCHORED,
     DATA,
@@ -72,6 +73,7 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_speeds.csv": "throughput of READMEs, November 2026",
     ROOT / "tests" / "facts" / "blind_throughput.csv": "throughput of benchmarks and issues, November 2026",
     ROOT / "tests" / "facts" / "blind_memory.csv": "memory in examples and documents, November 2026",
+    ROOT / "tests" / "facts" / "blind_devices.csv": "devices of ms-swift's examples, 2024 and 2026",
 }
 """Rounds of blind predictions."""
 LAYOUTS: Final = {
@@ -93,7 +95,7 @@ FIRST_FRAGMENTS: Final[dict[str, tuple[float, dict[str, float]]]] = {
 }
 """Fragments in a round's first answers of reserved and device bytes: a share of allocated bytes, and by class as
 `Measure` has them. Other rounds were answered with allocated bytes alone, those of
-`blind_memory.csv` with fragments, which are not here yet."""
+`blind_memory.csv` and `blind_devices.csv` with fragments, which are not here."""
 OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
 NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
 UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
@@ -151,9 +153,10 @@ class Entry:
     Args:
         row: its residual and class, as ranges count it.
         counted: it takes part in ranges.
-        modelled: in ``unit``; of reserved and device bytes, the modelled allocated bytes and the fixed parts. None: the
-            run is refused, or needs torch.
+        modelled: in ``unit``; of reserved and device bytes, the modelled allocated bytes, cached segments and the fixed
+            parts. None: the run is refused, or needs torch.
         scale: of reserved and device bytes, a square root of allocated bytes, in ``unit``; see `Measure`.
+        cached: the part of ``modelled`` that is cached segments, which first answers did not have.
         first: the first answer, in ``unit``.
     """
 
@@ -163,6 +166,7 @@ class Entry:
     published: float
     modelled: float | None
     scale: float = 0.0
+    cached: float = 0.0
     model: str = ""
     layout: str = ""
     first: float | None = None
@@ -188,11 +192,11 @@ class Entry:
         if self.round not in FIRST_FRAGMENTS:
             return None
         unit = GIB / UNITS[self.unit]
-        fixed = self.modelled - self.scale**2 / unit
+        fixed = self.modelled - self.cached - self.scale**2 / unit
         share, classes = FIRST_FRAGMENTS[self.round]
         root = classes.get(f"{self.row.stack}, {self.row.kind.removesuffix(f', {UNEVEN}')}", 0.0) * sqrt(unit)
         allocated = ((sqrt(root**2 + 4 * (1 + share) * (self.first - fixed)) - root) / (2 * (1 + share))) ** 2
-        return round((self.published - fixed - allocated) / sqrt(allocated * unit), 4)
+        return round((self.published - fixed - self.cached - allocated) / sqrt(allocated * unit), 4)
 
 
 # rows -----------------------------------------------------------------------------------------------------------------
@@ -383,10 +387,11 @@ def _bytes(figure: str, source: str, run: Run, name: str, value: float, unit: st
         return replace(found, counted=counted)
     peak = sizes.first_step_peak_bytes if "first" in figure else sizes.peak_bytes
     fixed = fixed_allowance(run.layout, run.kernels.device).expected if figure == "occupied" else 0
-    scale = sqrt(peak * GIB)
-    measured = (nbytes - fixed - peak) / scale
-    found = _entry("device" if fixed else figure, source, run, name, measured, value, (peak + fixed) / size, unit)
-    return replace(found, counted=counted, scale=scale / size)
+    scale, cached = sqrt(peak * GIB), min(cached_segments(run), peak // 4)
+    modelled = peak + cached + fixed
+    measured = (nbytes - modelled) / scale
+    found = _entry("device" if fixed else figure, source, run, name, measured, value, modelled / size, unit)
+    return replace(found, counted=counted, scale=scale / size, cached=cached / size)
 
 
 def _entry(

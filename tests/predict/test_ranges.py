@@ -14,6 +14,8 @@ from benchmarks.residuals import Row, ordered, pool, quantile, shares, stated
 from jettison.cli.main import run as run_command
 from jettison.core.units import GIB
 from jettison.predict.allowance import fixed_allowance
+from jettison.predict.forecast import forecast
+from jettison.predict.passes import cached_segments, passes_of
 from jettison.predict.ranges import (
     DATA,
     UNEVEN,
@@ -29,7 +31,9 @@ from jettison.predict.ranges import (
 )
 from jettison.predict.run_fields import RunRequest
 from jettison.predict.run_request import run_of
+from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
+from jettison.spec.recompute import Mode, Recompute
 
 ROWS = accuracy.stored()
 CLASSES = classes_of(Measure.TIME, "torch", "dense", "h100-80gb")
@@ -170,12 +174,29 @@ def test_reserved_is_beyond_allocated_and_device_beyond_reserved() -> None:
     run = run_of("llama3-8b", RunRequest(like="huggingface", dp=8, zero=3))
     found, fixed = figures(run, 16 * GIB, step_seconds=2.0), fixed_allowance(run.layout, run.kernels.device)
     beyond = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run))
-    assert found.reserved.expected == (16 + 4 * beyond.expected) * GIB  # 4: the root of 16
+    cached = min(cached_segments(run), 4 * GIB)
+    assert found.reserved.expected == pytest.approx(cached + (16 + 4 * beyond.expected) * GIB)  # 4: the root of 16
     assert found.device.expected == found.reserved.expected + fixed.expected
     assert (found.device.low, found.device.high) == (found.reserved.low + fixed.low, found.reserved.high + fixed.high)
     assert found.step_seconds is not None and found.step_seconds.low < 2.0 < found.step_seconds.high
-    more = figures(run, 16 * GIB, layout=Layout(dp=4, tp=2))
-    assert more.device.expected - found.device.expected == GIB // 2  # one more communicator
+    assert fixed_allowance(Layout(dp=4, tp=2), Device.CUDA).expected - fixed.expected == GIB // 2  # a communicator
+
+
+def test_segments_of_a_layers_forward_are_cached_while_logits_are_allocated() -> None:
+    """The layer's forward less what it keeps, weights that ZeRO 3 gathers, and a fifth of the head's forward."""
+    run = run_of("llama3-8b", RunRequest(like="torchtitan", seq=4096, dp=8, zero=3, recompute="full"))
+    stage = forecast(run).worst
+    (layer,) = {part for part in stage.parts[0] if part.name == "layers.0"}
+    passes = [passes_of(part, run.gradient_rule) for part in (layer, stage.parts[0][-1])]
+    gathered = sum(2 * w.numel for w in layer.region.weights)
+    of_layer = passes[0].forward_peak - passes[0].resident + gathered
+    assert cached_segments(run) == of_layer + passes[1].forward_peak // 5
+    assert cached_segments(run) < cached_segments(replace(run, micro_batch=2)) < 2 * cached_segments(run)
+    planned = cached_segments(replace(run, recompute=Recompute(mode=Mode.AUTO)))
+    assert planned == cached_segments(run) > cached_segments(replace(run, recompute=Recompute()))
+    little = figures(run, 2**26)  # a quarter of allocated bytes at most
+    beyond = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run))
+    assert little.reserved.expected == pytest.approx(2**26 * 1.25 + beyond.expected * 2**28)
 
 
 @pytest.mark.parametrize("size", [2, 16, 120, 700])

@@ -408,14 +408,8 @@ def _thinned(front: Sequence[Evaluated]) -> list[Evaluated]:
 
 def candidate_figures(found: Evaluated, template: Run, hardware: Hardware) -> RunFigures:
     """Allocated, reserved and device bytes of a candidate, and its step's time where it was timed."""
-    seconds = found.figures.seconds
-    return figures(
-        template,
-        found.needed_bytes,
-        layout=found.candidate.setup.layout,
-        hardware=hardware.name,
-        step_seconds=None if seconds is None else seconds.step,
-    )
+    took = None if found.figures.seconds is None else found.figures.seconds.step
+    return figures(found.candidate.run(template), found.needed_bytes, hardware=hardware.name, step_seconds=took)
 
 
 def _candidate(found: Evaluated, sure: Residual | None, ranges: RunFigures, verdict: FitVerdict) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from jettison.predict.allowance import Limit, available_to
 from jettison.predict.ranges import FitBudget, fit_budgets, most_bytes
 from jettison.search.bounds import SHAVED, layer_modes
 from jettison.search.evaluate import Bench, Evaluated, Task
-from jettison.search.space import SearchCandidate, Setup, Space
+from jettison.search.space import SearchCandidate, Setup, Space, setup_run
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 
@@ -367,7 +367,7 @@ class MemoryLimit:
             budget_bytes=self.budget_bytes,
             device_bytes=self._device.usable_bytes,
         )
-        return fit_budgets(space.template, limit, layout=setup.layout)
+        return fit_budgets(setup_run(setup, space.template, Recompute(mode=Mode.AUTO)), limit)
 
     @cached_property
     def _device(self) -> Hardware:

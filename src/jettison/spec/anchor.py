@@ -121,6 +121,14 @@ class RunAnchor:
         factors = {name: getattr(self, name) for name in FACTORS}
         return hardware if set(factors.values()) == {1.0} else slower(hardware, **factors)
 
+    def unlike(self, kind: str, hardware: str) -> tuple[str, ...]:
+        """Notes on how a run of this class on this hardware differs."""
+        if self.kind not in ("", kind):
+            return (f"the anchor is of a run of another kind ({self.kind}; this one: {kind}): ranges are not anchored",)
+        if self.measured.step is not None and hardware not in ("", self.gpu):
+            return (f"the anchor's step was measured on {self.gpu}, this one on {hardware}: its range is not anchored",)
+        return ()
+
     def text(self) -> str:
         """TOML of the anchor file."""
         return "\n".join(_lines(self)) + "\n"

@@ -157,8 +157,9 @@
       const groups = shares ? groupsOf(parts, held, run) : { parts };
       units = units.map((unit, at) => sharded(unit, at, groups, held, run));
     }
-    const sum = (name) => parts.reduce((n, part) => n + part.static[name], 0);
-    return { units, parameters: sum("parameters"), state: sum("state"), index, names: places.map(({ region, number }) => (number === undefined ? region.kind : `layer ${number}`)) };
+    const sum = (name) => parts.reduce((n, part) => n + part.static[name], 0), largest = (kind, of) => Math.max(0, ...parts.filter((part) => part.kind === kind).map(of));
+    const layer = largest(LAYER, (part) => Math.max(...part.forward) - part.resident + part.static.gathered), logits = largest(HEAD, (part) => Math.floor(Math.max(...part.forward) / 5));
+    return { cached: [layer, logits], units, parameters: sum("parameters"), state: sum("state"), index, names: places.map(({ region, number }) => (number === undefined ? region.kind : `layer ${number}`)) };
   }
 
   // memory/step.py: the passes of 1F1B, and the first of the highest moments from the second step on.
@@ -198,11 +199,12 @@
   }
 
   // The worst stage's highest moment: {nbytes, stage, phase, where, parts: [parameters, gradients, optimizer, activations,
-  // transients]}; null where the page has no sums for a run.
+  // transients], cached: predict/passes.py, `cached_segments`}; null where the page has no sums for a run.
   J.stepBytes = (data, run) => {
     const regions = regionsOf(data, run), held = data.precisions[run.precision];
     if (!regions) return null;
-    const found = Array.from({ length: run.pp }, (_, index) => peakOf(stageOf(regions, run, held, index), run));
-    return found.reduce((worst, each) => (each.nbytes > worst.nbytes ? each : worst));
+    const stages = Array.from({ length: run.pp }, (_, index) => stageOf(regions, run, held, index)), most = (at) => Math.max(...stages.map((stage) => stage.cached[at]));
+    const worst = stages.map((stage) => peakOf(stage, run)).reduce((worst, each) => (each.nbytes > worst.nbytes ? each : worst));
+    return { ...worst, cached: most(0) + most(1) };
   };
 })();

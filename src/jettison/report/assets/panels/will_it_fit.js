@@ -76,13 +76,13 @@
   };
 
   // predict/ranges.py, `figures`: allocated, reserved and device bytes, and the verdict.
-  const figuresOf = (run, nbytes) => {
+  const figuresOf = (run, { nbytes, cached }) => {
     const [bytes, fragments] = run.model.ranges[run.rank ? 1 : 0], scale = Math.sqrt(nbytes * GIB);
     const talking = [run.t, run.cp, run.ep, run.pp, run.dp].filter((n) => n > 1).length;
     const fixed = data.fixed.map((n, i) => n + talking * data.communicator[i] + (run.ep > 1 ? data.all_to_all[i] : 0));
-    const allocated = bytes.map((share) => nbytes * share), more = fragments.map((share) => nbytes + share * scale);
+    const allocated = bytes.map((share) => nbytes * share), more = fragments.map((share) => nbytes + Math.min(cached, Math.floor(nbytes / 4)) + share * scale);
     const floor = allocated[0] * data.least_fragments, least = floor + fixed[0];
-    const reserved = [Math.max(floor, more[0]), more[1], Math.max(allocated[2], more[2])], device = reserved.map((n, i) => n + fixed[i]);
+    const reserved = [Math.max(floor, more[0]), Math.max(floor, more[1]), Math.max(allocated[2], more[2])], device = reserved.map((n, i) => n + fixed[i]);
     const usable = data.gpus.find(([name]) => name === run.gpu)[1];
     const verdict = device[2] <= usable ? "fits" : least <= usable ? "too close to call" : "does not fit";
     return { allocated, reserved, device, usable, verdict };
@@ -94,7 +94,7 @@
     if (!known.has(key)) {
       if (known.size > 500) known.clear();
       const run = runOf(values), peak = J.stepBytes(data, run);
-      known.set(key, { run, peak, ...(peak && figuresOf(run, peak.nbytes)) });
+      known.set(key, { run, peak, ...(peak && figuresOf(run, peak)) });
     }
     return known.get(key);
   };
