@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from itertools import groupby
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,9 +12,9 @@ from jettison.core.errors import Infeasible
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, LevelPhase, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
-from jettison.solve.solver import Solution, choose
+from jettison.solve.solver import Solution, choose, in_runs
 from jettison.solve.walk import least_of, walks
-from support.plan_cases import all_choices, brute_force, deep_problem, layer, step_problems
+from support.plan_cases import all_choices, brute_force, deep_problem, layer, of_one_class, step_problems
 from support.work import worked
 
 MIB = 1 << 20
@@ -56,6 +57,41 @@ def test_more_budget_is_never_slower(problem: StepProblem, less: int, more: int)
     base = least_of(walks(problem))
     slow, fast = choose(problem, base + less), choose(problem, base + less + more)
     assert fast.levels.seconds <= slow.levels.seconds + EXACT
+
+
+def _units(choice: Choice) -> list[tuple[str, int]]:
+    """Key and length of each region's option and of each segment."""
+    stops, at, found = dict(choice.segments), 0, list[tuple[str, int]]()
+    while at < len(choice.regions):
+        stop = stops.get(at, at + 1)
+        found.append((choice.regions[at], stop - at))
+        at = stop
+    return found
+
+
+def _scattered(choice: Choice) -> bool:
+    units = _units(choice)
+    return len(list(groupby(units))) > len(set(units))
+
+
+@settings(max_examples=40, deadline=None)
+@given(step_problems().filter(lambda problem: len(problem.regions) > 2), st.data())
+def test_equal_regions_have_each_option_in_one_run(problem: StepProblem, data: st.DataObject) -> None:
+    problem = of_one_class(problem)
+    every = list(all_choices(problem))
+    choice = data.draw(st.sampled_from([one for one in every if _scattered(one)] or every))
+    before = evaluate(problem, choice)
+    ordered = in_runs(problem, choice, lambda one: evaluate(problem, one).peak_bytes)
+    after = evaluate(problem, ordered)
+    assert sorted(_units(ordered)) == sorted(_units(choice))
+    assert ordered.root == choice.root
+    assert after.peak_bytes <= before.peak_bytes
+    assert after.seconds == pytest.approx(before.seconds)
+    same = (one for one in every if one.root == choice.root and sorted(_units(one)) == sorted(_units(choice)))
+    allowed = any(not _scattered(one) and evaluate(problem, one).peak_bytes <= before.peak_bytes for one in same)
+    assert _scattered(ordered) != allowed
+    solution = choose(problem, before.peak_bytes)
+    assert solution.levels == evaluate(problem, solution.choice)
 
 
 @settings(max_examples=100, deadline=None)

@@ -219,7 +219,7 @@ def deep_offload(*, same: bool, count: int = 128, copies: int = 4, host_gib: int
     regions = tuple(
         ProblemRegion(
             name=f"layers.{r}",
-            class_key="block" if same else f"block{r}",
+            class_key="block" if same and r < count - 1 else f"block{r}",
             options=(tuple(o for o in shared if not o.offloaded_bytes) if same else options(True))
             if r == count - 1
             else (shared if same else options(False)),

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, combinations, product
 
 from hypothesis import strategies as st
@@ -118,6 +119,17 @@ def step_problems(draw: st.DrawFn, *, plain_seconds: float = 0.0) -> StepProblem
         root=root,
         segments=tuple(segments),
         plain_seconds=plain_seconds,
+    )
+
+
+def of_one_class(problem: StepProblem) -> StepProblem:
+    """The problem with the first region's options in all regions, and each segment at every place."""
+    first, count = problem.regions[0], len(problem.regions)
+    places = ((s, start) for s in problem.segments for start in range(count - (s.stop - s.start) + 1))
+    return replace(
+        problem,
+        regions=tuple(replace(r, class_key="block", options=first.options) for r in problem.regions),
+        segments=tuple(replace(s, start=start, stop=start + s.stop - s.start) for s, start in places),
     )
 
 

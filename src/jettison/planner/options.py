@@ -198,12 +198,15 @@ class OptionsBuilder:
     def _regions(self, options: Mapping[str, tuple[RegionOption, ...]]) -> Iterator[ProblemRegion]:
         seen: set[str] = set()
         sends = {key: movable(self.trace, key) for key in options}
+        names = [call.name for call in self.trace.calls]
         for call in self.trace.calls:
             module = self.judge.dry_step.modules[0].get_submodule(call.name)
             trained = [p for p in module.parameters() if p.requires_grad and not self.trace.loop.gradients_preallocated]
             offered, key = options[call.class_key], call.class_key
             if any(o.offloaded_bytes for o in offered) and call.name not in sends[key]:
                 offered, key = tuple(o for o in offered if not o.offloaded_bytes), f"{key}, stays"
+            if names.count(call.name) > 1:
+                key = call.name  # one policy for all of its calls
             forward = self._block_seconds(call.class_key)
             yield ProblemRegion(
                 name=call.name,

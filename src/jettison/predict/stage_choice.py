@@ -164,16 +164,15 @@ class StageChoice:
 
     def _unasked(self, choice: Choice, seconds: float) -> StageOutcome:
         """Outcome of a choice that does not depend on a budget and offloads nothing."""
-        kept_buffers = self._kept_buffers(choice)
-        needs = self._peak(kept_buffers)
-        return StageOutcome(kept_buffers=kept_buffers, needs=needs, level=needs, added_seconds=seconds)
+        needs = self._peak(choice)
+        return StageOutcome(kept_buffers=self._kept_buffers(choice), needs=needs, level=needs, added_seconds=seconds)
 
     def _ask(self, asked: int) -> StageOutcome:
-        found = next(offer for offer in self._offers if offer.least_bytes <= asked).choose(asked)
-        kept_buffers = self._kept_buffers(found.choice)
+        offer = next(offer for offer in self._offers if offer.least_bytes <= asked)
+        found = offer.choose(asked, self._peak)
         return StageOutcome(
-            kept_buffers=kept_buffers,
-            needs=self._peak(kept_buffers),
+            kept_buffers=self._kept_buffers(found.choice),
+            needs=self._peak(found.choice),
             level=found.levels.peak_bytes,
             added_seconds=found.levels.seconds,
             stalled_seconds=found.levels.stalled_seconds,
@@ -302,13 +301,14 @@ class StageChoice:
     def _regions(self) -> Iterator[ProblemRegion]:
         """Yield a region for each part; equal ones are computed once."""
         known: dict[tuple[object, ...], ProblemRegion] = {}
+        classes: dict[tuple[int, int], str] = {}  # of a chunk, since trainers choose for each of them
         chunks = [chunk for chunk, parts in enumerate(self.stage.parts) for _ in parts]
         for at, (part, chunk, options) in enumerate(zip(self.parts, chunks, self.points, strict=True)):
             copies = self.stage.load.order.most_alive[chunk]
             alike = id(options), copies, part.name == HEAD, self.place(at, at + 1).shards
             if alike not in known:
                 known[alike] = self._region(at, options, copies)
-            yield replace(known[alike], name=part.name, class_key=part.name)
+            yield replace(known[alike], name=part.name, class_key=classes.setdefault((id(options), chunk), f"{at}"))
 
     def _region(self, at: int, options: Points, copies: int) -> ProblemRegion:
         plain = self._unit(at, options[-1].kept)
@@ -355,11 +355,18 @@ class StageChoice:
             found.append(KeptBuffers(point.kept, point.offloaded) if self.parts[at].is_layer else None)
         return tuple(found)
 
-    def _peak(self, kept_buffers: Sequence[KeptBuffers | None]) -> int:
+    def _peak(self, choice: Choice) -> int:
         """Peak of the stage's timeline."""
-        by_name = {part.name: buffers for part, buffers in zip(self.parts, kept_buffers, strict=True)}
-        chosen = [by_name.get(name) for name in self.run.model.layer_names]
-        return stage_sizes(self.run, self.stage.index, chosen).peak_bytes
+        if choice not in self._known_peaks:
+            kept_buffers = self._kept_buffers(choice)
+            by_name = {part.name: buffers for part, buffers in zip(self.parts, kept_buffers, strict=True)}
+            chosen = [by_name.get(name) for name in self.run.model.layer_names]
+            self._known_peaks[choice] = stage_sizes(self.run, self.stage.index, chosen).peak_bytes
+        return self._known_peaks[choice]
+
+    @cached_property
+    def _known_peaks(self) -> dict[Choice, int]:
+        return {}
 
     # segments ---------------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class RegionOption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemRegion:
-    """One region of the chain. Regions with equal ``class_key`` have equal options.
+    """One region of the chain. Regions with equal ``class_key`` have options of the same keys, and may exchange them.
 
     ``forward_seconds`` and ``backward_seconds`` are of its passes without recomputation; copies of the region before
     overlap with them. ``copies``: micro-batches whose offloaded bytes are on the host at once.
@@ -250,7 +250,7 @@ def evaluate(problem: StepProblem, choice: Choice) -> ChoiceLevels:
     does not cover each region once, or names an unknown option.
     """
     root = _by_key("the root", problem.root, choice.root)
-    covers = tuple(_covers(problem, choice))
+    covers = tuple(chosen_options(problem, choice))
     moved = [cover.offloaded_bytes if r == cover.stop - 1 else 0 for r, cover in enumerate(covers)]
     stalled = _stalled(problem, covers, moved)
     static, count = problem.static_bytes, len(problem.regions)
@@ -298,13 +298,13 @@ _Option = TypeVar("_Option", RegionOption, RootOption)
 
 
 def _by_key(owner: str, options: Sequence[_Option], key: str) -> _Option:
-    by_key = {option.key: option for option in options}
-    if key not in by_key:
-        raise ValueError(f"{owner} has no option {key!r}; it has {sorted(by_key)}")
-    return by_key[key]
+    for option in options:
+        if option.key == key:
+            return option
+    raise ValueError(f"{owner} has no option {key!r}; it has {sorted(option.key for option in options)}")
 
 
-def _covers(problem: StepProblem, choice: Choice) -> Iterator[SegmentOption]:
+def chosen_options(problem: StepProblem, choice: Choice) -> Iterator[SegmentOption]:
     """The option of each region; a single region's option as a segment of one."""
     count = len(problem.regions)
     if len(choice.regions) != count:

@@ -12,22 +12,25 @@ docs/decisions/0103-what-each-layer-of-the-solver-buys.md.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby, permutations
 from typing import Protocol, TypeVar
 
 from jettison.core.errors import Infeasible
-from jettison.solve.bound import Bound, BudgetedWalk, relax, relaxation
+from jettison.solve.bound import ROUNDING, Bound, BudgetedWalk, relax, relaxation
 from jettison.solve.exchanges import rounded
 from jettison.solve.labels import fastest_path
-from jettison.solve.problem import Choice, ChoiceLevels, StepProblem, evaluate
+from jettison.solve.problem import Choice, ChoiceLevels, StepProblem, chosen_options, evaluate
 from jettison.solve.walk import PICOSECONDS, Path, StepWalk, least_of, walks
 
 GAP = 0.005  # share of a step at which the search ends
 BEAM_WIDTH = 128
 ROUNDED_WIDTH = 64  # labels a position after plans from a rounded relaxation
 PROOF_WIDTH = 2_048  # labels a position
+ORDERED = 4  # options of one class up to which every order of their runs is tried
 LARGE = 1_000  # moves; with more under a host budget, the search only continues if the gap is too wide
 
 
@@ -46,12 +49,20 @@ class Solution:
     solver_seconds: float
 
 
-def choose(problem: StepProblem, budget_bytes: int, *, known: tuple[StepWalk, ...] | None = None) -> Solution:
-    """Return the choice that adds the fewest seconds with every level at or below ``budget_bytes``. ``known``:
-    `walks(problem)`, for repeated calls. Raise `Infeasible` with the smallest budget if no choice fits, `ValueError` if
-    none fits the host's budget, whatever the device's is.
+Peak = Callable[[Choice], int]
+"""Peak of a choice in bytes."""
 
-    Ties: if the fastest options all fit, the first listed of each region; else the fewest resident bytes.
+
+def choose(
+    problem: StepProblem, budget_bytes: int, *, known: tuple[StepWalk, ...] | None = None, peak: Peak | None = None
+) -> Solution:
+    """Return the choice that adds the fewest seconds with every level at or below ``budget_bytes``. ``known``:
+    `walks(problem)`, for repeated calls. ``peak``: judges the order of equal regions; by default the levels do. Raise
+    `Infeasible` with the smallest budget if no choice fits, `ValueError` if none fits the host's budget, whatever the
+    device's is.
+
+    Ties: if the fastest options all fit, the first listed of each region; else the fewest resident bytes. Equal regions
+    are ordered as in `in_runs`.
     """
     begin = time.perf_counter()
     all_walks = walks(problem) if known is None else known
@@ -67,6 +78,9 @@ def choose(problem: StepProblem, budget_bytes: int, *, known: tuple[StepWalk, ..
     assert _fits(problem, levels, budget_bytes), (
         f"the replay peaks at {levels.peak_bytes}, the budget is {budget_bytes}"
     )
+    ordered = in_runs(problem, choice, peak or (lambda other: evaluate(problem, other).peak_bytes))
+    if ordered != choice:
+        choice, levels = ordered, evaluate(problem, ordered)
     bound = min(bound, levels.seconds)
     found, seconds = _gap(problem, levels.seconds, bound), time.perf_counter() - begin
     return Solution(choice=choice, levels=levels, lower_bound_seconds=bound, gap=found, solver_seconds=seconds)
@@ -75,6 +89,54 @@ def choose(problem: StepProblem, budget_bytes: int, *, known: tuple[StepWalk, ..
 def _fits(problem: StepProblem, levels: ChoiceLevels, budget_bytes: int) -> bool:
     limit = problem.link.host_budget_bytes if problem.link is not None else None
     return levels.peak_bytes <= budget_bytes and (limit is None or levels.host_bytes <= limit)
+
+
+_Unit = tuple[tuple[str, ...], str, bool]
+"""Classes of the regions that an option covers, its key, and whether it is a segment's."""
+
+
+def in_runs(problem: StepProblem, choice: Choice, peak: Peak) -> Choice:
+    """Return the choice with each option of a class of regions in one run, where an order of runs adds no bytes to the
+    peak and no seconds: first that from the fewest bytes of a region to the most.
+    """
+    classes, segments = tuple(region.class_key for region in problem.regions), dict(choice.segments)
+    options = dict.fromkeys(chosen_options(problem, choice))
+    units = [(classes[o.start : o.stop], o.key, o.start in segments) for o in options]
+    sizes = {unit: o.resident_bytes / len(unit[0]) for unit, o in zip(units, options, strict=True)}
+    limits: tuple[int, float] | None = None
+    for one, count in Counter(unit[0][0] for unit in sizes).items():
+        if count == 1 or len(list(groupby(unit for unit in units if unit[0][0] == one))) == count:
+            continue
+        kinds = sorted((unit for unit in sizes if unit[0][0] == one), key=lambda unit: (sizes[unit], unit))
+        others = [unit for unit in units if unit[0][0] != one]
+        for order in permutations(kinds) if count <= ORDERED else (kinds, kinds[::-1]):
+            ordered = [*others, *(unit for kind in order for unit in units if unit == kind)]
+            found = _placed(problem, choice.root, ordered)
+            limits = limits or (peak(choice), evaluate(problem, choice).seconds * (1 + ROUNDING))
+            if found is not None and evaluate(problem, found).seconds <= limits[1] and peak(found) <= limits[0]:
+                choice, units = found, ordered
+                break
+    return choice
+
+
+def _placed(problem: StepProblem, root: str, units: Sequence[_Unit]) -> Choice | None:
+    """The choice whose regions each have the first unit left for their class; None if a segment is not offered."""
+    classes, left = tuple(region.class_key for region in problem.regions), list(units)
+    offered = {(s.start, s.stop, s.key) for s in problem.segments}
+    regions, segments = list[str](), list[tuple[int, int]]()
+    while left:
+        at = len(regions)
+        unit = next((unit for unit in left if classes[at : at + len(unit[0])] == unit[0]), None)
+        if unit is None:
+            return None
+        left.remove(unit)
+        covered, key, is_segment = unit
+        regions += [key] * len(covered)
+        if is_segment:
+            segments.append((at, len(regions)))
+            if (*segments[-1], key) not in offered:
+                return None
+    return Choice(root=root, regions=tuple(regions), segments=tuple(segments))
 
 
 def _gap(problem: StepProblem, objective: float, bound: float) -> float:
@@ -204,8 +266,8 @@ class Offer:
         """The smallest budget that some choice fits; see `least_of`."""
         return least_of(self.walks)
 
-    def choose(self, budget_bytes: int) -> Solution:
-        return choose(self.problem, budget_bytes, known=self.walks)
+    def choose(self, budget_bytes: int, peak: Peak | None = None) -> Solution:
+        return choose(self.problem, budget_bytes, known=self.walks, peak=peak)
 
 
 class Judged(Protocol):
