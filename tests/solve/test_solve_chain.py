@@ -201,33 +201,6 @@ def test_a_step_without_regions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        (Choice(root="other", regions=("none",) * 3), "root has no option"),
-        (Choice(root="none", regions=("none",) * 2), "has 2 regions"),
-        (Choice(root="none", regions=("none", "half", "none")), "no option 'half'"),
-        (Choice(root="none", regions=("none",) * 3, segments=((0, 2),)), "no segment 'none'"),
-        (Choice(root="none", regions=("none",) * 3, segments=((3, 4),)), "outside"),
-    ],
-)
-def test_a_wrong_choice_is_named(choice: Choice, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        evaluate(small_problem(), choice)
-
-
-def test_a_malformed_problem_is_refused() -> None:
-    problem = small_problem()
-    with pytest.raises(ValueError, match="distinct keys"):
-        dataclasses.replace(problem, regions=(layer(0, (KEEP, KEEP)), *problem.regions[1:]))
-    with pytest.raises(ValueError, match="1 figures, 3 regions"):
-        dataclasses.replace(problem, root=(quiet_root(1),))
-    with pytest.raises(ValueError, match="holds -1 bytes"):
-        dataclasses.replace(
-            problem, regions=(layer(0, (dataclasses.replace(KEEP, resident_bytes=-1),)), *problem.regions[1:])
-        )
-
-
-@pytest.mark.parametrize(
     "gradient",
     [pytest.param(1 * MIB, marks=pytest.mark.slow), 200 * MIB, pytest.param(600 * MIB, marks=pytest.mark.slow)],
 )

@@ -246,14 +246,10 @@ def test_bytes_of_the_host_are_saved_for_where_they_are_worth_most(
 
 
 def test_offload_has_to_make_sense() -> None:
-    with pytest.raises(ValueError, match="expected more than 0"):
-        Link(bytes_per_second=0.0)
-    with pytest.raises(ValueError, match="expected 0 or more"):
-        Link(bytes_per_second=1.0, host_budget_bytes=-1)
     problem = by_hand()
-    with pytest.raises(ValueError, match="there is no link"):
+    with pytest.raises(AssertionError, match="there is no link"):
         dataclasses.replace(problem, link=None)
-    with pytest.raises(ValueError, match="the last region"):
+    with pytest.raises(AssertionError, match="the last region"):
         dataclasses.replace(problem, regions=problem.regions[:2], root=(quiet(2),))
     only = dataclasses.replace(problem.regions[0], options=problem.regions[0].options[1:])
     no_room = dataclasses.replace(

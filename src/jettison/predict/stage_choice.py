@@ -357,16 +357,9 @@ class StageChoice:
 
     def _peak(self, choice: Choice) -> int:
         """Peak of the stage's timeline."""
-        if choice not in self._known_peaks:
-            kept_buffers = self._kept_buffers(choice)
-            by_name = {part.name: buffers for part, buffers in zip(self.parts, kept_buffers, strict=True)}
-            chosen = [by_name.get(name) for name in self.run.model.layer_names]
-            self._known_peaks[choice] = stage_sizes(self.run, self.stage.index, chosen).peak_bytes
-        return self._known_peaks[choice]
-
-    @cached_property
-    def _known_peaks(self) -> dict[Choice, int]:
-        return {}
+        by_name = {part.name: kept for part, kept in zip(self.parts, self._kept_buffers(choice), strict=True)}
+        chosen = [by_name.get(name) for name in self.run.model.layer_names]
+        return stage_sizes(self.run, self.stage.index, chosen).peak_bytes
 
     # segments ---------------------------------------------------------------------------------------------------------
 
