@@ -334,19 +334,54 @@ class Doubles(torch.autograd.Function):
 
 @jettison.checkpointable
 class WritesInBackward(nn.Module):
+    def __init__(self, *views: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+        self.views = views
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        first, second = (view(y) for view in self.views)
+        return (first**2).view_as(x) + Doubles.apply(second).view_as(x)
+
+
+@pytest.mark.parametrize("first", [Tensor.view_as, Tensor.flatten], ids=["whole", "flat"])
+@pytest.mark.parametrize("second", [Tensor.view_as, Tensor.flatten], ids=["whole", "flat"])
+def test_a_node_that_writes_to_what_another_one_has_saved_is_refused_as_without_a_plan(first: Any, second: Any) -> None:
+    views = [(lambda y, one=one: one(y, y) if one is Tensor.view_as else one(y)) for one in (first, second)]
+    model, x = Headed((WritesInBackward(*views),), N, N), torch.randn(ROWS, N)
+    plain = independent_copy(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain(x).backward()
+    with jettison.apply(model, "full", batch=(x,)), pytest.raises(StaleTensor, match="a recomputed tensor"):
+        model(x).backward()
+
+
+@jettison.checkpointable
+class ReadsWhatIsStored(nn.Module):
+    """Its first node in backward unpacks a flat view of a product that an op of a later recomputation reads."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(N, N)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        return y**2 + Doubles.apply(y)
+        later = (y + 1).exp()
+        return x + later + (y.flatten() ** 2).view_as(x)
 
 
-def test_a_node_that_writes_to_what_another_one_has_saved_is_refused_as_without_a_plan() -> None:
-    model, x = Headed((WritesInBackward(),), N, N), torch.randn(ROWS, N)
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_value_that_is_stored_as_a_view_is_read_whole(retain: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Headed((ReadsWhatIsStored(), ReadsWhatIsStored()), N, N), torch.randn(ROWS, N)
     plain = independent_copy(model)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        plain(x).backward()
-    with jettison.apply(model, "full", batch=(x,)), pytest.raises(StaleTensor, match="a recomputed tensor"):
-        model(x).backward()
+    with jettison.apply(model, "full", batch=(x,)) as handle:
+        for one in (model, plain):
+            loss = one(x)
+            for _ in range(1 + retain):
+                loss.backward(retain_graph=retain)
+        code = code_of(recipe_of(handle.regions[0]))
+    assert code.stored
+    assert f"].as_strided({(ROWS, N)}" in code.text()
+    assert compare_gradients(plain, model).identical

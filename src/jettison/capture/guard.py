@@ -192,6 +192,8 @@ class ModuleGuard:
 
     def _same_hooks(self) -> bool:
         """Whether modules have the same hooks, except those that do not change results."""
+        if self._hook_counts and not self._hooks_known and not any(self._hook_tables):
+            return True
         counts = list(map(len, self._hook_tables))  # a hook that moved from one module to the next changes both
         now = list(itertools.chain.from_iterable(map(dict.values, self._hook_tables)))
         if counts == self._hook_counts and all(map(is_, now, self._hooks_known)):
@@ -279,8 +281,8 @@ class _Watched:
             keys.append(key)
             values.append(value)
         for table, keys, values in by_table.values():
-            keys.append(keys[0])  # a getter of one key returns no tuple
-            values.append(values[0])
+            if len(keys) == 1:  # a getter of one key returns no tuple
+                keys, values = keys * 2, values * 2
             self.getters.append(itemgetter(*keys) if type(table) in _TABLES else functools.partial(_items, keys))
             self.tables.append(table)
             self.values += values

@@ -49,15 +49,15 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     of arguments that share memory do.
     """
     leaves, shape = tree_shape((args, kwargs))
-    first: dict[int, tuple[int, int]] = {}
+    first: dict[int, tuple[int, Tensor]] = {}
     found = []  # (position, position of the first argument in the same memory, bytes between the two)
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             inner = leaf if leaf.__class__ is Tensor else plain(leaf)
-            at = inner.storage_offset() * inner.element_size()
-            other, start = first.setdefault(inner.untyped_storage()._cdata, (position, at))
+            other, start = first.setdefault(inner.untyped_storage()._cdata, (position, inner))
             if other != position:
-                found.append((position, other, at - start))
+                at, begin = (one.storage_offset() * one.element_size() for one in (inner, start))
+                found.append((position, other, at - begin))
     return leaves, (shape, tuple(map(leaf_signature, leaves)), tuple(found))
 
 
@@ -207,5 +207,6 @@ def tensor_description(tensor: Tensor) -> tuple[Any, ...]:
     """Everything about a tensor except its values and its place in memory."""
     common = tensor.__class__ is Tensor
     inner, wraps = (tensor, None) if common else (plain(tensor), wrapping(tensor))
-    form = inner.shape, inner.stride(), tensor.dtype, tensor.requires_grad, tensor.device.type
+    device = "cpu" if common and tensor.is_cpu else tensor.device.type  # which makes two objects
+    form = inner.shape, inner.stride(), tensor.dtype, tensor.requires_grad, device
     return *form, wraps, inner.is_conj(), inner.is_neg()

@@ -24,7 +24,7 @@ from jettison.runtime import witness as witnesses
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.graph_fingerprint import next_sequence_number
-from jettison.runtime.handles import Box, Diverged, Handle, Held, box_for
+from jettison.runtime.handles import HELD, Box, Diverged, Handle, Held, box_for
 from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
@@ -38,7 +38,6 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
-_new_tuple: Any = tuple.__new__
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
 
@@ -146,7 +145,7 @@ class Frame:
                     self.hold(fill, tensor)
                 if dropped is None:
                     kept = tensor if tensor.is_leaf else tensor.detach()
-                    return _new_tuple(Held, (self, kept, tensor._version))
+                    return self, kept, tensor._version
                 if cell is not None:
                     if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg():
                         return self.drop(dropped, tensor, index)
@@ -154,7 +153,7 @@ class Frame:
                     at = tensor.data_ptr() + (self.salt + index) % places * step * itemsize
                     self.seen[cell] = _ndarray(spots, word, kind.from_address(at), 0, strides).tobytes()
                 boxes = self.closures[dropped.closure] or self._closure(dropped)
-                return _new_tuple(Handle, (self, dropped, boxes, index, None))
+                return self, dropped, boxes, index, None
         return self._pack(tensor)
 
     def _is_parameter(self, name: str, tensor: Tensor) -> bool:
@@ -209,14 +208,14 @@ class Frame:
             self.hold(slot.fill, tensor)
         return Held(tensor, self)
 
-    def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> Handle:
+    def drop(self, slot: SlotAction, tensor: Tensor, index: int, wrap: Any = None) -> tuple[Any, ...]:
         """Return the handle of a dropped tensor; ``wrap`` is the FP8 or FP4 tensor around it, with its factor."""
         if slot.cast and not self.fake:
             self.region.recordings.note_cast(slot.cast, tensor)
         boxes = self.closures[slot.closure] or self._closure(slot)
         if slot.cell is not None and self.how is not Check.OFF and (self.salt + index) % self.share == 0:
             self.seen[slot.cell] = self.witness(slot, tensor, index)
-        return _new_tuple(Handle, (self, slot, boxes, index, wrap))
+        return self, slot, boxes, index, wrap
 
     def _closure(self, slot: SlotAction) -> tuple[Any, ...]:
         found = self.closures[slot.closure] = tuple([self.boxes[n] for n in slot.boxes])
@@ -285,7 +284,7 @@ class Frame:
 
     # backward --------------------------------------------------------------------------------------------------------
 
-    def recompute(self, handle: Handle) -> Tensor:
+    def recompute(self, handle: tuple[Any, ...]) -> Tensor:
         """Return the tensor of a dropped slot, recomputed with the forward's precision and kernels. Other kernels have
         evicted the CPU caches, so this code touches little memory.
         """
@@ -330,9 +329,9 @@ class Frame:
         inner = inner if inner.__class__ in UNWRAPPED else plain(inner)
         compare(seen, inner, rounded, lambda: self.wrong(index))  # may be deferred, and a handle would hold tensors
 
-    def lost(self, handle: Handle) -> WrongValue:
+    def lost(self, handle: tuple[Any, ...]) -> WrongValue:
         """Return the error for a tensor whose inputs were never seen. The region loses its recording."""
-        slot = self.recipe.trace.program.slots[handle.index]
+        slot = self.recipe.trace.program.slots[handle[3]]
         error = WrongValue(
             f"saved tensor {slot.index} of {self.name or 'the model'} cannot be recomputed: an exception left its "
             "forward before that had run to its end, and its tensors were used all the same. The gradients of this "
@@ -391,10 +390,10 @@ class Frame:
             return plain(whole_now(self.model, table, leaf, tensor))
         return tensor
 
-    def opened(self, box: Any, buffer: int, handle: Handle) -> Tensor:
+    def opened(self, box: Any, buffer: int, handle: tuple[Any, ...]) -> Tensor:
         """Return the value of a box. Raises `StaleTensor` after a write, `WrongValue` if it was never filled."""
         if isinstance(box, Handle):
-            return plain(box.frame.recompute(box))
+            return plain(box[0].recompute(box))
         if box.is_empty:
             raise self.lost(handle)
         if not isinstance(box, Box):
@@ -445,9 +444,9 @@ def unpack(packed: Any) -> Tensor:
     frame = packed[0]
     if frame.group is not None:
         frame.group.asked()
-    if packed.__class__ is Held:
+    if len(packed) == HELD:
         tensor: Tensor = packed[1]
-        return tensor if tensor._version == packed[2] else packed.open()  # raises
+        return tensor if tensor._version == packed[2] else Held.open(packed)  # raises
     return frame.recompute(packed)
 
 

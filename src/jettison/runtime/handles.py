@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from operator import itemgetter, methodcaller
-from typing import Any, Self
+from operator import methodcaller
+from typing import Any, Final, Self
 
 from torch import Tensor
 
-from jettison.capture.tensor_subclasses import QuantizedWrapping, version_of
+from jettison.capture.tensor_subclasses import version_of
 from jettison.runtime.moves import Away, OffloadableBox
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.packing import Packed
-from jettison.runtime.recipe import Recipe, SlotAction
+from jettison.runtime.recipe import Recipe
 
 
 class Diverged(Exception):
@@ -20,7 +20,7 @@ class Diverged(Exception):
 
 class Held(tuple[Any, Tensor, int]):
     """A kept slot: its frame, which counts as live as long as this exists, the tensor, and its version when autograd
-    saved it. A tuple, since there is one for each tensor that autograd saves.
+    saved it. A tuple, since there is one for each tensor that autograd saves; plain where a frame follows its recipe.
     """
 
     __slots__ = ()
@@ -37,6 +37,8 @@ class Held(tuple[Any, Tensor, int]):
             raise stale("a kept tensor", "a planned region", version, version_of(tensor))
         return tensor
 
+
+HELD: Final = 3  # length of a `Held`, which tells plain ones from plain `Handle`s
 
 opened: Any = methodcaller("open")
 """Unpack by the value's own method."""
@@ -75,13 +77,7 @@ def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Away:
 
 class Handle(tuple[Any, ...]):
     """A slot whose tensor is not kept: its frame, its action, the boxes that its recipe reads, its number (-1: an
-    output), and its wrapper, if that differs from call to call. A tuple, as `Held` is.
+    output), and its wrapper, if that differs from call to call. A tuple, as `Held` is, and as often plain.
     """
 
     __slots__ = ()
-
-    frame: Any = property(itemgetter(0))  # the call's `Frame`
-    slot: SlotAction = property(itemgetter(1))  # type: ignore[assignment]
-    boxes: tuple[Box | Away | Handle, ...] = property(itemgetter(2))  # type: ignore[assignment]
-    index: int = property(itemgetter(3))  # type: ignore[assignment]
-    wrap: QuantizedWrapping | None = property(itemgetter(4))  # type: ignore[assignment]

@@ -75,6 +75,7 @@ class RecomputeCode:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.cells = recipe.cells
+        self.stored = {buffer: view for buffer in recipe.counts if (view := self._stored(buffer)) is not None}
         self.readings = [self._reading(buffer, cell) for buffer, cell in recipe.cells.items()]
         self.parameters = {buffer: n for n, buffer in enumerate(recipe.parameters)}
         self.start = ValuesAtHand(recipe.counts, frozenset())
@@ -114,6 +115,15 @@ class RecomputeCode:
             return ref.size, ref.stride, ref.offset
         return None
 
+    def _stored(self, buffer: int) -> TensorRef | None:
+        """The view that is stored of a buffer if all its saved tensors are that view, else None: the op's result is.
+        Below autograd a view has a version of its own, so that these nodes must get one tensor for a write to be seen.
+        """
+        actions = (*self.recipe.slots, *self.recipe.handed.values())
+        first, *others = [action.view for action in actions if action.ref.buffer == buffer] or [None]
+        is_only = first is not None and self.place(buffer, first) is not None and all(one == first for one in others)
+        return first if is_only else None
+
     def _reading(self, buffer: int, cell: int) -> Reading | None:
         """Addresses of a witness's elements in a recomputed buffer; None if reading them needs a view of it."""
         index = self.recipe.witnessed.get(cell)
@@ -123,7 +133,7 @@ class RecomputeCode:
         cut = self.recipe.slots[index].spots.cut(ref.dtype)
         if cut is None or not cut[-2] or self.place(buffer, ref) is None:
             return None
-        shift = (ref.offset - self.recipe.sources[buffer].offset) * ref.dtype.itemsize
+        shift = (ref.offset - self.stored.get(buffer, self.recipe.sources[buffer]).offset) * ref.dtype.itemsize
         return *cut, self.recipe.slots[index].spots.size, shift, index
 
     def view_text(self, buffer: int, value: str, ref: TensorRef) -> str:
@@ -133,8 +143,7 @@ class RecomputeCode:
         source = self.recipe.sources[buffer]
         if place == (source.size, source.stride, source.offset):
             return value
-        size, stride, offset = place
-        return f"{value}.as_strided({size!r}, {stride!r}, {offset})"
+        return _as_strided(value, ref)
 
     def text(self) -> str:
         """All functions so far; before any backward, those of one that unpacks the last saved tensor first."""
@@ -204,10 +213,11 @@ class _FunctionWriter:
         elif maker is not None:
             self._make(maker)
         value = self._get(buffer)
+        seen = self._to_store(buffer) if buffer in self.fresh else value
         before = self.code.cells[buffer] if buffer in self.fresh else None
         if not self.keeps:
-            self._release(buffer, after=value)
-        cells = {self.code.cells[fresh]: self.values[fresh] for fresh in sorted(self.fresh)}
+            self._release(buffer, after=seen)
+        cells = {self.code.cells[fresh]: self._to_store(fresh) for fresh in sorted(self.fresh)}
         body = list(self._with_deletions())
         # `opened` recomputes in the block before, and compares
         if maker is not None and not any("frame.opened(" in line for line in body):
@@ -215,10 +225,11 @@ class _FunctionWriter:
         if any("values[" in line for line in body):
             body.insert(0, "values = frame.values")
         if before is not None and before not in cells:
-            body.append(f"compare(frame, {before}, {value})")
+            body.append(f"compare(frame, {before}, {seen})")
         if cells:
             body.append(f"hold(frame, {_tuple(map(str, cells))}, {_tuple(cells.values())})")
-        seen = value if slot.view is None else self.code.view_text(buffer, value, slot.view)
+        if slot.view is not None and buffer not in self.code.stored:
+            seen = self.code.view_text(buffer, value, slot.view)
         lines = (*body, f"return {seen}")
         return "\n".join([f"def {name}(frame, handle):", *(INDENT + line for line in lines), ""])
 
@@ -255,7 +266,9 @@ class _FunctionWriter:
         if found is None:
             found = self.values[buffer] = self._name(buffer)
             if buffer in self.at_hand:
-                self._line(f"{found} = values[{self.code.cells[buffer]}]")
+                text = f"values[{self.code.cells[buffer]}]"
+                whole = self.recipe.sources[buffer] if buffer in self.code.stored else None
+                self._line(f"{found} = {text if whole is None else _as_strided(text, whole)}")
             elif buffer in self.code.parameters:
                 self._line(f"{found} = parameter(frame, {self.code.parameters[buffer]})")
             else:
@@ -266,7 +279,7 @@ class _FunctionWriter:
         """Read a box. A value recomputed by the block before, fetched or unpacked becomes one of ours."""
         n = self.slot.boxes.index(self.recipe.box_of[buffer])
         if buffer in self.left:
-            self._line(f"{name} = frame.opened(handle.boxes[{n}], {buffer}, handle)")
+            self._line(f"{name} = frame.opened(handle[2][{n}], {buffer}, handle)")
             self._made(buffer, name)
         else:
             self._line(f"{name} = boxed(frame, handle, {n}, {buffer})")
@@ -281,6 +294,11 @@ class _FunctionWriter:
             self._line(f"{found} = {text}", self._uncounted(buffer, value))
             views.append((ref, found))
         return found
+
+    def _to_store(self, buffer: int) -> str:
+        """The variable of a recomputed buffer as `frame.values` stores it."""
+        view = self.code.stored.get(buffer)
+        return self.values[buffer] if view is None else self._view(buffer, view)
 
     def _uncounted(self, buffer: int, name: str) -> tuple[str, ...]:
         return () if buffer in self.left else (name,)
@@ -421,6 +439,10 @@ class _Text(str):
     """A piece of source in place of a value."""
 
     __slots__ = ()
+
+
+def _as_strided(value: str, ref: TensorRef) -> str:
+    return f"{value}.as_strided({ref.size!r}, {ref.stride!r}, {ref.offset})"
 
 
 def _tuple(texts: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from jettison.runtime.callers import of_a_region
 from jettison.runtime.chunked_loss import whole_losses
 from jettison.runtime.compiled import CompiledRegion, compiled
 from jettison.runtime.frame import Frame
-from jettison.runtime.handles import Handle, Held
+from jettison.runtime.handles import HELD, Handle
 from jettison.runtime.recipe import compile_recipe
 from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan, PlanTensor, policy_name
@@ -296,12 +296,12 @@ def observed_saved_bytes(model: nn.Module, batch: Any, *, loss_fn: LossFn | None
 
 def _tensors(name: str, packed: Any) -> Iterator[tuple[str, Tensor]]:
     """Tensors that a packed value holds, each with its region: in a checkpoint segment perhaps an earlier block."""
-    if isinstance(packed, Held):
+    if len(packed) == HELD:
         yield name, packed[1]
-    elif isinstance(packed, Handle):
-        for box in packed.boxes:
+    else:
+        for box in packed[2]:
             if isinstance(box, Handle):
-                yield from _tensors(box.frame.name, box)
+                yield from _tensors(box[0].name, box)
             elif (held := box.on_device) is not None:
                 yield name, held
 
@@ -324,7 +324,7 @@ class UnpackedValues:
 
 @dataclass(kw_only=True)
 class _Kept:
-    handle: Handle
+    handle: tuple[Any, ...]  # as `Handle`
     tensor: Tensor
     position: int
 
@@ -340,11 +340,11 @@ def every_value() -> Iterator[UnpackedValues]:
     def packing(frame: Any, tensor: Tensor) -> Any:
         frame.how, frame.sees = Check.OFF, False
         packed = pack(frame, tensor)
-        if isinstance(packed, Handle) and not packed.slot.hollow:
+        if len(packed) != HELD and not packed[1].hollow:
             kept[id(packed)] = _Kept(handle=packed, tensor=plain(tensor).detach().clone(), position=len(kept))
         return packed
 
-    def recomputing(frame: Any, handle: Handle) -> Tensor:
+    def recomputing(frame: Any, handle: tuple[Any, ...]) -> Tensor:
         tensor: Tensor = recompute(frame, handle)
         had = kept.get(id(handle))
         if had is not None:
@@ -364,7 +364,7 @@ def _compare(seen: UnpackedValues, frame: Frame, had: _Kept, now: Tensor) -> Non
     was, became = form_of(had.tensor), form_of(now)
     if was == became and tensor_bytes(had.tensor) == tensor_bytes(now):
         return
-    slot = frame.recipe.trace.program.slots[had.handle.index]
+    slot = frame.recipe.trace.program.slots[had.handle[3]]
     where, op = ".".join(filter(None, (frame.name, slot.path))), slot.op or "the start"
     found = Departure.between(had.tensor, now, became, was=was, module=where, op=op, position=had.position)
     seen.departures.append(found)
