@@ -168,6 +168,7 @@ def test_values_that_choose_the_ops_have_a_few_recordings(most: int, paddings: l
     model: Any = Masked(most)
     twin, x = independent_copy(model), torch.randn(ROWS, WIDTH, requires_grad=True)
     root = jettison.auto_checkpoint(model, (x, torch.ones(ROWS, 1) > 0), "1MiB").regions[-1]
+    root.listener = None  # which would plan for padding when it comes
     with pytest.warns(UserWarning, match=KNOWN):
         for padding in [*paddings, 0]:
             mask = (torch.arange(ROWS) >= padding)[:, None]
