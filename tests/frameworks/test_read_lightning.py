@@ -69,7 +69,7 @@ def strategy(name: str, **arguments: str) -> tuple[str, str]:
         ((strategy("FSDPStrategy", sharding_strategy="SHARD_GRAD_OP"),), {"zero": 3, "reshard_after_forward": "never"}),
         ((strategy("FSDPStrategy", sharding_strategy="HYBRID_SHARD"),), {**FSDP, "zero_replicas": 2}),
         (
-            (("strategy: ddp", "strategy: deepspeed_stage_2"),),
+            (("strategy: ddp", "strategy: deepspeed_stage_2"), ("bf16-mixed", "bf16-true")),
             {
                 "like": "deepspeed",
                 "zero": 2,
@@ -92,6 +92,7 @@ def strategy(name: str, **arguments: str) -> tuple[str, str]:
         ((("precision: bf16-mixed", "precision: bf16-true"),), {"zero": 0, "precision": "bf16-pure"}),
         ((("precision: bf16-mixed", "precision: 16-mixed"),), {"zero": 0, "precision": "bf16-autocast"}),
         ((("  precision: bf16-mixed\n", ""),), {"zero": 0, "precision": "fp32"}),
+        ((("devices: 4", "devices: '0,1,2,3'"),), {"zero": 0}),
         ((("{lr: 1e-4}}\n", "{lr: 1e-4, fused: true}}\n"),), {"zero": 0, "optimizer": "adamw"}),
     ],
 )

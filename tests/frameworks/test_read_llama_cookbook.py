@@ -8,6 +8,7 @@ from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import read_config_file
 from jettison.frameworks.run_file import read_run
 from jettison.frameworks.write_back import edited
+from jettison.predict.run_request import resolve
 
 FSDP = """
 torchrun --nnodes 2 --nproc_per_node 4 getting-started/finetuning/finetuning.py --enable_fsdp \\
@@ -59,6 +60,11 @@ def test_a_script_field_by_field(tmp_path: Path) -> None:
         ("--enable_fsdp", "--enable_fsdp --fsdp_config.fsdp_cpu_offload", {"offload_optimizer": "fsdp1"}),
         (
             "--enable_fsdp",
+            """--enable_fsdp --use_peft --lora_config.target_modules "['q_proj', 'v_proj']" """,
+            {"lora": "r=8,targets=q_proj+v_proj,dropout=0.05"},
+        ),
+        (
+            "--enable_fsdp",
             "--enable_fsdp --gradient_accumulation_steps 4",
             {"micro_batches": 4, "gradient_sync": "each"},
         ),
@@ -66,8 +72,9 @@ def test_a_script_field_by_field(tmp_path: Path) -> None:
 )
 def test_settings_and_defaults(tmp_path: Path, old: str, new: str, expected: dict[str, object]) -> None:
     assert old in FSDP
-    request = read_run(write(tmp_path, FSDP.replace(old, new))).request
-    assert {name: getattr(request, name) for name in expected} == expected
+    found = read_run(write(tmp_path, FSDP.replace(old, new)))
+    assert {name: getattr(found.request, name) for name in expected} == expected
+    resolve(found.spec(), found.request)
 
 
 @pytest.mark.parametrize(

@@ -743,3 +743,13 @@ def test_what_a_log_does_not_say(tmp_path: Path) -> None:
         log.write_text(PRINTED.replace("  world_size", f"  {printed}\n  world_size"))
         with pytest.raises(UsageError, match=why):
             read_run(log)
+
+
+def test_the_last_run_of_a_log_counts(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(PRINTED + PRINTED.replace("full\n", "None\n").replace("new size: 1024", "new size: 2048"))
+    found = read_run(log)
+    assert (found.request.recompute, found.spec().vocab) == (None, 2048)
+    assert found.notes == ("of 2 runs in this log the last is read",)
+    log.write_text(PRINTED * 2)
+    assert not read_run(log).notes

@@ -64,6 +64,7 @@ def test_a_script_field_by_field(tmp_path: Path) -> None:
         ("$@", "model.lora_rank=32", {"lora": "r=32,targets=all-linear", "base": "fp32"}),
         ("$@", "model.lora_rank=0", {"lora": None}),
         ("$@", "model.fsdp_config.model_dtype=bf16", {"precision": "bf16-pure"}),
+        ("$@", "model.fsdp_config.model_dtype=bf16 model.lora_rank=8", {"adapter_dtype": None}),
         ("$@", "model.use_liger=True", {"kernels": "liger", "loss": "in-loop"}),
         ("=fsdp2", "=fsdp", {"fsdp_version": 1}),
         ("$@", "model.enable_gradient_checkpointing=False", {"recompute": "none"}),
@@ -94,14 +95,22 @@ def test_settings_and_defaults(tmp_path: Path, old: str, new: str, expected: dic
         ("$@", "engine.fsdp_size=4", {"zero_replicas": 2, "dp": 8}),
         ("$@", "engine.fsdp_size=8", {"zero_replicas": None}),
         ("$@", "engine.fsdp_size=-1", {"zero_replicas": None}),
-        ("$@", "engine.offload_policy=true", {"offload_optimizer": "fsdp2"}),
+        ("$@", "engine.offload_policy=true", {"offload_optimizer": "fsdp2", "optimizer": "adamw"}),
         ("$@", "engine.reshard_after_forward=False", {"reshard_after_forward": "never"}),
+        (
+            "engine.strategy=fsdp2",
+            "engine.offload_policy=true engine.reshard_after_forward=False",
+            {"offload_optimizer": None, "reshard_after_forward": None, "fsdp_version": 1},
+        ),
+        ("$@", "engine.model_dtype=bf16 model.lora_rank=8", {"precision": "bf16-pure", "adapter_dtype": "fp32"}),
+        ("$@", "data.train_batch_size=100", {"micro_batches": 4}),
     ],
 )
 def test_the_engine(tmp_path: Path, old: str, new: str, expected: dict[str, object]) -> None:
     assert old in ENGINE
-    request = read_run(write(tmp_path, ENGINE.replace(old, new) if old else ENGINE)).request
-    assert {name: getattr(request, name) for name in expected} == expected
+    found = read_run(write(tmp_path, ENGINE.replace(old, new) if old else ENGINE))
+    assert {name: getattr(found.request, name) for name in expected} == expected
+    resolve(found.spec(), found.request)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +120,10 @@ def test_the_engine(tmp_path: Path, old: str, new: str, expected: dict[str, obje
         (SFT.replace("$@", "model.novel_thing=1"), r"model.novel_thing = 1 \(unknown key"),
         (SFT.replace("$@", "model.lora_adapter_path=a"), "a checkpoint's adapters are not read"),
         (SFT.replace("=4 -m", "=$N -m"), "how many GPUs"),
+        (SFT.replace("$@", "--config-name=mine"), "config-name = mine .settings are in mine.yaml: give that file"),
+        (SFT.replace("sft_trainer", "sft_trainer -cp conf -cn mine"), "settings are in mine.yaml"),
+        (SFT.replace("=64", "=72"), "data.train_batch_size = 72 .expected a multiple of 2 x 8"),
+        (SFT.replace("$@", "+optim.override_optimizer_config.fused=true"), "fused = true .give --optimizer"),
         (ENGINE.replace("max_length=2048", "max_length=$L"), "max_length = .L .the file does not set its value"),
         (ENGINE.replace("$@", "engine=megatron"), "verl's engine megatron is not read"),
         (ENGINE.replace("$@", "model.use_fused_kernels=true"), "its loss is not modelled"),
@@ -120,7 +133,7 @@ def test_the_engine(tmp_path: Path, old: str, new: str, expected: dict[str, obje
         ),
         (
             SFT.replace("verl.trainer.fsdp_sft", "recipe.dpo.dpo"),
-            "program = recipe.dpo.dpo_trainer .of verl's trainers",
+            "program = recipe.dpo.dpo_trainer .of verl's trainers only fsdp_sft_trainer with model.partial_pretrain",
         ),
         (SFT.replace("$@", "trainer.loss_mode=asft"), "trainer.loss_mode = asft .unknown key"),
     ],

@@ -11,7 +11,7 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +64,13 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
         raise UsageError(f"got --from {path}, which is not UTF-8 text; expected {_EXPECTED}") from None
     suffix = file.suffix.lower()[1:]
     syntax = suffix if suffix in _PARSERS else _SUFFIXES.get(suffix, "arguments")
-    printed = _BLOCK.search(text) if syntax == "arguments" else None
+    printed = _BLOCK.findall(text) if syntax == "arguments" else []
     if len(data) > (most := MOST_BYTES * (16 if syntax == "notebook" or printed else 1)):
         raise UsageError(f"got --from {path} with {len(data):,} bytes; expected {_EXPECTED}, of at most {most:,}")
     try:
         text, syntax = (_cells(text), "python") if syntax == "notebook" else (text, syntax)
         if printed:
-            parsed: Any = _printed(text, printed[1])
+            parsed: Any = _printed(text, printed)
             syntax = "printed arguments"
         elif syntax == "arguments":
             parsed = arguments(text, file.parent, name)
@@ -142,16 +142,17 @@ def _cells(text: str) -> str:
     return re.sub(r"(?m)^([ \t]*)[%!?](?:.*\\\n)*.*", r"\1pass", "\n".join(python))
 
 
-def _printed(text: str, block: str) -> dict[str, Any]:
-    """Arguments as a program prints them into its log, with the vocabulary's size after padding."""
-    found: dict[str, Any] = {}
-    for name, value in re.findall(r"(?m)(\w+) \.{2,} ?(.*?)\s*$", block):
+def _printed(text: str, blocks: Sequence[str]) -> dict[str, Any]:
+    """Arguments as a program last prints them into its log, with the vocabulary's size after padding."""
+    several = len({*blocks}) > 1
+    found: dict[str, Any] = {NOTES: [f"of {len(blocks)} runs in this log the last is read"]} if several else {}
+    for name, value in re.findall(r"(?m)(\w+) \.{2,} ?(.*?)\s*$", blocks[-1]):
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             found[name] = re.sub(r"^[A-Z]\w+\.", "", value)  # a member of an enumeration
-    padded = re.search(r"padded vocab .*\(new size: (\d+)\)", text)
-    return found | ({"padded_vocab_size": int(padded[1])} if padded else {})
+    padded = re.findall(r"padded vocab .*\(new size: (\d+)\)", text)
+    return found | ({"padded_vocab_size": int(padded[-1])} if padded else {})
 
 
 def _yaml(text: str) -> Any:

@@ -235,7 +235,7 @@ class Keys:
         """Return a list, or comma-separated text as one; empty without the key; a `UsageError` for other values."""
         value = self.get(key, [])
         if isinstance(value, str):
-            return [part.strip() for part in value.split(",") if part.strip()]
+            return [part for one in value.strip("[] ").split(",") if (part := one.strip(" \"'"))]
         if not isinstance(value, list):
             raise self.error(f"got {self.written(key)} = {_shown(value)}; expected a list")
         return value

@@ -499,6 +499,7 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
     name, launched, begun = "", False, False
     hydra = any(map(_OVERRIDE.fullmatch, words))
     for before, word in zip(["", *words], words, strict=False):
+        word = "--config-name" if hydra and word == "-cn" else word
         launched |= not begun and _LAUNCHERS.fullmatch(word) is not None
         if launched and (_PROGRAMS.fullmatch(word) or word.endswith((".sh", ".py"))):
             launched, begun, name = False, False, ""

@@ -64,7 +64,8 @@ def pipeline(keys: Keys, prefix: str = "") -> None:
 def devices(keys: Keys, each: str, nodes: str, default: str = "auto") -> int:
     """Read the number of GPUs, all of them data-parallel, by the keys of those of a node and of the nodes."""
     said = keys.get(each, default)
-    count = len(said) if isinstance(said, list) else int(said) if str(said).isdecimal() else 0
+    listed = isinstance(said, list) or "," in str(said)
+    count = len(keys.listed(each)) if listed else int(said) if str(said).isdecimal() else 0
     total = count * (keys.whole(nodes, 1) or 1)
     keys.gpus = (total or None) if keys.gpus is None else keys.gpus
     if total and keys.gpus != total:
@@ -105,6 +106,9 @@ def replicas(keys: Keys) -> None:
     if (whole := keys.whole("sequences_a_step")) and keys.field("micro_batches") is None:
         each = max(1, keys.field("micro_batch", 1)) * keys.sequences_a_row
         keys.give("micro_batches", max(1, -(-whole // each // dp)), "sequences_a_step")
+        said = keys.written("sequences_a_step") in keys.file.values and not keys.get("tokens_per_gpu")
+        if said and whole % (each * dp):
+            keys.refuse("sequences_a_step", f"expected a multiple of {each} x {dp}, the micro-batches of all ranks")
     each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
     reduces_last(keys, synced=each is not None and each[1] == "true")
 
@@ -168,6 +172,8 @@ def optimizer(keys: Keys, key: str, default: str) -> None:
         keys.give("optimizer", "adam8bit", key)  # embeddings are frozen
     if keys.said("like") == "deepspeed" and keys.field("optimizer") in ("adamw", "adamw-foreach"):
         keys.drop("optimizer")
+    elif keys.said("optimizer") == "adamw-foreach" and keys.field("offload_optimizer") is not None:
+        keys.give("optimizer", "adamw", key)  # torch's foreach kernels are the default on GPUs only
 
 
 def checkpointing(keys: Keys, *, default: bool = False) -> None:
@@ -258,7 +264,8 @@ def targets(keys: Keys, key: str, default: str) -> str:
     value = keys.get(key)
     if value is None or value == []:
         return default
-    names = [str(one) for one in value] if isinstance(value, list) else re.split(r"[,\s]+", str(value).strip("[] "))
+    several = keys.listed(key) if isinstance(value, str | list) else [value]
+    names = [name for one in several for name in str(one).split()]
     found: list[str] = []
     every = {"all", "all-linear", "all_linear"}.intersection(map(str.lower, names))
     for name in (one for one in names if one.lower() not in every):

@@ -74,7 +74,7 @@ def _deepspeed(keys: Keys, key: str, name: str) -> None:
     stage = int(said[1]) if said else keys.whole(f"{_ARGUMENTS}.stage", 2)
     keys.give("zero", stage, key, f"{_ARGUMENTS}.stage")
     keys.give("like", "deepspeed")
-    if keys.field("precision") == "bf16-autocast":
+    if keys.field("precision") in ("bf16-autocast", "bf16-pure"):  # ``_format_precision_config``: the engine's bf16
         keys.give("precision", "bf16", "trainer.precision")
     if keys.field("optimizer") is None:
         keys.give("optimizer", "adamw-deepspeed")
