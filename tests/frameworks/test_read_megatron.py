@@ -745,6 +745,12 @@ def test_what_a_log_does_not_say(tmp_path: Path) -> None:
             read_run(log)
 
 
+def test_a_log_is_not_written_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.log").write_text(PRINTED)
+    assert jettison(["plan", "--from", str(tmp_path / "train.log"), "--budget", "70GiB", "--write"]) == 2
+    assert "give the launch script as --from" in capsys.readouterr().err
+
+
 def test_the_last_run_of_a_log_counts(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text(PRINTED + PRINTED.replace("full\n", "None\n").replace("new size: 1024", "new size: 2048"))

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from jettison.core.errors import UsageError
+from jettison.frameworks.config_file import read_config_file
 from jettison.frameworks.run_file import read_run
+from jettison.frameworks.write_back import edited
 
 SFT = """
 nproc_per_node=2
@@ -203,3 +205,13 @@ def test_the_same_as_yaml(tmp_path: Path) -> None:
         write(tmp_path, text + "ENV: {NPROC_PER_NODE: 4, CUDA_VISIBLE_DEVICES: '0,1,2,3'}\n", "env.yaml")
     )
     assert (started.request.dp, started.gpus) == (4, 4)
+
+
+def test_megatron_swift_is_written_in_its_own_settings(tmp_path: Path) -> None:
+    """Layers without checkpoints are its ``none``, for without the key core attention is recomputed."""
+    file = write(tmp_path, MEGATRON)
+    rows = read_run(file).writes
+    none = next(row for row in rows if row.get("recompute") == "none")
+    written = read_run(write(tmp_path, edited(read_config_file(file), none["set"]))).request
+    assert (written.recompute, written.recompute_modules) == (None, None)
+    assert not any("offload_modules" in row["set"] for row in rows), "it has none"

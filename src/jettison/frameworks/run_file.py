@@ -644,6 +644,12 @@ def tables() -> Sequence[Mapping[str, Any]]:
                 known = next(one["words"][theirs] for one in found if one["framework"] == name)
                 table["words"][key] = {**known, **{word: said for word, said in words.items() if word != "like"}}
         table["others"] = [one for one in found if one["framework"] in table.get("others", ())]
+        unset, lacks = table.get("unset", {}), table.get("lacks", ())
+        table["writes"] = [
+            {**row, "set": {**{key: unset[key] for key in row.get("remove", ()) if key in unset}, **row["set"]}}
+            for row in table.get("writes", ())
+            if not {*row["set"]}.intersection(lacks)
+        ]
     return sorted(found, key=lambda table: int(table.get("order", 50)))
 
 

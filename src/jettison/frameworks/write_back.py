@@ -175,7 +175,7 @@ def _tried(
         numbers = range(2, spec.depth + 1) if "{k" in json.dumps(row) else (0,)
         for k in numbers:
             fields = {name: _filled(value, k) for name, value in row.items() if name in DECIDED}
-            keys = {key: _filled(value, k) for key, value in row["set"].items()} | dict.fromkeys(row.get("remove", ()))
+            keys = dict.fromkeys(row.get("remove", ())) | {key: _filled(value, k) for key, value in row["set"].items()}
             request = replace(base, **fields)
             try:
                 run = resolve(spec, request).run
