@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import random
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.core.errors import Infeasible
@@ -217,38 +219,65 @@ class Masked(nn.Module):
         super().__init__()
         self.inner = net()
 
-    def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not mask[:, None].to(torch.bool).all():
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None and not mask[:, None].to(torch.bool).all():
             x = (x * mask[:, :, None]).sin().exp()
         return self.inner(x)  # type: ignore[no-any-return]
 
 
+BARE = {"x": rows(ROWS)}
+FULL = {**BARE, "mask": torch.ones(ROWS, 4, dtype=torch.long)}
+SOME = {**BARE, "mask": torch.ones(ROWS, 4, dtype=torch.long).tril(1)}
+
+
+def accumulated(model: nn.Module, batch: Any) -> None:
+    for one in batch if isinstance(batch, list) else [batch]:
+        model(**one).backward()
+
+
+def peak_of_all(model: nn.Module, batch: Any) -> int:
+    model.zero_grad(set_to_none=True)
+    run = lambda: accumulated(model, batch)  # noqa: E731
+    return measured_peak(run, static_tensors=static_tensors(model, tree_leaves(batch))).peak_bytes
+
+
 @pytest.mark.parametrize("by_itself", [True, False])
 def test_a_padded_batch_does_not_follow_the_plan_of_one_without_padding(by_itself: bool) -> None:
-    torch.manual_seed(0)
-    full = {"x": rows(ROWS), "mask": torch.ones(ROWS, 4, dtype=torch.long)}
-    some = {**full, "mask": torch.ones(ROWS, 4, dtype=torch.long).tril(1)}
-
-    def step(model: nn.Module, batch: dict[str, Tensor]) -> None:
-        model(**batch).backward()
-
-    def peak(model: nn.Module, batch: dict[str, Tensor]) -> int:
-        model.zero_grad(set_to_none=True)
-        run = lambda: step(model, batch)  # noqa: E731
-        return measured_peak(run, static_tensors=static_tensors(model, tuple(batch.values()))).peak_bytes
-
-    budget = peak(Masked(), full) + 100
-    assert peak(Masked(), some) > budget
+    budget = peak_of_all(Masked(), FULL) + 100
+    assert peak_of_all(Masked(), SOME) > budget
     model = Masked()
-    own = {} if by_itself else {"step": step}
-    handle = jettison.auto_checkpoint(model, full, Bytes(budget), keep_output=False, **own)  # type: ignore[arg-type]
-    for batch in (full, some, full, some):
+    own = {} if by_itself else {"step": accumulated}
+    handle = jettison.auto_checkpoint(model, FULL, Bytes(budget), keep_output=False, **own)  # type: ignore[arg-type]
+    for batch in (FULL, SOME, FULL, SOME):
         if not by_itself:
             handle.expect(batch)
-        assert peak(model, batch) <= budget
+        assert peak_of_all(model, batch) <= budget
     shape, words = f"{ROWS} x 4 x {WIDTH} (x), {ROWS} x 4{{}} (mask)", (" of one value", "")
     assert [(one.shape, one.steps) for one in handle.shapes()] == [(shape.format(each), 2) for each in words]
     assert handle.batches is not None and len(handle.batches.treatments) == 2
+
+
+@pytest.mark.parametrize(
+    ("come", "plans"),
+    [
+        pytest.param([BARE, FULL, SOME, FULL, BARE], 3, id="the mask comes later"),
+        pytest.param([SOME, BARE, FULL, SOME], 2, id="the mask is left out later"),
+        pytest.param([[FULL, FULL], [FULL, SOME], [SOME, FULL], [FULL], [SOME, SOME]], 2, id="in some micro-batches"),
+    ],
+)
+def test_a_plan_covers_no_batch_that_runs_other_ops(come: list[Any], plans: int) -> None:
+    model, plain = Masked(), Masked()
+    budget = max(map(functools.partial(peak_of_all, plain), (come[0], [FULL]))) + 100
+    handle = jettison.auto_checkpoint(model, come[0], Bytes(budget), keep_output=False, step=accumulated)
+    for number, batch in enumerate(come):
+        handle.expect(batch)
+        assert peak_of_all(model, batch) <= budget
+        for one in (plain, model):
+            torch.manual_seed(number)
+            one.zero_grad()
+            accumulated(one, batch)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert handle.batches is not None and len(handle.batches.treatments) == plans
 
 
 def test_one_shape_covers_another_that_is_nowhere_longer() -> None:

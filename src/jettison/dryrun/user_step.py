@@ -38,6 +38,7 @@ from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.dryrun.step import each_of
 from jettison.parallel.imagined import ImaginedReplica, inside_of_ddp
 from jettison.runtime.assumptions import RETAINED, backward_kinds
+from jettison.runtime.batch_shape import is_uniform
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign, is_transforming
 from jettison.runtime.graph_fingerprint import next_sequence_number, nodes_behind
 
@@ -107,6 +108,12 @@ class ModelCall:
         """Bytes of its tensors."""
         return sum(plain(t).nbytes for t in _tensors((self.args, self.kwargs)))
 
+    @property
+    def uniform(self) -> tuple[bool, ...]:
+        """Of each of its integer and Boolean tensors, whether all values are known to be equal."""
+        found = (plain(t) for t in _tensors((self.args, self.kwargs)) if not t.is_floating_point())
+        return tuple(not isinstance(t, FakeTensor) and is_uniform(t) for t in found)
+
 
 @dataclass(kw_only=True)
 class ModelUse:
@@ -121,10 +128,10 @@ class ModelUse:
 
     @property
     def kinds(self) -> list[ModelCall]:
-        """Calls with different arguments, one of each kind; first the one that is given most."""
+        """Calls with other arguments or padding, one of each kind; first the one that is given most."""
         found: dict[Any, ModelCall] = {}
         for call in sorted(self.calls, key=lambda call: -call.nbytes):
-            found.setdefault((call_signature(call.args, call.kwargs)[1], call.switches), call)
+            found.setdefault((call_signature(call.args, call.kwargs)[1], call.switches, call.uniform), call)
         return list(found.values())
 
 

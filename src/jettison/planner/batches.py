@@ -15,7 +15,7 @@ import functools
 import operator
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,12 +67,14 @@ class ShapeReport:
 @dataclass(frozen=True, kw_only=True)
 class InstalledPlan:
     """Plans that are installed under one number. ``trained``: one byte for each parameter of the models, 1 if it is
-    trained; then again, 1 if it ever was. ``policies``: for each model, of another trace with the same policies.
+    trained; then again, 1 if it ever was. ``ops``: names of the ops of each forward. ``policies``: for each model, of
+    another trace with the same policies.
     """
 
     number: int
     shape: BatchShape
     trained: bytes
+    ops: Set[tuple[str, ...]]
     policies: Sequence[Callable[..., ModulePolicy]]
     peak_bytes: int
     added_seconds: float
@@ -173,7 +175,7 @@ class BatchPlans:
         return as_call(batch) if self.by_itself else ((batch,), {})
 
     def _shape(self, batch: Any) -> BatchShape:
-        return BatchShape.of(*self._arguments(batch), decisive=() if is_capturing() else self._decisive)
+        return BatchShape.of(*self._arguments(batch), decisive=self._decisive)
 
     def _note_decisive(self, batches: Sequence[Any], traces: Sequence[ModelTrace]) -> None:
         """Note which tensors of a batch decide which ops run; not seen where a step does not pass them on as such."""
@@ -182,7 +184,8 @@ class BatchPlans:
             read = [leaves[position] for position in one.root.decisive_arguments()]
             for batch in batches:
                 found = tensors_by_path(*self._arguments(batch)).items()
-                self._decisive |= {path for path, tensor in found if any(tensor is leaf for leaf in read)}
+                paths = (path for path, tensor in found if any(tensor is leaf for leaf in read))
+                self._decisive |= {path.rpartition(".")[2] for path in paths}
 
     def _trained(self) -> bytes:
         """Flags of parameters trained now, and of those ever trained: an optimizer keeps their state."""
@@ -230,11 +233,11 @@ class BatchPlans:
         return f"a batch of {shape} with {more} more parameters trained"
 
     def _tried(self, shape: BatchShape, trained: bytes, described: Described) -> Cover | None:
-        """An existing plan under which this batch fits. Models with opaque blocks are planned anew instead."""
+        """An existing plan of the same ops under which this batch fits; none for models with opaque blocks."""
         if any(cls.stood_in for trace in described.traces for cls in trace.classes.values()):
             return None
-        like = trained, shape.uniform
-        alike = [one for one in self.treatments if (one.trained, one.shape.uniform) == like]
+        ops = _ops(described.traces)
+        alike = [one for one in self.treatments if one.trained == trained and ops <= one.ops]
         for treatment in sorted(alike, key=lambda one: one.added_seconds)[:MOST_TRIED]:
             parts = [of(trace=trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]
             peak_bytes = described.peak_bytes(parts)
@@ -273,6 +276,7 @@ class BatchPlans:
             number=number,
             shape=shape,
             trained=trained,
+            ops=_ops([part.trace for part in parts]),
             policies=[functools.partial(ModulePolicy, policies=p, root=root, segments=s) for p, root, s in like],
             peak_bytes=max(plan.predicted.peak_bytes for plan in plans),
             added_seconds=sum(plan.predicted.added_seconds for plan in plans),
@@ -309,6 +313,11 @@ class BatchPlans:
         if before is None or cover.treatment is not before.treatment:
             for regions in self.regions:
                 follow(regions, cover.treatment.number)
+
+
+def _ops(traces: Sequence[ModelTrace]) -> Set[tuple[str, ...]]:
+    forwards = (one.root.program.ops for trace in traces for one in (trace, *trace.more))
+    return {tuple(op.name for op in ops) for ops in forwards}
 
 
 def _is_within(trained: bytes, most: bytes) -> bool:

@@ -34,8 +34,9 @@ from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
-from jettison.planner.step_description import Described, OwnStep, Part, describe_step, nbytes_of, step_shape
+from jettison.planner.step_description import Described, OwnStep, Part, describe_step, nbytes_of
 from jettison.planner.together import PlanningRanks, together
+from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import ChunkedLossPatch
 from jettison.runtime.offload import place_of
 from jettison.runtime.planned import PlannedForward
@@ -588,14 +589,14 @@ class _Planning:
         ask = self.ask
         frozen = [p for one in modules_of(ask.given) for p in one.parameters() if not p.requires_grad]
         groups = [one.ranks for one in self.ranks.stages.rounds]
-        shapes = list(map(step_shape, self.batches)) if self.ranks.sharing.rounds else []
+        shapes = [BatchShape.of((one,)) for one in self.batches] if self.ranks.sharing.rounds else []
 
         def meet(handle: Applied, batch: Any) -> None:
             thawed = sum(p.requires_grad for p in frozen)
             with Agreement(groups) as stages:
                 if stages.least(int(not thawed)):
                     return
-            own = {step_shape(batch): batch} if shapes else {}
+            own = {BatchShape.of((batch,)): batch} if shapes else {}
             batches = [batch, *(padded_batch(own, shape) for shape in shapes)]
             handle.remove()
             least_bytes: int | None = None

@@ -228,13 +228,8 @@ def _copied(
     return None if optimizer is None else optimizer_over(optimizer, modules, modules_of(copies), mode)
 
 
-def step_shape(batch: Any) -> BatchShape:
-    """Shape of a custom step's arguments."""
-    return BatchShape.of((batch,))
-
-
 def nbytes_of(batch: Any) -> int:
-    return step_shape(batch).nbytes
+    return BatchShape.of((batch,)).nbytes
 
 
 def _with_values(batch: Any, device: torch.device | None, mode: FakeTensorMode) -> Any:

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
 from jettison.capture.tensor_subclasses import plain
+from jettison.runtime.device import is_capturing
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Dims and bytes of one tensor; ``uniform``: its values decide which ops run, and all of them are equal."""
+    """Dims and bytes of one tensor; ``uniform``: all its values are equal; None: they do not decide which ops run."""
 
     dims: tuple[int, ...]
     nbytes: int
-    uniform: bool = False
+    uniform: bool | None = None
 
     @property
     def element_bytes(self) -> int:
@@ -39,7 +40,7 @@ class Size:
         return Size(dims, math.prod(dims) * max(self.element_bytes, other.element_bytes))
 
     def __str__(self) -> str:
-        return (" x ".join(map(str, self.dims)) or "a scalar") + " of one value" * self.uniform
+        return (" x ".join(map(str, self.dims)) or "a scalar") + " of one value" * bool(self.uniform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +51,13 @@ class BatchShape:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Any = (), decisive: Collection[str] = ()) -> BatchShape:
-        """Return the shape of these arguments. ``decisive``: paths of tensors whose values decide which ops run."""
+        """Return the shape of these arguments. ``decisive``: last keys of tensors whose values decide which ops run."""
         found = tensors_by_path(args, kwargs).items()
-        return cls(tuple((path, _size(plain(tensor), path in decisive)) for path, tensor in found))
+        return cls(tuple((path, _size(plain(tensor), path.rpartition(".")[2] in decisive)) for path, tensor in found))
 
     @property
     def nbytes(self) -> int:
         return sum(size.nbytes for _, size in self.sizes)
-
-    @property
-    def uniform(self) -> set[str]:
-        """Paths of its uniform tensors."""
-        return {where for where, size in self.sizes if size.uniform}
 
     def covers(self, other: BatchShape) -> bool:
         """Whether the other has these tensors, none of them longer: a step on it takes no more memory."""
@@ -109,8 +105,13 @@ def _named(where: str) -> str:
 
 
 def _size(tensor: Tensor, is_decisive: bool) -> Size:
-    uniform = is_decisive and not tensor.is_meta and bool((tensor == tensor.reshape(-1)[:1]).all())
+    uniform = is_uniform(tensor) if is_decisive else None
     return Size(tuple(tensor.shape), tensor.numel() * tensor.element_size(), uniform)
+
+
+def is_uniform(tensor: Tensor) -> bool:
+    """Whether all values are known to be equal."""
+    return not (tensor.is_meta or is_capturing()) and bool((tensor == tensor.reshape(-1)[:1]).all())
 
 
 def tensors_by_path(args: tuple[Any, ...], kwargs: Any = ()) -> dict[str, Tensor]:
