@@ -57,6 +57,11 @@ def test_a_script_field_by_field(tmp_path: Path) -> None:
         ),
         ("--enable_fsdp", "--use_peft --quantization 8bit", {"base": "int8", "zero": None, "recompute": "none"}),
         ("--enable_fsdp", "--enable_fsdp --fsdp_config.fsdp_activation_checkpointing False", {"recompute": "none"}),
+        (
+            "--enable_fsdp",
+            "--enable_fsdp --sharding_strategy SHARD_GRAD_OP",
+            {"reshard_after_forward": "never", "fsdp_version": None},
+        ),
         ("--enable_fsdp", "--enable_fsdp --fsdp_config.fsdp_cpu_offload", {"offload_optimizer": "fsdp1"}),
         (
             "--enable_fsdp",

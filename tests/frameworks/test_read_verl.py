@@ -72,6 +72,12 @@ def test_a_script_field_by_field(tmp_path: Path) -> None:
         ("data.train_batch_size=64", "", {"micro_batches": 16}),
         ("data.max_length=2048", "", {"seq": 1024}),
         ("--standalone --nnodes=2 --nproc_per_node=4 -m", "-m --nnodes 2 --nproc_per_node=4", {"dp": 8}),
+        ("torchrun", "ray job submit --address=http://head:1 -- torchrun", {"dp": 8, "seq": 2048}),
+        (
+            "torchrun",
+            "MORE=(data.shuffle=true model.lora_rank=32 'trainer.logger=[a, b]')\ntorchrun \"${MORE[@]}\"",
+            {"lora": "r=32,targets=all-linear"},
+        ),
     ],
 )
 def test_settings_and_defaults(tmp_path: Path, old: str, new: str, expected: dict[str, object]) -> None:

@@ -125,7 +125,7 @@ def test_heads_gradients_that_wait(limit: int, sp: bool, kept: int) -> None:
 
 
 def test_a_head_waits_in_a_pipeline_alone() -> None:
-    with pytest.raises(UsageError, match="got --wgrad-deferral-limit 2; expected 1 or more, and --pp 2 or more"):
+    with pytest.raises(UsageError, match="got --wgrad-deferral-limit 2; expected 0, or 1 or more with --pp 2 or more"):
         run_of("gpt-22b", RunRequest(wgrad_deferral_limit=2))
     with pytest.raises(UsageError, match="--loss fused, which has no gradients of logits that could wait"):
         run_of("gpt-22b", RunRequest(wgrad_deferral_limit=2, pp=2, loss="fused"))

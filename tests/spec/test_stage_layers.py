@@ -149,6 +149,8 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert Counter(layer["stage"] for layer in layers) == {0: 6, 1: 10, 2: 10, 3: 6}
     assert command(["ledger", "llama3-8b", "--pp", "4", "--stage-layers", "7,9"]) == 2
     assert "--stage-layers 7,9 has 2 stages" in capsys.readouterr().err
+    assert command(["ledger", "llama3-8b", "--stage-layers", "last:2"]) == 2
+    assert "without a pipeline; give --pp 2 or more" in capsys.readouterr().err
     asked = [
         "search",
         "llama3-8b",

@@ -54,7 +54,7 @@ _OVERRIDE: Final = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)")
 """Hydra override: a configuration key with its value. Along with one, a key may be a single word."""
 _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<"})
 _LAUNCHERS: Final = re.compile(
-    r"(?:\S*/)?(?:srun|sbatch|mpirun|mpiexec|docker|singularity|apptainer|enroot|numactl|taskset|nsys|ncu)"
+    r"(?:\S*/)?(?:srun|sbatch|ray|uv|mpirun|mpiexec|docker|singularity|apptainer|enroot|numactl|taskset|nsys|ncu)"
 )
 _PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl|swift|megatron)")
 _KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus", "ntasks")
@@ -315,6 +315,7 @@ class _Script:
         """Expand known variables of a text."""
         if single and re.fullmatch(r"'[^']*'", text.strip()):
             return text
+        text = re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", text)  # each element of an array is a word
         for _ in range(8):
             text, before = _VARIABLE.sub(self._value, text), text
             if len(text) > _MOST:

@@ -219,9 +219,8 @@ def preference(
     keys.give("loss", loss, *came_from)
     if reference is not None:
         before = ",when=before" if keys.on("precompute_ref_log_probs") else ""
-        within = keys.field("lora") is not None and not keys.some(
-            "$*Trainer.ref_model"
-        )  # a model that is given is kept
+        # a model that is given is kept
+        within = keys.field("lora") is not None and not keys.some("$*Trainer.ref_model")
         keys.give("reference", "base" if within else reference + before, *came_from, "precompute_ref_log_probs")
 
 
@@ -354,7 +353,9 @@ def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:
         keys.give("recompute", "full", key("activation_checkpointing"))
     if keys.text(key("auto_wrap_policy"), "transformer_based_wrap") != "transformer_based_wrap":
         keys.refuse(key("auto_wrap_policy"), "only layers are modelled as FSDP units: TRANSFORMER_BASED_WRAP")
-    if first and keys.field("zero") == 3:
+    if first and keys.field("zero") == 3 and keys.field("reshard_after_forward") == "never":
+        keys.note("units that stay unsharded after a forward are counted as FSDP2's")
+    elif first and keys.field("zero") == 3:
         keys.give("fsdp_version", 1, key("version"))
     harmless = table_of("accelerate")["harmless"]
     keys.read(*(key for key in keys.matching(f"{prefix}*") if re.fullmatch(harmless, key[len(prefix) :])))

@@ -196,10 +196,8 @@ class Layout:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
         if self.micro_batch_group and self.virtual_stages == 1:
             raise UsageError(f"got --micro-batch-group {self.micro_batch_group}; it needs --virtual-stages 2 or more")
-        if self.wgrad_deferral_limit < 0 or (self.wgrad_deferral_limit and self.pp == 1):
-            raise UsageError(
-                f"got --wgrad-deferral-limit {self.wgrad_deferral_limit}; expected 1 or more, and --pp 2 or more"
-            )
+        if (limit := self.wgrad_deferral_limit) < 0 or (limit and self.pp == 1):
+            raise UsageError(f"got --wgrad-deferral-limit {limit}; expected 0, or 1 or more with --pp 2 or more")
         if self.stage_layers and self.pp == 1:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is Schedule.GPIPE:
@@ -668,6 +666,8 @@ def _ends(text: str, layers: int, chunks: int) -> tuple[int, ...]:
     ends = {name: int(count) for name, count in (part.split(":") for part in text.split(",") if part)}
     inner = chunks - len(ends)
     left = layers - sum(ends.values())
+    if chunks == 1:
+        raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
     if inner < 1 or left < 0 or left % inner:
         raise UsageError(
             f"--stage-layers {text} leaves {left} layers for {inner} other stages; expected a number that divides"

@@ -11,23 +11,19 @@ def read(keys: Keys, prefix: str = "") -> None:
     follow(keys, f"{prefix}deepspeed_config.deepspeed_config_file", "deepspeed", "deepspeed.")
     kind = keys.text(f"{prefix}distributed_type")
     if kind in ("deepspeed", "") and keys.some(f"{prefix}deepspeed_config.*"):
-        _deepspeed(keys, f"{prefix}deepspeed_config.")
+        own = f"{prefix}deepspeed_config."
+        keys.give("like", "deepspeed")
+        keys.give("zero", keys.whole(f"{own}zero_stage"), f"{own}zero_stage")
+        offloads(keys, f"{own}offload_optimizer_device", f"{own}offload_param_device")
+        keys.read(f"{own}gradient_accumulation_steps")  # auto: the Trainer's
     if kind == "fsdp":
         fsdp(keys, f"{prefix}fsdp_config.", version=1)  # ``utils/dataclasses.py``, ``fsdp_version``
     if keys.text(f"{prefix}dynamo_config.dynamo_backend", "no") not in ("no", "eager"):
         keys.compiles(f"{prefix}dynamo_config.dynamo_backend")
     _axes(keys, f"{prefix}parallelism_config.parallelism_config_")
     if not prefix:
-        mixed = half(keys) or keys.text("mixed_precision", "no") != "no"
-        precision(keys, weights="fp32", mixed=mixed)
+        precision(keys, weights="fp32", mixed=half(keys) or keys.text("mixed_precision", "no") != "no")
         replicas(keys)
-
-
-def _deepspeed(keys: Keys, prefix: str) -> None:
-    keys.give("like", "deepspeed")
-    keys.give("zero", keys.whole(f"{prefix}zero_stage"), f"{prefix}zero_stage")
-    offloads(keys, f"{prefix}offload_optimizer_device", f"{prefix}offload_param_device")
-    keys.read(f"{prefix}gradient_accumulation_steps")  # auto: the Trainer's
 
 
 def _axes(keys: Keys, prefix: str) -> None:

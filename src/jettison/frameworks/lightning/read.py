@@ -45,7 +45,7 @@ def _fsdp(keys: Keys, key: str) -> None:
     keys.give("zero", 3, key)
     sharding = keys.text(f"{_ARGUMENTS}.sharding_strategy", "full_shard")
     if sharding == "shard_grad_op":
-        keys.notes.append("units that stay unsharded after a forward are counted as FSDP2's")
+        keys.note("units that stay unsharded after a forward are counted as FSDP2's")
     else:
         keys.give("fsdp_version", 1)
     if sharding in ("full_shard", "hybrid_shard", "shard_grad_op"):
@@ -59,14 +59,12 @@ def _fsdp(keys: Keys, key: str) -> None:
     # strategies/parallel.py, ``block_backward_sync``: FSDP1 satisfies its protocol of DistributedDataParallel
     reduces_last(keys, remedy="a strategy whose block_backward_sync does nothing")
     wrapped = f"{_ARGUMENTS}.auto_wrap_policy"
-    if keys.has(wrapped):
-        keys.read(wrapped, why="a unit per layer")
-    else:
+    if not keys.has(wrapped):
         keys.notes.append("the file has no auto_wrap_policy; an FSDP unit per layer is counted")
+    keys.read(wrapped, why="a unit per layer")
     for key in (f"{_ARGUMENTS}.activation_checkpointing_policy", f"{_ARGUMENTS}.activation_checkpointing"):
         if keys.has(key):
             keys.give("recompute", "full", key)
-            keys.read(key)
 
 
 def _deepspeed(keys: Keys, key: str, name: str) -> None:

@@ -203,9 +203,7 @@ def _pipeline(keys: Keys, depth: int) -> None:
         keys.give("micro_batch", size, key)
         keys.give("micro_batches", number, key)
     if repeats > 1:
-        keys.notes.append(
-            f"a step of {repeats} passes through the pipeline is counted as one pass: tokens per second are equal"
-        )
+        keys.note(f"a step of {repeats} passes through the pipeline is counted as one: tokens per second are equal")
     schedule_key = _found(keys, "pipeline_parallel_schedule")
     schedule = keys.text(schedule_key, "1f1b")
     looped = schedule in _LOOPED

@@ -67,9 +67,7 @@ def _layout(keys: Keys) -> None:
     if shards == -1:
         over = keys.share("tp", "cp")
         if over % replicas:
-            raise keys.error(
-                f"{over} data-parallel ranks, which data_parallel_replicate_dim = {replicas} does not divide"
-            )
+            raise keys.error(f"got data_parallel_replicate_dim = {replicas}; expected a divisor of the {over} ranks")
         shards = over // replicas
     keys.give("dp", replicas * shards, "data_parallel_shard_dim", "data_parallel_replicate_dim")
     if keys.gpus is None:
@@ -89,17 +87,14 @@ def _layout(keys: Keys) -> None:
             keys.give("fsdp_wrap_layers_only", True, "custom_sharded_layers")
         if replicas > 1:
             keys.give("zero_replicas", replicas, "data_parallel_replicate_dim")
-        for key in ("fsdp_cpu_offload", "fsdp.cpu_offload"):
-            if keys.on(key):
-                keys.give("offload_optimizer", "fsdp2", key)
+        for key in filter(keys.on, ("fsdp_cpu_offload", "fsdp.cpu_offload")):
+            keys.give("offload_optimizer", "fsdp2", key)
 
 
 def _sequence(keys: Keys) -> None:
     longest = next(filter(keys.has, keys.table["first"]["seq"]), None)
     if longest is not None and not keys.on("dataset.packed"):
-        keys.notes.append(
-            f"batches are padded to their longest sequence, at most {longest}: give --seq for shorter ones"
-        )
+        keys.note(f"batches are padded to their longest sequence, at most {longest}: give --seq for shorter ones")
 
 
 def _recompute(keys: Keys) -> None:
@@ -135,7 +130,4 @@ def _loss(keys: Keys) -> None:
     compiled = keys.on("compile") or keys.on("compile.loss")
     keys.give("loss", "chunked-output" if chunked and compiled else "upcast", key)
     if chunked and not compiled:
-        keys.notes.append(
-            "logits are cast to fp32 chunk by chunk in the run, but counted as cast at once: the peak at the head "
-            "is an upper bound"
-        )
+        keys.note("logits are cast to fp32 in chunks, but counted as cast at once: an upper bound of the head's peak")
