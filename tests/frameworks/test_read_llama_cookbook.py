@@ -1,5 +1,6 @@
 """Scripts that start llama-cookbook's finetuning.py."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,9 @@ def test_checkpoints_are_written_back(tmp_path: Path) -> None:
     row = next(row for row in found.writes if row["recompute"] == "none")
     text = edited(read_config_file(found.path), {found.written(key): value for key, value in row["set"].items()})
     assert read_run(write(tmp_path, text)).request.recompute == "none"
+
+
+@pytest.mark.parametrize(("program", "noted"), [("-m llama_recipes.finetuning", True), ("finetuning.py", False)])
+def test_releases_that_load_fp32_weights(tmp_path: Path, program: str, noted: bool) -> None:
+    found = read_run(write(tmp_path, re.sub(r"\S*finetuning\.py", program, FSDP)))
+    assert any(re.match("program = .* before v0.0.3 loads fp32 weights", note) for note in found.notes) is noted

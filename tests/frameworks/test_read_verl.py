@@ -72,6 +72,7 @@ def test_a_script_field_by_field(tmp_path: Path) -> None:
         ("data.train_batch_size=64", "", {"micro_batches": 16}),
         ("data.max_length=2048", "", {"seq": 1024}),
         ("--standalone --nnodes=2 --nproc_per_node=4 -m", "-m --nnodes 2 --nproc_per_node=4", {"dp": 8}),
+        ("\ntorchrun", "#SBATCH --nodes=2 --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\ntorchrun", {"dp": 8}),
         ("torchrun", "ray job submit --address=http://head:1 -- torchrun", {"dp": 8, "seq": 2048}),
         (
             "torchrun",

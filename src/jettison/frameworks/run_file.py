@@ -419,7 +419,7 @@ class Keys:
         found = known.get(text, next((said for glob, said in known.items() if fnmatchcase(text, glob)), None))
         if found is None:
             found = str(words.get("why", f"expected one of {', '.join(known)}")).replace("{}", text)
-        self._take(key, found, f"{self.written(key)} = {text}")
+        self._take(key, found, f"{self.written(key).lstrip('$ ')} = {text}")
 
     def _take(self, key: str, given: Mapping[str, Any] | str, said: str) -> None:
         """Set the fields of a key's value, or refuse it for a reason; ``said``: the key, for a note."""
