@@ -417,6 +417,19 @@ def test_reducing_in_each_micro_batch_is_a_change() -> None:
     assert alone.peak_bytes == budget
 
 
+@pytest.mark.parametrize(("like", "close"), [("huggingface", 0), ("huggingface-4.57", 0.01)])
+def test_a_quantized_base_is_a_change(like: str, close: float) -> None:
+    """As its flag resolves it; before TRL 0.27 the embedding of a 4-bit base is fp32."""
+    asked = RunRequest(lora="r=16", base="fp32", like=like, precision="bf16-autocast", recompute="full")
+    run, packed = (resolve(preset("llama3-8b"), one).run for one in (asked, replace(asked, base="nf4")))
+    budget = forecast(packed).peak_bytes
+    found = fitting_changes(run, within(2 * budget), hardware("rtx4090-24gb"), most=80)
+    (alone,) = (change for change in found if change.flags == "--base nf4")
+    assert alone.peak_bytes == pytest.approx(budget, rel=close, abs=0)
+    whole = resolve(preset("llama3-8b"), RunRequest(like=like)).run
+    assert not any("--base" in one.flags for one in fitting_changes(whole, within(1 << 40), hardware("h100-80gb")))
+
+
 def test_changes_keep_the_sequences_of_a_step_and_are_of_two_kinds() -> None:
     run = resolve(preset("llama3-405b"), RunRequest(dp=8, tp=8, pp=16, micro_batch=4, micro_batches=16, seq=8192)).run
     device = hardware("h100-80gb")

@@ -1,8 +1,8 @@
 """Changes of one or two settings that make a run fit a budget, the fastest first.
 
-A change has a kind: recompute mode, offload, loss, optimizer, micro-batch (with the same sequences a step), sequence
-parallelism, sharding, gradient reduction. A pair has two kinds. Pairs are sorted by the sum of their added times; peaks
-are computed in that order until enough fit, and those are then timed.
+A change has a kind: recompute mode, offload, loss, optimizer, storage of a frozen base, micro-batch (with the same
+sequences a step), sequence parallelism, sharding, gradient reduction. A pair has two kinds. Pairs are sorted by the sum
+of their added times; peaks are computed in that order until enough fit, and those are then timed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from jettison.core.units import format_percent, format_seconds
 from jettison.predict.forecast import forecast_sizes
 from jettison.predict.ranges import FitBudget, FitRule, time_residual
 from jettison.predict.time import estimate
+from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
+from jettison.spec.tuning import Base, Upcast
 
 MOST_LISTED: Final = 5
 MOST_TRIED: Final = 80
@@ -34,6 +36,7 @@ _OPTIMIZERS: Final = {
     Optimizer.ADAMW_FOREACH: (Optimizer.ADAMW, Optimizer.ADAM8BIT),
     Optimizer.ADAMW: (Optimizer.ADAM8BIT,),
 }
+_BASES: Final = {Base.FP32: (Base.PLAIN, Base.NF4), Base.PLAIN: (Base.NF4,)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +121,8 @@ def _changes(run: Run) -> Iterator[_Setting]:
             yield _Setting(kind="loss", flags=f"--loss {loss}", of=partial(_nested, part="kernels", loss=loss))
     for optimizer in _OPTIMIZERS.get(run.optimizer, ()):
         yield _Setting(kind="optimizer", flags=f"--optimizer {optimizer}", of=partial(replace, optimizer=optimizer))
+    for base in _BASES.get(run.tuning.base, ()) if run.tuning is not None else ():
+        yield _Setting(kind="base", flags=f"--base {base}", of=partial(_on_base, base=base))
     for count in (n for n in range(run.micro_batch - 1, 0, -1) if run.micro_batch % n == 0):
         times = run.micro_batches * run.micro_batch // count
         of = partial(replace, micro_batch=count, micro_batches=times)
@@ -130,6 +135,14 @@ def _changes(run: Run) -> Iterator[_Setting]:
     if run.layout.gradient_sync is GradientSync.LAST and not run.layout.stage_buffers:
         each = partial(_nested, part="layout", gradient_sync=GradientSync.EACH)
         yield _Setting(kind="gradient reduction", flags="--gradient-sync each", of=each)
+
+
+def _on_base(run: Run, base: Base) -> Run:
+    """Return the run on this frozen base; a framework preset says which parts of a 4-bit one are fp32."""
+    name, layout = run.kernels.name, run.layout
+    sizes = {"tp": layout.tp, "dp": layout.dp, "zero": layout.zero, "lora": 1, "packed": base.bits}
+    fields = rule(name, **sizes) if name in named("presets") else {}
+    return _nested(run, part="tuning", base=base, upcast=Upcast(fields.get("kbit_upcast", Upcast.NONE)))
 
 
 def _nested(run: Run, part: str, **values: Any) -> Run:
