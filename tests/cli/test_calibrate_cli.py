@@ -36,6 +36,10 @@ def test_an_anchored_estimate_is_slower_by_what_was_measured(
     assert "--anchor" in said.err and "measured" in said.out
     again = answer(capsys, "estimate", *RUN, *ON, "--anchor", anchor)
     assert again["step_seconds"] == pytest.approx(2 * before["step_seconds"], rel=1e-3)
+    assert run(["estimate", "llama3-8b", *ON, "--anchor", anchor]) == 0
+    assert "note: the anchor is of a run of torchtitan, this one has no --like" in capsys.readouterr().err
+    assert run(["calibrate", *RUN, "--measured", "allocated=1GiB"]) == 0
+    assert "less than predicted, which nothing explains" in capsys.readouterr().err
     larger = [*RUN, "--micro-batch", "2", *ON]
     ratio = answer(capsys, "estimate", *larger, "--anchor", anchor)["step_seconds"]
     ratio /= answer(capsys, "estimate", *larger)["step_seconds"]

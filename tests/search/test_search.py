@@ -458,6 +458,16 @@ def loop_seconds() -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "seq", "said"), [(1, 128, "take 119.66 GiB. What"), (2, 131072, "a shorter --seq")])
+def test_what_makes_room_is_what_the_closest_lacks(gpus: int, seq: int, said: str) -> None:
+    """8 billion parameters with AdamW need 16 bytes each, whatever the sequence."""
+    asked = SearchRequest(seq=seq, recompute="full")
+    with pytest.raises(NothingFits, match="--optimizer adam8bit, --lora r=16") as found:
+        search_report("llama3-8b", asked, gpus=gpus, gpu="h100-80gb", global_batch=gpus)
+    assert said in str(found.value)
+    assert ("--seq" in str(found.value)) == (gpus > 1)
+
+
 def test_llama_70b_on_64_h100_is_quick() -> None:
     """Machines differ and are shared. It takes 150 such loops; a search that has lost its bounds takes thousands."""
     loop, begin = loop_seconds(), time.process_time()

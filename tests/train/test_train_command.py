@@ -65,6 +65,7 @@ def test_signals_to_the_command(tmp_path: Path, seconds: float, code: int) -> No
     assert process.returncode == code, err
     if code == 0:
         assert out.startswith("stopped by SIGTERM after ")
+        assert "the same command resumes from there" in out
         assert [*(tmp_path / "ck").glob("step-*/run.json")]
 
 

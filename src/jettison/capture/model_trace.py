@@ -151,7 +151,8 @@ def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
         raise TraceError(
-            f"no scalar loss: got {got}; expected output.loss, a scalar output, or loss_fn=... that makes one of it"
+            f"no scalar loss: got {got}; expected output.loss, a scalar output, or loss_fn, which makes one of the "
+            "output: loss_fn=..., or the third of (model, batch, loss_fn) that a factory returns"
         )
     return loss
 

@@ -77,7 +77,9 @@ def command(
     anchor = fit_anchor(run, figures, hardware=device, stack=name, command=typed)
     text = anchor.text()
     if abs(anchor.unexplained) > DOUBTFUL * forecast(run).peak_bytes:
-        hint("note: the ledger is far from what was measured; does this describe the run? The rows below say how far")
+        than = "less" if anchor.unexplained < 0 else "more"
+        far = format_bytes(abs(anchor.unexplained))
+        hint(f"note: {far} {than} than predicted, which nothing explains; does this describe the run?")
     if figures.step is not None and device is not None:
         times = figures.step / estimate(run, device).step_seconds
         if not 1 / DOUBTFUL_STEP <= times <= DOUBTFUL_STEP:

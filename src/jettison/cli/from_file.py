@@ -126,8 +126,9 @@ def _say_anchor(request: CommonRequest) -> None:
     anchor = read_anchor(Path(request.anchor))
     hint(f"anchored on {anchor.run}{f' on {anchor.gpu}' if anchor.gpu else ''} ({request.anchor})")
     own = request.like or request.kernels
-    if own not in (None, anchor.stack):
-        hint(f"note: the anchor is of a run of {anchor.stack}, this one is of {own}")
+    if own != anchor.stack and (own is not None or f"--like {anchor.stack}" in anchor.run):
+        own = "has no --like" if own is None else f"is of {own}"
+        hint(f"note: the anchor is of a run of {anchor.stack}, this one {own}")
 
 
 def spec_of(model: str, request: RunRequest, **how: bool) -> ModelSpec:

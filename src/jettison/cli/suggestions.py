@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from cyclopts import CoercionError, CycloptsError, UnknownOptionError, UnusedCliTokensError
+from cyclopts import CoercionError, CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 from cyclopts.argument import Argument
 
 from jettison.cli.app import app
@@ -30,6 +30,10 @@ def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
         return f"{message.partition(': unable')[0]}: {error.__context__}"
     if isinstance(error, UnknownOptionError) and error.token.keyword:
         return _unknown(message, str(error.token.keyword), arguments)
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name, what = error.argument.name, str(error.argument.parameter.help or "").rstrip(".")
+        given = f"got {name} without a value" if name in arguments else f"{_verb(arguments)} needs {name}"
+        return f"{given}: {what}" if what else given
     if isinstance(error, UnusedCliTokensError):
         return _unused([str(token) for token in error.unused_tokens or ()], arguments)
     if isinstance(error, CoercionError) and error.token is not None and error.token.keyword:
@@ -42,8 +46,10 @@ def message_of(error: CycloptsError, arguments: Sequence[str]) -> str:
 def _unused(words: Sequence[str], arguments: Sequence[str]) -> str:
     """A word that no argument takes: a file whose flag is missing, or a value of a switch."""
     before = arguments[arguments.index(words[0]) - 1] if words[0] in arguments else ""
-    if "--from" in arguments and Path(words[0]).exists():
-        return f"got {words[0]} without a flag; give --from before each file: --from {words[0]}"
+    readers = (argument.name for argument in _flags(_verb(arguments)) if Path in _kinds(argument.hint))
+    reader = "--from" if "--from" in arguments else next((name for name in readers if name not in _WRITTEN), "")
+    if reader and Path(words[0]).exists():
+        return f"got {words[0]} without a flag; give {reader} {words[0]}"
     if any(before in argument.names and bool in _kinds(argument.hint) for argument in _flags(_verb(arguments))):
         return f"got {before} {words[0]}; {before} takes no value"
     return f"got {' '.join(words)}, which no argument of {_verb(arguments)} takes"

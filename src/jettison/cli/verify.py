@@ -152,7 +152,10 @@ def prove(
     given = flags.given or flags.step is not None or flags.against is not None
     budget, recompute, host_budget = flags.budget, flags.recompute, flags.host_budget
     if sum((plan is not None, budget is not None, recompute is not None, given)) != 1:
-        raise UsageError("verify needs exactly one of a plan file, --budget, --recompute and --given")
+        raise UsageError(
+            f"{target}: expected exactly one of a plan file, --budget, --recompute and --given; --budget 20GiB plans "
+            "and verifies, --given verifies the model's own checkpointing"
+        )
     for flag, wanted in (("--offload", flags.offload), ("--gpu", flags.gpu)):
         if wanted and budget is None:
             raise UsageError(f"got {flag} without --budget: what is moved is chosen under a budget")

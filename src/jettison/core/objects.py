@@ -81,6 +81,8 @@ def module_of(target: str, expected: str, what: str = "") -> tuple[ModuleType, s
     module, colon, name = target.partition(":")
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         raise UsageError(f"got {what}{target!r}; {expected}")
+    if module.endswith(".py"):
+        raise UsageError(f"got {what}{target!r}; give the module, without .py: {module[:-3]}:{name}")
     sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module), name

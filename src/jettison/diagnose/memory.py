@@ -251,7 +251,8 @@ def _moment(facts: MemoryFacts) -> tuple[str, ...]:
     for part in facts.parts[:MOST_PARTS]:
         share = format_percent(part.nbytes / max(1, whole))
         inner = f", most at {part.site}" if part.site and part.site != part.module else ""
-        found.append(f"{format_gib(part.nbytes)} ({share}): {part.module or 'no stack'}{_role(part.role)}{inner}")
+        where = part.module or "no stack (not recorded, or allocated before)"
+        found.append(f"{format_gib(part.nbytes)} ({share}): {where}{_role(part.role)}{inner}")
     words = device_of(facts.device).outside
     rounding = SLACK * (facts.total_bytes or 0)  # of figures with two decimals
     for what, nbytes in {

@@ -126,7 +126,7 @@ class LedgerReport:
             count = len(self.comparison.differences)
             raise ProofFailed(f"{self.comparison.path} differs in {count} saved tensor{'s' if count > 1 else ''}")
         if self.limit is not None and self.verdict is FitVerdict.DOES_NOT_FIT:
-            advice = "--recompute, --zero and more ranks lower it, and --fit says what would fit" if self.asked else ""
+            advice = "--explain says what lowers it, and --fit what would fit" if self.asked else ""
             raise DoesNotFit(
                 peak_bytes=self.peak_bytes, limit_bytes=self.limit.nbytes, limit_name=self.limit.words, advice=advice
             )

@@ -19,6 +19,7 @@ from jettison.search.evaluate import Bench, Evaluated, Journal, SearchQuestion
 from jettison.search.request import MARGIN
 from jettison.search.space import Space
 from jettison.spec.hardware import Hardware
+from jettison.spec.precision import Optimizer
 from jettison.spec.run import Run
 
 ALIKE: Final = 0.01
@@ -161,7 +162,7 @@ def search(
             raise NothingFits(
                 closest,
                 candidates=space.size,
-                advice=_advice(space, margin),
+                advice=_advice(space, margin, closest),
                 template=space.template,
                 budget_bytes=budget_bytes,
             )
@@ -219,7 +220,13 @@ def _more_gpus(space: Space, room: MemoryLimit, bench: Bench, progress: Progress
     return why
 
 
-def _advice(space: Space, margin: float) -> str:
-    ways = ["more GPUs", "a shorter --seq"] + ([] if True in space.axes.offload else ["--offload"])
+def _advice(space: Space, margin: float, closest: Evaluated) -> str:
+    states, tuning = closest.figures.static_bytes, space.template.tuning
+    fewer = [] if space.template.optimizer is Optimizer.ADAM8BIT else ["--optimizer adam8bit"]
+    fewer += ["--lora r=16"] if tuning is None else ["--base nf4"] * (not tuning.base.packed)
+    if states > closest.limit_bytes:
+        said = f"Parameters, gradients and optimizer state alone take {format_bytes(states)}. What makes room: "
+        return said + ", ".join(["more GPUs", *fewer])
+    ways = ["more GPUs", "a shorter --seq", *fewer] + ([] if True in space.axes.offload else ["--offload"])
     ways += ["a smaller --margin"] if margin else []
-    return f"What makes room: {', '.join(ways)}, and axes that are not fixed"
+    return f"What makes room: {', '.join(ways)}, and fewer fixed axes"

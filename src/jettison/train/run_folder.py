@@ -207,6 +207,8 @@ class TrainResult:
             under = f", under a budget of {self.budget}" if self.budget else ""
             yield f"predicted peak: {format_bytes(self.predicted_peak_bytes)}{under}"
         yield f"log: {self.log}" + (f", checkpoints: {self.checkpoint}" if self.checkpoint else "")
+        if self.stopped and self.checkpoint:
+            yield "the same command resumes from there"
         if self.report:
             yield f"report: {self.report}"
         yield from self._exported()

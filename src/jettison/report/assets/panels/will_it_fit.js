@@ -134,7 +134,7 @@
       node.append(mark, text(1, y + 13, `${name} ${range(found[name])}`));
     });
     const right = x(usable) > width * 0.55;
-    node.append(text(x(usable) + (right ? -5 : 5), 13, `${run.gpu}: ${J.format.bytes(usable)} usable`, { "text-anchor": right ? "end" : "start", "font-weight": 600 }));
+    node.append(text(x(usable) + (right ? -5 : 5), 13, `${run.gpu}: ${J.format.bytes(usable)}`, { "text-anchor": right ? "end" : "start", "font-weight": 600 }));
     const look = VERDICTS[verdict];
     const said = J.el("p", { class: "verdict", role: "status", style: `border-color: ${look.color}` }, J.el("strong", {}, `${look.sign} ${verdict}`), ` on ${run.gpu}: peak ${J.format.bytes(peak.nbytes)}, ${place(peak, run)}`);
     const legend = J.legend(PARTS.map((part, i) => ({ label: `${part.name} ${J.format.bytes(peak.parts[i])}`, color: J.color(part.color), hatch: part.hatch })), { width });
