@@ -164,7 +164,7 @@ def test_targets_of_whole_layers_move_what_the_plan_moves(target: str, case: str
     else:  # of a layer that is computed again in part the input waits there, as few layers as fit
         assert LayerAction.SELECT not in actions and not found.exact
         smallest = written(to, factory, *ways, budget=written_least(to, factory, ways))
-        assert smallest.policies[partly].words == "full, its input on the host"
+        assert smallest.policies[partly].words == "full, its input offloaded"
         assert run(smallest, factory, away=True) == smallest.cost.activation_bytes < found.cost.activation_bytes
 
 

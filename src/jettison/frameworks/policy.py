@@ -242,7 +242,7 @@ def as_the_plan_moves(decision: Decision) -> LayerPolicy:
 
 def with_input_on_host(policy: LayerPolicy) -> LayerPolicy:
     """Offload a checkpoint's inputs to CPU."""
-    return replace(policy, offloaded=_inputs(policy), words="full, its input on the host")
+    return replace(policy, offloaded=_inputs(policy), words="full, its input offloaded")
 
 
 def _inputs(policy: LayerPolicy) -> frozenset[int]:
@@ -264,10 +264,10 @@ def by_ops_and_host(decision: Decision) -> LayerPolicy:
     if not decision.program.recompute_set(decision.kept):
         policy = kept_whole(decision)
         moved = decision.offloaded & policy.kept
-        return replace(policy, offloaded=moved, words="offload" if moved == policy.kept else "some on the host")
+        return replace(policy, offloaded=moved, words="offload" if moved == policy.kept else "some offloaded")
     policy = by_ops(decision)
     moved = _inputs(policy) if _inputs(policy) & decision.offloaded else frozenset[int]()
-    return replace(policy, offloaded=moved, words=f"{policy.action}, its input on the host" if moved else "")
+    return replace(policy, offloaded=moved, words=f"{policy.action}, its input offloaded" if moved else "")
 
 
 def saving(decision: Decision, wanted: Iterable[int]) -> LayerPolicy:
