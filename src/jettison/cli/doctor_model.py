@@ -199,7 +199,9 @@ def _nested_arguments(watch: _HazardWatch) -> Iterator[None]:
                 if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
             direct = any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
-            name = _name_of(function)
+            owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+            of_code = getattr(function, "__qualname__", "a function")
+            name = type(owner).__name__ if isinstance(owner, nn.Module) else of_code
             if hidden:
                 shapes = ", ".join(str(list(t.shape)) for t in hidden[:3])
                 watch.say(
@@ -215,11 +217,6 @@ def _nested_arguments(watch: _HazardWatch) -> Iterator[None]:
 
     with swapped(checkpoints, CheckpointFunction=Watched):
         yield
-
-
-def _name_of(function: Any) -> str:
-    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
-    return type(owner).__name__ if isinstance(owner, nn.Module) else getattr(function, "__qualname__", "a function")
 
 
 def _shared(watch: _HazardWatch, blocks: dict[str, nn.Module]) -> None:

@@ -274,10 +274,6 @@ class _Timer:
             tape=self.tape, how=self.execution, gemm=self.precision.gemm_inputs, recipe=self._recipe
         )
 
-    def _exposed(self, axis: str) -> float:
-        """Exposed share of a transfer: NOTE [ Overlap of transfers ]."""
-        return self.execution.exposed(self.layout.tp) if axis == "tp" else 1.0
-
     def _overlapped_gemms(self, c: Collective, kernels: Sequence[Kernel], half: Half | None) -> float:
         """Seconds of the GEMMs that a transfer overlaps with: NOTE [ Overlap of transfers ]."""
         own = self._gemms_of_transfer[c.step]
@@ -329,7 +325,8 @@ class _Timer:
                 if mirror:
                     mirrored.remove((c.axis, c.nbytes))
                 late = mirror or c.axis != "tp" or not self.execution.hides_tensor
-            exposed = self._exposed(c.axis) if late else 0.0
+            apart = self.execution.exposed(self.layout.tp) if c.axis == "tp" else 1.0
+            exposed = apart if late else 0.0  # NOTE [ Overlap of transfers ]
             waited += seconds * exposed
             if exposed < 1:
                 hidden.append(self._overlap_cost(seconds * (1 - exposed), self._overlapped_gemms(c, kernels, half)))

@@ -72,7 +72,8 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
         figures |= {"failure": Failure.HOST, "device": "cpu", "what": "pinned memory"}
     figures.setdefault("expandable", _expandable(text))
     notes = list(figures.pop("notes", ()))
-    times = count_messages(text)
+    counted = [(form, one.start()) for form in forms() if form.counted and (one := form.search(text)) is not None]
+    times = sum(len(form.begins.findall(text, begin)) for form, begin in counted)
     if times > 1:
         device = re.search(r"\bGPU (\d+)\b", joined(text, at, 200)[0])
         where = f", on GPU {device[1]}" if device else ""
@@ -251,12 +252,6 @@ def first_form(text: str) -> tuple[MessageForm, re.Match[str]] | None:
     """Find the first message in a text and its form; None where no memory ran out."""
     found = [(form, match) for form in forms() if (match := form.search(text))]
     return min(found, key=lambda one: (one[0].fallback, one[1].start()), default=None)
-
-
-def count_messages(text: str) -> int:
-    """Count the requests of PyTorch's allocators that failed in a text."""
-    first = [(form, found.start()) for form in forms() if form.counted and (found := form.search(text)) is not None]
-    return sum(len(form.begins.findall(text, at)) for form, at in first)
 
 
 def size_of(number: str, unit: str, *, binary: bool = False) -> int | None:

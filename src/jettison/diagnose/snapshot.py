@@ -607,7 +607,9 @@ def step_bounds(device: DeviceSnapshot, events: int) -> list[tuple[int, int]]:
     if not ends:
         return []
     bounds = [0, *(end - 1 for end in ends if end)]  # bytes after the last event of a step are between steps
-    if _has_work(timeline, ends[-1], events):
+    own = timeline.allocation[ends[-1] : events][timeline.is_birth[ends[-1] : events]]
+    labels = np.unique(timeline.label_of[own]).tolist()
+    if any(timeline.labels[label].role in ("forward", "backward", "recompute") for label in labels):
         bounds.append(events)
     found = []
     for begin, end in pairwise(bounds):
@@ -615,12 +617,6 @@ def step_bounds(device: DeviceSnapshot, events: int) -> list[tuple[int, int]]:
             low = begin + int(timeline.live_bytes[begin:end].argmin())
             found.append((low, low + int(timeline.live_bytes[low:end].argmax())))
     return found
-
-
-def _has_work(timeline: MemoryTimeline, begin: int, end: int) -> bool:
-    own = timeline.allocation[begin:end][timeline.is_birth[begin:end]]
-    labels = np.unique(timeline.label_of[own]).tolist()
-    return any(timeline.labels[label].role in ("forward", "backward", "recompute") for label in labels)
 
 
 def _steps(timeline: MemoryTimeline, bounds: list[tuple[int, int]], last_peak: int | None) -> tuple[StepBytes, ...]:

@@ -50,7 +50,9 @@ def read(keys: Keys) -> None:
             keys.note("every sequence is counted at its maximum length; shorter ones take less, since none is padded")
     if keys.form == "deepspeed":
         _of_deepspeed(keys)
-    _devices(keys)
+    each, nodes, world = (_first(keys, names) for names in (("num_gpus", *_PER_NODE), _NODES, _WORLD))
+    if keys.gpus is None:
+        keys.gpus = each * (nodes or 1) if each else world
     _program(keys)
     if keys.asked_model is not None:
         keys.read(*keys.table["model"], why=f"the model is {keys.asked_model}")
@@ -164,12 +166,6 @@ def _deepspeed(keys: Keys) -> None:
 
 
 # ranks and batch ------------------------------------------------------------------------------------------------------
-
-
-def _devices(keys: Keys) -> None:
-    each, nodes, world = (_first(keys, names) for names in (("num_gpus", *_PER_NODE), _NODES, _WORLD))
-    if keys.gpus is None:
-        keys.gpus = each * (nodes or 1) if each else world
 
 
 def _first(keys: Keys, names: Sequence[str]) -> int | None:
