@@ -178,19 +178,18 @@ class BatchPlans:
         return BatchShape.of(*self._arguments(batch), decisive=self._decisive)
 
     def _note_decisive(self, batches: Sequence[Any], traces: Sequence[ModelTrace]) -> None:
-        """Note which tensors of a batch decide which ops run; not seen where a step does not pass them on as such."""
+        """Note which tensors of a batch decide which ops run; not seen where a step computes others of them."""
         for one in [each for trace in traces for each in (trace, *trace.more)]:
             leaves = call_signature(*as_call(one.batch))[0]
             read = [leaves[position] for position in one.root.decisive_arguments()]
             for batch in batches:
                 found = tensors_by_path(*self._arguments(batch)).items()
-                paths = (path for path, tensor in found if any(tensor is leaf for leaf in read))
+                paths = (path for path, tensor in found if any(_are_equal(tensor, leaf) for leaf in read))
                 self._decisive |= {path.rpartition(".")[2] for path in paths}
 
     def _trained(self) -> bytes:
         """Flags of parameters trained now, and of those ever trained: an optimizer keeps their state."""
-        known = (regions[-1].assumptions for regions in self.regions)
-        now = b"".join(one.trained() for one in known if one is not None)
+        now = b"".join(known.trained() for regions in self.regions if (known := regions[-1].assumptions) is not None)
         if len(self._ever) != len(now):
             self._ever = bytes(len(now))
         self._ever = bytes(map(operator.or_, self._ever, now))
@@ -315,9 +314,14 @@ class BatchPlans:
                 follow(regions, cover.treatment.number)
 
 
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether a step gets one from the other as it is, or moved to another device."""
+    alike = type(one) is type(other) is Tensor and (one.dtype, one.shape) == (other.dtype, other.shape)
+    return one is other or (alike and torch.equal(one, other.to(one.device)))
+
+
 def _ops(traces: Sequence[ModelTrace]) -> Set[tuple[str, ...]]:
-    forwards = (one.root.program.ops for trace in traces for one in (trace, *trace.more))
-    return {tuple(op.name for op in ops) for ops in forwards}
+    return {tuple(op.name for op in one.root.program.ops) for trace in traces for one in (trace, *trace.more)}
 
 
 def _is_within(trained: bytes, most: bytes) -> bool:
@@ -352,18 +356,16 @@ def padded_batch(own: Mapping[BatchShape, Any], shape: BatchShape) -> Any:
     """Pad a batch of this rank (one of ``own``, by shape) to another shape by repeating its last rows and columns, so
     that values stay valid. Raise `PlanMismatch` if the batches have other tensors.
     """
-    names = [where for where, _ in shape.sizes]
     base = next((one for one in own if one.can_become(shape)), None)
     if base is None:
         raise PlanMismatch(
             f"ranks that share parameters have batches of other tensors: one has {shape}, this one has "
             f"{'; '.join(map(str, own))}. They follow one plan: give all of them a batch with the same tensors "
-            f"({', '.join(names)}), of the same types and numbers of dims"
+            f"({', '.join(where for where, _ in shape.sizes)}), of the same types and numbers of dims"
         )
-    dims = {where: size.dims for where, size in shape.sizes}
 
     def grown(where: str, tensor: Tensor) -> Tensor:
-        for dim, size in enumerate(dims[where]):
+        for dim, size in enumerate(dict(shape.sizes)[where].dims):
             if tensor.shape[dim] != size:
                 index = torch.arange(size, device=tensor.device).clamp(max=max(0, tensor.shape[dim] - 1))
                 tensor = tensor.index_select(dim, index)

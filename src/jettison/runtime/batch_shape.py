@@ -81,9 +81,10 @@ class BatchShape:
     def beyond(self, other: BatchShape) -> list[str]:
         """Describe where this shape is longer than the other, or has more tensors."""
         known = dict(other.sizes)
-        new = [f"{_named(where)} is new ({size})" for where, size in self.sizes if where not in known]
+        named = {where: f"argument {where}" if where[:1].isdigit() else where for where, _ in self.sizes}
+        new = [f"{named[where]} is new ({size})" for where, size in self.sizes if where not in known]
         longer = [
-            f"{_named(where)} is {size}, planned was {known[where]}"
+            f"{named[where]} is {size}, planned was {known[where]}"
             for where, size in self.sizes
             if where in known and not _within(size, known[where])
         ]
@@ -98,10 +99,6 @@ class BatchShape:
         for path, (_, size) in zip(paths, self.sizes, strict=True):
             found.setdefault(str(size), []).append(".".join(path))
         return ", ".join(f"{size} ({', '.join(wheres)})" for size, wheres in found.items()) or "no tensors"
-
-
-def _named(where: str) -> str:
-    return f"argument {where}" if where[:1].isdigit() else where
 
 
 def _size(tensor: Tensor, is_decisive: bool) -> Size:

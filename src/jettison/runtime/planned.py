@@ -402,7 +402,8 @@ class PlannedForward:
             self.say_once(
                 "changed",
                 f"{self.name or 'the model'} runs other ops than it was planned with (a state that was not there yet, "
-                "another setting, padding): the budget may not hold. Plan again with the model and batch as they are",
+                "another setting, padding): the budget may not hold. To have it held: call handle.expect(batch) before "
+                "each step of a loop of your own, or plan again with the model and batch as they are",
             )
 
     # running ---------------------------------------------------------------------------------------------------------
