@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.page_command import page_command
 from benchmarks.published import command
 from jettison.core.units import GIB
+from jettison.cost.flops import PASSES
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.passes import passes_of
 from jettison.predict.run_fields import RunRequest
@@ -58,7 +59,7 @@ def all_layers_bytes(found: Forecast) -> int:
 def recomputed_share(found: Forecast) -> float:
     """FLOPs that run again, of a step's: a forward and a backward of two."""
     forward = sum(part.region.flops for part in found.parts)
-    return sum(recomputed_flops(found)) / (FORWARDS_OF_A_STEP * forward)
+    return sum(recomputed_flops(found)) / (PASSES * forward)
 
 
 def role_bytes(found: Forecast, layer: str, roles: tuple[str, ...]) -> int:
@@ -103,12 +104,12 @@ def numbers() -> dict[str, float]:
     for model in ("gpt-175b", "gpt-530b"):
         core = explain(answer(model, recompute="selective")).core
         found[f"{model} core, share of forward"] = core.flops / core.layer_flops
-        found[f"{model} core, share of step"] = core.flops / (FORWARDS_OF_A_STEP * core.layer_flops)
+        found[f"{model} core, share of step"] = core.flops / (PASSES * core.layer_flops)
         region = next(part.region for part in answer(model, recompute="selective").parts if part.is_layer)
         one = answer(model, recompute="selective")
         part = next(part for part in one.parts if part.is_layer)
         again = passes_of(part, one.run.gradient_rule).recompute_flops
-        found[f"{model} run again, share of step"] = again / (FORWARDS_OF_A_STEP * region.flops)
+        found[f"{model} run again, share of step"] = again / (PASSES * region.flops)
     return found
 
 
