@@ -94,11 +94,6 @@ class Segment:
         """Bytes of each block that a request could get."""
         return tuple(block.nbytes for block in self.blocks if block.allocation == FREE_BLOCK)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether it is partly in use, so that its free blocks cannot be returned to the driver."""
-        return 0 < self.allocated_bytes < self.total_bytes
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutOfMemory:
@@ -539,7 +534,8 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
     at = timeline.start_bytes if moment < 0 else int(timeline.live_bytes[moment])
     label = _where(timeline, moment) if failed is None else failed.label
     steps = step_bounds(device, len(timeline.allocation) if failed is None else moment + 1)
-    split = [segment for segment in device.segments if segment.is_split and not segment.is_private]
+    # a segment that is partly in use cannot be returned to the driver
+    split = [one for one in device.segments if 0 < one.allocated_bytes < one.total_bytes and not one.is_private]
     pieces = [piece for segment in split for piece in segment.free_pieces_bytes]
     return MemoryFacts(
         source=snapshot.name,

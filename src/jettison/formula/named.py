@@ -51,11 +51,6 @@ def layer_sizes(layer: Layer) -> dict[str, int]:
     }
 
 
-def model_sizes(model: ModelSpec) -> dict[str, int]:
-    """Values of the model's named sizes outside its layers."""
-    return {name: getattr(model, field) for field, name in MODEL_NAMES.items() if getattr(model, field)}
-
-
 def structure(model: ModelSpec, layer: Layer) -> str:
     """Key that is equal for layers that differ only in sizes; includes the model's dropout sites."""
     plain = replace(layer, attention=_numbered(layer.attention), mlp=_numbered(layer.mlp))

@@ -38,7 +38,7 @@ from jettison.cost.flops import to_the_end
 from jettison.cost.kernel import BATCHED, FLASH
 from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
-from jettison.formula.named import Choices, has_names, layer_sizes, model_sizes, resized, structure, traced_signature
+from jettison.formula.named import MODEL_NAMES, Choices, has_names, layer_sizes, resized, structure, traced_signature
 from jettison.formula.region import HELD, Region
 from jettison.formula.sums import Factor, Positive, SizeGuard, SizeGuards, Sum, sum_of
 from jettison.formula.tape import TapeOp, Value, Writer
@@ -279,7 +279,8 @@ def sizes_of(model: ModelSpec, layer: Layer, *, s: int, b: int, t: int = 1, **ra
 
 def named_sizes(model: ModelSpec, layer: Layer) -> dict[str, int]:
     """Sizes of a layer, whatever the batch."""
-    return model_sizes(model) | layer_sizes(layer)
+    around = {name: getattr(model, field) for field, name in MODEL_NAMES.items() if getattr(model, field)}
+    return around | layer_sizes(layer)
 
 
 def form_of(
