@@ -55,8 +55,8 @@ def apply_from_another_rank(
     if likeness(traced) != like:
         raise PlanMismatch(
             "this rank's model runs other ops than that of the rank that made the plan, or on tensors of other shapes. "
-            "Ranks that share parameters follow one plan: call auto_checkpoint with the same model and batch on all "
-            "of them; values of the batch, and non-tensor arguments, may select other ops"
+            "Ranks that share parameters follow one plan: call auto_checkpoint with the same model on all of them, "
+            "and batches that all have padding, or none; other values and non-tensor arguments may select ops, too"
         )
     digests = {call.name: traced.program(call).digest() for call in traced.calls}
     layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
