@@ -196,6 +196,9 @@ def test_the_command_writes_files_and_replaces_none(tmp_path: Path, capsys: pyte
     assert "is there already" in capsys.readouterr().err
     assert cli("export", made, "--to", "megatron", "--out", made, "--force") == 2
     assert json.loads(made.read_text()) == json.loads(json.dumps(paper()))
+    capsys.readouterr()
+    assert cli("export", made, "--to", "deepspeed", "--out", tmp_path / "settings.toml") == 2
+    assert "deepspeed writes deepspeed.json" in capsys.readouterr().err and not (tmp_path / "settings.toml").exists()
     assert cli("export", made, "--to", "brief") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("# What to keep") and "What a step costs" not in printed.out

@@ -180,12 +180,15 @@ def write_files(found: Exported, out: Path, *, force: bool) -> tuple[Path, ...]:
     """One file as ``out``, several into the folder ``out``; all of them, or none.
 
     Raises:
-        UsageError: something is there already, or ``out`` is a file where there are several.
+        UsageError: something is there already, ``out`` is a file where there are several, or names another format.
     """
     if len(found.files) > 1 and out.is_file():
         raise UsageError(f"{found.target} is {len(found.files)} files, and {out} is one; give a folder")
     if len(found.files) == 1 and not out.is_dir():
-        targets = {out: next(iter(found.files.values()))}
+        ((name, text),) = found.files.items()
+        if out.suffix in (".toml", ".yaml", ".yml", ".json", ".py") and out.suffix != Path(name).suffix:
+            raise UsageError(f"got --out {out}: {found.target} writes {name}; give a name of that kind, or a folder")
+        targets = {out: text}
     else:
         targets = {out / name: text for name, text in found.files.items()}
     there = [path for path in targets if path.exists()]
