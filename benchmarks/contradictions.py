@@ -109,7 +109,7 @@ def numbers() -> dict[str, float]:
         one = answer(model, recompute="selective")
         part = next(part for part in one.parts if part.is_layer)
         again = passes_of(part, one.run.gradient_rule).recompute_flops
-        found[f"{model} run again, share of step"] = again / (PASSES * region.flops)
+        found[f"{model} recomputed, share of step"] = again / (PASSES * region.flops)
     return found
 
 
@@ -182,8 +182,8 @@ def _words(n: dict[str, float]) -> dict[str, str]:
         "core_530": percent["gpt-530b core, share of forward"],
         "core_step_175": core["gpt-175b core, share of step"],
         "core_step_530": core["gpt-530b core, share of step"],
-        "again_175": fine["gpt-175b run again, share of step"],
-        "again_530": fine["gpt-530b run again, share of step"],
+        "again_175": fine["gpt-175b recomputed, share of step"],
+        "again_530": fine["gpt-530b recomputed, share of step"],
         "show_full": shown("llama3-70b", recompute="full", **_LLAMA),
         "show_none": shown("llama3-70b", recompute="none", **_LLAMA),
         "show_every": shown("llama3-70b", recompute="every:4", **_LLAMA),

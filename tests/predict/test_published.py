@@ -224,8 +224,8 @@ NEAR = {  # positions, token ids and norm statistics are left out of the closed 
     "gpt-530b core, share of forward": CORE_530,
     "gpt-175b core, share of step": CORE_175 / 3,
     "gpt-530b core, share of step": CORE_530 / 3,
-    "gpt-175b run again, share of step": CORE_175 / 6,
-    "gpt-530b run again, share of step": CORE_530 / 6,
+    "gpt-175b recomputed, share of step": CORE_175 / 6,
+    "gpt-530b recomputed, share of step": CORE_530 / 6,
 }
 FOUND = contradictions.numbers()
 PEAKS = {name for name in FOUND if name.startswith("gpt2-xl") and name.endswith("peak")}

@@ -110,7 +110,7 @@ class ModelCall:
 
     @property
     def uniform(self) -> tuple[bool, ...]:
-        """Of each of its integer and Boolean tensors, whether all values are known to be equal."""
+        """Whether all values of each of its integer and Boolean tensors are known to be equal."""
         found = (plain(t) for t in _tensors((self.args, self.kwargs)) if not t.is_floating_point())
         return tuple(not isinstance(t, FakeTensor) and is_uniform(t) for t in found)
 
