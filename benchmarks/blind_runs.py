@@ -22,8 +22,8 @@ from jettison.cli.main import run as command_line
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import flag_of, model_spec, resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import flag_of, model_spec, resolve
 from jettison.spec.run import Run
 
 ROOT = Path(__file__).parent.parent

@@ -15,8 +15,8 @@ from typing import Any, Final
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 

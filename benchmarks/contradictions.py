@@ -18,9 +18,9 @@ from jettison.core.units import GIB
 from jettison.cost.flops import PASSES
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.passes import passes_of
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
 from jettison.report.explain import explain, recomputed_flops
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
 
 PAGE = Path(__file__).parent.parent / "docs" / "contradictions.md"
 TEMPLATE = Path(__file__).parent / "pages" / "contradictions.md"

@@ -258,8 +258,8 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     from jettison.formula.region import parameter_count
     from jettison.models.recorded import recorded_model, with_towers
     from jettison.predict.forecast import forecast
-    from jettison.predict.run_fields import RunRequest
-    from jettison.predict.run_request import resolve
+    from jettison.request.options import RunRequest
+    from jettison.request.resolve import resolve
 
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:

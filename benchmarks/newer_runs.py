@@ -21,9 +21,9 @@ from pathlib import Path
 from jettison.cost.execution import Execution, execution_of
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, preset
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec

@@ -18,12 +18,12 @@ from benchmarks.page_command import page_command
 from jettison.core.errors import Infeasible
 from jettison.core.units import GIB, format_bytes
 from jettison.predict.allowance import available_bytes
-from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.report.alternatives import layer_reasons
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
+from jettison.search.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

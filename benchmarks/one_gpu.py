@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from jettison.core.objects import renamed
 from jettison.predict.forecast import forecast_sizes
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.run import Run
 
 ROOT: Final = Path(__file__).parent.parent

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from jettison.cli.search import search
 from jettison.core.units import GIB
 from jettison.predict.allowance import available_bytes
-from jettison.predict.auto_recompute import choose as plan_stages
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
+from jettison.search.auto_recompute import choose as plan_stages
 from jettison.search.request import SearchRequest
 from jettison.solve.solver import choose
 from jettison.solve.walk import least_of, walks

@@ -29,9 +29,9 @@ from jettison.families.config import parse_config
 from jettison.formula.region import head_region
 from jettison.predict.allowance import FRAGMENTS
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import flag_of, model_spec, resolve
 from jettison.report.explain import peak_parts
+from jettison.request.options import RunRequest
+from jettison.request.resolve import flag_of, model_spec, resolve
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind

@@ -18,7 +18,7 @@ from pathlib import Path
 from jettison.core.errors import UsageError
 from jettison.frameworks.python_values import configurations
 from jettison.frameworks.run_file import RunFile, read_run
-from jettison.predict.run_request import resolve
+from jettison.request.resolve import resolve
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml", ".sh", ".args", ".py")
 

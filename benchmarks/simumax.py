@@ -17,8 +17,8 @@ from pathlib import Path
 from jettison.core.units import GIB
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts" / "simumax_70b.csv"

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from jettison.core.errors import Infeasible
 from jettison.core.units import GIB, MIB, Bytes
-from jettison.predict import auto_recompute
 from jettison.predict.allowance import available_bytes
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
+from jettison.search import auto_recompute
 from jettison.solve import bound, exchanges, labels, solver
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from jettison.solve.walk import least_of, walks

@@ -35,9 +35,9 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.planner import sweep as sweep
     from jettison.planner import trace as trace
     from jettison.predict.forecast import forecast as forecast
-    from jettison.predict.run_fields import RunRequest as RunRequest
-    from jettison.predict.run_request import run_of as run_of
     from jettison.predict.time import estimate as estimate
+    from jettison.request.options import RunRequest as RunRequest
+    from jettison.request.resolve import run_of as run_of
     from jettison.runtime.recompute_function import checkpoint as checkpoint
     from jettison.runtime.recompute_function import checkpointable as checkpointable
     from jettison.search.request import SearchRequest as SearchRequest
@@ -62,7 +62,7 @@ _NAMES_OF = {
     "jettison.predict.time": "estimate",
     "jettison.runtime.recompute_function": "checkpoint checkpointable",
     "jettison.predict.forecast": "forecast",
-    "jettison.predict.run_request": "run_of",
+    "jettison.request.resolve": "run_of",
     "jettison.frameworks.run_file": "run_from",
     "jettison.cli.search": "search",
     "jettison.families.presets": "preset",
@@ -74,7 +74,7 @@ _NAMES_OF = {
     "jettison.spec.model": "ModelSpec",
     "jettison.solve.plan": "Plan",
     "jettison.spec.run": "Run",
-    "jettison.predict.run_fields": "RunRequest",
+    "jettison.request.options": "RunRequest",
     "jettison.search.request": "SearchRequest",
     "jettison.search.search": "NothingFits",
     "jettison.core.errors": "DoesNotFit HostBudgetExceeded Infeasible JettisonError PlanMismatch ProofFailed "

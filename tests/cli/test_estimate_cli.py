@@ -14,9 +14,9 @@ import pytest
 from jettison.cli.main import EXIT_USAGE, run
 from jettison.cost.flops import Counting
 from jettison.families.presets import preset
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import hardware
 from support.patience import PATIENCE
 

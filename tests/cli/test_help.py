@@ -13,8 +13,8 @@ from jettison.cli.main import VERB_GROUPS, VERBS, app, run
 from jettison.cli.suggestions import _flags
 from jettison.core.errors import UsageError
 from jettison.core.objects import former_names, renamed
-from jettison.predict.run_fields import CommonRequest, RunRequest
-from jettison.predict.run_request import flag_of, run_of
+from jettison.request.options import CommonRequest, RunRequest
+from jettison.request.resolve import flag_of, run_of
 from jettison.search.request import SearchRequest
 from jettison.spec.kernels import FORMER_VALUES
 from jettison.spec.layout import AS_BUILT

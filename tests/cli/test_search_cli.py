@@ -18,8 +18,8 @@ from jettison.core.errors import UsageError
 from jettison.core.progress import silent
 from jettison.core.units import GIB
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import model_spec
 from jettison.report.search import SearchReport
+from jettison.request.resolve import model_spec
 from jettison.search import evaluate
 from jettison.search.evaluate import Journal
 from jettison.search.request import SearchRequest

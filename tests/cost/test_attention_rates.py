@@ -14,9 +14,9 @@ from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import AttentionRates, hardware
 from jettison.spec.run import Run
 

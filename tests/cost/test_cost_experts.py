@@ -22,8 +22,8 @@ from jettison.cost.layer import PriceModel
 from jettison.cost.matmul import kernel_seconds
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import hardware
 from jettison.spec.run import Run
 

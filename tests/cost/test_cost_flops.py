@@ -10,9 +10,9 @@ import pytest
 from jettison.cost.flops import Counting, forward_flops, model_flops, utilisation, visible_share
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import hardware
 from jettison.spec.run import Run
 

@@ -20,8 +20,8 @@ from jettison.cost.layer import PriceModel, RegionSeconds
 from jettison.cost.matmul import gemm_seconds, memory_seconds, rate
 from jettison.families.presets import preset
 from jettison.formula.region import Region, head_region, layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import Edges, EdgesOf, Hardware, Throughput, hardware
 from jettison.spec.layout import Layout
 from jettison.spec.run import Run

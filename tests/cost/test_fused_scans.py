@@ -16,8 +16,8 @@ from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import hardware
 
 FACTS = Path(__file__).parent.parent / "facts" / "scan_times.csv"

@@ -15,10 +15,10 @@ from jettison.cost.low_precision_gemms import LowPrecisionGemms, copying_bytes
 from jettison.cost.matmul import gemm_seconds, rate
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.report.tables import rate_note
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.fp8 import FP8, RECIPES, Fp8Recipe, Library
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import PRECISIONS

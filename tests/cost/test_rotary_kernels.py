@@ -9,8 +9,8 @@ from jettison.cost.kernel import Kernel
 from jettison.cost.launches import work
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.run import Run
 
 TOKENS, HEADS = 4096, 128

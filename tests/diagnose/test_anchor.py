@@ -16,9 +16,9 @@ from jettison.predict.allowance import available_bytes, fixed_allowance
 from jettison.predict.forecast import buffers, extra_bytes, forecast
 from jettison.predict.passes import cached_segments
 from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual, unlike_anchor
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.anchor import BUFFERS, MeasuredRun, RunAnchor, parse_measured, read_anchor
 from jettison.spec.hardware import hardware, slower
 from jettison.spec.run import anchored

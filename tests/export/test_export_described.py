@@ -24,8 +24,8 @@ from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import checkpointed, kept_whole
 from jettison.frameworks.torchtitan.write import gemm_of
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
 from jettison.spec.frameworks import named
 from jettison.spec.layout import Layout, stage_layers
 from jettison.spec.recompute import Mode, Recompute

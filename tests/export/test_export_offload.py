@@ -15,7 +15,7 @@ from jettison.frameworks.described_costs import DescribedPricer, decisions_of
 from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import _offloaded_sets, by_modules, offloading
 from jettison.frameworks.policy import LayerAction, LayerPolicy, kept_whole
-from jettison.predict.run_fields import RunRequest
+from jettison.request.options import RunRequest
 from jettison.spec.recompute import OFFLOADED
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron", "offload": True}

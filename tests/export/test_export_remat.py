@@ -24,7 +24,7 @@ from jettison.frameworks.policy import kept_whole
 from jettison.frameworks.torch_remat.write import by_regions, options_of, overwritten, steps_down
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
-from jettison.predict.run_fields import RunRequest
+from jettison.request.options import RunRequest
 from jettison.verify.gradients import compare_gradients, independent_copy
 from support.export_cases import DEPTH, TOKENS, WIDTH, Stack, applied, held_bytes, remat_applied
 

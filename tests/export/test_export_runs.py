@@ -14,7 +14,7 @@ from jettison.core.units import format_bytes
 from jettison.frameworks.described_costs import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, losses
 from jettison.frameworks.megatron.write import _uniform
-from jettison.predict.run_fields import RunRequest
+from jettison.request.options import RunRequest
 
 LONG = {"tp": 8, "seq": 131072, "kernels": "megatron"}
 INPUT = 131072 * 4096 * 2 // 8  # of a layer on one rank, under sequence parallelism

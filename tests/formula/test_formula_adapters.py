@@ -17,8 +17,8 @@ from jettison.families.presets import preset
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS, Gradients
 from jettison.spec.recompute import Recompute

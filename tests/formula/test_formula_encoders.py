@@ -12,8 +12,8 @@ from jettison.families.config import parse_config
 from jettison.formula.region import layer_region, parameter_count
 from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.search.largest import Edge, fit
 from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences, under_autocast
 

@@ -14,8 +14,8 @@ from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
 from jettison.formula.region import layer_region, parameter_count
 from jettison.ledger.record import EACH_ROUND
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.kernels import SsmKernels
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS

@@ -6,8 +6,8 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from support.formula_cases import _GROUPED, _TOKENS, WINDOW, FormulaCase, TinyFamily, counts, differences
 
 _HEADS_16 = {**_GROUPED, **_TOKENS, "head_dim": 16}

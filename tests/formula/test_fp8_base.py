@@ -12,8 +12,8 @@ from transformers.integrations import finegrained_fp8
 
 from jettison.core.errors import UsageError
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.run import Run
 from jettison.spec.tuning import Base, Tuning
 from support.formula_cases import spec_of

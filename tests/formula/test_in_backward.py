@@ -11,8 +11,8 @@ from jettison.core.errors import UsageError
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.run import Run
 from jettison.spec.tuning import HEAD, TABLE, Base, Tuning, Upcast
 from support.formula_cases import spec_of

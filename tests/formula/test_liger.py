@@ -10,8 +10,8 @@ from jettison.core.errors import UsageError
 from jettison.families.family import kernels_for
 from jettison.formula.region import head_region, layer_region
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.kernels import Loss
 from support.formula_cases import FormulaCase
 from support.formula_cases import run_of as run_of_case

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 
 B, S, H, HEADS, FFN, RANK = 2, 64, 64, 4, 176, 4
 LLAMA = {

@@ -10,8 +10,8 @@ import pytest
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.model import Attention, Layer, Moe
 from jettison.spec.run import Run
 

@@ -14,8 +14,8 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.formula.liveness import replay
 from jettison.formula.region import embedding_region, head_region, layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.kernels import Loss, kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec

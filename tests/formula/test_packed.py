@@ -17,10 +17,10 @@ from jettison.families.presets import preset
 from jettison.formula.region import layer_region
 from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.stage_buffers import packed_batch
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.search.request import SearchRequest
 from jettison.search.space import Space
 from jettison.spec.hardware import hardware

@@ -12,8 +12,8 @@ from jettison.cost.launches import work
 from jettison.families.config import parse_config
 from jettison.formula.region import Region, layer_region, parameter_count
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve, run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve, run_of
 from jettison.spec.fp8 import FP4, MXFP8, fp8_recipe
 from jettison.spec.run import Run
 

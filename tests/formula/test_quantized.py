@@ -17,8 +17,8 @@ from jettison.families.presets import preset
 from jettison.formula.quantized import torchao_bytes
 from jettison.formula.region import layer_region
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.search.request import SearchRequest
 from jettison.spec.fp8 import RECIPES, Library, Scales, fp8_recipe, scale_shape
 from jettison.spec.hardware import hardware

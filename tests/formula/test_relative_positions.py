@@ -11,8 +11,8 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region, parameter_count
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.solve.policy import policy_named
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run

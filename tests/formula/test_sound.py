@@ -11,9 +11,9 @@ from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.formula.region import embedding_region, head_region, parameter_count
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve, run_of
 from jettison.report.ledger import advice
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve, run_of
 from jettison.search.largest import fit
 from jettison.spec.model import ModelSpec
 

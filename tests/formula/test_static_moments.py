@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 
 PARAMETERS = 8_030_261_248  # of Llama 3 8B
 

@@ -14,8 +14,8 @@ from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.family import kernels_for
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.precision import PRECISIONS, Optimizer
 from jettison.spec.run import Run
 from jettison.spec.tuning import Tuning

@@ -10,8 +10,8 @@ import pytest
 
 from jettison.formula.tape import Writer
 from jettison.ledger.compare import compare
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.layout import Layout
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run

@@ -7,8 +7,8 @@ import pytest
 from jettison.families.presets import preset
 from jettison.formula.liveness import replay
 from jettison.formula.region import head_region, layer_region
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.run import Run
 
 SEQUENCE, FFN, VOCABULARY = 1024, 14336, 128256

@@ -11,7 +11,7 @@ from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import RunFile, read_run
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import resolve
+from jettison.request.resolve import resolve
 
 TEXT = """
 recipe: TrainFinetuneRecipeForNextTokenPrediction

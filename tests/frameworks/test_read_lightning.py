@@ -10,7 +10,7 @@ import pytest
 from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import RunFile, read_run
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import resolve
+from jettison.request.resolve import resolve
 
 TEXT = """
 seed_everything: 42

@@ -9,7 +9,7 @@ from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import read_config_file
 from jettison.frameworks.run_file import read_run
 from jettison.frameworks.write_back import edited
-from jettison.predict.run_request import resolve
+from jettison.request.resolve import resolve
 
 FSDP = """
 torchrun --nnodes 2 --nproc_per_node 4 getting-started/finetuning/finetuning.py --enable_fsdp \\

@@ -16,8 +16,8 @@ from jettison.frameworks.megatron.write import flags_text, layout_settings, over
 from jettison.frameworks.run_file import read_run, run_from
 from jettison.frameworks.shell_script import NOTES, PROGRAM, arguments
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.model import Activation, Attention, LatentAttention, Layer, Mlp, Moe, NormKind, QkNorm, Router
 from jettison.spec.run import Run
 

@@ -14,7 +14,7 @@ from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import read_config_file
 from jettison.frameworks.run_file import RunFile, read_run
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import resolve
+from jettison.request.resolve import resolve
 
 SFT = """
 import argparse

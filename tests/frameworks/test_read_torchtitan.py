@@ -12,7 +12,7 @@ from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.frameworks.run_file import RunFile, models, read_run
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import resolve
+from jettison.request.resolve import resolve
 
 TOML = """
 [model]

@@ -16,8 +16,8 @@ from jettison.core.errors import UsageError
 from jettison.families.presets import preset_named
 from jettison.frameworks.run_file import UNKNOWN, RunFile, read_run, run_from
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import resolve
 from jettison.predict.stage_buffers import buffers_of
+from jettison.request.resolve import resolve
 from jettison.spec.layout import GradientSync
 
 SFT: Mapping[str, Any] = {

@@ -9,7 +9,7 @@ from jettison.frameworks.config_file import read_config_file
 from jettison.frameworks.run_file import read_run
 from jettison.frameworks.write_back import edited
 from jettison.predict.forecast import forecast
-from jettison.predict.run_request import resolve
+from jettison.request.resolve import resolve
 
 SFT = """
 torchrun --standalone --nnodes=2 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer \\

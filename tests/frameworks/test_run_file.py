@@ -13,7 +13,7 @@ from jettison.core.errors import UsageError
 from jettison.frameworks.config_file import MOST_KEYS, read_config_file
 from jettison.frameworks.run_file import flags_of, is_run_file, read_run, run_from, tables
 from jettison.frameworks.shell_script import NOTES, SOURCED, arguments
-from jettison.predict.run_fields import RunRequest
+from jettison.request.options import RunRequest
 
 TITAN = """
 # a comment

@@ -36,8 +36,8 @@ from jettison.models.huggingface import ConfigRequest, build, config_of
 from jettison.models.recorded import recorded_model
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.search.largest import fit
 from jettison.spec.model import ModelSpec
 

@@ -11,10 +11,10 @@ from benchmarks import accuracy, blind_runs
 from jettison.core.errors import UsageError
 from jettison.memory.span import Phase
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
 from jettison.predict.time import estimate
 from jettison.report.chrome_trace import step_trace
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import ZeroBuckets
 from jettison.spec.precision import Gradients

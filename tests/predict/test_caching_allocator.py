@@ -8,8 +8,8 @@ from benchmarks.caching_allocator import CachingAllocator, simulated
 from jettison.core.units import MIB
 from jettison.predict.forecast import forecast
 from jettison.predict.passes import cached_segments
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 
 
 def test_segments_of_the_allocator() -> None:

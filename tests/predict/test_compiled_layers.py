@@ -9,11 +9,11 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
-from jettison.predict.auto_recompute import choose, layer_policies
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
+from jettison.search.auto_recompute import choose, layer_policies
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from support.compiled_blocks import QUIET

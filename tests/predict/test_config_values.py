@@ -24,9 +24,9 @@ from jettison.families.config import parse_config
 from jettison.families.family import FAMILIES
 from jettison.models.huggingface import ConfigRequest, batch_for, build, config_of
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import hardware
 
 EDGES: Final = (0, 1, None, -1, 3, False, True, 0.5, "x", [], {}, 10**12, [0, 0], 2)

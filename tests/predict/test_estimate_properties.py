@@ -16,11 +16,11 @@ from jettison.families.presets import preset
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import time_residual
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import Estimate, estimate
-from jettison.predict.whole_micro_batches import most_whole
 from jettison.report.alternatives import LINKS, alternatives_of, trades
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
+from jettison.search.micro_batches_without_recompute import most_whole
 from jettison.spec.hardware import Delays, Hardware, Reached, hardware
 from jettison.spec.run import Run
 from support.work import calls

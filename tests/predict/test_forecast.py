@@ -14,8 +14,8 @@ from jettison.core.errors import Infeasible, UsageError
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.memory.span import Phase
-from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
+from jettison.search.auto_recompute import choose
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router

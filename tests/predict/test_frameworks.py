@@ -16,10 +16,10 @@ from jettison.memory.span import Phase
 from jettison.memory.step import Event
 from jettison.predict.forecast import forecast
 from jettison.predict.passes import chosen_passes
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.stages import NONE, kept_by
 from jettison.predict.units import mask_bytes
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.frameworks import named, rule
 from jettison.spec.run import Run
 

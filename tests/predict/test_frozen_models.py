@@ -19,13 +19,13 @@ from jettison.families.presets import preset
 from jettison.formula.loss import TILE_WORDS
 from jettison.formula.region import head_region
 from jettison.memory.span import Phase
-from jettison.predict.auto_recompute import choose, smallest_budget
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.report.chrome_trace import step_trace
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
+from jettison.search.auto_recompute import choose, smallest_budget
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.recompute import Recompute

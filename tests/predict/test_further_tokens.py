@@ -11,8 +11,8 @@ from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.formula.region import parameter_count
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.search.request import SearchRequest
 from jettison.search.space import setup_run
 from jettison.spec.hardware import hardware

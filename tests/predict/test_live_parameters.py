@@ -11,8 +11,8 @@ import pytest
 from jettison.core.errors import UsageError
 from jettison.predict.forecast import forecast
 from jettison.predict.live_parameters import Call, Coordinator, Parameter
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.layout import ZeroBuckets
 
 TRACES = json.loads((Path(__file__).parents[1] / "facts" / "live_parameters.json").read_text())

@@ -11,11 +11,11 @@ from jettison.families.config import parse_config
 from jettison.frameworks.described_costs import DescribedPricer
 from jettison.frameworks.megatron.write import by_modules, offloading
 from jettison.frameworks.policy import Decision
-from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
+from jettison.search.auto_recompute import choose
 from jettison.search.evaluate import Bench, SearchQuestion, Task
 from jettison.search.request import SearchRequest
 from jettison.search.space import SearchCandidate

@@ -15,8 +15,8 @@ from benchmarks.litgpt_rows import PackedProduct
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from jettison.dryrun.counter import AllocationCounter
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
 from support.target_packages import ROOT, fetched
 
 VIT = str(Path(__file__).parent.parent / "facts" / "one_gpu" / "vit-h14.json")

@@ -13,10 +13,10 @@ from jettison.core.errors import UsageError
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
 from jettison.report.explain import explain
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware
 from jettison.spec.optimizer_offload import optimizer_offload

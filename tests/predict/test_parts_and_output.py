@@ -11,8 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from jettison.core.errors import UsageError
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve, run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve, run_of
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Mode, Recompute
 from support import formula_cases

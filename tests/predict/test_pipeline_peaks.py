@@ -20,9 +20,9 @@ if not torch.distributed.is_available():
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.stages import KeptBuffers
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import Recompute
 from support import megatron_pipeline

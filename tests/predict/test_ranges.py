@@ -29,8 +29,8 @@ from jettison.predict.ranges import (
     lineage,
     residual,
 )
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute

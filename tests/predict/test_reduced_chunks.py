@@ -8,9 +8,9 @@ import pytest
 
 from jettison.families.presets import preset
 from jettison.predict.fsdp2 import freed, reducing
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.stages import outline
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 
 H, FFN, KV, V = 4096, 14336, 1024, 128256
 LAYER = 2 * H * H + 2 * H * KV + 3 * H * FFN + 2 * H

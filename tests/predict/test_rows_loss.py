@@ -13,8 +13,8 @@ from jettison.families.presets import preset
 from jettison.formula import loss
 from jettison.formula.region import head_region
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.runtime import chunked_loss
 from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS

@@ -15,8 +15,8 @@ pytest.importorskip("peft")
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync, Layout, Reshard
 from jettison.spec.precision import PRECISIONS

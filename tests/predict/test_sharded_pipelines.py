@@ -11,8 +11,8 @@ if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.recompute import Recompute

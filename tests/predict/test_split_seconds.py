@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from jettison.memory.schedule import Work
-from jettison.predict.clock import SliceKind, step_slices
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import pipeline_shape
 from jettison.predict.time import Estimate, estimate
+from jettison.report.step_slices import SliceKind, step_slices
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import Recompute

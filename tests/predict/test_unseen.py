@@ -19,9 +19,9 @@ from jettison.memory.actions import device_order
 from jettison.memory.schedule import PipelineShape, Work
 from jettison.memory.span import Phase
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
 from jettison.report.ledger_table import layout_text
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.layout import Schedule
 
 ROWS = [(row, golden(row)) for row in facts(MORE) if not why_not(row)]

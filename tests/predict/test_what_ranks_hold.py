@@ -12,11 +12,11 @@ from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.formula.static import static
 from jettison.formula.tape import Tape, Weight
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
 from jettison.predict.stage_buffers import buffers_of
 from jettison.predict.stages import outline
 from jettison.predict.units import logits_returned
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.spec.frameworks import FOLDER
 from jettison.spec.kernels import CpCommType, Loss
 from jettison.spec.layout import Layout

@@ -12,9 +12,9 @@ from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
 from jettison.predict.optimizer_state import WholeTensor, in_shards, muon_step_bytes, ping_pong, tensors_of
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
 from jettison.report.explain import explain
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.search.largest import fit
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware

@@ -10,9 +10,7 @@ import pytest
 from jettison.cli.estimate import EstimateFlags, estimate
 from jettison.core.errors import UsageError
 from jettison.memory.step import Event, actions
-from jettison.predict.clock import SliceKind, host_copies, nanoseconds, step_slices
 from jettison.predict.forecast import replayed_load
-from jettison.predict.run_fields import RunRequest
 from jettison.predict.units import sent_to_host
 from jettison.report.chrome_trace import (
     ALLOCATED,
@@ -26,6 +24,8 @@ from jettison.report.chrome_trace import (
     step_trace,
 )
 from jettison.report.estimate import EstimateReport
+from jettison.report.step_slices import SliceKind, host_copies, nanoseconds, step_slices
+from jettison.request.options import RunRequest
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("gpt-22b", {"tp": 8}),

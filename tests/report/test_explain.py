@@ -18,10 +18,10 @@ from jettison.memory.unit import Unit
 from jettison.predict.allowance import available_bytes, limit_of
 from jettison.predict.forecast import Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, FitVerdict, figures, fit_budgets, time_residual
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve, run_of
 from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve, run_of
 from jettison.search.changes import fitting_changes
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from jettison.cli.main import run
-from jettison.predict.clock import step_slices
 from jettison.report.explorer import PANELS, explorer_page
 from jettison.report.explorer_fit import described, key_of, will_it_fit_data
 from jettison.report.explorer_models import answered, run_of
 from jettison.report.explorer_steps import StagePasses
+from jettison.report.step_slices import step_slices
 from jettison.spec.hardware import hardware
 from support.browser import (
     Open,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from jettison.core.units import format_bytes, format_seconds
-from jettison.predict.clock import step_slices
 from jettison.report.explorer_models import answered, run_of
 from jettison.report.explorer_plans import fit_data, front_data, offload_data, segments_data
 from jettison.report.explorer_steps import LAYOUTS, MODEL, StagePasses, step_data, time_data
 from jettison.report.page import json_for_html, page
+from jettison.report.step_slices import step_slices
 from jettison.spec.hardware import hardware
 from support.browser import (
     Open,

@@ -10,10 +10,10 @@ import pytest
 
 from jettison.core.errors import UsageError
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.report.ledger import advice
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
 from jettison.spec.hardware import hardware
 from jettison.spec.run import Run
 

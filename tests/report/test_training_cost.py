@@ -8,10 +8,10 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.ranges import Residual, kind_of, time_residual
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.report.search import training_facts
 from jettison.report.training_cost import TrainingBudget, training_cost
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 
 SURE = Residual(kind="a", runs=12, sources=5, low=0.5, expected=1.0, high=2.0)
 

@@ -13,9 +13,9 @@ from jettison.families.presets import preset
 from jettison.predict.allowance import FRAGMENTS, available_bytes, fixed_allowance, limit_of
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.ranges import FitRule, fit_budgets
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import run_of
 from jettison.report.schemas import part
+from jettison.request.options import RunRequest
+from jettison.request.resolve import run_of
 from jettison.search import largest as fit_module
 from jettison.search.largest import Edge, fit
 from jettison.spec.hardware import Hardware, hardware

@@ -19,12 +19,12 @@ from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
-from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.report.search import SearchReport
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
+from jettison.search.auto_recompute import choose
 from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes
 from jettison.search.branch_and_bound import REACH, Hunt, MemoryLimit
 from jettison.search.evaluate import Bench, SearchQuestion

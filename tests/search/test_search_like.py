@@ -11,9 +11,9 @@ import pytest
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
 from jettison.search.bounds import whole_seconds
 from jettison.search.evaluate import Evaluated, Figures, Seconds
 from jettison.search.request import SearchRequest, on_own_framework

@@ -7,8 +7,8 @@ import pytest
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.search.request import SearchRequest
 from jettison.search.search import search
 from jettison.spec.hardware import hardware

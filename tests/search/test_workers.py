@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from jettison.core.units import GIB
-from jettison.predict.auto_recompute import choose, distinct_stages, solve_stage
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
+from jettison.search.auto_recompute import choose, distinct_stages, solve_stage
 from jettison.search.workers import CHUNKS, Workers
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute

@@ -131,7 +131,7 @@ def test_rates_are_multiprocessors_times_clock(name: str) -> None:
 
 def test_what_a_card_lacks_is_said_with_its_times() -> None:
     from jettison.cli.estimate import EstimateFlags, estimate
-    from jettison.predict.run_fields import RunRequest
+    from jettison.request.options import RunRequest
 
     assert any("no bf16" in line for line in estimate("gpt2", RunRequest(seq=64), EstimateFlags(gpu="t4")).warnings)
     assert not any(

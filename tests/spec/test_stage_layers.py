@@ -13,9 +13,9 @@ from jettison.cli.main import run as command
 from jettison.core.errors import UsageError
 from jettison.families.presets import preset
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Layout, cut_of, stage_layers, uneven_cuts
 

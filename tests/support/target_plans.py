@@ -8,7 +8,7 @@ from typing import Any
 import jettison
 from jettison.cli.plan import PlanFlags, plan
 from jettison.frameworks.export import Exported
-from jettison.predict.run_fields import RunRequest
+from jettison.request.options import RunRequest
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron"}
 MIXTRAL = {"tp": 4, "ep": 8, "dp": 8, "zero": 1, "micro_batch": 4, "kernels": "megatron", "offload": True}

@@ -19,8 +19,8 @@ from jettison import __version__
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.files import write_whole
 from jettison.core.objects import former_names, with_former_names
-from jettison.predict.run_fields import CommonRequest
 from jettison.report.console import hint, json_text, show
+from jettison.request.options import CommonRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

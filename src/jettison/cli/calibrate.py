@@ -17,12 +17,12 @@ from jettison.cost.flops import sequences, tokens
 from jettison.diagnose.anchor import fit_anchor, fragment_bytes, measured_in
 from jettison.frameworks.run_file import flags_of
 from jettison.predict.forecast import extra_bytes, forecast
-from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
-from jettison.predict.run_request import is_live, resolve
 from jettison.predict.time import estimate
 from jettison.report.console import hint
 from jettison.report.schemas import document
 from jettison.report.tables import facts as facts_table
+from jettison.request.options import NOTHING_ASKED, RunRequest
+from jettison.request.resolve import is_live, resolve
 from jettison.spec.anchor import FACTORS, MEASURED_WORDS, MeasuredRun, RunAnchor, parse_measured
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode

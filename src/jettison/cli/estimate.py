@@ -27,19 +27,19 @@ from jettison.cost.execution import execution_of
 from jettison.predict.allowance import Limit, limit_of
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.ranges import fit_budgets
-from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
-from jettison.predict.run_request import is_live, resolve
 from jettison.predict.time import estimate as estimate_run
-from jettison.predict.whole_micro_batches import settled
 from jettison.report.console import hint, progress
 from jettison.report.estimate import EstimateReport
 from jettison.report.training_cost import TrainingBudget
+from jettison.request.options import NOTHING_ASKED, RunRequest
+from jettison.request.resolve import is_live, resolve
+from jettison.search.micro_batches_without_recompute import settled
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode
 from jettison.spec.run import Run, anchored, placed
 
 if TYPE_CHECKING:
-    from jettison.predict.auto_recompute import AutoForecast
+    from jettison.search.auto_recompute import AutoForecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
 def _memory(run: Run, device: Hardware, limit: Limit) -> tuple[Forecast, AutoForecast | None]:
     if run.recompute.mode is not Mode.AUTO:
         return forecast(settled(run, fit_budgets(run, limit))), None
-    from jettison.predict.auto_recompute import choose_within  # the planner takes its time to load
+    from jettison.search.auto_recompute import choose_within  # the planner takes its time to load
 
     planned, reached = anchored(run, device)
     choice = choose_within(planned, limit, reached)

@@ -16,11 +16,11 @@ from jettison.core.files import write_whole
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.frameworks.described_costs import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, Exporter, exporter
-from jettison.predict.run_fields import DECIDED, NOTHING_ASKED
 from jettison.report.console import hint, json_text, show
 from jettison.report.console import progress as on_screen
 from jettison.report.plan import DESCRIBED, SCHEMA, export_table
 from jettison.report.untrusted import parse_json, read_text
+from jettison.request.options import DECIDED, NOTHING_ASKED
 from jettison.solve.plan import Plan
 from jettison.spec.frameworks import named
 from jettison.spec.precision import Gradients

@@ -14,9 +14,9 @@ from jettison.cli.app import LOCAL, Switch
 from jettison.core.errors import UsageError
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import CommonRequest, RunRequest
-from jettison.predict.run_request import resolve
 from jettison.report.console import hint
+from jettison.request.options import CommonRequest, RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.anchor import read_anchor
 
 if TYPE_CHECKING:

@@ -34,11 +34,11 @@ from jettison.models.model_types import require_known_file
 from jettison.predict.allowance import Limit, limit_of
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitBudget, fit_budgets
-from jettison.predict.run_fields import NOTHING_ASKED, RunRequest
-from jettison.predict.run_request import TRACED, Resolved, is_live, refuse_for_trace, resolve
-from jettison.predict.whole_micro_batches import settled
 from jettison.report.console import hint, progress
 from jettison.report.ledger import ComparedLedger, LedgerReport, forecast_report
+from jettison.request.options import NOTHING_ASKED, RunRequest
+from jettison.request.resolve import TRACED, Resolved, is_live, refuse_for_trace, resolve
+from jettison.search.micro_batches_without_recompute import settled
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import Mode
 from jettison.spec.run import anchored, placed
@@ -46,7 +46,7 @@ from jettison.spec.run import anchored, placed
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from jettison.predict.auto_recompute import AutoForecast
+    from jettison.search.auto_recompute import AutoForecast
     from jettison.search.changes import FittingChange
     from jettison.search.largest import FitAnswer
 
@@ -196,7 +196,7 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
 
 def _choose(asked: Resolved, limit: Limit, device: Hardware, *, anyway: bool) -> AutoForecast:
     """Args: anyway: where nothing fits, what needs least, for who asks what would fit."""
-    from jettison.predict.auto_recompute import choose_with_whole, choose_within  # the planner takes its time to load
+    from jettison.search.auto_recompute import choose_with_whole, choose_within  # the planner takes its time to load
 
     run, device = anchored(asked.run, device)
     try:
@@ -223,7 +223,7 @@ def _fit(
         if changes is None and found.peak_bytes > budgets[0].nbytes:
             changes = fitting_changes(asked.run, budgets, device)
         return replace(found, changes=changes or ())
-    from jettison.predict.auto_recompute import smallest_budget
+    from jettison.search.auto_recompute import smallest_budget
 
     return fit(
         asked.run, budget_bytes=last.nbytes, surer=surer, peak=partial(smallest_budget, hardware=choice.hardware)

@@ -14,9 +14,9 @@ from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import parameter_count
-from jettison.predict.run_request import flag_of
 from jettison.report.schemas import document
 from jettison.report.tables import grid
+from jettison.request.resolve import flag_of
 from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.precision import PRECISIONS

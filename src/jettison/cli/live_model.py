@@ -26,11 +26,11 @@ from jettison.models.request import Loaded, ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import module_policy
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import is_live, model_spec
 from jettison.report.ledger import LedgerReport
 from jettison.report.plan import plan_table
 from jettison.report.schemas import PhaseRow, StageBytes
+from jettison.request.options import RunRequest
+from jettison.request.resolve import is_live, model_spec
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware

@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 from cyclopts import CycloptsError, Group
 
 from jettison.cli.app import Answered, app, option
-from jettison.cli.interrupts import EXIT_INTERRUPTED, end_at_once_on_interrupt, end_now, interrupted, say_interrupted
 from jettison.cli.suggestions import message_of, misplaced_file, refuse_fractions
 from jettison.core.errors import JettisonError, install
+from jettison.core.process import EXIT_INTERRUPTED, end_at_once_on_interrupt, end_now, interrupted, say_interrupted
 from jettison.report.console import hint, json_text
 
 VERB_GROUPS = {

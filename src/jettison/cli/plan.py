@@ -37,17 +37,17 @@ from jettison.core.units import format_bytes
 from jettison.families.presets import PRESETS
 from jettison.models.model_types import require_known_file
 from jettison.predict.allowance import Limit, limit_of
-from jettison.predict.run_fields import DECIDED, NOTHING_ASKED, RunRequest
-from jettison.predict.run_request import TRACED, flag_of, is_live, refuse_for_trace, resolve
 from jettison.report.console import hint, json_text, progress
 from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
+from jettison.request.options import DECIDED, NOTHING_ASKED, RunRequest
+from jettison.request.resolve import TRACED, flag_of, is_live, refuse_for_trace, resolve
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored
 
 if TYPE_CHECKING:
     from jettison.cli.live_model import PlanReport
-    from jettison.predict.auto_recompute import AutoForecast
+    from jettison.search.auto_recompute import AutoForecast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +220,10 @@ def _described(model: str, request: RunRequest, flags: PlanFlags) -> ForecastPla
                 f"got {flag_of(name)}: plan decides what is recomputed and what is offloaded. `jettison export` "
                 "says a plan in such lists; `jettison ledger` and `estimate` say what a list takes"
             )
-    from jettison.predict.auto_recompute import choose_within
     from jettison.report.alternatives import MOST_STEPS, layer_reasons
     from jettison.report.alternatives import what_if as next_gib
     from jettison.report.ledger import idle
+    from jettison.search.auto_recompute import choose_within
 
     given = replace(request, recompute="auto", offload=bool(request.offload))
     resolved = resolve(spec_of(model, request, live=True), given)
@@ -312,8 +312,8 @@ def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | Non
 
 def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
     """Return the layers' decisions, in the order of the model."""
-    from jettison.predict.auto_recompute import layer_policies
     from jettison.predict.passes import passes_of
+    from jettison.search.auto_recompute import layer_policies
 
     run, policies = choice.forecast.run, dict(layer_policies(choice))
     found = {}

@@ -31,11 +31,11 @@ from jettison.core.objects import with_former_names
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import cores
 from jettison.core.progress import Progress, on_terminal, shown
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import flag_of, is_live
 from jettison.report.console import hint, json_text, progress
 from jettison.report.search import SearchReport, nothing_document
 from jettison.report.training_cost import TrainingBudget
+from jettison.request.options import RunRequest
+from jettison.request.resolve import flag_of, is_live
 from jettison.search.evaluate import Journal
 from jettison.search.request import MARGIN, SearchRequest, on_own_framework
 from jettison.search.search import NothingFits

@@ -22,11 +22,11 @@ from jettison.core.errors import Infeasible, JettisonError
 from jettison.core.progress import Progress
 from jettison.frameworks.run_file import RunFile
 from jettison.frameworks.write_back import write_back
-from jettison.predict.run_fields import DECIDED, RunRequest
 from jettison.report.console import json_text
 from jettison.report.plan import ForecastPlan, infeasible_document
 from jettison.report.schemas import document
 from jettison.report.server.questions import ServedAnswer, Service, VerbForm
+from jettison.request.options import DECIDED, RunRequest
 from jettison.search.request import SearchRequest
 from jettison.search.search import NothingFits
 

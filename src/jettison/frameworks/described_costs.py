@@ -10,12 +10,12 @@ from jettison.cost.execution import execution_of
 from jettison.cost.matmul import op_seconds
 from jettison.frameworks.policy import Cost, Decision, LayerAction, LayerPolicy, Subject
 from jettison.ledger.program import Op
-from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.ranges import figures
-from jettison.predict.run_fields import RunRequest
 from jettison.predict.stages import Chosen, KeptBuffers
 from jettison.predict.time import estimate
+from jettison.request.options import RunRequest
+from jettison.search.auto_recompute import AutoForecast, layer_policies
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import COMPILED_MODES, Run
 

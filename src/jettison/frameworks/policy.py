@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from jettison.core.objects import with_former_names
 from jettison.ledger.program import Op, Program, Source
-from jettison.predict.auto_recompute import AutoForecast
+from jettison.search.auto_recompute import AutoForecast
 from jettison.solve.plan import PolicyName
 from jettison.solve.policy import Full
 from jettison.spec.hardware import Hardware

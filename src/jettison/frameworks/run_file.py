@@ -28,8 +28,8 @@ from jettison.frameworks.python_values import UnknownValue
 from jettison.frameworks.shell_script import NOTES, SOURCED
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import CommonRequest, RunRequest
-from jettison.predict.run_request import flag_of, resolve
+from jettison.request.options import CommonRequest, RunRequest
+from jettison.request.resolve import flag_of, resolve
 from jettison.spec import frameworks
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run

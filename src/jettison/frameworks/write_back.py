@@ -24,12 +24,12 @@ from jettison.frameworks.python_values import call_line, configurations
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
 from jettison.frameworks.shell_script import OF_LAUNCHERS
 from jettison.predict.allowance import Limit
-from jettison.predict.auto_recompute import AutoForecast
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitVerdict, figures
-from jettison.predict.run_fields import DECIDED, RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.time import estimate
+from jettison.request.options import DECIDED, RunRequest
+from jettison.request.resolve import resolve
+from jettison.search.auto_recompute import AutoForecast
 from jettison.spec.anchor import RunAnchor
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run

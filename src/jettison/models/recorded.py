@@ -34,8 +34,8 @@ from jettison.formula.region import RecordedRegion, RecordedRegions, Region, Reg
 from jettison.formula.tape import Saved, Tape, TapeOp, Value, Weight
 from jettison.ledger.program import Op, Program, Slot, Source
 from jettison.models.huggingface import ConfigRequest, batch_for, build, class_for, config_of, longest_of, takes_tokens
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import LONGEST_DEFAULT
+from jettison.request.options import RunRequest
+from jettison.request.resolve import LONGEST_DEFAULT
 from jettison.spec.model import ModelSpec, RecordedLayer
 from jettison.spec.precision import Precision, precision
 from jettison.spec.run import RegionSignature

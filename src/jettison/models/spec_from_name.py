@@ -12,8 +12,8 @@ from jettison.families.config import TOWERS, parse_config, read_values
 from jettison.families.family import FAMILIES
 from jettison.families.presets import PRESETS, hub_config, is_hub_id
 from jettison.models.model_types import nearest, require_known
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec
 from jettison.spec.model import ModelSpec
 
 

@@ -32,7 +32,7 @@ from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
-    from jettison.predict.auto_recompute import AutoForecast
+    from jettison.search.auto_recompute import AutoForecast
 
 SMALLEST: Final = 0.005
 """Tensors with less than this share of a layer's bytes are left out."""
@@ -419,7 +419,7 @@ class NextGiB:
 
 def what_if(answer: AutoForecast, *, steps: int = MOST_STEPS) -> Iterator[NextGiB]:
     """Plans for each GiB above the budget, until nothing is recomputed and no transfer is waited for."""
-    from jettison.predict.auto_recompute import choose  # with numpy, which an estimate does without
+    from jettison.search.auto_recompute import choose  # with numpy, which an estimate does without
 
     before = answer
     for _ in range(steps):

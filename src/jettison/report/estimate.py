@@ -14,13 +14,13 @@ from jettison.core.units import format_bytes, format_change, format_flops, forma
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
 from jettison.predict.ranges import FitRule, FitVerdict, Residual, RunFigures, figures, time_residual, unlike_anchor
-from jettison.predict.run_request import Resolved
 from jettison.predict.time import Estimate
 from jettison.report.ledger import idle, request_document
 from jettison.report.ledger_table import MOST_STAGES, run_facts
 from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, exact, facts, grid
 from jettison.report.training_cost import NOTHING_WANTED, TrainingBudget, TrainingCost, training_cost
+from jettison.request.resolve import Resolved
 from jettison.spec.kernels import SsmKernels
 
 if TYPE_CHECKING:  # asked for rarely

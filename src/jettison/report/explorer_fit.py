@@ -48,11 +48,11 @@ from jettison.predict.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixe
 from jettison.predict.fsdp2 import PhasedBackward
 from jettison.predict.passes import named_frames
 from jettison.predict.ranges import Measure, lineage, residual
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.stages import NONE, kept_by
 from jettison.report.explorer_closed_form import MICRO_BATCHES, SumPool, named_sizes, ranks_of, sizes_of
 from jettison.report.explorer_models import PageModel, page_models
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout

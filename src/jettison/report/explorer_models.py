@@ -12,11 +12,11 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS
 from jettison.predict.allowance import Limit, available_bytes
-from jettison.predict.auto_recompute import choose_within
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
 from jettison.predict.time import Estimate, estimate
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
+from jettison.search.auto_recompute import choose_within
 from jettison.spec.hardware import Hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Mode

@@ -15,13 +15,13 @@ from jettison.memory.actions import DeviceAction
 from jettison.memory.schedule import PASSES, Work
 from jettison.memory.step import StageAction, actions
 from jettison.predict.allowance import available_bytes
-from jettison.predict.clock import PassSlices, SliceKind, host_copies, step_slices
 from jettison.predict.forecast import Forecast, Stage, replayed_load
 from jettison.predict.ranges import time_residual
 from jettison.predict.time import Breakdown
 from jettison.predict.units import sent_to_host
 from jettison.report.explain import region_roles
 from jettison.report.explorer_models import GPU, MODEL, answered, flags_text, line, rounded, run_of, usual_layout
+from jettison.report.step_slices import PassSlices, SliceKind, host_copies, step_slices
 from jettison.spec.hardware import Hardware, hardware
 
 LAYOUTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
@@ -82,7 +82,7 @@ class StagePasses:
     """One stage over a step: its passes on the clock, each with the bytes of its units.
 
     Args:
-        passes: as `predict.clock.step_slices` has them.
+        passes: as `report.step_slices.step_slices` has them.
     """
 
     def __init__(self, memory: Forecast, stage: Stage, passes: Sequence[PassSlices]) -> None:

@@ -19,9 +19,9 @@ from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import OffloadedOptimizer
 from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import Resolved, flag_of
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
+from jettison.request.options import RunRequest
+from jettison.request.resolve import Resolved, flag_of
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import DropoutSites
 from jettison.spec.precision import Accumulation, Gradients
@@ -29,8 +29,8 @@ from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
 if TYPE_CHECKING:
-    from jettison.predict.auto_recompute import AutoForecast
     from jettison.report.explain import Explanation
+    from jettison.search.auto_recompute import AutoForecast
     from jettison.search.largest import FitAnswer
 
 
@@ -263,7 +263,7 @@ def forecast_report(
     stage_of = {one.name: stage.index for stage in found.stages for chunk in stage.parts for one in chunk}
     policies = {one.name: one.policy for one in found.parts}
     if choice is not None:
-        from jettison.predict.auto_recompute import layer_policies
+        from jettison.search.auto_recompute import layer_policies
 
         policies |= dict(layer_policies(choice))
     return LedgerReport(

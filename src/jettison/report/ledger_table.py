@@ -17,10 +17,10 @@ from jettison.ledger.ledger import storage_roles
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import OffloadedOptimizer
 from jettison.predict.ranges import FitRule
-from jettison.predict.run_request import Resolved
 from jettison.report.ledger import ComparedLedger, LedgerReport
 from jettison.report.schemas import LayerRow, PhaseRow
 from jettison.report.tables import FittedTable, exact, facts, grid, span
+from jettison.request.resolve import Resolved
 from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.run import Run
 

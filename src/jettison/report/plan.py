@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # reading plans takes libraries that most commands can do wit
     from jettison.frameworks.export import Exported
     from jettison.frameworks.policy import Cost, LayerPolicy
     from jettison.predict.allowance import Limit
-    from jettison.predict.auto_recompute import AutoForecast
     from jettison.report.alternatives import NextGiB, Reason
+    from jettison.search.auto_recompute import AutoForecast
     from jettison.solve.plan import Plan
 
 SCHEMA = "jettison.plan/1"

@@ -18,7 +18,9 @@ from typing import Final, TypeVar
 from jettison import __version__
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.process import seldom_collected
-from jettison.predict.auto_recompute import (
+from jettison.predict.forecast import Forecast, forecast_sizes
+from jettison.predict.time import Estimate, estimate
+from jettison.search.auto_recompute import (
     AutoForecast,
     StageAnswer,
     choose,
@@ -26,10 +28,8 @@ from jettison.predict.auto_recompute import (
     layer_policies,
     solve_stage,
 )
-from jettison.predict.forecast import Forecast, forecast_sizes
-from jettison.predict.time import Estimate, estimate
-from jettison.predict.whole_micro_batches import settled
 from jettison.search.bounds import SetupBounds, bound, least_seconds, static_bytes, whole_seconds, whole_static_bytes
+from jettison.search.micro_batches_without_recompute import settled
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.space import SearchCandidate, Setup, setup_run
 from jettison.search.workers import Workers

@@ -87,7 +87,7 @@ def fit(
     Args:
         surer: smaller budgets of `fit_budgets`. Each edge is of the first with a value.
         peak: function of the peak of a run; None: of its forecast; with a planner,
-            `predict.auto_recompute.smallest_budget`.
+            `search.auto_recompute.smallest_budget`.
 
     Raises:
         UsageError: see `predict.forecast.forecast`.

@@ -39,11 +39,11 @@ from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.fsdp2 import fsdp_bytes_of_last
 from jettison.predict.passes import chosen_passes
-from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Chunk, kept_by, pipeline_shape, planned_program
 from jettison.predict.time import Estimate, works
 from jettison.search.bounds import least_seconds, with_ends
+from jettison.search.stage_choice import layer_points
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import GradientRule

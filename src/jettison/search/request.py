@@ -1,6 +1,6 @@
 """Request of a search: options become axes of a space; an omitted axis is searched.
 
-Other omitted options take their default: NOTE [ Defaults ] in `predict.run_request`.
+Other omitted options take their default: NOTE [ Defaults ] in `request.resolve`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
-from jettison.predict.run_fields import CommonRequest, RunRequest
-from jettison.predict.run_request import flag_of, resolve, word
+from jettison.request.options import CommonRequest, RunRequest
+from jettison.request.resolve import flag_of, resolve, word
 from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.fp8 import Library
 from jettison.spec.frameworks import named, rule

@@ -23,8 +23,8 @@ from jettison.core.objects import renamed
 from jettison.core.parse_units import Length
 from jettison.core.process import cores
 from jettison.families.presets import PRESETS
-from jettison.predict.run_fields import RunRequest
 from jettison.report.untrusted import no_constant
+from jettison.request.options import RunRequest
 from jettison.spec.hardware import hardware_names
 from jettison.spec.precision import PRECISIONS, Optimizer
 from jettison.spec.tuning import Base

@@ -13,15 +13,15 @@ from jettison.cli.plan import PlanFlags, plan
 from jettison.core.errors import Infeasible
 from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
-from jettison.predict.auto_recompute import AutoForecast, choose
 from jettison.predict.forecast import forecast, forecast_sizes
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
-from jettison.predict.stage_choice import StageChoice, layer_points
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, KeptBuffers, kept_by
 from jettison.predict.time import estimate
 from jettison.report.alternatives import layer_reasons
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
+from jettison.search.auto_recompute import AutoForecast, choose
+from jettison.search.stage_choice import StageChoice, layer_points
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

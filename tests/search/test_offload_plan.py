@@ -10,15 +10,15 @@ from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
 from jettison.memory.span import Phase
 from jettison.predict.allowance import available_bytes
-from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import forecast
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import model_spec, resolve
-from jettison.predict.stage_choice import LEAST_MOVED, StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Chosen, KeptBuffers
 from jettison.predict.time import estimate
 from jettison.report.alternatives import layer_reasons, trades, what_if
+from jettison.request.options import RunRequest
+from jettison.request.resolve import model_spec, resolve
+from jettison.search.auto_recompute import AutoForecast, choose, layer_policies
+from jettison.search.stage_choice import LEAST_MOVED, StageChoice, StageOutcome
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

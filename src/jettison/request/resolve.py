@@ -21,7 +21,7 @@ from jettison.families.config import read_config
 from jettison.families.family import kernels_for, model_code
 from jettison.families.presets import OWN_RUNS, PRESETS, hub_config, is_hub_id, preset, unknown_preset
 from jettison.formula.region import refuse_idle
-from jettison.predict.run_fields import RunRequest
+from jettison.request.options import RunRequest
 from jettison.spec.anchor import read_anchor
 from jettison.spec.fp8 import Fp8Recipe, fp8_recipe
 from jettison.spec.frameworks import rule, software

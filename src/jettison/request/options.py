@@ -1,4 +1,4 @@
-"""Request of a described run, as typed; `run_request.resolve` makes a `Run` of it."""
+"""Request of a described run, as typed; `request.resolve` makes a `Run` of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jettison.core.parse_units import Tokens
 class CommonRequest:
     """Settings that one run shares with all candidates of a search; None is the default.
 
-    Sections are the groups of ``--help`` and ``--help-all``; defaults: NOTE [ Defaults ] in `run_request`.
+    Sections are the groups of ``--help`` and ``--help-all``; defaults: NOTE [ Defaults ] in `request.resolve`.
 
     Model:
         like: Framework preset, such as megatron-0.19 (`jettison list frameworks`).

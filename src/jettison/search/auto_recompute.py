@@ -1,6 +1,6 @@
 """`--recompute auto`: the fastest plan of kept, recomputed and offloaded tensors for each pipeline stage.
 
-Each stage is planned separately: NOTE [ A stage as a step problem ] in `predict.stage_choice`.
+Each stage is planned separately: NOTE [ A stage as a step problem ] in `search.stage_choice`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jettison.ledger.program import Source
 from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, fit_budgets, most_bytes
-from jettison.predict.stage_choice import StageChoice, StageOutcome
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import KeptBuffers, kept_by, pipeline_shape
 from jettison.predict.time import Estimate, estimate, recomputing
-from jettison.predict.whole_micro_batches import with_whole
+from jettison.search.micro_batches_without_recompute import with_whole
+from jettison.search.stage_choice import StageChoice, StageOutcome
 from jettison.solve.plan import PolicyName, policy_name
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import MOST, Mode

@@ -11,13 +11,13 @@ from jettison.core.units import GIB
 from jettison.families.presets import preset
 from jettison.memory.schedule import Work
 from jettison.memory.unit import Unit
-from jettison.predict.auto_recompute import choose_with_whole
 from jettison.predict.forecast import Stage, forecast, plain
-from jettison.predict.run_fields import RunRequest
-from jettison.predict.run_request import resolve
 from jettison.predict.stages import pipeline_shape
 from jettison.predict.time import estimate
-from jettison.predict.whole_micro_batches import most_whole, settled, with_whole
+from jettison.request.options import RunRequest
+from jettison.request.resolve import resolve
+from jettison.search.auto_recompute import choose_with_whole
+from jettison.search.micro_batches_without_recompute import most_whole, settled, with_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import Gradients
