@@ -42,7 +42,6 @@ from benchmarks.residuals import FIGURES, Held, Row
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
-from jettison.predict.allowance import fixed_allowance
 from jettison.predict.forecast import forecast_sizes
 from jettison.predict.passes import cached_segments
 from jettison.predict.ranges import (
@@ -59,6 +58,7 @@ from jettison.predict.ranges import (
     stack_of,
 )
 from jettison.predict.time import estimate
+from jettison.spec.allowance import fixed_allowance
 from jettison.spec.hardware import hardware
 from jettison.spec.run import Run
 

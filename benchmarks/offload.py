@@ -17,8 +17,7 @@ from typing import Any
 from benchmarks.page_command import page_command
 from jettison.core.errors import Infeasible
 from jettison.core.units import GIB, format_bytes
-from jettison.predict.allowance import available_bytes
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import available_bytes, forecast
 from jettison.predict.time import estimate
 from jettison.report.alternatives import layer_reasons
 from jettison.request.options import RunRequest

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from jettison.cli.search import search
 from jettison.core.units import GIB
-from jettison.predict.allowance import available_bytes
+from jettison.predict.forecast import available_bytes
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search.auto_recompute import choose as plan_stages

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from jettison.core.errors import Infeasible
 from jettison.core.units import GIB, MIB, Bytes
-from jettison.predict.allowance import available_bytes
+from jettison.predict.forecast import available_bytes
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search import auto_recompute

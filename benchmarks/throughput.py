@@ -18,11 +18,11 @@ from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import model_flops, tokens
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
-from jettison.predict.allowance import available_bytes
+from jettison.predict.forecast import available_bytes
 from jettison.predict.time import Estimate, estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.micro_batches_without_recompute import most_whole
+from jettison.search.largest import most_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run

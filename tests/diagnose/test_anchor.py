@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.diagnose.anchor import fit_anchor, fragment_bytes
-from jettison.predict.allowance import available_bytes, fixed_allowance
-from jettison.predict.forecast import buffers, extra_bytes, forecast
+from jettison.predict.forecast import available_bytes, buffers, extra_bytes, forecast
 from jettison.predict.passes import cached_segments
 from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual, unlike_anchor
 from jettison.predict.time import estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
+from jettison.spec.allowance import fixed_allowance
 from jettison.spec.anchor import BUFFERS, MeasuredRun, RunAnchor, parse_measured, read_anchor
 from jettison.spec.hardware import hardware, slower
 from jettison.spec.run import anchored

@@ -13,14 +13,13 @@ from jettison.cost.execution import execution_of
 from jettison.cost.layer import Class
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
-from jettison.predict.allowance import available_bytes
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import available_bytes, forecast
 from jettison.predict.ranges import time_residual
 from jettison.predict.time import Estimate, estimate
 from jettison.report.alternatives import LINKS, alternatives_of, trades
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.micro_batches_without_recompute import most_whole
+from jettison.search.largest import most_whole
 from jettison.spec.hardware import Delays, Hardware, Reached, hardware
 from jettison.spec.run import Run
 from support.work import calls

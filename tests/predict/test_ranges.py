@@ -13,7 +13,6 @@ from benchmarks.residuals import Row, ordered, pool, quantile, shares, stated
 
 from jettison.cli.main import run as run_command
 from jettison.core.units import GIB
-from jettison.predict.allowance import fixed_allowance
 from jettison.predict.forecast import forecast
 from jettison.predict.passes import cached_segments, passes_of
 from jettison.predict.ranges import (
@@ -31,6 +30,7 @@ from jettison.predict.ranges import (
 )
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
+from jettison.spec.allowance import fixed_allowance
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute

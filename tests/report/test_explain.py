@@ -15,8 +15,7 @@ from jettison.memory.actions import OrderOptions, device_order
 from jettison.memory.schedule import PipelineShape
 from jettison.memory.step import StageLoad
 from jettison.memory.unit import Unit
-from jettison.predict.allowance import available_bytes, limit_of
-from jettison.predict.forecast import Stage, forecast
+from jettison.predict.forecast import Stage, available_bytes, forecast, limit_of
 from jettison.predict.ranges import FitBudget, FitRule, FitVerdict, figures, fit_budgets, time_residual
 from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts

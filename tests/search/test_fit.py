@@ -10,14 +10,14 @@ import jettison
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.families.presets import preset
-from jettison.predict.allowance import FRAGMENTS, available_bytes, fixed_allowance, limit_of
-from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.forecast import Forecast, available_bytes, forecast, limit_of
 from jettison.predict.ranges import FitRule, fit_budgets
 from jettison.report.schemas import part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.search import largest as fit_module
 from jettison.search.largest import Edge, fit
+from jettison.spec.allowance import FRAGMENTS, fixed_allowance
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, ZeroBuckets
 from jettison.spec.precision import PRECISIONS, Gradients

@@ -9,8 +9,7 @@ from jettison.core.errors import Infeasible, UsageError
 from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
 from jettison.memory.span import Phase
-from jettison.predict.allowance import available_bytes
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import available_bytes, forecast
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Chosen, KeptBuffers
 from jettison.predict.time import estimate

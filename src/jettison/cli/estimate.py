@@ -24,8 +24,7 @@ from jettison.cli.app import (
 from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, in_keys_of, sourced, spec_of
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
-from jettison.predict.allowance import Limit, limit_of
-from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.forecast import Forecast, forecast, limit_of
 from jettison.predict.ranges import fit_budgets
 from jettison.predict.time import estimate as estimate_run
 from jettison.report.console import hint, progress
@@ -33,9 +32,9 @@ from jettison.report.estimate import EstimateReport
 from jettison.report.training_cost import TrainingBudget
 from jettison.request.options import NOTHING_ASKED, RunRequest
 from jettison.request.resolve import is_live, resolve
-from jettison.search.micro_batches_without_recompute import settled
+from jettison.spec.allowance import Limit
 from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.recompute import Mode
+from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run, anchored, placed
 
 if TYPE_CHECKING:
@@ -138,7 +137,11 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
 
 def _memory(run: Run, device: Hardware, limit: Limit) -> tuple[Forecast, AutoForecast | None]:
     if run.recompute.mode is not Mode.AUTO:
-        return forecast(settled(run, fit_budgets(run, limit))), None
+        if run.recompute.whole == MOST:
+            from jettison.search.largest import settled
+
+            run = settled(run, fit_budgets(run, limit))
+        return forecast(run), None
     from jettison.search.auto_recompute import choose_within  # the planner takes its time to load
 
     planned, reached = anchored(run, device)

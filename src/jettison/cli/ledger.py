@@ -31,16 +31,15 @@ from jettison.families.presets import PRESETS
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
 from jettison.models.model_types import require_known_file
-from jettison.predict.allowance import Limit, limit_of
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import forecast, limit_of
 from jettison.predict.ranges import FitBudget, fit_budgets
 from jettison.report.console import hint, progress
 from jettison.report.ledger import ComparedLedger, LedgerReport, forecast_report
 from jettison.request.options import NOTHING_ASKED, RunRequest
 from jettison.request.resolve import TRACED, Resolved, is_live, refuse_for_trace, resolve
-from jettison.search.micro_batches_without_recompute import settled
+from jettison.spec.allowance import Limit
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
-from jettison.spec.recompute import Mode
+from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import anchored, placed
 
 if TYPE_CHECKING:
@@ -175,7 +174,12 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
         raise UsageError(f"{flag} needs to know what to fit into; give --budget or --gpu")
     choice = _choose(asked, limit, device, anyway=fit) if limit is not None and auto else None
     budgets = () if limit is None else fit_budgets(asked.run, limit)
-    found = forecast(settled(asked.run, budgets)) if choice is None else choice.forecast
+    run = asked.run
+    if choice is None and run.recompute.whole == MOST:
+        from jettison.search.largest import settled
+
+        run = settled(run, budgets)
+    found = forecast(run) if choice is None else choice.forecast
     asked = replace(asked, run=found.run)
     explanation = None
     if flags.explain:

@@ -36,11 +36,12 @@ from jettison.core.progress import Progress, silent
 from jettison.core.units import format_bytes
 from jettison.families.presets import PRESETS
 from jettison.models.model_types import require_known_file
-from jettison.predict.allowance import Limit, limit_of
+from jettison.predict.forecast import limit_of
 from jettison.report.console import hint, json_text, progress
 from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
 from jettison.request.options import DECIDED, NOTHING_ASKED, RunRequest
 from jettison.request.resolve import TRACED, flag_of, is_live, refuse_for_trace, resolve
+from jettison.spec.allowance import Limit
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored

@@ -97,8 +97,6 @@ def seldom_collected() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-# Ctrl-C ---------------------------------------------------------------------------------------------------------------
-
 EXIT_INTERRUPTED: Final = 130
 MOMENT_SECONDS: Final = 0.5
 """For cleaning up."""

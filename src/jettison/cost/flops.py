@@ -59,6 +59,7 @@ def region_flops(region: Region) -> RegionFlops:
     return RegionFlops(gemms=sum(step.flops for step in steps) - attention, attention=attention, frozen=frozen)
 
 
+@lru_cache(maxsize=4096)
 def visible_share(layer: AnyLayer, seq: int) -> float:
     """Share of a layer's attention scores that are not masked."""
     causal, window = layer.causal, layer.window
@@ -66,6 +67,17 @@ def visible_share(layer: AnyLayer, seq: int) -> float:
     if causal:
         return reach / seq - (reach * (reach - 1)) / (2 * seq * seq)
     return min(1.0, 2 * reach / seq) if reach < seq else 1.0
+
+
+def computed_share(run: Run, layer: AnyLayer) -> float:
+    """Share of the attention scores of a layer that its kernels compute."""
+    seq, masked = run.packed or run.seq, run.kernels.documents is Documents.MASK
+    if masked and run.packed:
+        return 1.0
+    # kernels with a mask tensor skip no blocks; flash-attn and FlexAttention skip those outside the window
+    if masked and run.kernels.tensor_masks and layer.window is not None and layer.window <= seq:
+        return 1.0
+    return visible_share(layer, seq)
 
 
 def unsharded(run: Run) -> RegionSignature:

@@ -40,10 +40,10 @@ from jettison.diagnose.log import MOST_READ_BYTES, decoded
 from jettison.diagnose.profile_file import is_trace, read_profile
 from jettison.diagnose.snapshot import is_snapshot, read_snapshot
 from jettison.diagnose.step_profile import profile_steps
-from jettison.predict.allowance import fixed_allowance
 from jettison.predict.forecast import Forecast, buffers, extra_bytes, forecast
 from jettison.predict.ranges import AGREES, Measure, lineage
 from jettison.predict.time import estimate
+from jettison.spec.allowance import fixed_allowance
 from jettison.spec.anchor import MEASURED_WORDS, MOST_COPIES, MeasuredRun, RunAnchor
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, slower

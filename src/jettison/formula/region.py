@@ -12,7 +12,7 @@ from typing import Any, Final
 from jettison.core.dtypes import tensor_bytes
 from jettison.core.errors import UsageError
 from jettison.formula.basic import enter, linear
-from jettison.formula.embedding import embedding, looked_up_tokens
+from jettison.formula.embedding import TOKENS, embedding, looked_up_tokens
 from jettison.formula.layer import layer
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.loss import head, score
@@ -359,3 +359,32 @@ def active_parameter_count(model: ModelSpec) -> int:
             experts = sum(w.total for w in layer_region(signature, kind).weights if w.expert)
             idle += layers * experts * (moe.experts - moe.top_k) // moe.experts
     return parameter_count(model) - idle
+
+
+@lru_cache(maxsize=65536)
+def cached_bytes(region: Region, kept: frozenset[int]) -> int:
+    """Bytes of cast weights that a region does not keep, in autocast's cache until its context exits.
+
+    ``aten/src/ATen/autocast_mode.cpp``, ``cached_cast``: of leaves that require gradients; ``clear_cache`` is called
+    when the outermost context exits (``torch/amp/autocast_mode.py``, ``__exit__``), after the loss.
+    """
+    found = {
+        region.buffers[step.outputs[0].storage]
+        for step in region.tape.steps
+        if step.casts is not None and not step.casts.frozen
+    }
+    return region.program.kept_bytes(frozenset(found - kept))
+
+
+def tied_table(region: Region, each: int) -> tuple[int, int]:
+    """Bytes of the gradient of a tied embedding, and of its region's other gradients, which come first."""
+    learned = [w for w in region.weights if not w.frozen]
+    tables = [w for w in learned if w.name == TOKENS] or learned
+    table = max((w.numel for w in tables), default=0)
+    return table * each, (sum(w.numel for w in learned) - table) * each
+
+
+def held_over(embedding: Region) -> int:
+    """Return the bytes that an embedding allocates for all layers, such as rotary tables."""
+    steps = (step for step in embedding.tape.steps if step.name == "hold")
+    return sum(embedding.tape.sizes[storage] for storage in {s.value.storage for step in steps for s in step.saved})

@@ -23,13 +23,13 @@ from jettison.frameworks.config_file import ConfigFile, read_config_file, split_
 from jettison.frameworks.python_values import call_line, configurations
 from jettison.frameworks.run_file import RunFile, flags_of, read_run
 from jettison.frameworks.shell_script import OF_LAUNCHERS
-from jettison.predict.allowance import Limit
 from jettison.predict.forecast import forecast
 from jettison.predict.ranges import FitVerdict, figures
 from jettison.predict.time import estimate
 from jettison.request.options import DECIDED, RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.auto_recompute import AutoForecast
+from jettison.spec.allowance import Limit
 from jettison.spec.anchor import RunAnchor
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run

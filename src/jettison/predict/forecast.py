@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from operator import mul
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.objects import summary
+from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
 from jettison.formula.region import embedding_region, parameter_count
 from jettison.formula.static import Static
@@ -30,11 +31,15 @@ from jettison.predict.optimizer_state import (
 from jettison.predict.stage_buffers import buffers_of, packed_batch, sending, workspace_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, pipeline_shape, walk
 from jettison.predict.units import sent_to_host, stream_bytes, units
+from jettison.spec.allowance import Limit, available_to
 from jettison.spec.anchor import BUFFERS, RunAnchor
 from jettison.spec.layout import Reshard
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run, expect_run
+
+if TYPE_CHECKING:
+    from jettison.spec.hardware import Hardware
 
 Units = tuple[Unit, ...]
 GRADIENT_COPIES: Final = "copies of gradients"
@@ -319,3 +324,34 @@ def buffers(found: Forecast) -> Iterator[tuple[str, int]]:
     logits = tokens * model.vocab // layout.tp if model.words else 0
     static, stream = found.worst.static, tokens * model.hidden // layout.tp
     yield from zip(BUFFERS, (4 * logits, 2 * logits, static.parameters, static.gradients, 4 * stream), strict=True)
+
+
+# limits ---------------------------------------------------------------------------------------------------------------
+
+
+def available_bytes(hardware: Hardware, run: Run) -> int:
+    """Usable bytes of a device for tensors: the largest peak that fits with its expected allowance; 0 if none does."""
+    anchor = run.anchor
+    context = 0 if anchor is None else max(0, anchor.context or 0)
+    left = available_to(hardware, run.layout, run.kernels.device, context=context)
+    return left if anchor is None else max(0, left - extra_bytes(anchor, run))
+
+
+def limit_of(*, budget: str | None, gpu: str | None, run: Run | None = None) -> Limit | None:
+    """Return the smaller of a budget and a GPU's memory for tensors; None without either. Raise `UsageError` for a
+    budget without a unit, or an unknown GPU.
+
+    Args:
+        run: the run that decides the GPU's allowance; None: no allowance.
+    """
+    given, there = None if budget is None else parse_bytes(budget), None
+    limits = [] if given is None else [Limit(nbytes=given)]
+    if gpu is not None:
+        from jettison.spec.hardware import hardware  # most ledgers are of no GPU
+
+        device = hardware(gpu)
+        left = device.usable_bytes if run is None else available_bytes(device, run)
+        there = device.usable_bytes
+        limits.append(Limit(nbytes=left, gpu=device.name))
+    least = min(limits, key=lambda limit: limit.nbytes, default=None)
+    return least and replace(least, budget_bytes=given, device_bytes=there)

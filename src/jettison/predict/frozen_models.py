@@ -12,11 +12,10 @@ from functools import lru_cache
 
 from jettison.families.family import kernels_for
 from jettison.formula.liveness import forward_height
-from jettison.formula.region import Region, score_region
+from jettison.formula.region import Region, held_over, score_region
 from jettison.formula.static import static, together
 from jettison.ledger.program import Source
 from jettison.predict.fsdp2 import FsdpGroups
-from jettison.predict.passes import held_over
 from jettison.predict.stages import RegionGroup, outline
 from jettison.spec.kernels import WORKSPACES, Kernels, Loss
 from jettison.spec.layout import Reshard

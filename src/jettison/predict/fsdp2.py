@@ -85,7 +85,7 @@ from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.formula.static import Static, declared, static, together
 from jettison.memory.unit import Unit
 from jettison.predict.live_parameters import Live, live_parameters
-from jettison.predict.passes import named_frames, named_passes, passes_of, sums_apart
+from jettison.predict.passes import named_frames, named_passes, passes_of
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
 from jettison.spec.kernels import Device, Loss
 from jettison.spec.layout import Reshard
@@ -153,7 +153,7 @@ class FsdpGroups:
             late_again=(_unsharded(run, last) if run.allocates_unsharded_gradients else 0) + tied,
             late_shards=0 if run.keeps_unsharded_gradients else last.static.gradients,
             last=_last_gradient(run, last),
-            tied=2 * tied if sums_apart(run) else tied,
+            tied=2 * tied if run.sums_tied_gradients else tied,
         )
 
     def named(self, run: Run, part: StageRegion) -> int:
@@ -279,27 +279,6 @@ def with_fsdp_buffers(
         return unit.plus(backward=0 if place.behind is None else place.behind.static.reduced)
     reduces, treated = reducing or not run.keeps_unsharded_gradients, treated or place.own[0]
     return _Sharded(run=run, unit=unit, place=place, treated=treated, reducing=reducing, reduces=reduces).whole()
-
-
-def fsdp_bytes_of_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
-    """Return the least bytes of weights and gradients during the backward of a group's last region."""
-    chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
-    stop = sum(len(group.names) for group in groups[: at + 1])
-    place = GroupPlace.of(chunk, stop - 1, stop)
-    if place.live:
-        return place.live[0][1]
-    part, behind = place.own[0], 0 if place.behind is None else place.behind.static.reduced
-    behind = 0 if run.keeps_unsharded_gradients else behind
-    shard = chunk.left(part) if chunk.ranks else 0
-    there, ahead = chunk.again(part), chunk.again(place.before)
-    if run.layout.flat_parameters:  # a lower bound: reentrant checkpoints prefetch nothing
-        return there
-    own = own_experts(run, part)
-    if own.gathered:
-        ahead -= own_experts(run, place.before).gathered if ahead else 0
-        after = behind_experts(run, own) - own.gathered
-        return there + min(behind, ahead + behind, ahead + after) - shard
-    return behind - shard + there + ahead
 
 
 def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:

@@ -13,37 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby, pairwise
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.cost.collective import cpu_seconds, group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.flops import everything, recompute_flops, repeated, to_the_end, visible_share
+from jettison.cost.flops import computed_share, everything, repeated, to_the_end
 from jettison.cost.layer import NOTHING, PassSeconds, PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds
-from jettison.formula.region import Region, embedding_region
+from jettison.cost.region_in_step import OPTIMIZER_PASSES, Item, item_of, pending_share, price_model, quantized_bytes
+from jettison.formula.region import embedding_region
 from jettison.formula.split_backward import computing_groups
-from jettison.formula.static import Static, state_bytes, static, together
+from jettison.formula.static import Static, static, together
 from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.optimizer_state import offloaded_optimizer
 from jettison.predict.stages import COMPILERS, FULL, NONE, RegionGroup, StageRegion, again_by, kept_by, segment_ends
 from jettison.predict.units import by_torch, moved_bytes, splits
-from jettison.spec.fp8 import BF16_GEMMS, Library
 from jettison.spec.hardware import Hardware
-from jettison.spec.kernels import Documents
-from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer
-from jettison.spec.precision import Optimizer, Precision
+from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run
-
-OPTIMIZER_PASSES = 3
-"""Memory traffic of an unfused AdamW over a fused one's: 80 bytes of fp32 a parameter, and 28."""
-GRADIENT_PASSES = 3
-"""Passes over gradients before the optimizer: a read for the norm, a read and a write for clipping."""
-BUCKET_BYTES = 25 << 20
-"""Bucket size of gradient reductions: ``bucket_cap_mb`` of PyTorch's DistributedDataParallel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,85 +98,6 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
-    """``count`` equal consecutive regions; seconds and FLOPs are of one.
-
-    Args:
-        gathered: seconds of ZeRO 3's all-gather.
-        reduced: seconds of the reduction of the region's gradients.
-        offloaded: seconds of copying its kept tensors to the host, one way.
-        optimizer_bytes: memory traffic of the optimizer step.
-        prices: price model of its kernels.
-        segment: number of items, from this one on, that a planner has put into one segment.
-        groups: groups of weights for each of which torch's checkpoint recomputes the region in a split backward.
-    """
-
-    count: int
-    region: Region
-    seconds: RegionSeconds
-    gathered: float
-    reduced: float
-    recomputed_flops: float
-    optimizer_bytes: float
-    in_layer: bool
-    prices: PriceModel
-    offloaded: float = 0.0
-    segment: int = 1
-    groups: int = 0
-
-
-_price_model = lru_cache(maxsize=4096)(PriceModel)
-
-
-@lru_cache(maxsize=65536)
-def _one(
-    prices: PriceModel,
-    region: Region,
-    again: frozenset[int],
-    planned: bool,
-    adds: bool,
-    sharding: Layout,
-    optimizer: Optimizer,
-    in_layer: bool,
-) -> Item:
-    """Item of one region without offloading.
-
-    Args:
-        adds: weight gradients are accumulated over micro-batches.
-    """
-    precision, hardware = prices.precision, prices.hardware
-    seconds = prices.seconds(region, again, planned=planned)
-    if adds:
-        adding = _adding_seconds(region, sharding, precision, prices.execution, hardware)
-        seconds = seconds._replace(weights=seconds.weights + PassSeconds(compute=adding))
-    gathered, reduced = _shared_seconds(region, replace(sharding, tp=prices.layout.tp), prices)
-    return Item(
-        count=1,
-        region=region,
-        seconds=seconds,
-        gathered=gathered,
-        reduced=reduced,
-        recomputed_flops=recompute_flops(region, again),
-        optimizer_bytes=_optimizer_bytes(region, sharding, precision, optimizer, in_layer),
-        in_layer=in_layer,
-        prices=prices,
-    )
-
-
-def _computed_share(run: Run, layer: AnyLayer) -> float:
-    seq, masked = run.packed or run.seq, run.kernels.documents is Documents.MASK
-    if masked and run.packed:
-        return 1.0
-    # kernels with a mask tensor skip no blocks; flash-attn and FlexAttention skip those outside the window
-    if masked and run.kernels.tensor_masks and layer.window is not None and layer.window <= seq:
-        return 1.0
-    return _visible_share(layer, seq)
-
-
-_visible_share = lru_cache(maxsize=4096)(visible_share)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Times of one run's stages on given hardware.
 
@@ -204,12 +116,12 @@ class Timing:
     def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Price model of a layer's kernels; None: of the embedding and the head."""
         run = self.run
-        return _price_model(
+        return price_model(
             hardware=self.hardware,
             execution=self.execution,
             precision=run.precision,
             layout=run.layout.within_stage,
-            visible=1.0 if layer is None else _computed_share(run, layer),
+            visible=1.0 if layer is None else computed_share(run, layer),
         )
 
     # regions ----------------------------------------------------------------------------------------------------------
@@ -234,7 +146,7 @@ class Timing:
 
     def _item(self, part: StageRegion, count: int, again: frozenset[int], moved: int) -> Item:
         run = self.run
-        found = _one(
+        found = item_of(
             self.prices(part.layer),
             part.region,
             again,
@@ -244,7 +156,10 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
-        found = replace(found, seconds=found.seconds + self.copies(part.static)) if run.layout.zero == 3 else found
+        if run.layout.zero == 3:
+            copies = self._copies(part.static)
+            added = found.added + sum(each.seconds for each in copies)
+            found = replace(found, seconds=found.seconds + copies, added=added)
         if run.optimizer_offload.moves_parameters:  # a shard is copied from the host before its all-gather
             fetched = host_seconds(self._static(found).host_parameters, self.hardware)
             found = replace(found, gathered=found.gathered + fetched)
@@ -254,7 +169,7 @@ class Timing:
             return found
         return replace(found, count=count, groups=groups, offloaded=offloaded)
 
-    def copies(self, of: Static) -> RegionSeconds:
+    def _copies(self, of: Static) -> RegionSeconds:
         """Seconds of a region's copies of weights and gradients: NOTE [ Copies of FSDP ]."""
         layout, precision = self.run.layout, self.run.precision
         if not layout.shards_parameters or layout.buckets is not None:
@@ -379,16 +294,6 @@ class Timing:
             backward += sum(n * self._over(i.offloaded, work) for n, i, work, _ in pairs)
         return RegionSeconds(forward=PassSeconds(transfers=forward), inputs=PassSeconds(transfers=backward))
 
-    def hideable(self, items: Sequence[Item]) -> float:
-        """Exposed ZeRO transfers of a chunk's backward that more compute would hide."""
-        layout = self.run.layout
-        alone = layout.shards == 1 and not self.run.gathers_parameters
-        if not items or layout.zero < 2 or alone or not self.execution.hides_data:
-            return 0.0
-        gathers, reduces = layout.zero == 3 and layout.resharded, self.execution.reduces_each
-        waited, _ = self._loads(items[::-1], gathers=gathers, reduces=reduces, forward=False)
-        return waited * (1 - self.hardware.reached.shared)
-
     def _over(self, transfer: float, work: float) -> float:
         """Exposed seconds of a copy that overlaps with the next region. Copies need no multiprocessors."""
         return max(0.0, transfer - work) if self.execution.hides_offload else transfer
@@ -398,10 +303,10 @@ class Timing:
 
         Without the first all-gather and the last reduction, which do not overlap: the caller adds them.
         """
-        waited, every = self._loads(items, gathers=gathers, reduces=reduces, forward=forward)
+        waited, every = self.loads(items, gathers=gathers, reduces=reduces, forward=forward)
         return waited + (every - waited) * self.hardware.reached.shared
 
-    def _loads(self, items: Sequence[Item], *, gathers: bool, reduces: bool, forward: bool) -> tuple[float, float]:
+    def loads(self, items: Sequence[Item], *, gathers: bool, reduces: bool, forward: bool) -> tuple[float, float]:
         """Exposed seconds of these transfers, and all of them."""
         waited = every = 0.0
         for at, item in enumerate(items):
@@ -437,7 +342,7 @@ class Timing:
         now = done = 0.0
         for item in reversed(items):
             took, reduced = item.seconds.backward_seconds, item.reduced
-            pending = took * _pending_share(item.region)
+            pending = took * pending_share(item.region)
             for _ in range(item.count):
                 now += took
                 done = max(done, now - pending) + reduced
@@ -451,13 +356,6 @@ class Timing:
         layout = self.run.layout
         return layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
 
-    def adding(self, region: Region) -> float:
-        """Seconds to accumulate a region's weight gradients in a micro-batch's backward."""
-        run = self.run
-        if run.micro_batches == 1:
-            return 0.0
-        return _adding_seconds(region, run.layout.sharding, run.precision, self.execution, self.hardware)
-
     def optimizer(self, items: Sequence[Item], *, least: bool = False) -> float:
         """Seconds of the optimizer step: its traffic over the memory bandwidth, of the device or of the host.
 
@@ -470,7 +368,7 @@ class Timing:
         if self.run.optimizer_offload.steps_on_cpu:
             return self._host_seconds(items, passes=passes, least=least)
         nbytes = sum(item.count * item.optimizer_bytes for item in items)
-        again = sum(item.count * _quantised_bytes(item.region, precision, how) for item in items if item.in_layer)
+        again = sum(item.count * quantized_bytes(item.region, precision, how) for item in items if item.in_layer)
         return memory_seconds(nbytes * passes + again, self.hardware) + self._host_seconds(items)
 
     def _host_seconds(self, items: Sequence[Item], *, passes: int = 1, least: bool = False) -> float:
@@ -500,97 +398,3 @@ class Timing:
             in_layer=item.in_layer,
             on_host=run.optimizer_offload,
         )
-
-
-# weights --------------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def _pending_share(region: Region) -> float:
-    """Share of a region's backward that remains when its first bucket of gradients is full."""
-    gradients = sum(w.numel for w in region.weights if not w.tied and not w.frozen) * 4
-    return max(0.0, 1 - BUCKET_BYTES / gradients) if gradients else 0.0
-
-
-def _shared_seconds(region: Region, layout: Layout, prices: PriceModel) -> tuple[float, float]:
-    """Seconds of a region's all-gather of weights and reduction of gradients."""
-    precision, hardware, execution = prices.precision, prices.hardware, prices.execution
-    gathered = reduced = 0.0
-    whole = layout.zero == 0 or (layout.zero == 1 and execution.reduces_whole)
-    kind = "all_reduce" if whole else "reduce_scatter_tensor"
-    sent = "float32" if execution.reduces_float32 else precision.reduce_dtype
-    for expert in (False, True):
-        shared = [w for w in region.weights if w.expert is expert and not w.tied]
-        elements = sum(w.numel for w in shared if not w.frozen)
-        frozen = sum(w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute] for w in shared if w.frozen)
-        ranks = group(layout, "experts" if expert else "shards", hardware.node)
-        weights, gradients = (elements * DTYPE_BYTES[dtype] for dtype in (precision.compute, sent))
-        gathered += transfer_seconds("all_gather_into_tensor", weights + frozen, ranks, hardware)
-        reduced += transfer_seconds(kind, gradients, ranks, hardware)
-    return gathered, reduced
-
-
-def _adding_seconds(
-    region: Region, layout: Layout, precision: Precision, execution: Execution, hardware: Hardware
-) -> float:
-    """Seconds to accumulate a micro-batch's weight gradients, unless their GEMM does."""
-    nbytes = 0
-    unsharded = layout.zero == 3 and not execution.reduces_each  # NOTE [ Unsharded gradients ] in `fsdp2`
-    kept = precision.reduce_dtype if unsharded else precision.accumulator or precision.gradient
-    casts = kept != precision.compute if unsharded else execution.casts_gradients and precision.compute != "float32"
-    given, into = DTYPE_BYTES[precision.compute if casts or unsharded else precision.gradient], DTYPE_BYTES[kept]
-    for weight in region.weights:
-        if not weight.tied and not weight.frozen:
-            sharded = layout.zero >= 2 and execution.reduces_each
-            ranks = layout.expert_shards if weight.expert else layout.shards
-            elements = -(-weight.numel // ranks) if sharded else weight.numel
-            nbytes += elements * (into if execution.accumulates_in_gemm else given + 2 * into * (1 + casts))
-    return memory_seconds(nbytes, hardware)
-
-
-@lru_cache(maxsize=16384)
-def _quantised_bytes(region: Region, precision: Precision, execution: Execution) -> int:
-    """Memory traffic of quantizing a layer's weights, where that happens once a step."""
-    recipe = precision.recipe or execution.recipe
-    if precision.gemm_inputs is None or not (
-        execution.delayed_scaling if recipe is None else recipe.library is Library.TE
-    ):
-        return 0
-    each = DTYPE_BYTES[precision.parameter]
-    if recipe is None:
-        each += DTYPE_BYTES[precision.gemm_inputs]
-        return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
-    total = 0
-    for w in region.weights:
-        own = w.recipe or recipe
-        if w.gemm and not w.head and not w.frozen and not w.tied and own != BF16_GEMMS:
-            copies = 1 if own.either_way else 2
-            total += each * (1 + own.looks) * w.numel + (w.quantized_bytes or copies * w.numel * own.bits // 8)
-    return total
-
-
-def _optimizer_bytes(
-    region: Region, layout: Layout, precision: Precision, optimizer: Optimizer, in_layer: bool
-) -> float:
-    """Memory traffic of the optimizer step on one rank: the norm and clipping of gradients, then the update. A sharded
-    optimizer reads shards of gradients only (Megatron-Core, ``DistributedOptimizer._copy_model_grads_to_main_grads``
-    and ``MegatronOptimizer.get_main_grads_for_grad_norm``).
-
-    Masters of another dtype than gradients need a copy of these first.
-    """
-    if optimizer is Optimizer.NONE:
-        return 0.0
-    total = 0.0
-    given = DTYPE_BYTES[precision.accumulator or precision.gradient]
-    gradient = max(given, DTYPE_BYTES[precision.master or precision.gradient])
-    copied = given + gradient if gradient != given else 0
-    parameter = DTYPE_BYTES[precision.parameter] * (1 if precision.master else 2)
-    for weight in region.weights:
-        if weight.tied or weight.frozen:
-            continue
-        ranks = layout.expert_shards if weight.expert else layout.shards
-        owned = -(-weight.numel // ranks) if layout.zero >= 1 else weight.numel
-        state = state_bytes(weight, owned, precision, optimizer, in_layer=in_layer)
-        state += owned * (DTYPE_BYTES[precision.master] if precision.master else 0)
-        total += owned * (copied + GRADIENT_PASSES * gradient + gradient + parameter) + 2 * state
-    return total

@@ -27,7 +27,8 @@ from jettison.cost.flops import Counting, model_flops, tokens, utilisation
 from jettison.cost.layer import RegionSeconds
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
-from jettison.predict.stage_time import Item, StageSeconds, Timing
+from jettison.cost.region_in_step import Item
+from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline, pipeline_shape
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run, anchored, expect_run

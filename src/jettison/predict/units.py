@@ -32,21 +32,13 @@ from typing import NamedTuple
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.embedding import POSITIONS
 from jettison.formula.liveness import Passes
-from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
+from jettison.formula.region import EMBEDDING, HEAD, Region, cached_bytes, embedding_region, held_over, tied_table
 from jettison.formula.split_backward import InputHalf, checkpointed_weight_half, input_half, read_by_groups, weight_half
 from jettison.formula.tape import GATHER
 from jettison.memory.unit import Halves, Unit, WeightStep
 from jettison.predict.frozen_models import highest_forward
 from jettison.predict.fsdp2 import GroupPlace, has_outer_ends, with_fsdp_buffers, with_shards
-from jettison.predict.passes import (
-    cached_bytes,
-    caches_copies,
-    held_over,
-    named_passes,
-    passes_of,
-    sums_apart,
-    tied_table,
-)
+from jettison.predict.passes import named_passes, passes_of
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.kernels import AttentionKernel, Documents, Loss
 from jettison.spec.model import Attention, Biases, Layer, ModelSpec
@@ -133,7 +125,7 @@ class _How(NamedTuple):
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> list[Unit]:
     size = run.recompute.segment
-    how = _How(run.frees_gradients, run.gradients_coexist, run.gradient_rule, caches_copies(run))
+    how = _How(run.frees_gradients, run.gradients_coexist, run.gradient_rule, run.caches_casts)
     if size > 1 or any(group.part.layers > 1 for group in groups):
         return list(_segments(run, groups, size, how))
     # alternating layers of two kinds have a group each, of the same two regions
@@ -157,7 +149,7 @@ def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
             table, others = tied_table(part.region, each)
             gradient -= table
             summed = table // each * DTYPE_BYTES[rule.added]
-            both = 2 * summed if sums_apart(run) else summed  # the engine's sum and its new term
+            both = 2 * summed if run.sums_tied_gradients else summed  # the engine's sum and its new term
             backward, added = max(adding.backward_peak, others + both), max(adding.backward_peak, both)
             if run.model.source is not None:  # the decoder's embedding came first: `_with_gradients`
                 again = 0 if run.model.source.sound else others + summed
@@ -237,7 +229,7 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
         else _segment_backward(parts[0].region, plain, [part.static.gradients for part in parts]),
         adding_peak=passing,
         gradient=_left(run, parts),
-        cached=sum(cached_bytes(p.region, k) for p, k in zip(parts, kept, strict=True)) if caches_copies(run) else 0,
+        cached=sum(cached_bytes(p.region, k) for p, k in zip(parts, kept, strict=True)) if run.caches_casts else 0,
         regions=len(parts),
     )
 
@@ -454,12 +446,12 @@ def _with_gradients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit
 def _rows_gradient(run: Run, groups: Sequence[RegionGroup]) -> int:
     """Bytes of the decoder's gradients of a tied embedding and its output, before the encoder's backward.
 
-    With its sum with the head's, if that is a new tensor: `predict.passes.sums_apart`.
+    With its sum with the head's, if that is a new tensor: `Run.sums_tied_gradients`.
     """
     if not run.model.tied_embeddings:
         return 0
     table, _ = tied_table(groups[0].part.region, DTYPE_BYTES[run.gradient_rule.added])
-    return (1 + sums_apart(run)) * table + groups[0].part.region.output.nbytes
+    return (1 + run.sums_tied_gradients) * table + groups[0].part.region.output.nbytes
 
 
 def _given_bytes(run: Run, layer: Layer) -> int:

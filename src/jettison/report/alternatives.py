@@ -19,14 +19,15 @@ from jettison.core.units import GIB, format_bytes, format_percent, format_second
 from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.layer import Class
+from jettison.cost.region_in_step import Item
 from jettison.formula.region import HELD, Region, layer_region
-from jettison.predict.allowance import Limit, available_bytes
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import available_bytes, forecast
 from jettison.predict.ranges import FitRule, fit_budgets, time_residual
-from jettison.predict.stage_time import Item, Timing
+from jettison.predict.stage_time import Timing
 from jettison.predict.stages import StageRegion, walk
 from jettison.predict.time import Estimate, estimate
 from jettison.report.tables import span
+from jettison.spec.allowance import Limit
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

@@ -44,7 +44,6 @@ from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_sig
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.sums import Factor, Monomial, Positive, SizeGuard, SizeGuards, Sum, collected, sum_of
 from jettison.formula.tape import Writer
-from jettison.predict.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.predict.fsdp2 import PhasedBackward
 from jettison.predict.passes import named_frames
 from jettison.predict.ranges import Measure, lineage, residual
@@ -53,6 +52,7 @@ from jettison.report.explorer_closed_form import MICRO_BATCHES, SumPool, named_s
 from jettison.report.explorer_models import PageModel, page_models
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
+from jettison.spec.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout

@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.families.presets import PRESETS
-from jettison.predict.allowance import Limit, available_bytes
-from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.forecast import Forecast, available_bytes, forecast
 from jettison.predict.time import Estimate, estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search.auto_recompute import choose_within
+from jettison.spec.allowance import Limit
 from jettison.spec.hardware import Hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Mode

@@ -13,8 +13,7 @@ from jettison.core.units import GIB
 from jettison.cost.flops import PASSES
 from jettison.families.presets import shown
 from jettison.formula.region import Region
-from jettison.predict.allowance import available_bytes
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import available_bytes, forecast
 from jettison.predict.ranges import FitVerdict, figures
 from jettison.predict.stages import FULL, NONE, StageRegion, kept_by
 from jettison.predict.time import estimate

@@ -14,8 +14,7 @@ from jettison.core.errors import Infeasible
 from jettison.memory.actions import DeviceAction
 from jettison.memory.schedule import PASSES, Work
 from jettison.memory.step import StageAction, actions
-from jettison.predict.allowance import available_bytes
-from jettison.predict.forecast import Forecast, Stage, replayed_load
+from jettison.predict.forecast import Forecast, Stage, available_bytes, replayed_load
 from jettison.predict.ranges import time_residual
 from jettison.predict.time import Breakdown
 from jettison.predict.units import sent_to_host

@@ -14,7 +14,6 @@ from jettison.core.units import format_bytes
 from jettison.ledger.compare import Difference
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS, SavedTensor
-from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import OffloadedOptimizer
@@ -22,6 +21,7 @@ from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anch
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import Resolved, flag_of
+from jettison.spec.allowance import Limit
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import DropoutSites
 from jettison.spec.precision import Accumulation, Gradients

@@ -20,10 +20,10 @@ from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 if TYPE_CHECKING:  # reading plans takes libraries that most commands can do without
     from jettison.frameworks.export import Exported
     from jettison.frameworks.policy import Cost, LayerPolicy
-    from jettison.predict.allowance import Limit
     from jettison.report.alternatives import NextGiB, Reason
     from jettison.search.auto_recompute import AutoForecast
     from jettison.solve.plan import Plan
+    from jettison.spec.allowance import Limit
 
 SCHEMA = "jettison.plan/1"
 DESCRIBED = "description"

@@ -16,15 +16,15 @@ from jettison.core.errors import Infeasible
 from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
 from jettison.ledger.program import Source
-from jettison.predict.allowance import Limit
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, fit_budgets, most_bytes
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import KeptBuffers, kept_by, pipeline_shape
 from jettison.predict.time import Estimate, estimate, recomputing
-from jettison.search.micro_batches_without_recompute import with_whole
+from jettison.search.largest import with_whole
 from jettison.search.stage_choice import StageChoice, StageOutcome
 from jettison.solve.plan import PolicyName, policy_name
+from jettison.spec.allowance import Limit
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run

@@ -37,12 +37,13 @@ from operator import ge, mul
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from jettison.cost.execution import execution_of
+from jettison.cost.region_in_step import Item
 from jettison.memory.actions import OrderOptions, device_order
 from jettison.memory.schedule import PipelineShape, Work
 from jettison.predict.forecast import Forecast
 from jettison.predict.fsdp2 import own_experts
 from jettison.predict.passes import passes_of
-from jettison.predict.stage_time import Item, Timing
+from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline
 from jettison.predict.time import Estimate
 from jettison.search.space import Setup
@@ -473,7 +474,7 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     items = timing.items(chunk)
     in_layer = [item.in_layer for item in items]
     layers = [item for item in items if item.in_layer]
-    added = [timing.adding(g.part.region) + sum(each.seconds for each in timing.copies(g.part.static)) for g in chunk]
+    added = [item.added for item in items]
     shards = layout.zero >= 2 and layout.shards > 1
     stays = run.gradients is not Gradients.ACCUMULATOR
     statics, is_layer = [group.part.static for group in chunk], [group.part.is_layer for group in chunk]

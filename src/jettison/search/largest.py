@@ -1,4 +1,5 @@
-"""Largest micro-batch, sequence and smallest sharding with which a run fits a budget, each with both sides of its edge.
+"""Largest micro-batch, sequence and smallest sharding with which a run fits a budget, each with both sides of its edge;
+most micro-batches without checkpointing.
 
 `forecast(run).peak_bytes`, the allocated bytes of the worst rank from the second step on, is compared with a budget for
 allocations. On a GPU budgets are those of `ranges.fit_budgets`.
@@ -7,6 +8,12 @@ With a planner (--recompute auto), a run fits if its smallest plan does.
 
 Each size changes alone, with the rest of the run fixed; `fitting_changes` finds settings with which a run fits. Peaks
 are assumed to grow with batch and sequence; the edge is checked on both sides.
+
+NOTE [ Micro-batches without checkpointing ]
+Later pipeline stages have fewer micro-batches in flight, so a plan for the first stage leaves memory free on others. A
+number of micro-batches in each window is not checkpointed, the same on every stage, as in Megatron (arXiv 2205.05198
+Appendix C); windows of later stages are shorter, and the share is larger there. Bytes and seconds are counted for each
+micro-batch: `memory.actions.device_order` and `PipelineShape.recomputing_share`.
 """
 
 from __future__ import annotations
@@ -19,10 +26,12 @@ from math import gcd
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.predict.forecast import forecast
+from jettison.predict.forecast import forecast, forecast_sizes
 from jettison.predict.ranges import FitBudget, FitRule
+from jettison.predict.stages import pipeline_shape
 from jettison.search.changes import FittingChange
 from jettison.spec.layout import Layout
+from jettison.spec.recompute import Mode
 from jettison.spec.run import Run
 
 SEQUENCE_STEP: Final = 128
@@ -175,3 +184,31 @@ def _smallest(peak: Callable[[Run], int], runs: Iterable[tuple[int, Run]], budge
         failed.append((nbytes, choice))
     closest = min(failed)
     return Edge(next_value=closest[1], next_peak_bytes=closest[0])
+
+
+# micro-batches without checkpointing ----------------------------------------------------------------------------------
+
+
+def most_whole(run: Run, limit_bytes: int) -> Run:
+    """Return the run with as many micro-batches without checkpointing as fit, by bisection: each saves time.
+
+    There are none in a run that does not fit without them, has no pipeline, or does not checkpoint.
+    """
+    if run.layout.pp == 1 or run.recompute.mode is Mode.NONE or run.recompute.to_host:
+        return with_whole(run, 0)
+    counts = range(1, pipeline_shape(run).window(0) + 1)  # the first stage has most in flight
+    most = bisect_right(counts, limit_bytes, key=lambda whole: forecast_sizes(with_whole(run, whole)).peak_bytes)
+    return with_whole(run, most)
+
+
+def settled(run: Run, budgets: Sequence[FitBudget]) -> Run:
+    """Return the run with `MOST` replaced by the number that fits the first budget. `UsageError` without a limit."""
+    if not budgets:
+        raise UsageError("--micro-batches-without-recompute most needs a limit; give --budget or --gpu")
+    peak_bytes = forecast_sizes(with_whole(run, 0)).peak_bytes
+    return most_whole(run, next((one for one in budgets if peak_bytes <= one.nbytes), budgets[-1]).nbytes)
+
+
+def with_whole(run: Run, whole: int) -> Run:
+    """Return the run with another number of micro-batches without checkpointing."""
+    return replace(run, recompute=replace(run.recompute, whole=whole))

@@ -32,21 +32,23 @@ from operator import mul
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
+from jettison.cost.region_in_step import Item
 from jettison.formula.region import Region
 from jettison.memory.actions import Occupancy
 from jettison.memory.schedule import PipelineShape, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.fsdp2 import fsdp_bytes_of_last
+from jettison.predict.fsdp2 import FsdpGroups, GroupPlace, behind_experts, own_experts
 from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, Chunk, kept_by, pipeline_shape, planned_program
+from jettison.predict.stages import FULL, Chunk, RegionGroup, kept_by, pipeline_shape, planned_program
 from jettison.predict.time import Estimate, works
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.search.stage_choice import layer_points
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import GradientRule
+from jettison.spec.run import Run
 
 Segments = tuple[tuple[int, float], ...]
 """Bytes that a layer can free and the seconds that they cost, the cheapest first."""
@@ -70,7 +72,7 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     alike = len(run.model.kinds) == 1
     parts = [group.part for chunk in chunks.values() for group in chunk if group.part.is_layer]
     hulls = {part.region: _segments(timing.prices(part.layer), part.region, part.policy, alike) for part in parts}
-    waits = {each: timing.hideable(own) for each, own in items.items()}
+    waits = {each: _hideable(timing, own) for each, own in items.items()}
     again, hiding = [], []
     known: dict[tuple[int, bool], ChunkRise] = {}
     for stage in plain.stages:
@@ -193,7 +195,7 @@ def _chunk_rise(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], ther
     for at in reversed(range(len(groups))):
         part = groups[at].part
         if part.is_layer:
-            floor = level + fsdp_bytes_of_last(run, groups, at)
+            floor = level + _fsdp_bytes_of_last(run, groups, at)
             ways = _layer_options(timing.prices(part.layer), part.region, part.policy, run.gradient_rule, there)
             return lowest, tuple((floor + rise, released, seconds) for rise, released, seconds in ways)
         unit = units.pop()  # ends of a model are units of their own
@@ -276,3 +278,35 @@ def _segments(prices: PriceModel, region: Region, policy: str, alike: bool) -> S
 def _on_or_above(first: tuple[int, float], middle: tuple[int, float], last: tuple[int, float]) -> bool:
     """Is the point in the middle on or above the line through the others?"""
     return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])
+
+
+def _fsdp_bytes_of_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
+    """Return the least bytes of weights and gradients during the backward of a group's last region."""
+    chunk = FsdpGroups.of(run, [group.part for group in groups for _ in group.names])
+    stop = sum(len(group.names) for group in groups[: at + 1])
+    place = GroupPlace.of(chunk, stop - 1, stop)
+    if place.live:
+        return place.live[0][1]
+    part, behind = place.own[0], 0 if place.behind is None else place.behind.static.reduced
+    behind = 0 if run.keeps_unsharded_gradients else behind
+    shard = chunk.left(part) if chunk.ranks else 0
+    there, ahead = chunk.again(part), chunk.again(place.before)
+    if run.layout.flat_parameters:  # a lower bound: reentrant checkpoints prefetch nothing
+        return there
+    own = own_experts(run, part)
+    if own.gathered:
+        ahead -= own_experts(run, place.before).gathered if ahead else 0
+        after = behind_experts(run, own) - own.gathered
+        return there + min(behind, ahead + behind, ahead + after) - shard
+    return behind - shard + there + ahead
+
+
+def _hideable(timing: Timing, items: Sequence[Item]) -> float:
+    """Exposed ZeRO transfers of a chunk's backward that more compute would hide."""
+    layout = timing.run.layout
+    alone = layout.shards == 1 and not timing.run.gathers_parameters
+    if not items or layout.zero < 2 or alone or not timing.execution.hides_data:
+        return 0.0
+    gathers, reduces = layout.zero == 3 and layout.resharded, timing.execution.reduces_each
+    waited, _ = timing.loads(items[::-1], gathers=gathers, reduces=reduces, forward=False)
+    return waited * (1 - timing.hardware.reached.shared)

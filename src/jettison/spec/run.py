@@ -214,6 +214,23 @@ class Run:
         return self.gradients is Gradients.IN_BACKWARD or freed
 
     @property
+    def caches_casts(self) -> bool:
+        """Whether autocast caches cast weights; it does not for `parallel.parameters.local_part`, which is no leaf."""
+        return self.autocast and (self.layout.tp == 1 or self.layout.gathered_inputs)
+
+    @property
+    def sums_tied_gradients(self) -> bool:
+        """Whether the two gradients of a tied embedding are summed into a third tensor.
+
+        The engine accumulates in place if no other tensor shares the first one's storage
+        (``torch/csrc/autograd/input_buffer.cpp``, ``can_accumulate_inplace``). The head's matmul returns a view of its
+        gradient, whose base shares it; under autocast the cast makes a new tensor; for several heads, or chunks of one,
+        the sum is the engine's own; and a fused loss returns a new tensor.
+        """
+        once = not self.kernels.loss.computes_head and not self.model.mtp_num_layers
+        return once and self.model.tied_embeddings and not self.gradient_rule.fused and not self.autocast
+
+    @property
     def updates_on_cpu(self) -> bool:
         """Whether an update allocates tensors of a parameter's size: PyTorch's on CPU do, fused kernels do not."""
         return self.kernels.device is Device.CPU and self.optimizer in (Optimizer.ADAMW, Optimizer.MUON)

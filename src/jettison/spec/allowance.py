@@ -14,24 +14,22 @@ expected and a high value, from these sources, each about one machine:
   cublasLt up to 32 MiB more (pytorch#120925); a step has one or a few streams.
 - `FRAGMENTS`, a share of the peak: reserved minus allocated, with expandable segments (pytorch#96995). It is the need
   of a run, not what it reserves on a device with free memory: an allocator that runs out frees its cached blocks.
-  `ranges` has what published runs reserve; without expandable segments it can be far more: 127 GB reserved for 61 GB
-  allocated, and 97 GB with them, in a run whose work changes (cosmos-rl#388).
+  `predict.ranges` has what published runs reserve; without expandable segments it can be far more: 127 GB reserved for
+  61 GB allocated, and 97 GB with them, in a run whose work changes (cosmos-rl#388).
 
 On CPU all of it is 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from jettison.core.parse_units import parse_bytes
 from jettison.core.units import GIB, MIB, format_bytes
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
-from jettison.spec.run import Run
 
 if TYPE_CHECKING:
     from jettison.spec.hardware import Hardware
@@ -76,24 +74,14 @@ def _fixed(talking: int, experts: bool, device: Device) -> Allowance:
     return Allowance(*map(sum, zip(*parts, strict=True)))
 
 
-def available_bytes(hardware: Hardware, run: Run) -> int:
-    """Usable bytes of a device for tensors: the largest peak that fits with its expected allowance; 0 if none does."""
-    if run.anchor is None:
-        return available_to(hardware, run.layout, run.kernels.device)
-    from jettison.predict.forecast import extra_bytes
-
-    usable, layout = hardware.usable_bytes - max(0, run.anchor.context or 0), run.layout
-    left = _fitting(usable, communicators(layout), layout.ep > 1, run.kernels.device, Fraction(0))
-    return max(0, left - extra_bytes(run.anchor, run))
-
-
-def available_to(hardware: Hardware, layout: Layout, device: Device, margin: float = 0.0) -> int:
+def available_to(hardware: Hardware, layout: Layout, device: Device, margin: float = 0.0, *, context: int = 0) -> int:
     """Usable bytes for tensors of any run of a layout.
 
     Args:
         margin: 0 for the expected allowance to 1 for its upper bound, linear between.
+        context: bytes of a process in addition to the allowance.
     """
-    return _fitting(hardware.usable_bytes, communicators(layout), layout.ep > 1, device, Fraction(margin))
+    return _fitting(hardware.usable_bytes - context, communicators(layout), layout.ep > 1, device, Fraction(margin))
 
 
 @lru_cache(maxsize=1024)
@@ -127,23 +115,3 @@ class Limit:
             return f"memory of {self.gpu}"
         usable = format_bytes(self.device_bytes)
         return f"usable memory of {self.gpu} ({usable} less contexts, communicators and fragments)"
-
-
-def limit_of(*, budget: str | None, gpu: str | None, run: Run | None = None) -> Limit | None:
-    """Return the smaller of a budget and a GPU's memory for tensors; None without either. Raise `UsageError` for a
-    budget without a unit, or an unknown GPU.
-
-    Args:
-        run: the run that decides the GPU's allowance; None: no allowance.
-    """
-    given, there = None if budget is None else parse_bytes(budget), None
-    limits = [] if given is None else [Limit(nbytes=given)]
-    if gpu is not None:
-        from jettison.spec.hardware import hardware  # most ledgers are of no GPU
-
-        device = hardware(gpu)
-        left = device.usable_bytes if run is None else available_bytes(device, run)
-        there = device.usable_bytes
-        limits.append(Limit(nbytes=left, gpu=device.name))
-    least = min(limits, key=lambda limit: limit.nbytes, default=None)
-    return least and replace(least, budget_bytes=given, device_bytes=there)
