@@ -110,12 +110,14 @@ def test_fsdp_with_a_plan_is_one_process_in_double_precision(two: Launches) -> N
     assert all(rank["parity"] < 1e-12 for rank in two[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_resharding_to_a_smaller_mesh(order: str, four: Launches) -> None:
     for found in (r[f"to a smaller mesh, everything {order}"] for r in four[4]):
         assert_case(found, "to a smaller mesh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "order"), TWO_AXES)
 def test_fsdp_over_tensor_parallel_gives_the_same_bits(how: str, order: str, four: Launches) -> None:
     found = [r[f"2D {how}, {order}"] for r in four[4]]

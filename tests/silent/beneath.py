@@ -507,7 +507,7 @@ def database_in_memory() -> Program:
     return made
 
 
-@case(works=True)
+@case(works=True, slow=True)
 def containers_and_objects_whose_class_counts() -> Program:
     asked: list[str] = []
 

@@ -878,7 +878,7 @@ def buffer_that_a_block_without_a_recording_writes_to_by_numpy() -> Program:
     return program(run, init)
 
 
-@case(works=True)
+@case(works=True, slow=True)
 def module_that_a_forward_imports() -> Program:
     """A warm-up that is counted in a module of code, whose first import is in the forward."""
     folder = tempfile.mkdtemp()
