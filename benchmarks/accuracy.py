@@ -72,6 +72,7 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_posts.csv": "issues, posts and READMEs, November 2026",
     ROOT / "tests" / "facts" / "blind_speeds.csv": "throughput of READMEs, November 2026",
     ROOT / "tests" / "facts" / "blind_throughput.csv": "throughput of benchmarks and issues, November 2026",
+    ROOT / "tests" / "facts" / "blind_trainers.csv": "throughput of trainers and rented GPUs, November 2026",
     ROOT / "tests" / "facts" / "blind_memory.csv": "memory in examples and documents, November 2026",
     ROOT / "tests" / "facts" / "blind_devices.csv": "devices of ms-swift's examples, 2024 and 2026",
 }

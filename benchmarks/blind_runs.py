@@ -1,10 +1,11 @@
-"""Published runs that were all predicted before an answer was looked into: seven rounds.
+"""Published runs that were all predicted before an answer was looked into: eight rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
 and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devices.csv` (examples of one project),
-`blind_speeds.csv` (throughput of READMEs) and `blind_throughput.csv` (throughput of benchmarks and issues): each row
-was written down with its source and the command that somebody would type from it, then all were asked in one go
-(``blind``). ``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
+`blind_speeds.csv` (throughput of READMEs), `blind_throughput.csv` (throughput of benchmarks and issues) and
+`blind_trainers.csv` (throughput of trainers and of one file on thirteen GPUs): each row was written down with its
+source and the command that somebody would type from it, then all were asked in one go (``blind``).
+``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ WHY = {
     "math-16": "one head of keys takes SDPA's math kernel, which in torch 2.0 keeps 16 bits: --attention eager",
     "recipe-name": "was refused: torchao's recipe has no prefix",
     "te-elsewhere": "refused: TransformerEngine's recipe on layers that are not its own",
+    "loss-inside": "the file pads its vocabulary to 50304 and compiles its loss with the model (--loss compiled): the "
+    "command had neither",
+    "no-option": "was refused: GPUs a node is no option, and the GPU's file has one",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
 }
 
