@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from jettison.core.units import format_bytes
 from jettison.frameworks.export import TargetOutput, strategy_notes
 from jettison.frameworks.nearest import CannotSay, Nearest
 from jettison.frameworks.policy import LayerAction, draws_again
 from jettison.frameworks.text import filled, pieces
-from jettison.frameworks.torch.write import priced_code
+from jettison.frameworks.torch.write import one_switch
 
 
 def write(nearest: Nearest) -> TargetOutput:
@@ -36,9 +34,3 @@ def write(nearest: Nearest) -> TargetOutput:
     )
     files, notes = {"accelerate.yaml": text}, strategy_notes(subject, policies)
     return TargetOutput(files=files, policies=policies, cost=cost, notes=notes)
-
-
-def one_switch(nearest: Nearest, *, states: bool) -> Nearest:
-    """Return a chooser for targets with one switch for all layers."""
-    could = "one switch for all layers: every one a checkpoint, or none"
-    return nearest.saying(could, partial(priced_code, nearest.subject, states=states))

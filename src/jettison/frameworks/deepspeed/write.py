@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from jettison.frameworks.accelerate.write import one_switch
 from jettison.frameworks.export import TargetOutput, strategy_notes
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import LayerAction
+from jettison.frameworks.torch.write import one_switch
 
 
 def write(nearest: Nearest) -> TargetOutput:

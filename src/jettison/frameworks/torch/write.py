@@ -62,6 +62,12 @@ def priced_code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bo
     return text + (pieces("offload.py.txt")["stand_in"] if any(policy.offloaded for policy in policies) else "")
 
 
+def one_switch(nearest: Nearest, *, states: bool) -> Nearest:
+    """Return a chooser for targets with one switch for all layers."""
+    could = "one switch for all layers: every one a checkpoint, or none"
+    return nearest.saying(could, partial(priced_code, nearest.subject, states=states))
+
+
 def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
     """Write the file.
 
