@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import jettison
+from jettison.capture.recorder import TensorRef
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.frame import Frame
-from jettison.runtime.recipe import Recipe
+from jettison.runtime.recipe import Recipe, SlotAction, expected_of
 from jettison.runtime.recompute_code import RecomputeCode, code_of
 from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
@@ -111,6 +112,50 @@ def test_a_second_step_writes_no_code() -> None:
         written = [list(code_in(handle, region.name).sources) for region in handle.regions[:-1]]
         stepped(model, x)
         assert [code_in(handle, region.name).sources for region in handle.regions[:-1]] == written
+
+
+def test_ops_after_the_block_before_has_recomputed_run_below_autograd() -> None:
+    model, _, x = model_and_copy(layers=4)
+    with jettison.apply(model, "every:2", batch=(x,)) as handle:
+        stepped(model, x)
+        (found,) = [one for one in handle.source("layers.1").split("\n\n") if "frame.opened(" in one]
+        lines = found.splitlines()
+        below = lines[lines.index("    with below_autograd():") :]
+        assert not any("frame.opened(" in line for line in below), "it compares, which is not an op of the model"
+        ops = [line for line in lines if " = _aten_" in line]
+        assert ops and all(line.startswith(" " * 8) and line in below for line in ops)
+
+
+# what forward does --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["full", "selective-op", "every:2"])
+def test_saved_tensors_like_those_of_the_last_step_are_packed_by_one_comparison(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, x = model_and_copy()
+    with jettison.apply(model, policy, batch=(x,)) as handle:
+        for _ in range(2):
+            stepped(model, x)
+        slow: list[Tensor] = []
+        packed = Frame._packed
+        monkeypatch.setattr(Frame, "_packed", lambda self, tensor: (slow.append(tensor), packed(self, tensor))[1])
+        stepped(model, x)
+        assert not slow
+        expected = recipe_of(handle.regions[0]).expected
+        assert expected and None not in expected
+
+
+def test_another_tensor_is_not_like_the_one_before() -> None:
+    slot, tensor = SlotAction("drop", TensorRef(0, (2, 2), (2, 1), 0, torch.float32)), torch.rand(2, 2)
+    found = expected_of(slot, tensor)
+    assert found is not None
+    like, cut, *_ = found
+    assert like(torch.rand(2, 2)) and cut is not None
+    others = (tensor.t(), tensor[:1], tensor.double(), tensor.to("meta"), nn.Parameter(tensor), torch._neg_view(tensor))
+    assert not any(map(like, others))
+    negative = expected_of(slot, torch._neg_view(tensor))
+    assert negative is not None and negative[1] is None, "its memory holds other bits than it has"
 
 
 # in any order ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,10 +27,10 @@ from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import HELD, Box, Diverged, Handle, Held, box_for
 from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
-from jettison.runtime.recipe import AWAY, Recipe, SlotAction
+from jettison.runtime.recipe import AWAY, Expected, Recipe, SlotAction, expected_of
 from jettison.runtime.recompute_code import UNWRAPPED, code_of, get_state
 from jettison.runtime.views import view_of
-from jettison.runtime.witness import SALT, Check, Witness, _ndarray, compare, peek
+from jettison.runtime.witness import MEMORY, SALT, Check, Witness, _ndarray, compare, peek
 
 FEW_BYTES: Final = 256  # most bytes of a parameter or buffer that a call copies if its recomputation reads it
 _graph_task = torch._C._current_graph_task_id
@@ -83,7 +83,7 @@ class Frame:
         self.seen: list[Witness | bytes | None] = [None] * len(recipe.counts)
         self.parameters = [_parameter(*self.owners[dotted]) for dotted in recipe.parameters.values()]
         self.switches = switches
-        self.expected = recipe.expected  # by slot, the quick path of `pack`; empty if calls are checked
+        self.expected: Sequence[Expected | None] = recipe.expected  # quick path of `pack`; empty if calls are checked
         self.start = next_sequence_number()
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes of nested regions
         self.taps_seen: dict[tuple[str, bool], int] = {}
@@ -132,14 +132,9 @@ class Frame:
     def pack(self, tensor: Tensor) -> Any:
         """Pack hook: keep a tensor or return a handle. Everything is kept once a run has left the recording."""
         index, expected = self.index, self.expected
-        if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
-            (size, stride, dtype, spots, cut), parameter, dropped, fill, cell = wanted
-            if (
-                tensor.shape == size
-                and tensor.dtype is dtype
-                and tensor.stride() == stride
-                and (parameter is None or self._is_parameter(parameter, tensor))
-            ):
+        if index < len(expected) and (wanted := expected[index]) is not None:
+            like, cut, parameter, dropped, fill, cell = wanted
+            if like(tensor) and (parameter is None or self._is_parameter(parameter, tensor)):
                 self.index = index + 1
                 if fill is not None:
                     self.hold(fill, tensor)
@@ -147,11 +142,11 @@ class Frame:
                     kept = tensor if tensor.is_leaf else tensor.detach()
                     return self, kept, tensor._version
                 if cell is not None:
-                    if cut is None or not self.sees or not tensor.is_cpu or tensor.is_neg():
+                    if cut is None or not self.sees:
                         return self.drop(dropped, tensor, index)
-                    kind, word, strides, itemsize, places, step = cut  # inlined `peek`
+                    size, word, strides, itemsize, places, step = cut  # inlined `peek`
                     at = tensor.data_ptr() + (self.salt + index) % places * step * itemsize
-                    self.seen[cell] = _ndarray(spots, word, kind.from_address(at), 0, strides).tobytes()
+                    self.seen[cell] = _ndarray(size, word, MEMORY, at - 1, strides).tobytes()
                 boxes = self.closures[dropped.closure] or self._closure(dropped)
                 return self, dropped, boxes, index, None
         return self._pack(tensor)
@@ -195,6 +190,8 @@ class Frame:
                 f"saved tensor {self.index - 1} is {tuple(inner.shape)} {inner.dtype}, "
                 f"recorded was {ref.size} {ref.dtype}"
             )
+        if self.expected and tensor.__class__ in UNWRAPPED:
+            recipe.expected[self.index - 1] = expected_of(slot, tensor)
         if slot.kind in AWAY:
             if slot.fill is not None:
                 self.hold(slot.fill, tensor)

@@ -58,10 +58,9 @@ class SlotAction:
         return spots_of(tuple(self.ref.size), tuple(self.ref.stride))
 
 
-Layout: TypeAlias = tuple[Any, Any, torch.dtype, tuple[int, ...], Cut | None]
-"""Shape and strides of a tensor, its dtype, and the sampled positions of its witness, also as the CPU reads them."""
-Expected: TypeAlias = tuple[Layout, str | None, SlotAction | None, int | None, int | None]
-"""Expectation of a slot: layout, parameter name, action if it is dropped, box that it fills, `SlotAction.cell`."""
+Expected: TypeAlias = tuple[Callable[[Tensor], bool], Cut | None, str | None, SlotAction | None, int | None, int | None]
+"""Expectation of a slot: whether a tensor is like the last one, and how to read its witness in place; parameter name;
+action if it is dropped; box that it fills; `SlotAction.cell`."""
 
 
 @dataclass(slots=True)
@@ -144,29 +143,27 @@ class Recipe:
         return bool(self.handed) or any(slot.kind in AWAY for slot in self.slots)
 
     @cached_property
-    def expected(self) -> tuple[Expected | None, ...]:
-        """By slot, the quick path of `pack`; None for slots that are offloaded, packed, or wrapped."""
-        return tuple([_expected(slot) for slot in self.slots])
+    def expected(self) -> list[Expected | None]:
+        """By slot, the quick path of `Frame.pack`; None before its first tensor, and where it cannot be taken."""
+        return [None] * len(self.slots)
 
     @cached_property
     def sees_modes(self) -> bool:
         return any(sees_modes(call.func) for call in self.trace.calls)
 
 
-def _expected(slot: SlotAction) -> Expected | None:
+def expected_of(slot: SlotAction, tensor: Tensor) -> Expected | None:
+    """Expect tensors like this one in a slot; None if they are offloaded, packed, or wrapped. One call into C compares
+    class, dtype, device, shape, strides and dispatch keys, of which some are set in conjugate and negative views.
+    """
     ref = slot.ref
     if ref.wrap is not None or ref.conj or ref.neg or slot.cast or slot.kind not in ("keep", "parameter", "drop"):
         return None
-    layout = _layout(tuple(ref.size), tuple(ref.stride), ref.dtype)
-    return layout, slot.parameter or None, slot if slot.kind == "drop" else None, slot.fill, slot.cell
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
-    """Share one object among all tensors of a layout: fewer objects mean fewer cache misses in a step."""
-    spots = spots_of(size, stride)
-    cut = spots.cut(dtype)
-    return size, stride, dtype, spots.size, cut if cut is not None and cut[-2] else None
+    size, stride = list(tensor.shape), list(tensor.stride())
+    like = torch._C._dynamo.guards.TensorGuards(tensor, dynamic_dims_sizes=[size], dynamic_dims_strides=[stride])
+    cut = slot.spots.cut(ref.dtype) if tensor.is_cpu and not tensor.is_neg() else None
+    reads = cut if cut is not None and cut[-2] else None
+    return like.check, reads, slot.parameter or None, slot if slot.kind == "drop" else None, slot.fill, slot.cell
 
 
 def shared_recipe(trace: RegionTrace, kept: frozenset[int], **more: frozenset[int]) -> Recipe:

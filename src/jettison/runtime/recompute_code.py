@@ -38,15 +38,15 @@ from jettison.runtime.device import is_capturing
 from jettison.runtime.offload import stale
 from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction
 from jettison.runtime.views import in_a_copy, view_of
-from jettison.runtime.witness import _ndarray
+from jettison.runtime.witness import MEMORY, _ndarray
 
 Function: TypeAlias = Callable[[Any, Any], Tensor]
 """Function of a frame and the unpacked handle; it returns the tensor that backward gets."""
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})  # classes of most tensors: nothing is wrapped in them
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, and offset in a storage, in elements
-Reading: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int, tuple[int, ...], int, int]
-"""A `Cut`, the shape that it reads, the byte offset from the buffer's start, and the slot's number."""
+Reading: TypeAlias = tuple[tuple[int, ...], Any, tuple[int, ...], int, int, int, int, int]
+"""A `Cut`, the byte offset from the buffer's start, and the slot's number."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 INDENT: Final = "    "
 LITERALS: Final = (bool, int, str, type(None), torch.dtype)
@@ -134,7 +134,7 @@ class RecomputeCode:
         if cut is None or not cut[-2] or self.place(buffer, ref) is None:
             return None
         shift = (ref.offset - self.stored.get(buffer, self.recipe.sources[buffer]).offset) * ref.dtype.itemsize
-        return *cut, self.recipe.slots[index].spots.size, shift, index
+        return *cut, shift, index
 
     def view_text(self, buffer: int, value: str, ref: TensorRef) -> str:
         place = self.place(buffer, ref)
@@ -219,13 +219,14 @@ class _FunctionWriter:
             self._release(buffer, after=seen)
         cells = {self.code.cells[fresh]: self._to_store(fresh) for fresh in sorted(self.fresh)}
         body = list(self._with_deletions())
-        # `opened` recomputes in the block before, and compares
-        if maker is not None and not any("frame.opened(" in line for line in body):
-            body = ["with below_autograd():", *(INDENT + line for line in body)]
+        if maker is not None:
+            # `opened` recomputes in the block before, and compares
+            own = 1 + max((n for n, line in enumerate(body) if "frame.opened(" in line), default=-1)
+            body[own:] = ["with below_autograd():", *(INDENT + line for line in body[own:])]
         if any("values[" in line for line in body):
             body.insert(0, "values = frame.values")
         if before is not None and before not in cells:
-            body.append(f"compare(frame, {before}, {seen})")
+            body.append(f"compare(frame, ({before},), ({seen},))")
         if cells:
             body.append(f"hold(frame, {_tuple(map(str, cells))}, {_tuple(cells.values())})")
         if slot.view is not None and buffer not in self.code.stored:
@@ -536,24 +537,25 @@ def _taken(frame: Any, cell: int) -> Tensor:
 
 def _hold(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
     """Store recomputed values, each compared with forward's witness, for later unpacks."""
+    _compare(frame, cells, tensors)
     values, versions = frame.values, frame.versions
     for cell, tensor in zip(cells, tensors, strict=True):
-        _compare(frame, cell, tensor)
         values[cell], versions[cell] = tensor, version_of(tensor)
 
 
-def _compare(frame: Any, cell: int, tensor: Tensor) -> None:
-    """Compare a recomputed value with the witness of its buffer, if there is one. Raises `WrongValue`."""
-    seen = frame.seen[cell]
-    if seen is None:
-        return
-    reading = frame.recipe.code.readings[cell]
-    if reading is not None and seen.__class__ is bytes and tensor.__class__ in UNWRAPPED and not tensor.is_neg():
-        kind, word, strides, itemsize, places, step, size, shift, index = reading  # inlined `peek`
-        at = tensor.data_ptr() + shift + (frame.salt + index) % places * step * itemsize
-        if _ndarray(size, word, kind.from_address(at), 0, strides).tobytes() == seen:
-            return
-    frame.compare(cell, tensor)
+def _compare(frame: Any, cells: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
+    """Compare recomputed values with the witnesses of their buffers, if there are any. Raises `WrongValue`."""
+    witnesses, readings, salt = frame.seen, frame.code.readings, frame.salt
+    for cell, tensor in zip(cells, tensors, strict=True):
+        seen, reading = witnesses[cell], readings[cell]
+        if seen is None:
+            continue
+        if reading is not None and seen.__class__ is bytes and tensor.__class__ in UNWRAPPED:
+            size, word, strides, itemsize, places, step, shift, index = reading  # inlined `peek`
+            at = tensor.data_ptr() + shift + (salt + index) % places * step * itemsize
+            if _ndarray(size, word, MEMORY, at - 1, strides).tobytes() == seen:
+                continue
+        frame.compare(cell, tensor)
 
 
 def _parameter(frame: Any, n: int) -> Tensor:

@@ -195,7 +195,7 @@ class Recordings:
 
     def variant(self, key: Any, leaves: list[Any]) -> Any:
         """The signature of a call, numbered if values decide what it runs (transformers drops a mask of ones)."""
-        if key not in self._varies:
+        if not self._varies or key not in self._varies:  # hashing a signature takes as long as making it
             return key
         for one in (key, *((*key, number) for number in range(1, MOST_VARIANTS))):
             known = self.prepared.get((self.number, one))

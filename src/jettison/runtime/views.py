@@ -30,22 +30,23 @@ def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
 
 
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
+    offset, begin = ref.offset, tensor.storage_offset()
     if (
-        ref.__class__ is TensorRef
-        and tensor.dtype is ref.dtype
+        tensor.dtype is ref.dtype
         and ref.wrap is None
         and not (ref.conj or ref.neg or tensor.is_neg() or tensor.is_conj())
     ):  # the common case
-        if tensor.shape == ref.size and tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset:
+        if type(ref) is Within:
+            offset += begin
+        if begin == offset and tensor.stride() == ref.stride and tensor.shape == ref.size:
             return tensor
-        return tensor.as_strided(ref.size, ref.stride, ref.offset)
-    offset = ref.offset
+        return tensor.as_strided(ref.size, ref.stride, offset)
     if tensor.is_neg():
         tensor = torch._neg_view(tensor)
     if tensor.is_conj():
         tensor = tensor.conj()
     if type(ref) is Within:
-        offset += tensor.storage_offset() * tensor.element_size() // ref.dtype.itemsize
+        offset += begin * tensor.element_size() // ref.dtype.itemsize
     if tensor.dtype is not ref.dtype:
         step = max(tensor.element_size(), ref.dtype.itemsize)
         count = tensor.untyped_storage().nbytes() // step * step // tensor.element_size()

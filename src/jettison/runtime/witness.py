@@ -77,9 +77,10 @@ def check_of(word: str | Check) -> Check:
         raise UsageError(f"check: got {word!r}; expected one of {', '.join(Check)}") from None
 
 
-Cut: TypeAlias = tuple[Any, Any, tuple[int, ...], int, int, int]
-"""A ctypes array over the memory from the first element to the last; the NumPy dtype; strides in bytes; item size; and
-if the start may move along one line, the number of its positions and the elements between them (0: several lines).
+MEMORY: Any = (ctypes.c_char * 2**62).from_address(1)  # NumPy takes a buffer at 0 for none
+Cut: TypeAlias = tuple[tuple[int, ...], Any, tuple[int, ...], int, int, int]
+"""How NumPy reads elements out of `MEMORY`: shape; dtype; strides in bytes; item size; and if the start may move along
+one line, the number of its positions and the elements between them (0: several lines).
 """
 
 
@@ -97,15 +98,14 @@ class SamplePositions:
     def cut(self, dtype: torch.dtype) -> Cut | None:
         """Return how to read elements of a dtype in place; None for dtypes that NumPy lacks, or without NumPy."""
         if dtype not in self.cuts:
-            self.cuts[dtype] = self._cut(dtype.itemsize) if dtype in _NUMBERS and numpy is not None else None
+            readable = dtype in _NUMBERS and numpy is not None and self.count > 0
+            self.cuts[dtype] = self._cut(dtype.itemsize) if readable else None
         return self.cuts[dtype]
 
     def _cut(self, itemsize: int) -> Cut:
-        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         strides = tuple(step * itemsize for step in self.stride)
         places, step = self.slack[0] if len(self.slack) == 1 else (0 if self.slack else 1, 0)
-        kind = ctypes.c_char * ((last + 1) * itemsize)
-        return kind, numpy.dtype(_WORDS[itemsize]), strides, itemsize, places, step
+        return self.size, numpy.dtype(_WORDS[itemsize]), strides, itemsize, places, step
 
     @property
     def count(self) -> int:
@@ -169,9 +169,9 @@ def peek(tensor: Tensor, spots: SamplePositions, salt: int) -> bytes | None:
         return None
     if not address:
         return None
-    kind, word, strides, itemsize, _, _ = cut
+    size, word, strides, itemsize, _, _ = cut
     address += _start(spots, salt) * itemsize
-    return _ndarray(spots.size, word, kind.from_address(address), 0, strides).tobytes()
+    return _ndarray(size, word, MEMORY, address - 1, strides).tobytes()
 
 
 def _start(spots: SamplePositions, salt: int) -> int:
