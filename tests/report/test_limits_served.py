@@ -196,29 +196,17 @@ def test_a_body_is_refused_before_it_is_read() -> None:
         assert server.post("plan", PLAN).status_code == 200
 
 
-def test_drops_are_not_waited_for() -> None:
-    """Heads and bodies that come byte by byte (slowloris): on new connections and kept ones, many at a time."""
-    with served(Limits(workers=1, head_seconds=1.0, body_seconds=1.0)) as server:
+def test_drops_keep_nobody_waiting() -> None:
+    """Heads and bodies that never end hold a connection each, and nothing else."""
+    with served(Limits(workers=1)) as server:
         clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
-        begin = time.monotonic()
         for client in clients[:25]:
             client.sendall(b"GET / HTTP/1.1\r\nHost: 127")
         for client in clients[25:]:
             client.sendall(request(server, "plan", b'{"mo', length=100))
-        assert server.post("plan", PLAN).status_code == 200  # meanwhile others are answered
-        for client in clients[:25]:
-            assert said(client) == b""
-        for client in clients[25:]:
-            assert b"408" in said(client).partition(b"\r\n")[0]
-        assert time.monotonic() - begin >= 0.9
+        assert server.post("plan", PLAN).status_code == 200
         for client in clients:
             client.close()
-
-        with socket.create_connection(("127.0.0.1", server.port)) as kept:
-            kept.sendall(f"GET /api HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
-            assert kept.recv(12) == b"HTTP/1.1 200"
-            kept.sendall(b"GET / HT")
-            assert b"HTTP/1.1" not in said(kept)
 
 
 def test_many_connections_are_a_503_for_the_next() -> None:

@@ -69,7 +69,7 @@ def test_bytes_are_refused_or_asked(verb: Any, body: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(Limits(workers=2, plan_seconds=20, search_seconds=5, head_seconds=2, body_seconds=2)) as found:
+    with served(Limits(workers=2, plan_seconds=20, search_seconds=5)) as found:
         yield found
 
 

@@ -69,10 +69,7 @@ class Limits:
         answer_bytes: of one document.
         body_bytes: of a request's body, a config.json included.
         depth: of lists and objects in it.
-        body_seconds: until the whole body has come.
         head_bytes: of the head of a request, its first line included.
-        head_seconds: until the whole head of a request has come, on a new connection or one that is kept.
-        send_seconds: until a client has taken each piece of its answer.
         connections: at a time; the next is answered 503.
         stop_seconds: for answers under way when the server ends.
     """
@@ -86,10 +83,7 @@ class Limits:
     answer_bytes: int = 64 * MIB
     body_bytes: int = 256 * 1024
     depth: int = 32
-    body_seconds: float = 10.0
     head_bytes: int = 64 * 1024
-    head_seconds: float = 10.0
-    send_seconds: float = 30.0
     connections: int = 1024
     stop_seconds: float = 2.0
 

@@ -71,7 +71,7 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             guard,
-            http=type("Protocol", (PatientProtocol,), {"limits": limits}),
+            http=type("Protocol", (BoundedProtocol,), {"limits": limits}),
             h11_max_incomplete_event_size=limits.head_bytes,
             ws="none",
             lifespan="off",
@@ -199,7 +199,7 @@ HEADERS: Final[Mapping[str, str]] = {
 
 
 class RequestGuard:
-    """Checks each request's Host and Origin, sets headers, and bounds how slowly an answer may be taken."""
+    """Checks each request's Host and Origin, and sets headers."""
 
     def __init__(self, app: ASGIApp, *, port: int, limits: Limits, crowded: Callable[[], bool]) -> None:
         """``port`` is where the server listens; ``crowded`` says whether it has more connections than it may."""
@@ -244,8 +244,7 @@ class RequestGuard:
                 there = {name.lower() for name, _ in message["headers"]}
                 more = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
                 message = {**message, "headers": [*message["headers"], *(h for h in more if h[0] not in there)]}
-            async with asyncio.timeout(self.limits.send_seconds):
-                await send(message)
+            await send(message)
 
         return sending
 
@@ -309,9 +308,7 @@ def _asking(verb: str, form: VerbForm, pool: Pool, limits: Limits) -> Endpoint:
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """A request's body, read no further than is allowed. Raise `Problem` if it is not JSON by its type, too long, or
-    too slow.
-    """
+    """A request's body, read no further than is allowed. Raise `Problem` if it is not JSON by its type, or too long."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Problem(415, "unsupported type", "expected Content-Type: application/json")
@@ -321,13 +318,10 @@ async def _body(request: Request, limits: Limits) -> bytes:
         raise long
     body = bytearray()
     try:
-        async with asyncio.timeout(limits.body_seconds):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > limits.body_bytes:
-                    raise long
-    except TimeoutError:
-        raise Problem(408, "too slow", f"the body did not come within {limits.body_seconds:g} seconds") from None
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limits.body_bytes:
+                raise long
     except ClientDisconnect:
         raise cancelled() from None
     return bytes(body)
@@ -355,7 +349,7 @@ CLOSE: Final = {"Connection": "close"}
 
 
 def _problem(_: Request | None, problem: Problem, headers: Mapping[str, str] = MappingProxyType({})) -> Response:
-    own = {**problem.headers(), **headers, **(CLOSE if problem.status in (408, 413, 415) else {})}
+    own = {**problem.headers(), **headers, **(CLOSE if problem.status in (413, 415) else {})}
     return Response(json.dumps(problem.document()), problem.status, headers=own, media_type=PROBLEM_TYPE)
 
 
@@ -371,38 +365,13 @@ def _http_problem(request: Request, error: HTTPException) -> Response:
     return _problem(request, Problem(error.status_code, error.detail.lower(), detail), error.headers or {})
 
 
-# patient --------------------------------------------------------------------------------------------------------------
-#
-# uvicorn's HTTP/1.1, with bounds on the head of a request, and problem documents where its bytes are no request
+# uvicorn's HTTP/1.1, with a bound on the head of a request, and problem documents where its bytes are no request ------
 
 
-class PatientProtocol(H11Protocol):
-    """A connection on which no whole head comes within ``head_seconds`` is closed, whether new or kept; a head of more
-    than ``head_bytes`` is refused.
-
-    uvicorn itself bounds the silence of a kept connection, but not a head that comes in drops; and the size of a head
-    only until its end has come.
-    """
+class BoundedProtocol(H11Protocol):
+    """A connection that refuses a head of more than ``head_bytes``, which uvicorn bounds only until its end comes."""
 
     limits: Limits
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        """As uvicorn makes it."""
-        super().__init__(*arguments, **more)
-        self._head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first head is awaited."""
-        super().connection_made(transport)
-        self._await_head()
-
-    def data_received(self, data: bytes) -> None:
-        """Part of a head begins the wait, where a connection was kept; a whole one ends it."""
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._head_came()
-        elif self._head_timer is None:
-            self._await_head()
 
     def handle_events(self) -> None:
         """Look at the length of a head before it is read."""
@@ -418,11 +387,6 @@ class PatientProtocol(H11Protocol):
         )
         self._refuse(Problem(400, "bad request", detail))
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
-        self._head_came()
-        super().connection_lost(exc)
-
     def _refuse(self, problem: Problem) -> None:
         made = _problem(None, problem, {**HEADERS, **CLOSE})
         reason = HTTPStatus(problem.status).phrase.encode()
@@ -432,19 +396,6 @@ class PatientProtocol(H11Protocol):
             for event in (*answer, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.limits.head_seconds, self._give_up)
-
-    def _head_came(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _give_up(self) -> None:
-        self._head_timer = None
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-            self.transport.close()
 
 
 def _head_bytes(pending: bytes) -> int:
