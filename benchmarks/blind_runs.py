@@ -84,7 +84,7 @@ WHY = {
     "te-elsewhere": "refused: TransformerEngine's recipe on layers that are not its own",
     "loss-inside": "the file pads its vocabulary to 50304 and compiles its loss with the model (--loss compiled): the "
     "command had neither",
-    "no-option": "was refused: GPUs a node is no option, and the GPU's file has one",
+    "no-option": "was refused: GPUs a node is no option, and nodes of four GH200 had no file (gh200x4-96gb)",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
 }
 
