@@ -25,12 +25,13 @@ what is expected is of today alone. Allocated bytes depend on a framework's code
 least `ENOUGH` rows, `CLAIMED` of them within `AGREES`, that code was read, and today's residuals alone count.
 
 NOTE [ Ends ]
-Ends are the first of `ENDS` with which ranges hold four in five, each figure for itself: of today's rows whose source
-took no part, by rows and by sources; and of first answers whose whole round took no part, each publisher in a round
-counting once. Exchangeable rows would need a tenth outside of each end; sources and rounds are few and no sample of
-anything. So ends of times and fragments are those tenths, moved away from the expected value by a factor, at the low
-end as far as the class has been seen. Allocated bytes agree or are far off, so that theirs are quantiles further out.
-Each is the tighter of the two that holds as many.
+Ends are those of `ENDS` whose ranges are the narrowest, in the mean over rows, of all that hold four in five, each
+figure for itself: of today's rows whose source took no part, by rows and by sources; and of first answers whose whole
+round took no part, each publisher in a round counting once. Exchangeable rows would need a tenth outside of each end;
+sources and rounds are few and no sample of anything. So ends of times and fragments are those tenths, moved away from
+the expected value by a factor, at the low end as far as the class has been seen. Ends of fragments have a factor each:
+with one for both the high end, which decides what fits, is a fifth longer and holds no more. Allocated bytes agree or
+are far off, so that theirs are quantiles further out. Each is the tighter of the two that holds as many.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate, permutations
+from itertools import accumulate, permutations, product
 from statistics import mean
 from typing import Final
 
@@ -56,12 +57,12 @@ FIGURES: Final = {
     "device": Measure.FRAGMENTS,
 }
 """What was published, and what range it is held against."""
-Ends = tuple[float, float]
-"""Share of the weight outside of each end, and a factor on the distance of that end from the expected value."""
-MOVED: Final = tuple((0.1, 1 + n / 10) for n in range(31))
+Ends = tuple[float, float, float]
+"""Share of the weight outside of each end, and factors on the distances of both ends from the expected value."""
+MOVED: Final = tuple((0.1, 1 + low / 10, 1 + high / 10) for low, high in product(range(0, 31, 2), repeat=2))
 ENDS: Final[dict[Measure, Sequence[Ends]]] = {
-    Measure.TIME: MOVED,
-    Measure.ALLOCATED: (*((0.1 * 0.8**n, 1.0) for n in range(15)), (0.0, 1.0)),
+    Measure.TIME: tuple(ends for ends in MOVED if ends[1] == ends[2]),
+    Measure.ALLOCATED: (*((0.1 * 0.8**n, 1.0, 1.0) for n in range(15)), (0.0, 1.0, 1.0)),
     Measure.FRAGMENTS: MOVED,
 }
 """See NOTE [ Ends ]."""
@@ -198,9 +199,9 @@ def _spread(measure: Measure, rows: Sequence[Row], classes: Sequence[str]) -> tu
 
 
 def _between(expected: float, found: Ordered, ends: Ends) -> Range:
-    tail, reach = ends
+    tail, below, above = ends
     least, low, high = (quantile(found, share) for share in (0.0, tail, 1 - tail))
-    low, high = max(least, expected + reach * (low - expected)), expected + reach * (high - expected)
+    low, high = max(least, expected + below * (low - expected)), expected + above * (high - expected)
     return Range(expected=expected, low=min(low, expected), high=max(high, expected))
 
 
@@ -273,13 +274,14 @@ def ends_of(measure: Measure, rows: Sequence[Row]) -> tuple[Ends, list[Held]]:
     """Ends of ranges, and how these hold: see NOTE [ Ends ]."""
     by_source = _left_out(measure, rows, rows, lambda row: row.source)
     by_round = _left_out(measure, rows, _first(rows), lambda row: row.round)
+    found = []
     for ends in ENDS[measure]:
         held = by_source(ends)
         today = min(min(shares(own)) for own in _by_figure(held))
         first = (share_by(own, of_round) for own in _by_figure(by_round(ends)))
-        if min([today, *first]) >= CLAIMED:
-            break
-    return ends, held
+        width = mean(one.range.high - one.range.low for one in held)
+        found.append((min([today, *first, CLAIMED]), -width, ends, held))
+    return max(found, key=lambda each: each[:2])[2:]
 
 
 def _by_figure(held: Sequence[Held]) -> list[list[Held]]:

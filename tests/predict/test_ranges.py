@@ -67,9 +67,29 @@ def test_ranges_hold_first_answers_of_four_in_five_publishers_whose_round_took_n
     assert residuals.share_by(held, residuals.of_round) >= residuals.CLAIMED
 
 
+def test_ends_are_the_narrowest_that_hold() -> None:
+    """Of fragments each end has its own factor: no other pair that holds four in five is narrower."""
+    chosen = residuals.of_measure(ROWS, Measure.FRAGMENTS)
+    (_, below, above), held = residuals.ends_of(Measure.FRAGMENTS, chosen)
+    for ends in ((0.1, below, above - 0.2), (0.1, below - 0.2, above)):
+        fewer = residuals.cross_validated(Measure.FRAGMENTS, chosen, ends)
+        first = residuals.first_answers(Measure.FRAGMENTS, chosen, ends, [r for r in chosen if r.first is not None])
+        figures = {one.figure for one in chosen}
+        today = [min(shares([one for one in fewer if one.row.figure == figure])) for figure in figures]
+        new = [
+            residuals.share_by([one for one in first if one.row.figure == figure], residuals.of_round)
+            for figure in figures
+        ]
+        assert (
+            min(*today, *new)
+            < residuals.CLAIMED
+            <= min(min(shares([one for one in held if one.row.figure == figure])) for figure in figures)
+        )
+
+
 def test_first_answers_widen_ranges_but_for_stacks_whose_code_was_read() -> None:
     """They move ends of times, and of allocated bytes unless four in five rows of the stack agree today."""
-    ends = (0.0, 1.0)
+    ends = (0.0, 1.0, 1.0)
     asked = [replace(row(name, 1.0), first=1.5, round="r") for name in "abcde"]
     assert stated(Measure.TIME, asked, CLASSES, ends) == Range(expected=1.0, low=1.0, high=1.5)
     agree = [replace(one, figure="allocated") for one in asked]
@@ -84,7 +104,7 @@ def test_first_answers_widen_ranges_but_for_stacks_whose_code_was_read() -> None
 def test_a_round_is_held_against_ranges_without_it() -> None:
     rows = [replace(row(name, 1.0), first=2.0, round="left out") for name in "abc"]
     rows += [replace(row("d", 1.0), first=1.2, round="other")]
-    held = residuals.first_answers(Measure.TIME, rows, (0.0, 1.0), rows)
+    held = residuals.first_answers(Measure.TIME, rows, (0.0, 1.0, 1.0), rows)
     assert [(one.range.high, one.inside) for one in held] == [(1.2, False)] * 3 + [(2.0, True)]
     assert residuals.share_by(held, residuals.of_round) == 0.25
 
@@ -164,10 +184,10 @@ def test_a_class_of_few_sources_borrows_what_it_lacks() -> None:
 def test_times_are_corrected_towards_the_median_and_bytes_never() -> None:
     """Five sources and the model, which counts as five: half of the way; ten: two thirds."""
     slow = [row(name, value) for name, value in zip("abcde", (1.1, 1.2, 1.3, 1.4, 0.9), strict=True)]
-    assert stated(Measure.TIME, slow, CLASSES, (0.0, 1.0)) == Range(expected=1.1, low=0.9, high=1.4)
+    assert stated(Measure.TIME, slow, CLASSES, (0.0, 1.0, 1.0)) == Range(expected=1.1, low=0.9, high=1.4)
     more = [*slow, *(row(name, 1.3) for name in "vwxyz")]
-    assert stated(Measure.TIME, more, CLASSES, (0.0, 1.0)).expected == pytest.approx(1.2)
-    assert stated(Measure.ALLOCATED, slow, CLASSES, (0.0, 1.0)) == Range(expected=1.0, low=0.9, high=1.4)
+    assert stated(Measure.TIME, more, CLASSES, (0.0, 1.0, 1.0)).expected == pytest.approx(1.2)
+    assert stated(Measure.ALLOCATED, slow, CLASSES, (0.0, 1.0, 1.0)) == Range(expected=1.0, low=0.9, high=1.4)
 
 
 def test_reserved_is_beyond_allocated_and_device_beyond_reserved() -> None:
