@@ -117,6 +117,7 @@ NOT_COUNTED: Final = {
     "own-trainer": "the trainer has kernels of its own",
     "peak": "the rate is above the peak of the GPU that is named",
     "slow": "its authors found the software or the nodes to be slow, and fixed them",
+    "asked-why-slow": "its publisher asked why it is so slow",
     "power": "power is limited, how far is not said",
     "offload-unsaid": "whether checkpoints are offloaded is not said",
     "length-unsaid": "the length of sequences is not said",

@@ -37,6 +37,7 @@ WHY = {
     "July 2024 keeps all-gathered inputs (--gathered-inputs)",
     "slow": "its authors fixed what made it slow: nanotron's software in October 2024 (bench_cluster f55b5e5; "
     "times in one log differ by up to ten times), Jean Zay's PCI Express and NUMA on 25 February 2022",
+    "asked-why-slow": "whoever published it asked there why it is so slow, and nobody found out",
     "loss-alone": "the last of 16 stages has the loss alone, which cannot be described",
     "titan-reserved": "reserved memory by torchtitan's rule is nearer (benchmarks/published.py); runs before 28 July "
     "2025 need --fsdp-wrap-layers-only, those of August 2025 --loss compiled; every second layer is interval:2, "
