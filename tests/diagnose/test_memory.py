@@ -1,6 +1,8 @@
 """Planted memory faults, each found as what it is; healthy loops, of which nothing is said."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -347,6 +349,22 @@ def test_flags_that_contradict(tmp_path: Path) -> None:
     assert run(["doctor", "--oom", "x", "--quick"]) == 2
     with pytest.raises(UsageError, match="says nowhere"):
         facts_of_log("fine", "x")
+
+
+def test_stdin_and_pipes(tmp_path: Path) -> None:
+    """A pipe can be read once; its answer is that of the file."""
+    (tmp_path / "stdin").write_text(message(**PIECES))
+
+    def said(source: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "jettison", "doctor", "--oom", source, "--format", "json"]
+        ran = subprocess.run(command, input=(tmp_path / "stdin").read_bytes(), capture_output=True, check=True)
+        document: dict[str, Any] = json.loads(ran.stdout)
+        return {key: value for key, value in document.items() if key != "request"}
+
+    of_file = said(str(tmp_path / "stdin"))
+    assert of_file["cause"] == "fragmentation"
+    assert said("-") == of_file
+    assert said("/dev/stdin") == of_file
 
 
 def test_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from jettison.solve.solver import choose
 from jettison.solve.walk import least_of, walks
 from jettison.verify.gradients import independent_copy
 from support.families import Built, Case, build
-from support.stacks import Block, rows, stack
+from support.stacks import Block, compare, rows, stack
 from support.toys import Headed
 from support.training import adamw
 
@@ -307,3 +307,13 @@ def test_empty_memory_that_is_asked_for_by_its_shape_is_fake(monkeypatch: pytest
     monkeypatch.setattr(RecomputeCode, "through", staticmethod(through))
     make_planner(trace_model(stack(Sorted), rows()))
     assert written and all(isinstance(tensor, FakeTensor) for tensor in written)
+
+
+def test_a_number_that_is_divided_by_a_number_keeps_nothing() -> None:
+    """Neither operand is a tensor; Longformer divides a length so."""
+
+    class Divided(Block):
+        def inner(self, h: Tensor) -> Tensor:
+            return h.sin() * torch.div(h.size(0), 2, rounding_mode="trunc")  # type: ignore[call-overload]
+
+    compare(stack(Divided), [rows(1), rows(2)], "smallest")

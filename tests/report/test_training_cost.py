@@ -93,10 +93,10 @@ def test_classes_are_stacks_kinds_and_hardware() -> None:
 
 
 def test_a_class_without_runs_has_the_one_above() -> None:
-    """No L4 was compared, under any stack; of verl with adapters nothing was."""
-    near = sure_of("llama3-8b", "l4-24gb")
+    """No H20 was compared, under any stack; of verl with adapters nothing was."""
+    near = sure_of("llama3-8b", "h20-96gb")
     assert (near.kind, near.own_class) == ("torch, dense", True)
-    far = sure_of("llama3-8b", "l4-24gb", kernels="verl", lora="r=8")
+    far = sure_of("llama3-8b", "h20-96gb", kernels="verl", lora="r=8")
     assert (far.kind, far.own_class) == ("dense, adapters", False)
     assert "no run of this class was compared" in far.words and "dense, adapters" in far.words
 

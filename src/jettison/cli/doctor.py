@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import read_oom_log
 from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.plain_pickle import MOST_FILE_BYTES
 from jettison.diagnose.snapshot import facts_of_snapshot, is_snapshot, read_snapshot
 from jettison.diagnose.watch_record import read_watch_record
 from jettison.models.model_types import require_known_file
@@ -35,7 +37,12 @@ if TYPE_CHECKING:
 def command(
     *,
     oom: Annotated[
-        Path | None, option("Diagnosis", "Explain an out-of-memory error: a log, snapshot or jettison.watch file.")
+        Path | None,
+        option(
+            "Diagnosis",
+            "Explain an out-of-memory error: a log (- is stdin), snapshot or jettison.watch file.",
+            allow_leading_hyphen=True,
+        ),
     ] = None,
     model: Annotated[
         str | None, option("Diagnosis", "Check a config.json or module:factory for recompute hazards.")
@@ -139,11 +146,8 @@ def _accelerators() -> list[tuple[str, str]]:
         return [("accelerators", f"unknown without torch: {install('torch')}")]
     if not torch.cuda.is_available():
         return [("accelerators", "none")]
-    names = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        names.append((f"cuda:{index}", f"{properties.name}, {format_bytes(properties.total_memory)}"))
-    return names
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [(f"cuda:{at}", f"{one.name}, {format_bytes(one.total_memory)}") for at, one in enumerate(found)]
 
 
 _DEBUGGING: Final = {
@@ -198,11 +202,19 @@ OOM_SCHEMA = "jettison.oom/1"
 
 
 def diagnose_oom(path: Path) -> FindingsReport:
-    """Diagnose a run whose memory ran out, from a snapshot, a record of `jettison.watch`, or a log.
+    """Diagnose a run whose memory ran out, from a snapshot, a record of `jettison.watch`, or a log; ``-`` is stdin.
 
     Raises:
         UsageError: it says nothing about it.
     """
+    if str(path) == "-" and sys.stdin is None:
+        raise UsageError("got --oom -, but stdin is closed; pipe a log into it, or give a file")
+    if str(path) == "-" or path.is_fifo():  # several readers look at a file, and a pipe can be read once
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "stdin" if str(path) == "-" else path.name)
+            with sys.stdin.buffer if str(path) == "-" else path.open("rb") as source:
+                copy.write_bytes(source.read(MOST_FILE_BYTES + 1))
+            return diagnose_oom(copy)
     if is_snapshot(path):
         facts = facts_of_snapshot(read_snapshot(path))
     else:

@@ -486,7 +486,9 @@ class KeptNumbers:
 
     def kept_by(self, func: Any, args: tuple[Any, ...], nbytes: int) -> int:
         """Bytes of an op's number that the node just made for it keeps."""
-        if not nbytes or func._schema.name not in _KEPT or not torch.is_grad_enabled() or not args[0].requires_grad:
+        if not nbytes or func._schema.name not in _KEPT or not torch.is_grad_enabled():
+            return 0
+        if not getattr(args[0], "requires_grad", False):  # a number divided by a number
             return 0
         self._bytes[torch._C._autograd._get_sequence_nr() - 1] = nbytes
         return nbytes
