@@ -24,6 +24,7 @@ def holds(found: list[dict[str, Any]]) -> None:
             assert measured == pytest.approx(predicted, abs=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", QUICK)
 def test_a_loop_on_two_ranks_keeps_its_budget_and_its_bits(two: Launches, loop: str) -> None:
     holds([rank[loop] for rank in two[2]])
