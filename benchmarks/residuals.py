@@ -30,7 +30,7 @@ figure for itself: of today's rows whose source took no part, by rows and by sou
 round took no part, each publisher in a round counting once. Exchangeable rows would need a tenth outside of each end;
 sources and rounds are few and no sample of anything. So ends of times and fragments are those tenths, moved away from
 the expected value by a factor, at the low end as far as the class has been seen. Ends of fragments have a factor each:
-with one for both the high end, which decides what fits, is a fifth longer and holds no more. Allocated bytes agree or
+with one for both the high end, which decides what fits, is a fifth longer than that takes. Allocated bytes agree or
 are far off, so that theirs are quantiles further out. Each is the tighter of the two that holds as many.
 """
 

@@ -1,1 +1,1 @@
-"""What a user asks of a described run: options, each declared once, and the run that a model and options are."""
+"""Options of a described run, each declared once, and the run that a model and options make."""

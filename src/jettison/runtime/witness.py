@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, prod
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -77,10 +77,10 @@ def check_of(word: str | Check) -> Check:
         raise UsageError(f"check: got {word!r}; expected one of {', '.join(Check)}") from None
 
 
-MEMORY: Any = (ctypes.c_char * 2**62).from_address(1)  # NumPy takes a buffer at 0 for none
+MEMORY: Final[Any] = (ctypes.c_char * 2**62).from_address(1)  # NumPy takes a buffer at 0 for none
 Cut: TypeAlias = tuple[tuple[int, ...], Any, tuple[int, ...], int, int, int]
-"""How NumPy reads elements out of `MEMORY`: shape; dtype; strides in bytes; item size; and if the start may move along
-one line, the number of its positions and the elements between them (0: several lines).
+"""NumPy's arguments for elements of `MEMORY`: shape; dtype; strides in bytes; item size; if the start may move along
+one line, the number of its positions, and the elements between them (0: several lines).
 """
 
 
