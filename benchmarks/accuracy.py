@@ -43,7 +43,6 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
 from jettison.predict.forecast import forecast_sizes
-from jettison.predict.passes import cached_segments
 from jettison.predict.ranges import (
     ANCHORED,
     DATA,
@@ -57,6 +56,7 @@ from jettison.predict.ranges import (
     residual,
     stack_of,
 )
+from jettison.predict.stages import cached_segments
 from jettison.predict.time import estimate
 from jettison.spec.allowance import fixed_allowance
 from jettison.spec.hardware import hardware

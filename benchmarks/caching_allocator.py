@@ -3,7 +3,7 @@
     python -m benchmarks.caching_allocator
 
 Prints, for published runs on one rank, what the allocator reserves beyond the peak of its blocks after three steps, and
-`jettison.predict.passes.cached_segments`.
+`jettison.predict.stages.cached_segments`.
 
 NOTE [ Rules ]
 ``c10/cuda/CUDACachingAllocator.cpp`` (v2.9.0), without expandable segments: sizes are rounded up to 512 B
@@ -32,8 +32,7 @@ from jettison.formula.liveness import Backward, begin
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp
 from jettison.predict.forecast import forecast_sizes
-from jettison.predict.passes import cached_segments, named_frames
-from jettison.predict.stages import FULL, StageRegion
+from jettison.predict.stages import FULL, StageRegion, cached_segments, named_frames
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Run
 

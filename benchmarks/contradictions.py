@@ -17,7 +17,7 @@ from benchmarks.published import command
 from jettison.core.units import GIB
 from jettison.cost.flops import PASSES
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.passes import passes_of
+from jettison.predict.stages import passes_of
 from jettison.report.explain import explain, recomputed_flops
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve

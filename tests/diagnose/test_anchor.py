@@ -13,8 +13,8 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.diagnose.anchor import fit_anchor, fragment_bytes
 from jettison.predict.forecast import available_bytes, buffers, extra_bytes, forecast
-from jettison.predict.passes import cached_segments
 from jettison.predict.ranges import ANCHORED, Measure, figures, lineage, residual, unlike_anchor
+from jettison.predict.stages import cached_segments
 from jettison.predict.time import estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from jettison.diagnose.facts import MemoryFacts, StepPhase
+from jettison.diagnose.facts import MemoryFacts, StepPhase, never_falls
 from jettison.diagnose.finding import Finding, FindingKind
-from jettison.diagnose.growth import never_falls
 from jettison.diagnose.log import facts_of_log
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.profile_file import profile_of

@@ -8,8 +8,7 @@ from operator import mul
 
 import pytest
 
-from jettison.memory.actions import Occupancy, OrderOptions, Weights, device_order
-from jettison.memory.schedule import PipelineShape, ScheduledPass, Work
+from jettison.memory.schedule import Occupancy, OrderOptions, PipelineShape, ScheduledPass, Weights, Work, device_order
 from jettison.spec.layout import Schedule
 from support.orders import device, fullest
 

@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from jettison.core.errors import UsageError
-from jettison.memory.actions import Occupancy, OrderOptions, device_order
-from jettison.memory.schedule import PipelineShape, ScheduledPass, Work
+from jettison.memory.schedule import Occupancy, OrderOptions, PipelineShape, ScheduledPass, Work, device_order
 from jettison.spec.layout import Schedule
 from support.orders import fullest, most_in_flight, peak_in_flight
 

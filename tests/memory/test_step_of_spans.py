@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.memory.actions import OrderOptions, device_order
-from jettison.memory.schedule import PipelineShape
+from jettison.memory.schedule import OrderOptions, PipelineShape, device_order
 from jettison.memory.span import Phase, Span, levels, peaks
 from jettison.memory.step import Event, Lifetime, StageLoad, moments, peak, peak_bytes
 from jettison.memory.unit import Unit

@@ -7,7 +7,7 @@ from benchmarks.caching_allocator import CachingAllocator, simulated
 
 from jettison.core.units import MIB
 from jettison.predict.forecast import forecast
-from jettison.predict.passes import cached_segments
+from jettison.predict.stages import cached_segments
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 

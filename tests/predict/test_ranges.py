@@ -14,7 +14,6 @@ from benchmarks.residuals import Row, ordered, pool, quantile, shares, stated
 from jettison.cli.main import run as run_command
 from jettison.core.units import GIB
 from jettison.predict.forecast import forecast
-from jettison.predict.passes import cached_segments, passes_of
 from jettison.predict.ranges import (
     DATA,
     UNEVEN,
@@ -28,6 +27,7 @@ from jettison.predict.ranges import (
     lineage,
     residual,
 )
+from jettison.predict.stages import cached_segments, passes_of
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.spec.allowance import fixed_allowance

@@ -11,8 +11,7 @@ import pytest
 from jettison.core.units import format_bytes
 from jettison.families.presets import preset
 from jettison.formula.static import Static
-from jettison.memory.actions import OrderOptions, device_order
-from jettison.memory.schedule import PipelineShape
+from jettison.memory.schedule import OrderOptions, PipelineShape, device_order
 from jettison.memory.step import StageLoad
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, available_bytes, forecast, limit_of
@@ -21,7 +20,7 @@ from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve, run_of
-from jettison.search.changes import fitting_changes
+from jettison.search.what_fits import fitting_changes
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync, Layout, Schedule

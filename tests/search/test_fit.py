@@ -15,8 +15,8 @@ from jettison.predict.ranges import FitRule, fit_budgets
 from jettison.report.schemas import part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
-from jettison.search import largest as fit_module
-from jettison.search.largest import Edge, fit
+from jettison.search import what_fits as fit_module
+from jettison.search.what_fits import Edge, fit
 from jettison.spec.allowance import FRAGMENTS, fixed_allowance
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, ZeroBuckets

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jettison.memory.actions import PLAIN, DeviceOrder, Occupancy, OrderOptions
-from jettison.memory.schedule import ScheduledPass
+from jettison.memory.schedule import PLAIN, DeviceOrder, Occupancy, OrderOptions, ScheduledPass
 
 
 def device(steps: Sequence[ScheduledPass], walk: OrderOptions = PLAIN) -> DeviceOrder:

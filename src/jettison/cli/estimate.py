@@ -138,7 +138,7 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
 def _memory(run: Run, device: Hardware, limit: Limit) -> tuple[Forecast, AutoForecast | None]:
     if run.recompute.mode is not Mode.AUTO:
         if run.recompute.whole == MOST:
-            from jettison.search.largest import settled
+            from jettison.search.what_fits import settled
 
             run = settled(run, fit_budgets(run, limit))
         return forecast(run), None

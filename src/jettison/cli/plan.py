@@ -313,7 +313,7 @@ def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | Non
 
 def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
     """Return the layers' decisions, in the order of the model."""
-    from jettison.predict.passes import passes_of
+    from jettison.predict.stages import passes_of
     from jettison.search.auto_recompute import layer_policies
 
     run, policies = choice.forecast.run, dict(layer_policies(choice))

@@ -24,7 +24,17 @@ import numpy as np
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
-from jettison.diagnose.facts import MemoryFacts, MemoryPart, StepBytes, Survivor, phase_named
+from jettison.diagnose.facts import (
+    FEWEST_STEPS,
+    FIRST_STEPS,
+    SHARE_OF_STEPS,
+    MemoryFacts,
+    MemoryPart,
+    StepBytes,
+    Survivor,
+    never_falls,
+    phase_named,
+)
 from jettison.diagnose.frames import (
     OPTIMIZER,
     ZERO_GRAD,
@@ -34,7 +44,6 @@ from jettison.diagnose.frames import (
     label_of_frames,
     speaks_of_logits,
 )
-from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, never_falls
 from jettison.diagnose.plain_pickle import load_plain
 from jettison.memory.timeline import Ints, Label, MemoryTimeline, TimelineWriter
 

@@ -22,8 +22,7 @@ from enum import IntEnum
 from operator import attrgetter, mul
 from typing import NamedTuple
 
-from jettison.memory.actions import DeviceAction, DeviceOrder, Occupancy, Weights
-from jettison.memory.schedule import PASSES, Work
+from jettison.memory.schedule import PASSES, DeviceAction, DeviceOrder, Occupancy, Weights, Work
 from jettison.memory.span import Phase, Span, Where, levels, peaks
 from jettison.memory.unit import PassKind, PassPiece, Unit, pieces, span
 from jettison.spec.precision import Gradients

@@ -15,7 +15,7 @@ from jettison.core.units import format_bytes
 from jettison.formula.region import embedding_region, parameter_count
 from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
-from jettison.memory.actions import DeviceOrder, OrderOptions, Weights, device_order
+from jettison.memory.schedule import DeviceOrder, OrderOptions, Weights, device_order
 from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes, total_bytes
 from jettison.memory.unit import Unit
 from jettison.predict.frozen_models import frozen_bytes

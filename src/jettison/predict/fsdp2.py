@@ -85,8 +85,7 @@ from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.formula.static import Static, declared, static, together
 from jettison.memory.unit import Unit
 from jettison.predict.live_parameters import Live, live_parameters
-from jettison.predict.passes import named_frames, named_passes, passes_of
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, named_frames, named_passes, passes_of
 from jettison.spec.kernels import Device, Loss
 from jettison.spec.layout import Reshard
 from jettison.spec.precision import GradientRule

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.units import GIB, format_bytes, format_seconds
-from jettison.predict.passes import cached_segments
+from jettison.predict.stages import cached_segments
 from jettison.spec.allowance import FRAGMENTS, Limit, fixed_allowance
 from jettison.spec.frameworks import named
 from jettison.spec.kernels import Device

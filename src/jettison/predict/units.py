@@ -38,8 +38,17 @@ from jettison.formula.tape import GATHER
 from jettison.memory.unit import Halves, Unit, WeightStep
 from jettison.predict.frozen_models import highest_forward
 from jettison.predict.fsdp2 import GroupPlace, has_outer_ends, with_fsdp_buffers, with_shards
-from jettison.predict.passes import named_passes, passes_of
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
+from jettison.predict.stages import (
+    FULL,
+    NONE,
+    RegionGroup,
+    StageRegion,
+    kept_by,
+    named_passes,
+    names_of,
+    passes_of,
+    sent_by,
+)
 from jettison.spec.kernels import AttentionKernel, Documents, Loss
 from jettison.spec.model import Attention, Biases, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Gradients

@@ -45,9 +45,8 @@ from jettison.formula.region import Region, embedding_region
 from jettison.formula.sums import Factor, Monomial, Positive, SizeGuard, SizeGuards, Sum, collected, sum_of
 from jettison.formula.tape import Writer
 from jettison.predict.fsdp2 import PhasedBackward
-from jettison.predict.passes import named_frames
 from jettison.predict.ranges import Measure, lineage, residual
-from jettison.predict.stages import NONE, kept_by
+from jettison.predict.stages import NONE, kept_by, named_frames
 from jettison.report.explorer_closed_form import MICRO_BATCHES, SumPool, named_sizes, ranks_of, sizes_of
 from jettison.report.explorer_models import PageModel, page_models
 from jettison.request.options import RunRequest

@@ -11,8 +11,7 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from jettison.core.errors import Infeasible
-from jettison.memory.actions import DeviceAction
-from jettison.memory.schedule import PASSES, Work
+from jettison.memory.schedule import PASSES, DeviceAction, Work
 from jettison.memory.step import StageAction, actions
 from jettison.predict.forecast import Forecast, Stage, available_bytes, replayed_load
 from jettison.predict.ranges import time_residual

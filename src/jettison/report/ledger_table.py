@@ -26,8 +26,7 @@ from jettison.spec.run import Run
 
 if TYPE_CHECKING:
     from jettison.report.explain import Explanation
-    from jettison.search.changes import FittingChange
-    from jettison.search.largest import Edge, FitAnswer
+    from jettison.search.what_fits import Edge, FitAnswer, FittingChange
 
 MOST_STAGES = 20
 MOST_DIFFERENCES = 20

@@ -38,13 +38,11 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from jettison.cost.execution import execution_of
 from jettison.cost.region_in_step import Item
-from jettison.memory.actions import OrderOptions, device_order
-from jettison.memory.schedule import PipelineShape, Work
+from jettison.memory.schedule import OrderOptions, PipelineShape, Work, device_order
 from jettison.predict.forecast import Forecast
 from jettison.predict.fsdp2 import own_experts
-from jettison.predict.passes import passes_of
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline
+from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline, passes_of
 from jettison.predict.time import Estimate
 from jettison.search.space import Setup
 from jettison.spec.hardware import Hardware

@@ -34,14 +34,12 @@ from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
 from jettison.cost.region_in_step import Item
 from jettison.formula.region import Region
-from jettison.memory.actions import Occupancy
-from jettison.memory.schedule import PipelineShape, Work
+from jettison.memory.schedule import Occupancy, PipelineShape, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.fsdp2 import FsdpGroups, GroupPlace, behind_experts, own_experts
-from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, Chunk, RegionGroup, kept_by, pipeline_shape, planned_program
+from jettison.predict.stages import FULL, Chunk, RegionGroup, chosen_passes, kept_by, pipeline_shape, planned_program
 from jettison.predict.time import Estimate, works
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.search.stage_choice import layer_points

@@ -24,8 +24,7 @@ from torch.distributed.pipelining import (
 from jettison.capture.model_trace import as_batch
 from jettison.core.errors import UsageError
 from jettison.dryrun.imagined_pipeline import ImaginedStage, imagined_transfers, send_nothing
-from jettison.memory.actions import DeviceOrder
-from jettison.memory.schedule import PipelineShape
+from jettison.memory.schedule import DeviceOrder, PipelineShape
 from jettison.models.reference import Reference, document_numbers
 from jettison.parallel.parameters import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss

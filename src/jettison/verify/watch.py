@@ -29,9 +29,17 @@ from jettison.capture.model_trace import expect_module
 from jettison.core.errors import warn
 from jettison.core.objects import summary
 from jettison.core.units import format_bytes
-from jettison.diagnose.facts import MemoryFacts, StepBytes, StepPhase, Survivor
+from jettison.diagnose.facts import (
+    FEWEST_STEPS,
+    FIRST_STEPS,
+    SHARE_OF_STEPS,
+    MemoryFacts,
+    StepBytes,
+    StepPhase,
+    Survivor,
+    grown_bytes,
+)
 from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
-from jettison.diagnose.growth import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS, grown_bytes
 from jettison.diagnose.watch_record import WatchRecord
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 

@@ -199,7 +199,7 @@
   }
 
   // The worst stage's highest moment: {nbytes, stage, phase, where, parts: [parameters, gradients, optimizer, activations,
-  // transients], cached: predict/passes.py, `cached_segments`}; null where the page has no sums for a run.
+  // transients], cached: predict/stages.py, `cached_segments`}; null where the page has no sums for a run.
   J.stepBytes = (data, run) => {
     const regions = regionsOf(data, run), held = data.precisions[run.precision];
     if (!regions) return null;
