@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import bz2
 import collections
 import contextlib
@@ -29,7 +28,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -43,7 +41,7 @@ from torch._prims.rng_prims import run_and_save_rng_state
 from jettison.capture.code_names import is_foreign
 from jettison.capture.guard import MOST_ITEMS, ModuleGuard
 from jettison.capture.isolation import WritesUndone, leaving_nothing
-from jettison.capture.kinds import CacheState, Subclasses, Untouchable, stand_in, state_of, worth_a_look
+from jettison.capture.kinds import CacheState, Untouchable, stand_in, state_of, worth_a_look
 from jettison.capture.reach import MANY, Reach
 from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.counter import AllocationCounter
@@ -68,14 +66,14 @@ def _cached(maxsize: int | None, *, typed: bool) -> Any:
 @pytest.mark.parametrize("typed", [False, True])
 @pytest.mark.parametrize("maxsize", [None, 0, 1, 2, 5, 100])
 def test_a_cache_is_what_it_was(maxsize: int | None, typed: bool) -> None:
-    """Keys, the very results, which of them is the oldest, hits and misses; whether or not it was full."""
+    """Keys, the very results, and which of them is the oldest; whether or not it was full."""
     cached = _cached(maxsize, typed=typed)
     before, info, entries = CacheState(cached), cached.cache_info(), CacheState(cached).entries()
     for call in (lambda: cached(9), lambda: cached(1), lambda: cached(8, r=3), lambda: cached()):
         call()
     before.put_back()
     after = CacheState(cached).entries()
-    assert cached.cache_info() == info
+    assert cached.cache_info().currsize == info.currsize
     assert len(after) == info.currsize
     assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(after, entries, strict=True))
     assert cached(77) == [3, (77,), {}]  # and it runs its own code
@@ -103,25 +101,12 @@ def _poke(holder: Any) -> None:
         flat[0] ^= 1
 
 
-_Abstract: Any = abc.ABCMeta("_Abstract", (), {})
-
-
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a number of ctypes": (lambda: ctypes.c_int(3), _poke),
     "a text of ctypes": (lambda: ctypes.create_string_buffer(8), _poke),
     "a shared value": (lambda: multiprocessing.Value("i", 1).get_obj(), _poke),
     "a shared array": (lambda: multiprocessing.RawArray("i", 3), _poke),
     "a map": (lambda: mmap.mmap(-1, 16), _poke),
-    "a semaphore": (lambda: multiprocessing.Semaphore(2)._semlock, lambda held: held.acquire()),  # type: ignore[attr-defined]
-    "an event of processes": (
-        lambda: multiprocessing.Event()._flag._semlock,  # type: ignore[attr-defined]
-        lambda held: held.release(),
-    ),
-    "a registry of classes": (lambda: Subclasses(_Abstract), lambda _: _Abstract.register(int)),
-    "a queue": (queue.SimpleQueue, lambda held: held.put(1)),
-    "a context of decimal": (lambda: decimal.Context(prec=9), lambda context: setattr(context, "prec", 3)),
-    "a text in memory": (lambda: io.StringIO("a"), lambda text: text.write("bc")),
-    "bytes in memory": (lambda: io.BytesIO(b"a"), lambda text: text.read()),
 }
 
 
@@ -129,7 +114,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 def test_what_c_keeps_is_put_back(kind: str) -> None:
     make, move = KEPT[kind]
     holder = make()
-    state = holder if isinstance(holder, Subclasses) else state_of(holder)
+    state = state_of(holder)
     assert state is not None and state.is_unchanged()
     move(holder)
     assert not state.is_unchanged()
@@ -179,37 +164,15 @@ def test_what_a_table_of_pandas_holds_in_c_goes_with_what_it_holds_in_lists() ->
     assert held.equals(before)
 
 
-def test_what_another_thread_takes_from_a_queue_is_not_put_back() -> None:
-    """An executor's work would be done twice."""
-    held: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    let, done = threading.Event(), threading.Event()
-
-    def take() -> None:
-        let.wait()
-        held.get()
-        done.set()
-        let.clear()
-        let.wait()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    held.put(1)
-    state = state_of(held)
-    assert state is not None
-    let.set()
-    done.wait()
-    state.put_back()
-    assert held.qsize() == 0
-    while thread.is_alive():
-        let.set()
-        thread.join(0.01)
-
-
 USED = {
     "rows": lambda: csv.reader([]),
     "pickle": lambda: pickle.Pickler(io.BytesIO()),
     "bz2": bz2.BZ2Compressor,
     "stream": lambda: pytest.importorskip("pyarrow").BufferOutputStream(),
+    "queue": queue.SimpleQueue,
+    "queue of Python's": queue.Queue,
+    "semaphore": multiprocessing.Semaphore,
+    "event of processes": multiprocessing.Event,
 }
 LEFT = {
     "random": lambda: random.Random(3),
@@ -231,6 +194,7 @@ LEFT = {
     "log": lambda: logging.getLogger("a"),
     "fraction": lambda: fractions.Fraction(1, 3),
     "tree": lambda: ElementTree.Element("a"),
+    "text": lambda: io.StringIO("a"),
     "set": set,
     "csv": lambda: csv.writer(io.StringIO()),
     "over bytes": lambda: io.TextIOWrapper(io.BytesIO()),
@@ -278,12 +242,6 @@ def test_what_cannot_be_copied_refuses_before_it_moves() -> None:
     assert next(held) == 0
 
 
-def test_a_queue_that_a_thread_empties_may_be_used() -> None:
-    module = nn.Linear(2, 2)
-    with ThreadPoolExecutor(1) as module.pool, leaving_nothing([module]):
-        assert module.pool.submit(lambda: 3).result() == 3
-
-
 def test_a_queue_of_another_thread_is_refused() -> None:
     """As that of a writer of logs: what a run puts there is under way at once, and whoever waits for more must not be
     forgotten.
@@ -300,7 +258,7 @@ def test_a_queue_of_another_thread_is_refused() -> None:
     thread = threading.Thread(target=take)
     thread.start()
     with (
-        pytest.raises(UnsupportedModule, match=r"a queue\.Queue of another thread.*has not been touched"),
+        pytest.raises(UnsupportedModule, match=r"a queue\.Queue.*has not been touched"),
         leaving_nothing([module]),
         contextlib.suppress(Exception),
     ):
@@ -358,11 +316,11 @@ def test_defaults_of_a_function_that_are_replaced_go_back() -> None:
 
 def test_what_refuses_keeps_nothing_else_from_going_back() -> None:
     module = nn.Linear(2, 2)
-    module.file, module.seen = io.StringIO(), [1]
+    module.next, module.seen = iter([1]), [1]
     reach = Reach([module])
-    module.file.close()
+    next(module.next)
     module.seen.append(2)
-    with pytest.raises(UnsupportedModule, match="closes a StringIO"):
+    with pytest.raises(UnsupportedModule, match="takes from a list_iterator"):
         reach.restore()
     assert module.seen == [1]
 
@@ -420,14 +378,18 @@ def _entries() -> dict[str, tuple[Any, Callable[[Any], object], Callable[[Any], 
     """Objects of libraries that C alone knows, a change to each, and what they have."""
     tokenizers, multidict = pytest.importorskip("tokenizers"), pytest.importorskip("multidict")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}))
+    text = io.StringIO("a")
+    text.seek(1)
     return {
+        "text": (text, lambda one: one.write("b"), lambda one: (one.getvalue(), one.tell())),
+        "decimal": (decimal.Context(prec=9), lambda one: setattr(one, "prec", 3), lambda one: one.prec),
         "tree": (ElementTree.Element("a"), lambda tree: ElementTree.SubElement(tree, "b"), ElementTree.tostring),
         "words": (words, lambda one: one.add_tokens(["b"]), lambda one: one.get_vocab_size()),
         "table": (multidict.MultiDict(), lambda table: table.add("b", 1), lambda table: list(table.items())),
     }
 
 
-@pytest.mark.parametrize("kind", ["tree", "words", "table"])
+@pytest.mark.parametrize("kind", ["text", "decimal", "tree", "words", "table"])
 def test_a_run_changes_a_copy_of_what_c_alone_knows(kind: str) -> None:
     held, change, look = _entries()[kind]
     module = nn.Linear(2, 2)

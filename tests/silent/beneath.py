@@ -283,7 +283,7 @@ def _behind_a_cache(cached: Any, calls: Callable[[int], Any]) -> Program:
         s.i = i
 
     def seen() -> list[Any]:
-        return [list(cached.cache_info()), [cached.__wrapped__.__code__.co_name]]
+        return [cached.cache_info().currsize, [cached.__wrapped__.__code__.co_name]]
 
     return program(run, init, also=seen)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import array
 import collections
 import concurrent.futures
@@ -271,34 +270,6 @@ def handler_of_a_log() -> Counting:
 
 
 @kind
-def logger_that_a_forward_asks_for() -> Counting:
-    name = f"silent.{next(_LOGGERS)}"
-
-    def tick() -> None:
-        log = logging.getLogger(name)
-        log.setLevel(log.level + 1)
-
-    return tick, lambda: logging.getLogger(name).level if name in logging.Logger.manager.loggerDict else 0
-
-
-@kind
-def handler_of_a_logger_that_a_forward_asks_for() -> Counting:
-    lines: list[str] = []
-
-    class Listing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    name = f"silent.{next(_LOGGERS)}"
-    logging.getLogger(name).addHandler(Listing())
-    logging.getLogger(name).propagate = False
-    return lambda: logging.getLogger(name).warning("x"), lambda: len(lines)
-
-
-_LOGGERS = itertools.count()
-
-
-@kind
 def log_in_a_file() -> Counting:
     path = tempfile.mkstemp()[1]
     log = logging.Logger("silent")
@@ -318,12 +289,6 @@ def tree_of_xml() -> Counting:
 def event_of_processes() -> Counting:
     held = multiprocessing.Event()
     return held.set, lambda: float(held.is_set())
-
-
-@kind
-def class_that_is_registered() -> Counting:
-    held: Any = abc.ABCMeta("Held", (), {})
-    return lambda: held.register(int), lambda: float(isinstance(3, held))
 
 
 @kind
@@ -828,7 +793,6 @@ def average_of_weights_inside_the_forward() -> Program:
 
 
 _LOCKED: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], int]]] = {
-    "queue": (queue.Queue, lambda held: held.put(1), lambda held: int(held.qsize())),
     "event": (threading.Event, lambda held: held.clear() if held.is_set() else held.set(), lambda held: held.is_set()),
     "semaphore": (lambda: threading.Semaphore(1000), lambda held: held.acquire(), lambda held: held._value),
 }

@@ -27,9 +27,6 @@ class Wide(enum.Enum):
 
     GLOBALS = enum.auto()  # of the function's own module
     MODULES = enum.auto()  # any module that a string names
-    FRAMES = enum.auto()  # variables of callers
-    OBJECTS = enum.auto()  # all objects of the garbage collector
-    SUBCLASSES = enum.auto()
 
 
 class Names(NamedTuple):
@@ -107,19 +104,13 @@ def _is_own_attribute(code: types.CodeType, steps: Sequence[dis.Instruction], at
 
 
 def _wide(code: types.CodeType, steps: Sequence[dis.Instruction]) -> frozenset[Wide]:
-    found = {_WIDE[name] for name in code.co_names if name in _WIDE}
-    found |= {wide for pair, wide in _WIDE_TOGETHER.items() if set(pair) <= set(code.co_names)}
+    named = _WIDE.isdisjoint(code.co_names) and not {"sys", "modules"} <= set(code.co_names)
+    found = set() if named else {Wide.MODULES}
     loaded = {one.argval for one in steps if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return frozenset(found | {_WIDE_BUILTINS[name] for name in loaded if name in _WIDE_BUILTINS})
 
 
-_WIDE = {
-    **dict.fromkeys(("import_module", "f_globals", "__globals__", "__builtins__"), Wide.MODULES),
-    **dict.fromkeys(("_getframe", "currentframe", "f_back", "f_locals", "_current_frames"), Wide.FRAMES),
-    **dict.fromkeys(("get_objects", "get_referrers"), Wide.OBJECTS),
-    "__subclasses__": Wide.SUBCLASSES,
-}
-_WIDE_TOGETHER = {("sys", "modules"): Wide.MODULES, ("inspect", "stack"): Wide.FRAMES}
+_WIDE = frozenset(("import_module", "f_globals", "__globals__", "__builtins__"))
 _WIDE_BUILTINS = {**dict.fromkeys(("exec", "eval", "__import__"), Wide.MODULES), "globals": Wide.GLOBALS}
 
 # closures, defaults, and the globals that code names ------------------------------------------------------------------
@@ -289,14 +280,12 @@ def _library_folders() -> tuple[Path, ...]:
 #
 # NOTE [ What code need not name ]
 # Code may also reach state by names that it computes: through `importlib.import_module`, `sys.modules`, `exec`,
-# `globals`, the frames of its callers, the garbage collector, the subclasses of a class (`Wide`). If any code on the
-# walk does so, the walk includes all data that can be reached that way: of the program's own modules, of the function's
-# package, of modules that a string in it names; of libraries, only attributes that code sets on objects that it names
-# (`library_owners`), and on threads and loggers.
+# `globals` (`Wide`). If any code on the walk does so, the walk includes all data that can be reached that way: of the
+# program's own modules, of the function's package, of modules that a string in it names; of libraries, only attributes
+# that code sets on objects that it names (`library_owners`). Frames of callers, the garbage collector's objects and the
+# subclasses of a class are not followed.
 
 NEVER_INSIDE = (type, types.FrameType, types.CodeType, types.FunctionType, types.BuiltinFunctionType)
-WHEREVER = (Wide.FRAMES, Wide.OBJECTS, Wide.SUBCLASSES)
-"""Ways that lead to the same state from any module."""
 NAMES_MODULES = cast(types.FunctionType, lambda: None)
 """Stands for code that holds `sys.modules` under another name."""
 
@@ -305,12 +294,3 @@ def is_code(value: Any) -> bool:
     """Whether a value is code or a descriptor, rather than data."""
     in_c = types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType
     return issubclass(type(value), (*NEVER_INSIDE, property, staticmethod, classmethod, *in_c))
-
-
-def variables_of_callers() -> Iterator[tuple[str, Any]]:
-    """(name, value) of the local variables of all callers outside of libraries."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_foreign(str(frame.f_globals.get("__name__"))):
-            yield from list(frame.f_locals.items())
-        frame = frame.f_back

@@ -9,14 +9,13 @@ class (``__class__``). So kinds are told by `type`, containers are read by the m
 derive from, and attributes by C's descriptors.
 
 NOTE [ Set aside ]
-State of C objects is in no table of Python's: the memory of a buffer, iterators, files, contexts of `decimal`. If it
-cannot be written back, the object is set aside before a run that must change nothing: the run finds a copy of it, a
-file in memory for one that is open for writing, or an `Untouchable`, which refuses by name before anything changes.
+State of C objects is in no table of Python's: iterators, files, digests, queues. If it cannot be written back, the
+object is set aside before a run that must change nothing: the run finds a copy of it, a file in memory for one that is
+open for writing, or an `Untouchable`, which refuses by name before anything changes.
 """
 
 from __future__ import annotations
 
-import abc
 import array
 import contextlib
 import copy
@@ -26,14 +25,11 @@ import ctypes
 import decimal
 import functools
 import gc
-import importlib
 import inspect
 import io
 import itertools
-import multiprocessing
 import os
 import pickle
-import queue
 import random
 import stat
 import sys
@@ -59,7 +55,6 @@ from jettison.core.objects import Same
 MOST_BYTES = 1 << 24  # of an array that is restored from a copy
 MOST_COPIED = 1 << 30  # of one that can be protected in no other way
 MOST_SHARED = 4096  # bytes of a tensor that is restored although no op was seen to write to it
-MOST_COUNTED = 20_000  # hits or misses of a cache that are restored by calls
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 PLAIN_KINDS = frozenset(PLAIN)
 PLAIN_TENSORS = (Tensor, nn.Parameter)
@@ -642,7 +637,7 @@ class CacheState(KeptState):
 
     A full cache forgets an entry for each new one, and its table is C's: nothing can be written into it from outside.
     So a cache that was called is filled again: it is cleared, and called once for each old entry while the function's
-    code returns the cached result. Its hits and misses are restored by further calls.
+    code returns the cached result. Its counts of hits and misses begin again.
     """
 
     rank = 1_000  # comparing its keys runs user code
@@ -686,7 +681,7 @@ class CacheState(KeptState):
                 del table[key]
 
     def _fill(self, code: Any) -> None:
-        function, info, entries = self.holder, self.was, self.entries()
+        function, entries = self.holder, self.entries()
         function.cache_clear()
         mark = next((held for held in self._held if type(held) is object), None)  # between arguments and keywords
         own = code.__code__
@@ -695,14 +690,6 @@ class CacheState(KeptState):
                 args, kwargs = _arguments(key, mark, typed=function.cache_parameters()["typed"])
                 constants = tuple(result if one == _RESULT else one for one in _TAKES_ANYTHING.__code__.co_consts)
                 code.__code__ = _TAKES_ANYTHING.__code__.replace(co_consts=constants, co_freevars=own.co_freevars)
-                function(*args, **kwargs)
-            if max(info.hits, info.misses) > MOST_COUNTED:
-                return
-            code.__code__ = _TAKES_NOTHING.__code__.replace(co_freevars=own.co_freevars)
-            for _ in range(info.misses - len(entries)):
-                with contextlib.suppress(TypeError):
-                    function(object())
-            for _ in range(info.hits if entries else 0):
                 function(*args, **kwargs)
         finally:
             code.__code__ = own
@@ -721,19 +708,14 @@ def _arguments(key: Any, mark: Any, *, typed: bool) -> tuple[tuple[Any, ...], di
 
 _RESULT = "the result"
 _TAKES_ANYTHING: Callable[..., Any] = lambda *_args, **_kwargs: "the result"  # noqa: E731
-_TAKES_NOTHING: Callable[..., Any] = lambda: None  # noqa: E731
 
 # C state that can be written back -------------------------------------------------------------------------------------
 
 
-class _InC(KeptState):
-    """State that no table of Python's holds."""
+class MemoryState(KeptState):
+    """Bytes of an object's buffer. A buffer too large to be copied has a digest of parts instead."""
 
     rank = 2_000
-
-
-class MemoryState(_InC):
-    """Bytes of an object's buffer. A buffer too large to be copied has a digest of parts instead."""
 
     def read(self) -> bytes | int | None:
         try:
@@ -776,119 +758,9 @@ def _lends_memory(value: Any) -> bool:
     return False
 
 
-class _InMemory(_InC):
-    def read(self) -> Any:
-        return None if self.holder.closed else (self.holder.tell(), self.holder.getvalue())
+class _Position(KeptState):
+    rank = 2_000
 
-    def put_back(self) -> None:
-        if self.holder.closed:
-            raise UnsupportedModule(f"the forward closes a {type(self.holder).__name__} that outlives it")
-        position, content = self.was
-        self.holder.seek(0)
-        self.holder.truncate()
-        self.holder.write(content)
-        self.holder.seek(position)
-
-
-class _DecimalState(KeptState):
-    """Precision, rounding and flags of `decimal`."""
-
-    _NAMES = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
-
-    def read(self) -> Any:
-        settings = {name: getattr(self.holder, name) for name in self._NAMES}
-        return settings, dict(self.holder.flags), dict(self.holder.traps)
-
-    def put_back(self) -> None:
-        settings, flags, traps = self.was
-        for name, value in settings.items():
-            setattr(self.holder, name, value)
-        self.holder.flags.update(flags)
-        self.holder.traps.update(traps)
-
-
-class _Queue(_InC):
-    """Items of a queue. One that another thread empties, as an executor's, is empty before and after."""
-
-    def read(self) -> Any:
-        return waiting_in(self.holder)
-
-    def is_unchanged(self) -> bool:
-        now = self.read()
-        return len(now) == len(self.was) and all(map(is_, now, self.was))
-
-    def put_back(self) -> None:
-        if is_used_elsewhere(self.holder):  # taken items are being processed
-            return
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.holder.get_nowait()
-        for one in self.was:
-            self.holder.put(one)
-
-
-def waiting_in(held: Any) -> list[Any]:
-    """Items of a `queue.SimpleQueue`, oldest first: taking them out would wake waiting threads."""
-    inside = [one for one in gc.get_referents(held) if one is not type(held)]
-    if sys.version_info < (3, 13):  # one list, which begins with the slots of taken items
-        inside = inside[0]
-    count = held.qsize()
-    return inside[len(inside) - count :] if count else []
-
-
-def is_used_elsewhere(held: Any) -> bool:
-    """Whether code of another thread has an object, as an executor's has its queue."""
-    here = threading.get_ident()
-    frames = [frame for thread, frame in sys._current_frames().items() if thread != here]
-    while frames:
-        frame = frames.pop()
-        names = frame.f_code.co_names
-        known = [*frame.f_locals.values(), *map(frame.f_globals.get, names)]
-        inside = (map(table.get, names) for one in known if type(table := attributes_of(one)) is dict)
-        if any(one is held for one in itertools.chain(known, *inside)):
-            return True
-        frames += [frame.f_back] if frame.f_back is not None else []
-    return False
-
-
-class _Semaphore(_InC):
-    """Value of a semaphore of `multiprocessing`: its own, a lock's, or an event's flag."""
-
-    def read(self) -> int | None:
-        with contextlib.suppress(NotImplementedError):  # macOS does not tell
-            return int(self.holder._get_value())
-        return None
-
-    def put_back(self) -> None:
-        if self.was is None or multiprocessing.active_children():  # which may have changed it
-            return
-        while self.holder._get_value() < self.was:
-            self.holder.release()
-        while self.holder._get_value() > self.was and self.holder.acquire(False):
-            pass
-
-
-_SEM_LOCK = getattr(sys.modules.get("_multiprocessing") or importlib.import_module("_multiprocessing"), "SemLock", None)
-
-
-class Subclasses(_InC):
-    """Classes that were registered with an abstract base class, which C stores."""
-
-    def read(self) -> list[type]:
-        classes = (reference() for reference in abc._get_dump(self.holder)[0])  # type: ignore[attr-defined]
-        return [cls for cls in classes if cls is not None]
-
-    def is_unchanged(self) -> bool:
-        return set(map(id, self.read())) == set(map(id, self.was))
-
-    def put_back(self) -> None:
-        abc._reset_registry(self.holder)  # type: ignore[attr-defined]
-        for cls in self.was:
-            abc.ABCMeta.register(self.holder, cls)
-        abc._reset_caches(self.holder)  # type: ignore[attr-defined]
-
-
-class _Position(_InC):
     def read(self) -> int | None:
         with contextlib.suppress(OSError, ValueError):
             return None if self.holder.closed else int(self.holder.tell())
@@ -983,10 +855,6 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], KeptState | None]], ..
     (_is_of(dict, list, set, deque, bytearray), TableState),
     (is_array, TableState),
     (_is_of(functools._lru_cache_wrapper), CacheState),
-    (_is_of(io.StringIO, io.BytesIO), lambda value: None if value.closed else _InMemory(value)),
-    (_is_of(decimal.Context), _DecimalState),
-    (_is_of(queue.SimpleQueue), _Queue),
-    (lambda value: type(value) is _SEM_LOCK, _Semaphore),
     (_is_of(io.IOBase), lambda value: _Position(value) if _is_read(value) else None),
     (_lends_memory, MemoryState),
 )
@@ -1045,8 +913,8 @@ def stand_in(value: Any) -> Any:
     """Stand-in for an object with changing C state; None if a run may use the object itself."""
     kind = Same(type(value))
     name = f"{type(value).__module__}.{type(value).__name__}"
-    if is_a(value, io.StringIO | io.BytesIO):
-        return None
+    if is_a(value, io.StringIO | io.BytesIO | decimal.Context):
+        return None if getattr(value, "closed", False) else copy.copy(value)
     if (instead := asking(value)) is not None:
         return instead
     if is_a(value, io.IOBase) and not refuses_a_copy(kind):
@@ -1057,8 +925,6 @@ def stand_in(value: Any) -> Any:
         return _another_writer(value)
     if is_outside(kind):
         return Untouchable(name, value)
-    if is_a(value, queue.Queue):
-        return Untouchable(f"{name} of another thread", value) if is_used_elsewhere(value) else None
     if is_iterator_of_c(value):
         try:
             return copied_iterator(value)
@@ -1074,10 +940,12 @@ _OUTSIDE = frozenset(
         *("sqlite3.Connection", "sqlite3.Cursor", "socket.socket", "subprocess.Popen", "greenlet.greenlet"),
         *("multiprocessing.connection.Connection", "multiprocessing.connection.Client"),
         *("torch.profiler.profiler.profile", "torch.utils.tensorboard.writer.SummaryWriter"),
-        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+        *("torch.utils.data.dataloader._MultiProcessingDataLoaderIter", "queue.Queue", "_queue.SimpleQueue"),
+        *("multiprocessing.synchronize.Semaphore", "multiprocessing.synchronize.Condition"),
+        "multiprocessing.synchronize.Event",
     )
 )
-"""Kinds of objects that access databases, files, other programs and processes, or run by themselves."""
+"""Kinds of objects that access databases, files, other programs, processes and threads, or run by themselves."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -1150,8 +1018,8 @@ _STAYS_THE_SAME = frozenset(
 """C modules whose types, if they refuse a copy, synchronise, describe, never change, or are known to `state_of`."""
 _KNOWN_LIBRARIES = ("torch", "numpy", "jettison", "triton")
 _KNOWN_IN_C = sys.stdlib_module_names | set(_KNOWN_LIBRARIES)
-_METHODS_OF_C = ("wrapper_descriptor", "method_descriptor", "instancemethod")
-"""Type names of their methods; the last one is pybind11's."""
+_METHODS_OF_C = ("wrapper_descriptor", "method_descriptor", "instancemethod", "cython_function_or_method")
+"""Type names of their methods; the last two are those of pybind11 and of Cython."""
 _OF_XML = ("Element",)
 _TRACKED = 1 << 14
 """Flag of a class in C: the garbage collector traverses its instances."""
@@ -1190,7 +1058,7 @@ def copied_whole(value: Any) -> Any:
     kind = type(value)
     # the garbage collector knows the referents of instances: a copy of a container may have the same values
     is_looked_into = bool(kind.__flags__ & _TRACKED) and kind.__name__ not in _OF_XML
-    if not is_copied_whole(Same(kind)) or (is_looked_into and attributes_in_c(value)):
+    if not is_copied_whole(Same(kind)):
         return None
     try:
         return copy.copy(value) if is_looked_into else copy.deepcopy(value)
@@ -1204,8 +1072,6 @@ def is_copied_whole(kind: Same[type]) -> bool:
     hashes: Any = kind.it.__hash__
     if not (hashes is None or hashes is object.__hash__) or issubclass(kind.it, BaseException):
         return False
-    if "__reduce_cython__" in dir(kind.it):  # its attributes are walked
-        return False
     return any(_is_of_an_extension(kind.it, name) for name in ("__setstate__", "__setitem__"))
 
 
@@ -1216,36 +1082,6 @@ def _is_of_an_extension(cls: type, name: str) -> bool:
         return False
     package = package_of(owner)
     return owner.__name__ in _OF_XML if package in sys.stdlib_module_names else package not in _KNOWN_LIBRARIES
-
-
-def attributes_in_c(value: Any) -> list[str]:
-    """Names of attributes that an extension's object stores in C, apart from its ``__dict__``: ``cdef public`` ones.
-    Nothing else tells which getters of its class only read a stored value: such a value is one that the garbage
-    collector finds there, or a plain one.
-    """
-    names = _getters(Same(type(value)))
-    known = set(map(id, gc.get_referents(value))) if names else set()
-    if len(known) < 2:  # its class, at the most
-        return []
-    found = []
-    for name in names:
-        try:
-            one = object.__getattribute__(value, name)
-        except Exception:  # a library's getter may raise anything
-            continue
-        if id(one) in known or type(one) in PLAIN_KINDS:
-            found.append(name)
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _getters(kind: Same[type]) -> tuple[str, ...]:
-    found: dict[str, Any] = {}
-    for cls in kind.it.__mro__:
-        is_pythons = package_of(cls) in sys.stdlib_module_names
-        for name, one in vars(cls).items():
-            found.setdefault(name, None if is_pythons else one)  # the target of a pointer of `ctypes` may be freed
-    return tuple(name for name, one in found.items() if isinstance(one, _DESCRIPTORS) and not name.startswith("__"))
 
 
 # contents -------------------------------------------------------------------------------------------------------------
@@ -1302,8 +1138,6 @@ def inside(value: Any) -> Iterator[Any]:
         yield from worth_a_look(gc.get_referents(value))
     elif is_a(value, memoryview):
         yield value.obj
-    elif is_a(value, queue.SimpleQueue):
-        yield from worth_a_look(waiting_in(value))
     elif is_number_array(value):
         yield getattr(value, "base", None)
         has_objects = getattr(getattr(value, "dtype", None), "hasobject", False)
@@ -1328,7 +1162,7 @@ def is_simple(cls: Same[type]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_extension(cls: Same[type]) -> bool:
-    """Whether an unknown library made a base of the class in C: state outside of attributes and slots."""
+    """Whether an unknown library made a base of the class in C: it refers to values outside of attributes and slots."""
     return any(not (_is_made_in_python(c) or package_of(c) in _KNOWN_IN_C) for c in cls.it.__mro__)
 
 

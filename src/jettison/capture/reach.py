@@ -23,15 +23,12 @@ import builtins
 import contextlib
 import contextvars
 import functools
-import gc
 import logging
-import queue
 import sys
 import threading
 import types
-from abc import ABCMeta
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -41,7 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture import code_names, kinds, side_effects
-from jettison.capture.code_names import NAMES_MODULES, WHEREVER, Names, Wide, is_foreign, names_in, package_of
+from jettison.capture.code_names import NAMES_MODULES, Names, Wide, is_foreign, names_in, package_of
 from jettison.capture.kinds import PLAIN, AttributeState, KeptState, TableState, is_a, worth_a_look
 from jettison.capture.side_effects import put_switches_back, read_switches
 from jettison.capture.tensor_subclasses import is_in_memory
@@ -110,10 +107,7 @@ class Reach:
         self._assigned: dict[int, kinds.Assigned] = {}  # by id of the owner
         self._set_names: set[str] = set()  # attributes that code assigns to on other objects than a method's own
         self._noted_names: set[str] = set()  # those of them whose values on `_owners` are known
-        self._held_classes: list[type] = []  # libraries' among them
         self._importing: dict[str, list[tuple[KeptState, Any]]] = {}  # state before a module's code ran
-        self._undone: list[types.ModuleType] = []  # imported since, to be removed
-        self._sets_everybodys = self._asks_for_loggers = False
         self._prints_errors = logging.raiseExceptions
         self._modules(modules)
         variables = (value for _, value in contextvars.copy_context().items())  # hooks collect outputs in some
@@ -125,10 +119,7 @@ class Reach:
         self._walk()
         for module in side_effects.imported_in_runs():
             self._kept(module)
-        if "register" in self._names:
-            abstract = {id(one): one for one in (*self._held_classes, *self._owners.values()) if is_a(one, ABCMeta)}
-            self.states += map(kinds.Subclasses, abstract.values())
-        self.switches = read_switches(self._names)
+        self.switches = read_switches()
         self._known.clear()  # drops what no longer exists
         self._known.update(self._large)
 
@@ -163,27 +154,15 @@ class Reach:
 
     # imports of a run ------------------------------------------------------------------------------------------------
 
-    def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None:
-        """Note everything that the code of a module names which is about to be imported."""
-        if code is not None:
-            function = types.FunctionType(code, vars(module))
-            self._globals_of(function)
-            self._names_of(function, names_in(code), 0)
-            self._waiting += [(value, 0) for value in code_names.function_reach(function)]
-            self._walk()
+    def importing(self, module: types.ModuleType) -> None:
         kept = (state for state in self.states if isinstance(state, TableState | AttributeState))
         self._importing[module.__name__] = [(state, state.read()) for state in kept]
 
-    def imported(self, module: types.ModuleType, *, stays: bool) -> None:
-        """Note the globals of a module that was just imported, and their contents. If it stays, so do its changes."""
-        before = self._importing.pop(module.__name__, ())
-        if stays:
-            self._kept(module)
-            for state, start in before:
-                state.keep_changes(start)
-        else:
-            self._undone.append(module)
-            self._waiting += [(value, 0) for value in worth_a_look(vars(module).values())]
+    def imported(self, module: types.ModuleType) -> None:
+        """Keep what the code of a module has changed that was just imported, and note its globals."""
+        self._kept(module)
+        for state, start in self._importing.pop(module.__name__, ()):
+            state.keep_changes(start)
         self._walk()
 
     def _kept(self, module: types.ModuleType) -> None:
@@ -199,8 +178,6 @@ class Reach:
         side_effects.ignore_imports(self)
         side_effects.allow_file_changes(self.refused)
         logging.raiseExceptions = self._prints_errors
-        for imported in self._undone:
-            side_effects.forget_import(imported)
         refused: list[UnsupportedModule] = []
         with _disable_current_modes(), torch.no_grad():
             for state in sorted(self.states, key=attrgetter("rank")):
@@ -299,23 +276,6 @@ class Reach:
             case Wide.MODULES:
                 for table in (function.__globals__, *map(vars, code_names.modules_by_name(function))):
                     self._data_of(table)
-            case Wide.FRAMES:
-                texts = names_in(function.__code__).texts
-                for name, value in list(code_names.variables_of_callers()):
-                    if name in texts:
-                        self._later(value, 1)
-                    else:
-                        self._only_put_back(value)
-            case Wide.OBJECTS:
-                everything = gc.get_objects()
-                own = {k for k in set(map(type, everything)) if code_names.is_of_the_program(str(k.__module__))}
-                for value in everything:
-                    if type(value) in own:
-                        self._later(value, 1)
-            case Wide.SUBCLASSES:
-                known = [one.holder for one in self.states if type(one) is kinds.ClassState]
-                for below in [cls for one in known for cls in type.__subclasses__(one)]:
-                    self._class(below, 1)
 
     def _only_put_back(self, container: Any) -> None:
         """Restore without walking: its contents have no limit."""
@@ -384,7 +344,6 @@ class Reach:
         if id(cls) in self._seen:
             return
         self._seen.add(id(cls))
-        self._held_classes.append(cls)
         self.states.append(kinds.ClassState(cls))
         self._class(type(cls), depth)
         for value in list(vars(cls).values()):
@@ -411,7 +370,6 @@ class Reach:
             return  # of a Python module only values that code names are walked: see `globals_of`
         is_too_far = len(self._seen) > self._most or depth > MOST_DEEP
         if is_a(value, type):
-            self._held_classes.append(value)
             for cls in () if is_too_far else value.__mro__:
                 self._class(cls, depth + 1)
         elif is_a(value, Tensor):
@@ -434,14 +392,10 @@ class Reach:
             return
         self._seen.add(id(value))
         self._held.append(value)
-        if is_a(value, logging.Logger):
-            self._later(logging.getLogRecordFactory(), depth + 1)  # the process has one for all of them
         if is_a(value, threading.Condition):  # threads that wait by now have entered themselves
             self._seen.add(id(kinds.attribute_of(value, "_waiters")))
         if type(value) in _PLAIN_CONTAINERS:
             self._container(value, depth)
-        elif is_a(value, queue.Queue) and kinds.is_used_elsewhere(value):
-            self._state(value, depth)  # and its items are being processed
         elif kinds.is_simple(Same(type(value))) and not callable(value):
             self._object(value, depth)
         elif is_a(value, nn.Module):
@@ -486,37 +440,18 @@ class Reach:
         for owner in code_names.library_owners(function):
             self._owners[id(owner)] = owner
         self._set_names |= names.assigned
-        asks_for_loggers = "getLogger" in names.read
-        if asks_for_loggers and not self._asks_for_loggers:
-            self._asks_for_loggers = True
-            self.states.append(_Loggers(None))
-            for one in _all_loggers():
-                self._waiting += [(held, depth + 1) for held in (*one.handlers, *one.filters)]
-            self._later(logging.getLogRecordFactory(), depth + 1)
-        if asks_for_loggers or (names.assigned and not names.read.isdisjoint(("current_thread", "main_thread"))):
-            if not self._sets_everybodys:
-                self._sets_everybodys = True
-                self.states.append(_OnEverybody((self._set_names, self._tables)))
-            for attributes in _everybodys():
-                if id(attributes) not in self._tables:
-                    self._tables.add(id(attributes))
-                    self._add(attributes)
-                    self._waiting += [(one, depth + 1) for one in worth_a_look(map(attributes.get, names.assigned))]
 
     def _wide_reach(self, wide: Wide, function: types.FunctionType) -> None:
         if self._is_of_a_library(function):
-            if wide in WHEREVER:
-                return
             wide = Wide.GLOBALS
-        what = wide, "" if wide in WHEREVER else str(function.__module__)
+        what = wide, str(function.__module__)
         if what not in self._wide_seen:
             self._wide_seen.add(what)
             self._wide[what] = function
 
     def _object(self, value: Any, depth: int) -> None:
         """Walk attributes and slots of any object, and its classes."""
-        in_c = kinds.attributes_in_c(value) if kinds.is_extension(Same(type(value))) else ()
-        for name in (*kinds.slots_below(Same(type(value))), *in_c):
+        for name in kinds.slots_below(Same(type(value))):
             slot = AttributeState(value, name)
             self.states.append(slot)
             self._later(slot.was, depth + 1)
@@ -561,46 +496,6 @@ class _Variables(KeptState):
                     variable.set(contextvars.Context().run(variable.get))
             elif self.was[variable] is not value:
                 variable.set(self.was[variable])
-
-
-class _Loggers(KeptState):
-    """Names of all loggers, if code requests some; those of a library's modules that were imported for good stay."""
-
-    def read(self) -> Any:
-        return frozenset(logging.Logger.manager.loggerDict)
-
-    def put_back(self) -> None:
-        for name in self.read() - self.was:
-            if name not in sys.modules:
-                del logging.Logger.manager.loggerDict[name]
-
-
-class _OnEverybody(KeptState):
-    """Attributes that code may set on threads and loggers which the run creates: (names, ids of known tables)."""
-
-    def read(self) -> Any:
-        names, known = self.holder
-        made = [one for one in _everybodys() if id(one) not in known]
-        return [(attributes, found) for attributes in made if (found := names & attributes.keys())]
-
-    def is_unchanged(self) -> bool:
-        return not self.read()
-
-    def put_back(self) -> None:
-        for attributes, names in self.read():
-            for name in names:
-                del attributes[name]
-
-
-def _everybodys() -> Iterator[dict[str, Any]]:
-    """Attributes of threads and loggers: Python's functions return these to any caller."""
-    yield from map(vars, threading.enumerate())
-    yield from map(vars, _all_loggers())
-
-
-def _all_loggers() -> list[logging.Logger]:
-    named = list(logging.Logger.manager.loggerDict.values())
-    return [one for one in (logging.root, *named) if isinstance(one, logging.Logger)]
 
 
 def _said_once() -> list[Any]:

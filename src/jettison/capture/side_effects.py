@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
-import faulthandler
 import functools
 import gc
 import importlib.machinery
 import io
-import itertools
-import linecache
-import locale
 import logging
 import os
-import signal
 import stat
 import sys
 import threading
-import time
-import tracemalloc
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, cast
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.code_names import is_foreign, is_of_the_program
+from jettison.capture.code_names import is_foreign
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
 
@@ -61,17 +53,6 @@ KERNEL_SWITCHES: tuple[Switch, ...] = (
 )
 """Switches that choose kernels, their precision, or the order of their sums."""
 
-_handler: Callable[[int], Any] = sys.modules["_signal"].getsignal  # `signal` makes an enum of each
-_SIGNALS = tuple(map(int, signal.valid_signals()))
-
-
-def _set_signal_handlers(wanted: dict[int, Any]) -> None:
-    if threading.current_thread() is not threading.main_thread():  # no other thread can have changed them
-        return
-    for number, handler in wanted.items():
-        if handler is not None and _handler(number) != handler:  # C has set what is None
-            signal.signal(number, handler)
-
 
 def _folder() -> str | None:
     with contextlib.suppress(OSError):  # it has been deleted
@@ -79,43 +60,10 @@ def _folder() -> str | None:
     return None
 
 
-def _numpy() -> tuple[Any, Any] | None:
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else (numpy.geterr(), numpy.get_printoptions())
-
-
-def _set_numpy(wanted: tuple[Any, Any] | None) -> None:
-    if wanted is not None:
-        sys.modules["numpy"].seterr(**wanted[0])
-        sys.modules["numpy"].set_printoptions(**wanted[1])
-
-
-Environment = tuple[dict[Any, Any], dict[bytes, bytes]]
-
-
-def _set_environment(wanted: Environment) -> None:
-    of_python, of_c = wanted
-    now = _of_c()
-    _of_python().clear()
-    _of_python().update(of_python)
-    for name in now.keys() - of_c.keys():
-        os.unsetenv(name)
-    for name in (name for name, value in of_c.items() if now.get(name) != value):
-        os.putenv(name, of_c[name])
-
-
-def _of_python() -> dict[Any, Any]:
-    return cast(Any, os.environ)._data
-
-
-def _of_c() -> dict[bytes, bytes]:
-    """The environment of child processes, which `os.putenv` changes without `os.environ`."""
-    try:
-        entries = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
-    except (ValueError, TypeError, OSError):  # the system has another name for it
-        return dict(_of_python())
-    found = itertools.takewhile(bool, (entries[at] for at in itertools.count()))
-    return {name: value for name, _, value in (one.partition(b"=") for one in found)}
+def _set_environment(wanted: dict[str, str]) -> None:
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    os.environ.update(wanted)
 
 
 def _set_search(wanted: tuple[list[str], Any, list[Any]]) -> None:
@@ -154,108 +102,34 @@ def noting_entries() -> Iterator[None]:
         _filters_since.extend(one for one in warnings.filters if one not in filters)
 
 
-def _umask() -> int:
-    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status", errors="ignore") as status:
-        return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
-    mask = os.umask(0o077)  # outside of Linux it can only be read by setting it
-    os.umask(mask)
-    return mask
-
-
 PROCESS_SWITCHES: tuple[Switch, ...] = (
     *KERNEL_SWITCHES,
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda was: torch.set_anomaly_enabled(*was),
     ),
-    (lambda: dict(vars(torch._tensor_str.PRINT_OPTS)), lambda was: vars(torch._tensor_str.PRINT_OPTS).update(was)),
-    (_numpy, _set_numpy),
-    (sys.getrecursionlimit, sys.setrecursionlimit),
-    (sys.getswitchinterval, sys.setswitchinterval),
-    (gc.get_threshold, lambda was: gc.set_threshold(*was)),
-    (lambda: {number: _handler(number) for number in _SIGNALS}, _set_signal_handlers),
+    (
+        lambda: numpy.geterr() if (numpy := sys.modules.get("numpy")) else {},
+        lambda was: sys.modules["numpy"].seterr(**was),
+    ),
     (_folder, lambda was: None if was is None else os.chdir(was)),
-    (lambda: (dict(_of_python()), _of_c()), _set_environment),
-    (_umask, os.umask),
-    (torch.is_warn_always_enabled, torch.set_warn_always),
+    (lambda: dict(os.environ), _set_environment),
     (torch.autograd.is_multithreading_enabled, torch._C._set_multithreading_enabled),
     (torch.sparse.check_sparse_tensor_invariants.is_enabled, torch._C._set_check_sparse_tensor_invariants),
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     (torch._C._get_deterministic_fill_uninitialized_memory, torch._C._set_deterministic_fill_uninitialized_memory),
     (gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
-    (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
-    (threading.stack_size, threading.stack_size),
-    (
-        lambda: sys.modules["socket"].getdefaulttimeout() if "socket" in sys.modules else None,
-        lambda was: sys.modules["socket"].setdefaulttimeout(was),
-    ),
     (lambda: logging.root.manager.disable, logging.disable),
     (lambda: (list(sys.path), warnings.filters, list(warnings.filters)), _set_search),
 )
+"""Also those that decide what a forward computes, raises, finds or logs. Planning leaves no other switch of the process
+as it was: they do not change what a step computes, and its first step would set them alike.
+"""
 
 
-def _limits() -> dict[int, tuple[int, int]]:
-    resource: Any = sys.modules.get("resource")
-    if resource is None:
-        return {}
-    return {which: resource.getrlimit(which) for name, which in vars(resource).items() if name.startswith("RLIMIT_")}
-
-
-def _set_limits(wanted: dict[int, tuple[int, int]]) -> None:
-    for which, limits in wanted.items():
-        with contextlib.suppress(ValueError, OSError):  # a hard limit cannot be raised again
-            sys.modules["resource"].setrlimit(which, limits)
-
-
-def _set_lines(wanted: dict[Any, Any]) -> None:
-    linecache.cache.clear()
-    linecache.cache.update(wanted)
-
-
-def _typed() -> list[str]:
-    lines: Any = sys.modules.get("readline")
-    return [] if lines is None else [lines.get_history_item(at + 1) for at in range(lines.get_current_history_length())]
-
-
-def _set_typed(wanted: list[str]) -> None:
-    sys.modules["readline"].clear_history()
-    for line in wanted:
-        sys.modules["readline"].add_history(line)
-
-
-NAMED_SWITCHES: dict[str, Switch] = {
-    **dict.fromkeys(("add_history", "clear_history"), (_typed, _set_typed)),
-    "tzset": (lambda: time.tzname, lambda _: time.tzset()),  # the environment was restored before
-    "set_coroutine_origin_tracking_depth": (
-        sys.get_coroutine_origin_tracking_depth,
-        sys.set_coroutine_origin_tracking_depth,
-    ),
-    "pthread_sigmask": (
-        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        lambda was: signal.pthread_sigmask(signal.SIG_SETMASK, was),
-    ),
-    "__future__": (
-        lambda: {name: value for name, value in vars(torch.__future__).items() if isinstance(value, bool)},
-        lambda was: vars(torch.__future__).update(was),
-    ),
-    "setlocale": (lambda: locale.setlocale(locale.LC_ALL), lambda was: locale.setlocale(locale.LC_ALL, was)),
-    "faulthandler": (faulthandler.is_enabled, lambda was: faulthandler.enable() if was else faulthandler.disable()),
-    "tracemalloc": (tracemalloc.is_tracing, lambda was: tracemalloc.start() if was else tracemalloc.stop()),
-    "setrlimit": (_limits, _set_limits),
-    "settrace": (sys.gettrace, sys.settrace),
-    "setprofile": (sys.getprofile, sys.setprofile),
-    "callbacks": (lambda: list(gc.callbacks), lambda was: gc.callbacks.__setitem__(slice(None), was)),
-    "linecache": (lambda: dict(linecache.cache), _set_lines),
-}
-"""Switches that are only read if the code mentions the name."""
-if hasattr(os, "sched_setaffinity"):
-    NAMED_SWITCHES["sched_setaffinity"] = (lambda: os.sched_getaffinity(0), lambda was: os.sched_setaffinity(0, was))
-
-
-def read_switches(names: Set[str] = frozenset()) -> list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]:
-    """All switches, and those that the code to be run names: (how to read, how to set, value)."""
-    named = [switch for name, switch in NAMED_SWITCHES.items() if name in names]
-    return [(read, put, read()) for read, put in (*PROCESS_SWITCHES, *named)]
+def read_switches() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Any]]:
+    """All switches: (how to read, how to set, value)."""
+    return [(read, put, read()) for read, put in PROCESS_SWITCHES]
 
 
 def put_switches_back(before: Iterable[tuple[Callable[[], Any], Callable[[Any], Any], Any]]) -> None:
@@ -268,29 +142,22 @@ def put_switches_back(before: Iterable[tuple[Callable[[], Any], Callable[[Any], 
 # imports --------------------------------------------------------------------------------------------------------------
 #
 # NOTE [ Imports in a forward ]
-# A module that a forward imports (``from anneal import beta`` inside of it) does not exist when a `Reach` walks.
-# Planning imports it, and restores what its code changed in other modules (an entry of a registry): had the module
-# stayed, the first step would find it, but none of its import's changes. So an import is undone completely: the module
-# leaves `sys.modules`, and the first step imports it. Names in its code are walked before that code runs, so that all
-# it writes to is restored.
-#
-# Modules of libraries stay, with all changes by their import: C extensions and operators are registered once in a
-# process. So does a module of the user's that registers operators or pytree nodes with torch. Later runs note their
-# globals from the start, since a module imported by a computed name is no global that code names.
+# A module that a forward imports (``from anneal import beta`` inside of it) does not exist when a `Reach` walks. It
+# stays, with all that its code changed elsewhere (an entry of a registry): the first step would have imported it. Later
+# runs note its globals from the start, since a module imported by a computed name is no global that code names.
 #
 # Code of imported modules runs without dispatch modes: a tensor among their globals is a real one.
 
 
 class Notes(Protocol):
-    """Listener to imports: before code runs (None for that of a library, which will stay), and after it did."""
+    """Listener to imports: before a module's code runs, and after it did."""
 
-    def importing(self, module: types.ModuleType, code: types.CodeType | None) -> None: ...
-    def imported(self, module: types.ModuleType, *, stays: bool) -> None: ...
+    def importing(self, module: types.ModuleType) -> None: ...
+    def imported(self, module: types.ModuleType) -> None: ...
 
 
 _LOOKING: list[Notes] = []
 _KEPT: list[types.ModuleType] = []
-_STAYING: list[types.ModuleType] = []  # being imported for good, the outermost first
 _INSIDE: list[types.ModuleType] = []  # large libraries that are being imported, and their imports
 _LOADER: Any = importlib.machinery.SourceFileLoader
 
@@ -315,16 +182,6 @@ def ignore_imports(notes: Notes) -> None:
             del _LOADER.exec_module  # inherited from a base class
 
 
-def forget_import(module: types.ModuleType) -> None:
-    """Unload a module, so that its next import runs its code again."""
-    name = module.__name__
-    if sys.modules.get(name) is module:
-        del sys.modules[name]
-    package, _, last = name.rpartition(".")
-    if package in sys.modules and vars(sys.modules[package]).get(last) is module:
-        delattr(sys.modules[package], last)
-
-
 def _noting(execute: Any) -> Any:
     @functools.wraps(execute)
     def noting(loader: Any, module: types.ModuleType) -> None:
@@ -334,31 +191,15 @@ def _noting(execute: Any) -> Any:
                 stack.callback(_INSIDE.pop)
                 execute(loader, module)
             return
-        stays, code = bool(_STAYING) or not is_of_the_program(module.__name__), None
-        with contextlib.suppress(ImportError, SyntaxError, OSError, ValueError):  # its import will raise it
-            code = None if stays else loader.get_code(module.__name__)
-        if not _STAYING:
-            for notes in list(_LOOKING):
-                notes.importing(module, code)
-        registered = _registered()
-        with _disable_current_modes(), torch.enable_grad(), contextlib.ExitStack() as stack:
-            if stays:
-                _STAYING.append(module)
-                stack.callback(_STAYING.remove, module)
-                stack.enter_context(noting_entries())
-            execute(loader, module)
-        stays = stays or registered != _registered()
-        if stays:
-            _KEPT.append(module)
         for notes in list(_LOOKING):
-            notes.imported(module, stays=stays)
+            notes.importing(module)
+        with noting_entries(), _disable_current_modes(), torch.enable_grad():
+            execute(loader, module)
+        _KEPT.append(module)
+        for notes in list(_LOOKING):
+            notes.imported(module)
 
     return noting
-
-
-def _registered() -> tuple[int, ...]:
-    """Numbers of registered operators and pytree nodes: none can be registered twice."""
-    return len(torch.library._defs), len(torch.library._impls), len(torch.utils._pytree.SUPPORTED_NODES)
 
 
 # file changes ---------------------------------------------------------------------------------------------------------
