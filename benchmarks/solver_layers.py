@@ -29,7 +29,7 @@ from jettison.predict.forecast import available_bytes
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search import auto_recompute
-from jettison.solve import bound, labels, solver
+from jettison.solve import bound, exchanges, labels, solver
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from jettison.solve.walk import least_of, walks
 from jettison.spec.hardware import hardware
@@ -190,18 +190,20 @@ def _random(rng: random.Random) -> StepProblem:
 # layers ---------------------------------------------------------------------------------------------------------------
 
 
-def _zeros(budgeted: bound.BudgetedWalk) -> bound.Multipliers:
-    return bound.Multipliers(device=[0.0] * (budgeted.walk.count + 1))
+def _zeros(budgeted: bound.BudgetedWalk) -> bound.Relaxation:
+    return bound.Relaxation(multipliers=bound.Multipliers(device=[0.0] * (budgeted.walk.count + 1)))
 
 
 Off: TypeAlias = tuple[Any, str, Any]
 """A module or class, a name in it, and what stands there instead."""
 
-_NO_NUMPY: Sequence[Off] = ((labels, "np", None),)
+_NO_NUMPY: Sequence[Off] = ((labels, "np", None), (exchanges, "np", None))
 _NO_HIGHS: Sequence[Off] = ((solver, "relaxation", _zeros),)
+_NO_ROUNDING: Sequence[Off] = ((solver, "rounded", lambda *_: iter(())),)
 
 LAYERS: Mapping[str, Sequence[Off]] = {
     "duals": _NO_HIGHS,
+    "rounding": _NO_ROUNDING,
     "leaving large ones unproven": ((solver, "LARGE", 1 << 60),),
     "numpy": _NO_NUMPY,
     "numpy and HiGHS": (*_NO_NUMPY, *_NO_HIGHS),

@@ -106,7 +106,7 @@ def test_any_multipliers_bound_from_below(problem: StepProblem, more: int, multi
         ]
         assume(fitting)
         budgeted = BudgetedWalk.of(walk, budget)
-        for prices in (Multipliers(device=multipliers[: walk.count + 1]), relaxation(budgeted)):
+        for prices in (Multipliers(device=multipliers[: walk.count + 1]), relaxation(budgeted).multipliers):
             assert relax(budgeted, prices).picoseconds <= min(fitting) * 1e12 + 1
 
 

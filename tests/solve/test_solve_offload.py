@@ -1,6 +1,7 @@
 """Keep, recompute or offload against brute force, and what the solver takes."""
 
 import dataclasses
+import random
 import sys
 from functools import partial
 
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from jettison.core.errors import Infeasible
 from jettison.solve import labels
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
+from jettison.solve.exchanges import mended
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, StepProblem, evaluate
 from jettison.solve.solver import choose
-from jettison.solve.walk import least_of, walks
+from jettison.solve.walk import StepWalk, WalkMove, least_of, walks
 from support.offload_cases import Case, cases, deep_offload, fastest
 from support.work import worked
 
@@ -75,7 +77,7 @@ def test_labels_alone_find_the_best(case: Case, more: int) -> None:
     budget = least_of(walks(problem)) + more
     (walk,) = walks(problem)
     budgeted = BudgetedWalk.of(walk, budget)
-    bound = relax(budgeted, relaxation(budgeted))
+    bound = relax(budgeted, relaxation(budgeted).multipliers)
     found = fastest_path(budgeted, bound, width=10**6)
     best = fastest(case, budget)
     assert found.path is not None and best is not None
@@ -94,6 +96,45 @@ def test_any_multipliers_bound_from_below(case: Case, more: int, prices: list[fl
     assert best is not None
     multipliers = Multipliers(device=prices[: walk.count + 1], host=prices[5])
     assert relax(BudgetedWalk.of(walk, budget), multipliers).picoseconds <= best * 1e12 + 10
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(regions=6, tensors=5), st.integers(0, 60), st.integers(0, 2**16))
+def test_exchanges_keep_both_budgets_and_lose_nothing(case: Case, more: int, seed: int) -> None:
+    """From any plan that fits; the seconds are those of the replay."""
+    problem = case.problem
+    budget = least_of(walks(problem)) + more
+    (walk,) = walks(problem)
+    start = walked(problem, walk, budget, seed)
+    moves = mended(BudgetedWalk.of(walk, budget), start)
+    assert moves is not None
+    found = walk.choice(moves)
+    before, after = evaluate(problem, walk.choice(start)), evaluate(problem, found)
+    assert after.peak_bytes <= budget
+    assert case.link.host_budget_bytes is None or after.host_bytes <= case.link.host_budget_bytes
+    moved = len(problem.regions) * 60e-12  # a picosecond for a megabyte that moves, or a part of one
+    assert after.seconds <= before.seconds + moved
+
+
+def walked(problem: StepProblem, walk: StepWalk, budget: int, seed: int) -> tuple[WalkMove, ...]:
+    """Some plan that fits: the fastest, with regions changed by chance where it still fits."""
+    rng = random.Random(seed)
+    keys = choose(problem, budget).choice.regions
+    path = [next(m for m in moves if m.key == key) for moves, key in zip(walk.moves, keys, strict=True)]
+    for r in rng.sample(range(len(path)), len(path)):
+        tried = [*path[:r], rng.choice(walk.moves[r]), *path[r + 1 :]]
+        levels = evaluate(problem, walk.choice(tried))
+        limit = problem.link.host_budget_bytes if problem.link is not None else None
+        if levels.peak_bytes <= budget and (limit is None or levels.host_bytes <= limit):
+            path = tried
+    return tuple(path)
+
+
+def test_exchanges_find_what_labels_miss() -> None:
+    """128 alike layers with 60 GiB of the host and much room on the device: 1.3 % of a step without them."""
+    problem = deep_offload(same=True, host_gib=60)
+    found = choose(problem, least_of(walks(problem)) + (200 << 30))
+    assert found.gap <= 0.002
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -115,15 +156,15 @@ def _fastest(problem: StepProblem) -> Choice:
 
 
 @pytest.mark.parametrize(
-    ("same", "host_gib", "limit", "widest"),
+    ("same", "host_gib", "limit"),
     [
-        pytest.param(True, None, 175_000, 0.005, marks=pytest.mark.slow),
-        (True, 100, 450_000, 0.005),
-        (False, None, 275_000, 0.005),
-        pytest.param(False, 60, 800_000, 0.025, marks=pytest.mark.slow),  # at its smallest budget alone
+        pytest.param(True, None, 175_000, marks=pytest.mark.slow),
+        (True, 100, 450_000),
+        (False, None, 275_000),
+        pytest.param(False, 60, 800_000, marks=pytest.mark.slow),
     ],
 )
-def test_deep_stages_are_planned_quickly(same: bool, host_gib: int | None, limit: int, widest: float) -> None:
+def test_deep_stages_are_planned_quickly(same: bool, host_gib: int | None, limit: int) -> None:
     """128 layers, four micro-batches in flight: to 0.5 % of a step. A million calls are some second."""
     problem = deep_offload(same=same, host_gib=host_gib)
     minimum = least_of(walks(problem))
@@ -132,7 +173,7 @@ def test_deep_stages_are_planned_quickly(same: bool, host_gib: int | None, limit
     for more in (0, 2, 10, 40, 120, 200) if same else (0, 10, 120):
         solution, work = worked(partial(choose, problem, minimum + (more << 30)))
         assert work < limit
-        assert solution.gap <= (0.005 if more else widest)
+        assert solution.gap <= 0.005
         assert solution.levels.host_bytes <= (host_gib or 1000) << 30
         seconds.append(solution.levels.seconds)
     assert seconds == sorted(seconds, reverse=True)

@@ -47,7 +47,7 @@ def test_labels_in_lists_are_those_in_arrays(
         if walk.minimum_budget_bytes > budget:
             continue
         budgeted = BudgetedWalk.of(walk, budget)
-        bound = relax(budgeted, relaxation(budgeted))
+        bound = relax(budgeted, relaxation(budgeted).multipliers)
         arrays = fastest_path(budgeted, bound, width=width, below=limit, beam=beam)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(labels, "np", None)

@@ -17,8 +17,8 @@ alone fits the smallest budget that single layers fit: a longer one cannot lower
 of k layers saves k - 1 of k inputs, and beyond 16 another layer saves less than a sixteenth of an input a layer. There
 are no segments if inputs can be offloaded within the host's budget and behind single layers' compute: then single
 layers save nothing on the device and recompute less. Segments of one length throughout a stage, as in a recompute mode,
-are tried at every length. If the host's budget binds, segments are tried only if single layers do not fit: labels that
-differ in bytes of the host, too, are many already.
+are tried at every length. If the host's budget binds, segments are tried only if single layers do not fit:
+plans near the relaxation's vertex (`solve.exchanges`) have none.
 
 NOTE [ Mask of packed documents ]
 All layers share one mask of packed documents, which is freed after the forward if no layer recomputes an op that reads

@@ -42,6 +42,14 @@ class Multipliers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Relaxation:
+    """A solved relaxation: its duals, and each move's share in its vertex, in order; none if HiGHS finds no vertex."""
+
+    multipliers: Multipliers
+    shares: Sequence[float] | Floats = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bound:
     """A bound, see the module's docstring; both tuples have one entry for each position, and one for the end."""
 
@@ -118,15 +126,15 @@ def _least(through: Sequence[tuple[float, int]], copying: int) -> float:
     return min((cost + max(0, copying - hides) for cost, hides in through), default=float("inf"))
 
 
-def relaxation(budgeted: BudgetedWalk) -> Multipliers:
+def relaxation(budgeted: BudgetedWalk) -> Relaxation:
     try:
         import highspy
         import numpy as np
     except ImportError:
-        return Multipliers(device=[0.0] * (budgeted.walk.count + 1))
+        return Relaxation(multipliers=Multipliers(device=[0.0] * (budgeted.walk.count + 1)))
     walk = budgeted.walk
     if walk.count == 0:
-        return Multipliers(device=np.zeros(1))
+        return Relaxation(multipliers=Multipliers(device=np.zeros(1)))
     highs = _quiet(highspy)()
     highs.silent()
     # these programs are so small that presolve takes longer than it saves
@@ -138,11 +146,13 @@ def relaxation(budgeted: BudgetedWalk) -> Multipliers:
     highs.passModel(_relaxation(highspy, budgeted, seconds_scale, byte_scale))
     highs.run()
     if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return Multipliers(device=np.zeros(walk.count + 1))
-    duals = np.asarray(highs.getSolution().row_dual, dtype=np.float64)[2 * walk.count :]
+        return Relaxation(multipliers=Multipliers(device=np.zeros(walk.count + 1)))
+    solution = highs.getSolution()
+    duals = np.asarray(solution.row_dual, dtype=np.float64)[2 * walk.count :]
     prices = np.maximum(0.0, -duals) * (byte_scale / seconds_scale)
     host = float(prices[-1]) if walk.host_budget_bytes is not None else 0.0
-    return Multipliers(device=prices[: walk.count + 1], host=host)
+    shares = np.asarray(solution.col_value, dtype=np.float64)[: sum(map(len, budgeted.moves))]
+    return Relaxation(multipliers=Multipliers(device=prices[: walk.count + 1], host=host), shares=shares)
 
 
 @lru_cache(maxsize=1)

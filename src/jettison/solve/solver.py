@@ -3,8 +3,9 @@
 It minimizes the seconds that recomputation and waiting for copies add to a step, and bounds every level of
 NOTE [ The step's levels ] and the host's bytes. For each root option, the duals of a linear relaxation (HiGHS) give a
 bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
-(labels.py) prove it, mostly with nothing thinned at all. Root options whose bound is no better than the best plan are
-left out. Every answer is replayed by `evaluate` before it is returned. Contribution of each part:
+(labels.py) prove it, mostly with nothing thinned at all. If the host's budget binds, good plans around the
+relaxation's vertex are found first (exchanges.py). Root options whose bound is no better than the best plan are left
+out. Every answer is replayed by `evaluate` before it is returned. Contribution of each part:
 docs/decisions/0103-what-each-layer-of-the-solver-buys.md.
 """
 
@@ -20,12 +21,14 @@ from typing import Protocol, TypeVar
 
 from jettison.core.errors import Infeasible
 from jettison.solve.bound import ROUNDING, Bound, BudgetedWalk, relax, relaxation
+from jettison.solve.exchanges import rounded
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, ChoiceLevels, StepProblem, chosen_options, evaluate
 from jettison.solve.walk import PICOSECONDS, Path, StepWalk, least_of, walks
 
 GAP = 0.005  # share of a step at which the search ends
 BEAM_WIDTH = 128
+ROUNDED_WIDTH = 64  # labels a position after plans from a rounded relaxation
 PROOF_WIDTH = 2_048  # labels a position
 ORDERED = 4  # options of one class up to which every order of their runs is tried
 LARGE = 1_000  # moves; with more under a host budget, the search only continues if the gap is too wide
@@ -215,17 +218,23 @@ def _roots(all_walks: tuple[StepWalk, ...], budget_bytes: int, best: _Best) -> I
     fitting = [(least, BudgetedWalk.of(walk, budget_bytes)) for least, walk in needs if least <= budget_bytes]
     _, roomiest = min(fitting, key=lambda pair: pair[0])
     solved = relaxation(roomiest)  # its multipliers are valid for the other root options, too, though not optimal
-    bounded = [(relax(b, solved), b) for _, b in fitting]
+    bounded = [(relax(b, solved.multipliers), b) for _, b in fitting]
     for bound, budgeted in sorted(bounded, key=lambda pair: pair[0].picoseconds):
         if best.beats(bound.picoseconds):
             return
+        own = solved
         if budgeted is not roomiest:
-            bound = max(bound, relax(budgeted, relaxation(budgeted)), key=lambda b: b.picoseconds)
+            own = relaxation(budgeted)
+            bound = max(bound, relax(budgeted, own.multipliers), key=lambda b: b.picoseconds)
         if best.beats(bound.picoseconds):
             continue
-        root = _Root(budgeted=budgeted, bound=bound, proven=bound.picoseconds)
+        root, width = _Root(budgeted=budgeted, bound=bound, proven=bound.picoseconds), BEAM_WIDTH
+        if budgeted.walk.host_budget_bytes is not None:
+            for path in rounded(budgeted, bound, own.shares):
+                best.offer(budgeted.walk, path)
+                width = ROUNDED_WIDTH
         if not best.beats(root.proven):
-            root.improve(best, BEAM_WIDTH, beam=True)
+            root.improve(best, width, beam=True)
         yield root
 
 
