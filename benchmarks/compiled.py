@@ -33,7 +33,7 @@ from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner.planner import UNSEEN_BYTES
-from jettison.verify.gradients import same_bits
+from jettison.verify.differences import same_bits
 from jettison.verify.timing import interleaved
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,7 +22,7 @@ from torch import nn
 import jettison
 from benchmarks.models import Batch, Size, build, loss_of
 from benchmarks.rivals import Rival, Undo, full_checkpoint, plain, selective_checkpoint
-from jettison.verify.gradients import same_bits
+from jettison.verify.differences import same_bits
 from jettison.verify.timing import interleaved
 
 SIZE = Size(

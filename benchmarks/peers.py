@@ -34,7 +34,7 @@ from benchmarks.models import BUILDERS, Batch, Size, build, loss_of
 from benchmarks.rivals import COMPILED, EAGER, Rival
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.runtime.chunked_loss import whole_losses
-from jettison.verify.gradients import same_bits
+from jettison.verify.differences import same_bits
 from jettison.verify.timing import interleaved
 
 RESULTS = Path(__file__).parent / "results"

@@ -24,7 +24,7 @@ from benchmarks.gpu.setting import Setting, planner_for, restored_determinism
 from jettison.dryrun.counter import have_workspaces, measured_peak, static_tensors
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import Planner
-from jettison.verify.gradients import same_bits
+from jettison.verify.differences import same_bits
 
 STEPS = 3
 SEED = 7

@@ -19,7 +19,7 @@ from benchmarks.gpu.cases import Column, Found, Log, Skip, mib
 from benchmarks.gpu.setting import Setting, milliseconds
 from jettison.dryrun.counter import measured_peak
 from jettison.runtime.chunked_loss import ChunkedLossPatch, whole_losses
-from jettison.verify.gradients import same_bits
+from jettison.verify.differences import same_bits
 
 COLUMNS = (
     Column(title="logits MiB", key="logits_bytes", show=mib),

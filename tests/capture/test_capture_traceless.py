@@ -17,7 +17,7 @@ from jettison.capture.recorder import OpRecorder
 from jettison.capture.tracer import trace_model, trace_region
 from jettison.core.errors import TraceError
 from jettison.dryrun.counter import allocation_deltas
-from jettison.verify.gradients import buffer_digest, parameter_digest, rng_digest
+from jettison.verify.differences import buffer_digest, parameter_digest, rng_digest
 
 N = 6
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.fakes import fake_copy, fake_mode
-from jettison.verify.gradients import independent_copy
+from jettison.verify.differences import independent_copy
 
 
 class Spilled:

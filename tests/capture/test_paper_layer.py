@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.tracer import trace_region
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 
 s, b, h, a = 256, 2, 128, 8
 STATISTICS_BYTES = 4 * 2 * s * b

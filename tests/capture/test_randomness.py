@@ -17,7 +17,7 @@ from jettison.ledger.program import Anchor, Program
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.policy import Exactly, Full, close
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.toys import Net
 
 aten = torch.ops.aten

@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, transfer_seconds
 from jettison.cost.execution import execution_of
-from jettison.cost.kernel import Gemm, Kernel
+from jettison.cost.kernel import Gemm, Kernel, kernel_seconds
 from jettison.cost.launches import CLAMPS, WIDE_BIAS, work
-from jettison.cost.layer import PriceModel
-from jettison.cost.matmul import kernel_seconds
+from jettison.cost.region import PriceModel
 from jettison.families.presets import preset
 from jettison.formula.region import Region, layer_region
 from jettison.request.options import RunRequest

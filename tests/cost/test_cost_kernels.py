@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion, execution_of
-from jettison.cost.kernel import Gemm, Half
+from jettison.cost.kernel import Gemm, Half, gemm_seconds, memory_seconds, rate
 from jettison.cost.launches import aligned, groups, work
-from jettison.cost.layer import PriceModel, RegionSeconds
-from jettison.cost.matmul import gemm_seconds, memory_seconds, rate
+from jettison.cost.region import PriceModel, RegionSeconds
 from jettison.families.presets import preset
 from jettison.formula.region import Region, head_region, layer_region
 from jettison.request.options import RunRequest
@@ -239,7 +238,7 @@ def test_rates_fall_back_to_the_next_wider_type() -> None:
 
 
 def test_products_of_rows_that_begin_anywhere() -> None:
-    """NOTE [ Aligned rows ] in `cost.matmul`: two products that ml-engineering timed on H100; lines of 128 bytes on
+    """NOTE [ Aligned rows ] in `cost.kernel`: two products that ml-engineering timed on H100; lines of 128 bytes on
     A100."""
     h100 = hardware("h100-80gb")
 

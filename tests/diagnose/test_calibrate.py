@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from jettison.cli import doctor
 from jettison.cli.main import run
 from jettison.core.errors import UsageError
-from jettison.cost.kernel import Gemm
+from jettison.cost.kernel import Gemm, gemm_seconds
 from jettison.cost.launches import FLASH_BACKWARD
-from jettison.cost.matmul import gemm_seconds
 from jettison.diagnose import calibrate as session
 from jettison.diagnose import probes
 from jettison.diagnose.calibrate import Calibration, calibrate, hardware_toml

@@ -27,7 +27,7 @@ from jettison.solve.policy import KeepAll
 from jettison.solve.problem import Choice, LevelPhase, RootOption, evaluate
 from jettison.solve.solver import choose
 from jettison.solve.walk import least_of, walks
-from jettison.verify.gradients import independent_copy
+from jettison.verify.differences import independent_copy
 from support.families import Built, Case, build
 from support.stacks import Block, compare, rows, stack
 from support.toys import Headed

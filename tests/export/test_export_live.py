@@ -32,7 +32,7 @@ from jettison.frameworks.transformers.write import code as transformers_code
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.export_cases import DEPTH, TOKENS, WIDTH, applied, held_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

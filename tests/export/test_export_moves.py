@@ -23,7 +23,7 @@ from jettison.frameworks.policy import Decision, LayerAction, Pricer, Subject
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.export_cases import (
     applied,
     everything,

@@ -11,9 +11,9 @@ import pytest
 import jettison
 from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.core.errors import DoesNotFit
-from jettison.frameworks.described_costs import DescribedPricer, decisions_of
 from jettison.frameworks.export import Exported
 from jettison.frameworks.megatron.write import _offloaded_sets, by_modules, offloading
+from jettison.frameworks.nearest import DescribedPricer, decisions_of
 from jettison.frameworks.policy import LayerAction, LayerPolicy, kept_whole
 from jettison.request.options import RunRequest
 from jettison.spec.recompute import OFFLOADED
@@ -152,7 +152,7 @@ def small_llama() -> Any:
 
 def test_plain_torch_carries_out_by_number_what_waits_on_the_host() -> None:
     model, batch = small_llama()
-    from jettison.verify.gradients import compare_gradients, independent_copy
+    from jettison.verify.differences import compare_gradients, independent_copy
     from support.export_cases import applied
 
     plain, names = independent_copy(model), list(model.state_dict())
@@ -168,7 +168,7 @@ def test_transformers_takes_the_words_for_offloading(monkeypatch: pytest.MonkeyP
     """Its copies want pinned memory, which a machine without an accelerator does not have: here they are not pinned."""
     torch = pytest.importorskip("torch")
     model, batch = small_llama()
-    from jettison.verify.gradients import compare_gradients, independent_copy
+    from jettison.verify.differences import compare_gradients, independent_copy
     from support.export_cases import applied
 
     asked: list[bool] = []

@@ -25,7 +25,7 @@ from jettison.frameworks.torch_remat.write import by_regions, options_of, overwr
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.request.options import RunRequest
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.export_cases import DEPTH, TOKENS, WIDTH, Stack, applied, held_bytes, remat_applied
 
 pytest.importorskip("torch_remat")

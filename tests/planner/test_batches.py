@@ -25,7 +25,7 @@ from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner import batches
 from jettison.runtime.batch_shape import BatchShape, map_tensors
-from jettison.verify.gradients import compare_gradients
+from jettison.verify.differences import compare_gradients
 from support.toys import Headed, Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ from jettison.core.errors import Infeasible
 from jettison.dryrun.step import fake_optimizer
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import Planner, make_planner
-from jettison.verify.gradients import independent_copy
+from jettison.verify.differences import independent_copy
 from support.families import NAMES, TIED_CHOICE, Built, Case, build
 from support.training import Trained, adamw, assert_same, sgd, train
 

@@ -20,7 +20,7 @@ from jettison.core.errors import TraceError
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import make_planner
 from jettison.runtime.recordings import Recordings
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 
 WIDTH = 16
 

@@ -24,7 +24,7 @@ from jettison.runtime.device import power_of_two, whole_pages
 from jettison.solve.plan import Plan, PolicyName
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
-from jettison.verify.gradients import independent_copy
+from jettison.verify.differences import independent_copy
 from support.offloading import Line, seeded
 from support.prices import every_op_takes
 from support.toys import Mlp, Words

@@ -25,7 +25,7 @@ from jettison.planner.apply import apply, apply_candidate
 from jettison.planner.planner import Planner, make_planner
 from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll
-from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
+from jettison.verify.differences import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 from support.training import sgd
 

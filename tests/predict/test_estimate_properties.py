@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
 from jettison.cost.execution import execution_of
-from jettison.cost.layer import Class
+from jettison.cost.region import Class
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.forecast import available_bytes, forecast

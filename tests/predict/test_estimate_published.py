@@ -13,7 +13,7 @@ from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
 from jettison.core.units import GIB
 from jettison.cost.execution import usual_execution
 from jettison.cost.flops import everything, repeated, to_the_end
-from jettison.cost.layer import PriceModel
+from jettison.cost.region import PriceModel
 from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
 from jettison.predict.time import estimate

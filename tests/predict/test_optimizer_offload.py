@@ -19,7 +19,7 @@ from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.request import SearchRequest
 from jettison.spec.hardware import hardware
-from jettison.spec.optimizer_offload import optimizer_offload
+from jettison.spec.precision import optimizer_offload
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 
 N = 8_030_261_248

@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from jettison.memory.schedule import Work
 from jettison.predict.forecast import forecast
-from jettison.predict.stage_time import Timing
 from jettison.predict.stages import pipeline_shape
-from jettison.predict.time import Estimate, estimate
+from jettison.predict.time import Estimate, Timing, estimate
 from jettison.report.step_slices import SliceKind, step_slices
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve

@@ -19,7 +19,8 @@ from jettison.cli.main import run
 from jettison.cli.report import report
 from jettison.core.errors import UsageError
 from jettison.ledger.levels import POINTS, StepLevels
-from jettison.report import headless, untrusted
+from jettison.report import page as page_module
+from jettison.report import untrusted
 from jettison.report.page import json_for_html
 from jettison.report.subject import SubjectKind, TensorPolicy
 from jettison.solve.plan import Plan
@@ -227,7 +228,7 @@ def test_figures_want_a_browser(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(headless, "find_browser", lambda: None)
+    monkeypatch.setattr(page_module, "find_browser", lambda: None)
     written(tmp_path, "proof.json", proof().to_json())
     assert run(["report", "proof.json", "--figures", "figs"]) == 2
     assert "needs Chrome, Chromium or Edge on the PATH, and found none" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.cli.report import report
-from jettison.report import headless
+from jettison.report import page as page_module
 from jettison.report.page import page
 from support.browser import (
     Open,
@@ -175,9 +175,9 @@ def test_names_run_nothing(tmp_path: Path, open_page: Open) -> None:
 
 def test_figures_are_saved_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chromium: object) -> None:
     program = find_chromium()
-    monkeypatch.setattr(headless, "find_browser", lambda: program)
+    monkeypatch.setattr(page_module, "find_browser", lambda: program)
     html = written(tmp_path, proof().to_json()).read_text(encoding="utf-8")
-    paths = headless.save_figures(html, tmp_path / "figs")
+    paths = page_module.save_figures(html, tmp_path / "figs")
     assert {path.name for path in paths} == {f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png")}
     for name in FIGURES:
         drawn = ElementTree.fromstring((tmp_path / "figs" / f"{name}.svg").read_text(encoding="utf-8"))

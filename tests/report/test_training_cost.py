@@ -8,8 +8,8 @@ from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import preset
 from jettison.predict.ranges import Residual, kind_of, time_residual
+from jettison.report.estimate import TrainingBudget, training_cost
 from jettison.report.search import training_facts
-from jettison.report.training_cost import TrainingBudget, training_cost
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 

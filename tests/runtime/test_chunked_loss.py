@@ -19,7 +19,7 @@ from jettison.dryrun.counter import AllocationCounter, measured_peak, static_ten
 from jettison.runtime import chunked_loss
 from jettison.runtime.chunked_loss import ChunkedLossPatch, rows_of, whole_losses
 from jettison.solve.plan import Plan
-from jettison.verify.gradients import independent_copy, same_bits
+from jettison.verify.differences import independent_copy, same_bits
 
 TORCHS = chunked_loss._torchs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 from jettison.runtime.recipe import _writes_to, safe_softmax
-from jettison.verify.gradients import independent_copy, same_bits
+from jettison.verify.differences import independent_copy, same_bits
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -25,7 +25,7 @@ from jettison.planner import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full, KeepAll
-from jettison.verify.gradients import compare_gradients, independent_copy, parameter_digest, same_bits
+from jettison.verify.differences import compare_gradients, independent_copy, parameter_digest, same_bits
 from support.toys import Headed
 
 N, ROWS, LAYERS = 8, 4, 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.runtime import witness
 from jettison.runtime.recipe import Recipe, RecipeStep, compile_recipe
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 
 ROWS = WIDTH = 64
 Mutation = Callable[[Recipe], None]

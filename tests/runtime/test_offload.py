@@ -19,7 +19,7 @@ from jettison.runtime.device import device_for
 from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Group, OffloadEngine
 from jettison.solve.policy import Full, KeepAll, Offload, can_move
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.offloading import (
     ALL,
     INPUTS,

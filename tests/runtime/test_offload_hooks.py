@@ -21,7 +21,7 @@ from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Group, OffloadEngine
 from jettison.runtime.without_recipe import OffloadHooks
 from jettison.solve.policy import KeepAll, Offload
-from jettison.verify.gradients import compare_gradients
+from jettison.verify.differences import compare_gradients
 from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, line_of, run, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
 from support.transfers import Direction, transfers_of

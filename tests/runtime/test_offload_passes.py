@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from jettison.core.errors import StaleTensor
 from jettison.dryrun.counter import AllocationCounter, static_tensors
-from jettison.verify.gradients import compare_gradients
+from jettison.verify.differences import compare_gradients
 from support.offloading import ALL, ROWS, TENSOR_BYTES, WIDTH, Line, Pair, Scale, directions, pair, run, scales, seeded
 from support.toys import Mlp
 

@@ -28,7 +28,7 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.stacks import ROWS, WIDTH, Block, rows, stack
 from support.training import adamw, assert_same, train
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.core.errors import UsageError
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.stacks import Block, rows, stack
 
 SCALE = 1.0

@@ -17,7 +17,7 @@ import jettison
 from jettison.dryrun.counter import AllocationCounter
 from jettison.planner import Applied
 from jettison.solve.policy import MATMULS
-from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
+from jettison.verify.differences import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 
 N, ROWS, LAYERS = 8, 4, 4

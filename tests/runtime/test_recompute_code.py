@@ -22,7 +22,7 @@ from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.frame import Frame
 from jettison.runtime.recipe import Recipe, SlotAction, expected_of
 from jettison.runtime.recompute_code import RecomputeCode, code_of
-from jettison.verify.gradients import compare_gradients, independent_copy, same_bits
+from jettison.verify.differences import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 
 N, ROWS = 8, 4

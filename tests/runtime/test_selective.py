@@ -24,7 +24,7 @@ from jettison.predict.forecast import forecast
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.policy import Selective, policy_named
 from jettison.spec.recompute import Recompute
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 
 D = H // A
 LENGTHS = (D, 8 * D, 16 * D)

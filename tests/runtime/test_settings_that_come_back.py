@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.core.units import Bytes
 from jettison.runtime.recordings import GIVE_UP_AFTER, MOST_VARIANTS
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.structure import said
 from support.toys import Net
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import jettison
-from jettison.verify.gradients import independent_copy
+from jettison.verify.differences import independent_copy
 from support.structure import BLOCKS, WIDTH, Other, batch, calls, net, planned, said, same, step
 from support.toys import Net
 

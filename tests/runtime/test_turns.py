@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.planner import Applied
 from jettison.runtime.graph_fingerprint import GRAPH_AFTER, GRAPH_SHARE, is_turn
-from jettison.verify.gradients import compare_gradients, independent_copy
+from jettison.verify.differences import compare_gradients, independent_copy
 from support.toys import Headed
 
 N, LAYERS = 8, 3

@@ -10,9 +10,8 @@ from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
 from jettison.memory.span import Phase
 from jettison.predict.forecast import available_bytes, forecast
-from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Chosen, KeptBuffers
-from jettison.predict.time import estimate
+from jettison.predict.time import Timing, estimate
 from jettison.report.alternatives import layer_reasons, trades, what_if
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve

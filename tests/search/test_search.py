@@ -16,7 +16,7 @@ from jettison.cli.search import search as search_report
 from jettison.core.errors import Infeasible, UsageError
 from jettison.core.units import GIB
 from jettison.cost.execution import execution_of
-from jettison.cost.layer import PriceModel
+from jettison.cost.region import PriceModel
 from jettison.families.config import parse_config
 from jettison.formula.region import layer_region
 from jettison.predict.forecast import Forecast, forecast

@@ -14,9 +14,8 @@ from jettison.core.errors import Infeasible
 from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
 from jettison.predict.forecast import forecast, forecast_sizes
-from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, KeptBuffers, kept_by
-from jettison.predict.time import estimate
+from jettison.predict.time import Timing, estimate
 from jettison.report.alternatives import layer_reasons
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve

@@ -11,7 +11,7 @@ from jettison.core.units import GIB
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search.auto_recompute import choose, distinct_stages, solve_stage
-from jettison.search.workers import CHUNKS, Workers
+from jettison.search.evaluate import CHUNKS, Workers
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 

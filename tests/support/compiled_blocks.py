@@ -12,7 +12,7 @@ import jettison
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
-from jettison.verify.gradients import independent_copy
+from jettison.verify.differences import independent_copy
 from support.toys import Headed, Mlp
 
 WIDTH, ROWS, LENGTH = 32, 8, 64

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import jettison
-from jettison.verify.gradients import same_bits
+from jettison.verify.differences import same_bits
 from support.offloading import ALL, INPUTS, Shuffled
 from support.recorder import Earliest, Latest, recorder_of
 from support.toys import Words

@@ -19,7 +19,7 @@ from jettison.models.reference import Gpt
 from jettison.parallel import apply_tensor_parallel
 from jettison.parallel.parameters import shard_blocks
 from jettison.runtime import frame
-from jettison.verify.gradients import buffer_digest
+from jettison.verify.differences import buffer_digest
 from support.parallel_plans import SEED, of_record, plan, steps
 from support.rank_models import Counting, Model, Ops, distance, model, same, shard, tokens, whole_gradients
 

@@ -22,7 +22,7 @@ from jettison.planner.handle import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full
-from jettison.verify.gradients import buffer_digest
+from jettison.verify.differences import buffer_digest
 from support.rank_models import Counting, Model, Ops, distance, model, same, shard, tokens, whole_gradients
 
 SEED = 5

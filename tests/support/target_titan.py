@@ -70,7 +70,7 @@ def live() -> dict[str, Any]:
     from jettison.cli.live_model import PlanReport
     from jettison.models.request import ModelRequest, load
     from jettison.planner.planner import make_planner
-    from jettison.verify.gradients import independent_copy
+    from jettison.verify.differences import independent_copy
     from support.export_cases import held_bytes
 
     torch.set_num_threads(1)
@@ -106,7 +106,7 @@ def moving() -> dict[str, Any]:
     from jettison.frameworks.live import live_export
     from jettison.models.request import ModelRequest, load
     from jettison.planner.planner import make_planner
-    from jettison.verify.gradients import independent_copy
+    from jettison.verify.differences import independent_copy
     from support.export_cases import MOVING, held_bytes
 
     torch.set_num_threads(1)
@@ -139,7 +139,7 @@ def given(text: str) -> dict[str, Any]:
     """A file on the model: which layers it wrapped, and whether gradients are those of a copy."""
     import torch
 
-    from jettison.verify.gradients import independent_copy
+    from jettison.verify.differences import independent_copy
 
     torch.set_num_threads(1)
     model, batch, _ = llama()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from jettison.capture.model_trace import call_model, loss_of
 from jettison.dryrun.counter import PeakReport, measured_peak, static_tensors
-from jettison.verify.gradients import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
+from jettison.verify.differences import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
 
 SEED = 7
 Context = Callable[[], contextlib.AbstractContextManager[Any]]

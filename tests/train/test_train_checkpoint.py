@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from jettison.core.errors import UsageError
-from jettison.train.checkpoint import Checkpoints, RunState
-from jettison.train.checkpoint_reading import digest_of
+from jettison.train.checkpoint import Checkpoints, RunState, digest_of
 from jettison.train.ranks import World, joined
 from jettison.train.recipe import CheckpointSection
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from jettison.verify.gradients import buffer_digest, compare_gradients, independent_copy, rng_digest, tensor_bytes
+from jettison.verify.differences import buffer_digest, compare_gradients, independent_copy, rng_digest, tensor_bytes
 
 
 class Tied(nn.Module):

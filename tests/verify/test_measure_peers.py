@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jettison.dryrun.counter import measured_peak, static_tensors
-from jettison.verify.gradients import compare_gradients
+from jettison.verify.differences import compare_gradients
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from jettison.dryrun import op_costs
 from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.kernel_trial import OpRequest, StandInMemory, least_seconds, workspaces
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
-from jettison.verify.gradients import rng_digest
+from jettison.verify.differences import rng_digest
 from jettison.verify.timing import interleaved
 
 aten = torch.ops.aten

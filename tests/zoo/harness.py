@@ -27,7 +27,7 @@ from jettison.capture.model_trace import call_model, loss_of
 from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import have_workspaces, measured_peak, static_tensors
-from jettison.verify.gradients import same_bits
+from jettison.verify.differences import same_bits
 from support.our_warnings import is_ours
 from zoo.entry import Batch, Entry
 

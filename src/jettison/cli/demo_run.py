@@ -33,7 +33,7 @@ from jettison.report.plan import plan_table
 from jettison.report.proof import Proof, proof_table
 from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
-from jettison.verify.gradients import independent_copy, same_bits
+from jettison.verify.differences import independent_copy, same_bits
 from jettison.verify.planned import verify
 
 PREDICTION_WITHIN = 0.02

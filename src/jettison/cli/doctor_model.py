@@ -29,7 +29,7 @@ from jettison.diagnose.finding import Change, Finding, FindingKind
 from jettison.models.request import ModelRequest, load
 from jettison.report.findings import FindingsReport
 from jettison.report.tables import span
-from jettison.verify.gradients import independent_copy, tensor_bytes
+from jettison.verify.differences import independent_copy, tensor_bytes
 
 # hazards --------------------------------------------------------------------------------------------------------------
 #

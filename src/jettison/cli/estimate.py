@@ -28,8 +28,7 @@ from jettison.predict.forecast import Forecast, forecast, limit_of
 from jettison.predict.ranges import fit_budgets
 from jettison.predict.time import estimate as estimate_run
 from jettison.report.console import hint, progress
-from jettison.report.estimate import EstimateReport
-from jettison.report.training_cost import TrainingBudget
+from jettison.report.estimate import EstimateReport, TrainingBudget
 from jettison.request.options import NOTHING_ASKED, RunRequest
 from jettison.request.resolve import is_live, resolve
 from jettison.spec.allowance import Limit

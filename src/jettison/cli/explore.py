@@ -16,7 +16,7 @@ from jettison.core.units import format_bytes
 from jettison.report.console import hint, progress
 from jettison.report.explorer import explorer_page
 from jettison.report.explorer_models import page_models
-from jettison.report.headless import require_browser, save_figures
+from jettison.report.page import require_browser, save_figures
 
 
 @verb("explore")

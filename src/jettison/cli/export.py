@@ -14,8 +14,8 @@ from jettison.cli.from_file import NO_SOURCE, RunSourceFlags, sourced
 from jettison.core.errors import PlanMismatch, UsageError
 from jettison.core.files import write_whole
 from jettison.core.progress import Progress, on_terminal, shown
-from jettison.frameworks.described_costs import DescribedPricer, subject_of
 from jettison.frameworks.export import Exported, Exporter, exporter
+from jettison.frameworks.nearest import DescribedPricer, subject_of
 from jettison.report.console import hint, json_text, show
 from jettison.report.console import progress as on_screen
 from jettison.report.plan import DESCRIBED, SCHEMA, export_table

@@ -12,7 +12,7 @@ from jettison.core.errors import UsageError
 from jettison.core.files import write_whole
 from jettison.diagnose.snapshot import is_snapshot
 from jettison.report.console import hint, progress
-from jettison.report.headless import require_browser, save_figures
+from jettison.report.page import require_browser, save_figures
 from jettison.report.report import Report
 from jettison.report.snapshot import SnapshotReport
 from jettison.report.subject import read_subject

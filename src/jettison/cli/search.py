@@ -32,8 +32,8 @@ from jettison.core.parse_units import parse_bytes
 from jettison.core.process import cores
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.report.console import hint, json_text, progress
+from jettison.report.estimate import TrainingBudget
 from jettison.report.search import SearchReport, nothing_document
-from jettison.report.training_cost import TrainingBudget
 from jettison.request.options import RunRequest
 from jettison.request.resolve import flag_of, is_live
 from jettison.search.evaluate import Journal

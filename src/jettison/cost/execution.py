@@ -42,8 +42,8 @@ class Execution:
             NOTE [ Experts in Megatron ] in `launches`. Otherwise GEMMs, activation and quantisation are few kernels.
         permutes: backward returns experts' rows by a gather, as forward does: NOTE [ Permuted rows ] in `launches`.
         fuses_experts: GEMMs, activation and quantisation of all experts are few kernels of one call, which costs the
-            host less: NOTE [ Launch-bound ] of `cost.layer`.
-        graphs_experts: CUDA graphs replay experts, too: NOTE [ Outside CUDA graphs ] of `cost.layer`.
+            host less: NOTE [ Launch-bound ] of `cost.region`.
+        graphs_experts: CUDA graphs replay experts, too: NOTE [ Outside CUDA graphs ] of `cost.region`.
         fp8_attention: query, key, value and the output's gradient are quantised (``fp8_dot_product_attention`` of
             Megatron), under recipes with measured kernels.
         exchange: transfer of keys and values under context parallelism: NOTE [ Pieces of a ring ] in `launches`.

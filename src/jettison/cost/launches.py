@@ -114,7 +114,7 @@ def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = F
 
 
 def aligned(*rows: int) -> int:
-    """Largest power of two, up to 64, that divides all these lengths of rows: NOTE [ Aligned rows ] in `matmul`."""
+    """Largest power of two, up to 64, that divides all these lengths of rows: NOTE [ Aligned rows ] in `kernel`."""
     return gcd(64, *rows)
 
 

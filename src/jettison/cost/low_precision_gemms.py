@@ -66,7 +66,7 @@ class LowPrecisionGemms:
 
     @property
     def dtype(self) -> str | None:
-        """Dtype of GEMMs, by its name in `cost.matmul`."""
+        """Dtype of GEMMs, by its name in `cost.kernel`."""
         return self.gemm if self.recipe is None else self.recipe.gemm_dtype
 
     def counts(self, step: TapeOp) -> bool:
@@ -87,7 +87,7 @@ class LowPrecisionGemms:
         return weight.gemm and not ((weight.head and not self.how.fp8_head) or weight.shape[0] == 1 or weight.adapter)
 
     def dtype_of(self, step: TapeOp) -> str | None:
-        """Dtype of a quantised GEMM, by its name in `cost.matmul`; None if it is not quantised."""
+        """Dtype of a quantised GEMM, by its name in `cost.kernel`; None if it is not quantised."""
         if self.takes(step) or self._experts(step):
             return self._by(step).dtype
         return None

@@ -22,9 +22,8 @@ from typing import Final
 
 import torch
 
-from jettison.cost.kernel import Gemm
+from jettison.cost.kernel import Gemm, gemm_seconds
 from jettison.cost.launches import FLASH_BACKWARD
-from jettison.cost.matmul import gemm_seconds
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput
 
 _NAMES: Final = {"float32": "fp32", "bfloat16": "bf16", "tf32": "tf32"}

@@ -25,8 +25,7 @@ from typing import Final
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Weight
 from jettison.spec.layout import Layout
-from jettison.spec.optimizer_offload import NO_OFFLOAD, OptimizerOffload
-from jettison.spec.precision import Optimizer, Precision
+from jettison.spec.precision import NO_OFFLOAD, Optimizer, OptimizerOffload, Precision
 
 SCALE_BLOCK, NARROW_BLOCK = 256, 128
 """8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861), torchao's 4-bit for each 128."""

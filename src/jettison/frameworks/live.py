@@ -8,7 +8,7 @@ from typing import Any
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.progress import Progress
-from jettison.cost.matmul import op_seconds
+from jettison.cost.kernel import op_seconds
 from jettison.dryrun.counter import unique_bytes
 from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES, Pricing
 from jettison.dryrun.step import dry_run_given

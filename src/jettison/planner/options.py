@@ -15,7 +15,7 @@ from jettison.capture.randomness import ADVANCE
 from jettison.capture.recorder import RecordedOp, RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.core.progress import Progress
-from jettison.cost.matmul import memory_seconds, op_seconds
+from jettison.cost.kernel import memory_seconds, op_seconds
 from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of_levels, seconds_of_levels
 from jettison.dryrun.composed import Judge
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta

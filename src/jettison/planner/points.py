@@ -10,7 +10,7 @@ import torch
 
 from jettison.capture.model_trace import BlockClass, CompiledProgram
 from jettison.capture.recorder import RegionTrace
-from jettison.cost.matmul import memory_seconds, op_seconds
+from jettison.cost.kernel import memory_seconds, op_seconds
 from jettison.dryrun.kernel_trial import REPEATS, one_run
 from jettison.ledger.program import Program
 from jettison.runtime.packing import Pack, PackedForm, pack_bytes, unpack_bytes

@@ -22,8 +22,8 @@ from jettison.core.errors import TraceError, UnsupportedModule, UsageError
 from jettison.dryrun.compiled import survey
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign
 from jettison.runtime.compiled import check_compiler
+from jettison.runtime.install import refuse_checkpointing
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.structure import refuse_checkpointing
 from jettison.spec.frameworks import named
 
 BLOCKS: Final = "blocks"

@@ -43,8 +43,7 @@ from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, local_shape
 from jettison.spec.kernels import Device
 from jettison.spec.layout import ZeroBuckets
-from jettison.spec.optimizer_offload import element_bytes
-from jettison.spec.precision import Gradients, Optimizer
+from jettison.spec.precision import Gradients, Optimizer, element_bytes
 from jettison.spec.run import Run
 
 WHOLE_TENSORS = (Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)

@@ -26,8 +26,7 @@ from jettison.solve.policy import (
 )
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
-from jettison.spec.optimizer_offload import OptimizerOffload
-from jettison.spec.precision import GradientRule, Optimizer
+from jettison.spec.precision import GradientRule, Optimizer, OptimizerOffload
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
 

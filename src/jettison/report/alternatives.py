@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Final
 from jettison.core.units import GIB, format_bytes, format_percent, format_seconds, listed
 from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
-from jettison.cost.layer import Class
-from jettison.cost.region_in_step import Item
+from jettison.cost.region import Class, Item
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.forecast import available_bytes, forecast
 from jettison.predict.ranges import FitRule, fit_budgets, time_residual
-from jettison.predict.stage_time import Timing
 from jettison.predict.stages import StageRegion, walk
-from jettison.predict.time import Estimate, estimate
+from jettison.predict.time import Estimate, Timing, estimate
 from jettison.report.tables import span
 from jettison.spec.allowance import Limit
 from jettison.spec.hardware import Hardware

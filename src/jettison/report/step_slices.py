@@ -20,9 +20,8 @@ from jettison.cost.pipeline import MOST_EVENTS, TimedPass, timed_passes
 from jettison.memory.schedule import ScheduledPass, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import Chunk, pipeline_shape
-from jettison.predict.time import Estimate, recomputing, works
+from jettison.predict.time import Estimate, StageSeconds, Timing, recomputing, works
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run
 

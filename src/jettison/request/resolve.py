@@ -30,8 +30,15 @@ from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import GradientSync, Layout, Reshard, Schedule, ZeroBuckets, cut_of, refuse_as_built
 from jettison.spec.model import SECOND, Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.model_variants import with_mtp, with_quant_recipe, with_starts
-from jettison.spec.optimizer_offload import OptimizerOffload, optimizer_offload
-from jettison.spec.precision import Accumulation, Gradients, Precision, optimizer, precision
+from jettison.spec.precision import (
+    Accumulation,
+    Gradients,
+    OptimizerOffload,
+    Precision,
+    optimizer,
+    optimizer_offload,
+    precision,
+)
 from jettison.spec.recompute import MOST, Mode, Recompute, listed
 from jettison.spec.run import Run, check_scans
 from jettison.spec.tuning import BASE, SAME, Base, FrozenModel, FrozenModelOptions, Role, Tuning, Upcast, When

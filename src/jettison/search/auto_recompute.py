@@ -18,9 +18,8 @@ from jettison.cost.execution import execution_of
 from jettison.ledger.program import Source
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule, fit_budgets, most_bytes
-from jettison.predict.stage_time import Timing
 from jettison.predict.stages import KeptBuffers, kept_by, pipeline_shape
-from jettison.predict.time import Estimate, estimate, recomputing
+from jettison.predict.time import Estimate, Timing, estimate, recomputing
 from jettison.search.stage_choice import StageChoice, StageOutcome
 from jettison.search.what_fits import with_whole
 from jettison.solve.plan import PolicyName, policy_name

@@ -37,13 +37,12 @@ from operator import ge, mul
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from jettison.cost.execution import execution_of
-from jettison.cost.region_in_step import Item
+from jettison.cost.region import Item
 from jettison.memory.schedule import OrderOptions, PipelineShape, Work, device_order
 from jettison.predict.forecast import Forecast
 from jettison.predict.fsdp2 import own_experts
-from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline, passes_of
-from jettison.predict.time import Estimate
+from jettison.predict.time import Estimate, Timing
 from jettison.search.space import Setup
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule

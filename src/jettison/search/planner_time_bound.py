@@ -30,17 +30,15 @@ from itertools import accumulate, pairwise, takewhile
 from operator import mul
 
 from jettison.cost.execution import execution_of
-from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
-from jettison.cost.region_in_step import Item
+from jettison.cost.region import Item, PriceModel
 from jettison.formula.region import Region
 from jettison.memory.schedule import Occupancy, PipelineShape, Work
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.fsdp2 import FsdpGroups, GroupPlace, behind_experts, own_experts
-from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, Chunk, RegionGroup, chosen_passes, kept_by, pipeline_shape, planned_program
-from jettison.predict.time import Estimate, works
+from jettison.predict.time import Estimate, Timing, works
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.search.stage_choice import layer_points
 from jettison.solve.frontier import pareto_frontier

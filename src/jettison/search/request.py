@@ -21,8 +21,7 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import GradientSync
 from jettison.spec.model import ModelSpec
-from jettison.spec.optimizer_offload import NO_OFFLOAD, optimizer_offload
-from jettison.spec.precision import MUONS, Gradients
+from jettison.spec.precision import MUONS, NO_OFFLOAD, Gradients, optimizer_offload
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored
 from jettison.spec.tuning import Base, Upcast

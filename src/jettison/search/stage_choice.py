@@ -36,15 +36,15 @@ from typing import Final
 
 from jettison.core.units import MIB
 from jettison.cost.collective import host_seconds
-from jettison.cost.layer import PriceModel
+from jettison.cost.region import PriceModel
 from jettison.formula.region import HEAD, Region
 from jettison.memory.step import Event
 from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
 from jettison.predict.stage_buffers import document_mask, reads_mask
-from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, KeptBuffers, RegionGroup, StageRegion, kept_by, planned_program
+from jettison.predict.time import Timing
 from jettison.predict.units import unit_within
 from jettison.solve.actions import action_points
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point

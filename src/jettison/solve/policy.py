@@ -216,7 +216,7 @@ class KeepShare:
     word: str = "per-tensor"
 
     def kept(self, program: Program) -> frozenset[int]:
-        from jettison.cost.matmul import op_seconds  # imported on use: most users of policies need no prices
+        from jettison.cost.kernel import op_seconds  # imported on use: most users of policies need no prices
         from jettison.solve.frontier import pareto_frontier
         from jettison.spec.hardware import usual_hardware
         from jettison.spec.kernels import Device

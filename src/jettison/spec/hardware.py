@@ -76,7 +76,7 @@ class Delays:
 
     Args:
         experts: host time of a Megatron MoE layer in FP8, forward and backward, without CUDA graphs, in addition to
-            ``expert_gemm``: NOTE [ Launch-bound ] in `cost.layer`.
+            ``expert_gemm``: NOTE [ Launch-bound ] in `cost.region`.
         expert_gemm: host time of one expert's GEMM, for libraries with a launch per expert; 0: part of ``experts``.
         hook: host time of Jettison's runtime for each saved tensor of a planned layer; 0: not measured.
     """

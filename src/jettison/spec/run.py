@@ -26,14 +26,15 @@ from jettison.spec.kernels import (
 from jettison.spec.layout import GradientSync, Layout, exchange_misfit, whole_flags
 from jettison.spec.model import Attention, Biases, LatentAttention, Layer, Mlp, ModelSpec, Moe, Pooling, SelectiveScan
 from jettison.spec.model_variants import with_starts
-from jettison.spec.optimizer_offload import NO_OFFLOAD, OptimizerOffload
 from jettison.spec.precision import (
     MUONS,
+    NO_OFFLOAD,
     PRECISIONS,
     Accumulation,
     GradientRule,
     Gradients,
     Optimizer,
+    OptimizerOffload,
     Precision,
     gradient_rule,
     under_autocast,

@@ -40,7 +40,7 @@ from jettison.models.request import made_by
 from jettison.parallel.context import Context, asked_kernel, has_window
 from jettison.parallel.parameters import put_whole
 from jettison.spec.model import ModelSpec
-from jettison.train.checkpoint_reading import DAMAGE, read_tensors, reason
+from jettison.train.checkpoint import DAMAGE, read_tensors, reason
 from jettison.train.data import Corpus
 from jettison.train.ranks import World, agreed
 from jettison.train.recipe import HUB_CODE, REFERENCE_CODE, ModelSection

@@ -24,7 +24,7 @@ from jettison.core.errors import JettisonError, UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress, silent
 from jettison.models.pretrained import INDEX, HubForm, open_weights
-from jettison.train.checkpoint_reading import DAMAGE, reason
+from jettison.train.checkpoint import DAMAGE, reason
 from jettison.train.engine import Engine, named_parameters
 from jettison.train.ranks import World, agreed, waiting_for
 from jettison.train.recipe import ExportSection, TrainRecipe

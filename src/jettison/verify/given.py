@@ -20,8 +20,14 @@ from jettison.core.objects import swapped
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
-from jettison.verify.departures import MAX_DEPARTURES, Departure, ValueWatch
-from jettison.verify.gradients import compare_gradients, independent_copy, plain_name
+from jettison.verify.differences import (
+    MAX_DEPARTURES,
+    Departure,
+    ValueWatch,
+    compare_gradients,
+    independent_copy,
+    plain_name,
+)
 from jettison.verify.side_by_side import ROUNDS, STEPS, Side, compare_steps, mirrored, proof_of
 
 REPEATS = 3

@@ -35,8 +35,7 @@ from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan, PlanTensor, policy_name
 from jettison.solve.policy import CheckpointPolicy, KeepAll, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
-from jettison.verify.departures import MAX_DEPARTURES, Departure, form_of
-from jettison.verify.gradients import independent_copy, tensor_bytes
+from jettison.verify.differences import MAX_DEPARTURES, Departure, form_of, independent_copy, tensor_bytes
 from jettison.verify.side_by_side import ROUNDS, STEPS, Side, compare_steps, leaving_untrained, mirrored, proof_of
 
 Look = Callable[[Side, Side], None]

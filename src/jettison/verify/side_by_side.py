@@ -31,7 +31,7 @@ from jettison.ledger.levels import PhaseLevels, StepLevels
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
-from jettison.verify.gradients import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
+from jettison.verify.differences import buffer_digest, compare_gradients, parameter_digest, rng_digest, same_bits
 from jettison.verify.timing import environment, interleaved
 
 STEPS = 3  # the first one creates the optimizer's state, the second and third use it

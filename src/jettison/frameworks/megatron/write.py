@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from jettison.frameworks.described_costs import DescribedPricer
 from jettison.frameworks.export import TargetOutput
-from jettison.frameworks.nearest import CannotSay, Nearest
+from jettison.frameworks.nearest import CannotSay, DescribedPricer, Nearest
 from jettison.frameworks.policy import (
     Cost,
     Decision,

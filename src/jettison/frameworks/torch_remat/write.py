@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from jettison.core.errors import TraceError
-from jettison.cost.matmul import op_seconds
+from jettison.cost.kernel import op_seconds
 from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (

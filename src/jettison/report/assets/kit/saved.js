@@ -1,5 +1,5 @@
 "use strict";
-// For those who want the figures without the page (report/headless.py): with #save=figures each one, as SVG and PNG, is
+// For those who want the figures without the page (report/page.py): with #save=figures each one, as SVG and PNG, is
 // left in the page's own text. Runs after the panels.
 (() => {
   if (J.state.get("save", "") !== "figures") return;

@@ -1,4 +1,4 @@
-"""Saved tensors and module outputs whose values in backward differ from the forward's.
+"""Differences between two steps, bitwise: gradients by parameter name, and values that backward sees changed.
 
 Two things are watched in a step. Each tensor under saved-tensor hooks is digested when it is packed and again when it
 is unpacked. Each module that runs in backward is compared with its runs in forward: equal inputs have to give equal
@@ -8,10 +8,11 @@ outputs. The first covers non-reentrant checkpoints and all offloading; the seco
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,184 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
+from jettison.capture.copies import share_finalized, without_finalizers
 from jettison.core.objects import swapped
-from jettison.verify.gradients import differing_elements, tensor_bytes
+from jettison.runtime.copies import trains_plainly
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDifference:
+    """A parameter whose gradients differ: the number of elements, or which gradient is missing."""
+
+    name: str
+    reason: str
+    differing_elements: int
+    max_absolute_difference: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientReport:
+    """Comparison of every parameter's gradient."""
+
+    compared: int
+    without_gradient: tuple[str, ...]
+    differences: tuple[GradientDifference, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether at least one gradient was compared and none differs in any bit."""
+        return self.compared > 0 and not self.differences
+
+
+def independent_copy(model: nn.Module) -> nn.Module:
+    """A deep copy that shares no storage with `model`, gradients dropped; tied parameters stay tied.
+
+    Take it before a plan is applied: hooks are copied with the module that carries them. A copy of a planned model
+    trains plainly, without a warning. An object with a finalizer (`__del__`) is shared.
+    """
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        for parameter in gradients:
+            parameter.grad = None
+        memo: dict[int, Any] = {}
+        quiet = without_finalizers(model, memo)
+        share_finalized(model, memo)
+        for module, empty in quiet:
+            share_finalized(module.__getstate__(), memo)
+            empty.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+        copied = copy.deepcopy(model, memo)
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+    _refuse_shared_storage(model, copied)
+    for module in copied.modules():
+        trains_plainly(module)
+    return copied
+
+
+def compare_gradients(model_a: nn.Module, model_b: nn.Module) -> GradientReport:
+    """Compare gradients bit by bit, by parameter name (see `plain_name`).
+
+    NaNs of equal bits are equal; 0.0 and -0.0 are not.
+
+    Raises `ValueError` if the two share parameter or gradient storage, or have other parameter names.
+    """
+    _refuse_shared_storage(model_a, model_b)
+    parameters_a, parameters_b = ({plain_name(n): p for n, p in m.named_parameters()} for m in (model_a, model_b))
+    if parameters_a.keys() != parameters_b.keys():
+        odd = sorted(parameters_a.keys() ^ parameters_b.keys())
+        raise ValueError(f"models have different parameters, so their gradients cannot be compared: {odd[:5]}")
+    compared, without, differences = 0, [], []
+    for name, parameter in parameters_a.items():
+        gradient_a, gradient_b = parameter.grad, parameters_b[name].grad
+        if gradient_a is None and gradient_b is None:
+            without.append(name)
+            continue
+        compared += 1
+        difference = _difference(name, gradient_a, gradient_b)
+        if difference is not None:
+            differences.append(difference)
+    return GradientReport(compared=compared, without_gradient=tuple(without), differences=tuple(differences))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in shape, dtype and every bit."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(_bits(a), _bits(b)))
+
+
+def rng_digest(generators: Mapping[str, torch.Generator] | None = None) -> str:
+    """SHA-256 over the state of the CPU stream, every initialised CUDA stream, and named private generators."""
+    digest = hashlib.sha256(tensor_bytes(torch.get_rng_state()))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for state in torch.cuda.get_rng_state_all():
+            digest.update(tensor_bytes(state))
+    for name, generator in sorted((generators or {}).items()):
+        digest.update(name.encode() + tensor_bytes(generator.get_state()))
+    return digest.hexdigest()
+
+
+def buffer_digest(model: nn.Module) -> str:
+    """SHA-256 over every buffer's name, dtype, shape and bits: running statistics, step counters, load counters."""
+    return _digest(model.named_buffers())
+
+
+def parameter_digest(model: nn.Module) -> str:
+    """SHA-256 over every parameter's name, dtype, shape and bits."""
+    return _digest(model.named_parameters())
+
+
+def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{plain_name(name)}:{tensor.dtype}:{tuple(tensor.shape)}".encode() + tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _difference(name: str, a: Tensor | None, b: Tensor | None) -> GradientDifference | None:
+    if a is None or b is None:
+        side = "first" if a is None else "second"
+        return _named(name, f"the {side} model has no gradient", 0, float("inf"))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return _named(name, f"{a.dtype}{tuple(a.shape)} against {b.dtype}{tuple(b.shape)}", 0, float("inf"))
+    differing, worst = differing_elements(a, b)
+    if differing == 0:
+        return None
+    return _named(name, f"{differing} of {a.numel()} elements differ", differing, worst)
+
+
+def differing_elements(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """Number of elements that differ in any bit, of two tensors of one shape and dtype, and the largest difference."""
+    differing = int((_bits(a) != _bits(b)).sum())
+    if differing == 0:
+        return 0, 0.0
+    return differing, float((a.detach().double() - b.detach().double()).abs().nan_to_num(nan=float("inf")).max())
+
+
+def plain_name(name: str) -> str:
+    """Name of a parameter or buffer without the prefixes of wrappers (checkpoint wrappers, torch.compile)."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _named(name: str, reason: str, differing: int, worst: float) -> GradientDifference:
+    return GradientDifference(name=name, reason=reason, differing_elements=differing, max_absolute_difference=worst)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    dense = tensor.detach().contiguous()
+    if dense.is_complex():
+        dense = torch.view_as_real(dense)
+    return dense.view(_INTEGER_OF_SIZE[dense.element_size()])
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Bytes of the tensor's elements, in row-major order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy())
+
+
+def _refuse_shared_storage(model_a: nn.Module, model_b: nn.Module) -> None:
+    shared = _storages(model_a).keys() & _storages(model_b).keys()
+    if shared:
+        names = sorted(_storages(model_a)[key] for key in shared)
+        raise ValueError(
+            f"the two models share storage ({', '.join(names[:3])}): a comparison with itself proves nothing; "
+            "pass an independent_copy made before the first step"
+        )
+
+
+def _storages(model: nn.Module) -> dict[int, str]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        for tensor in (parameter, parameter.grad):
+            if tensor is not None and tensor.untyped_storage().nbytes():
+                found[tensor.untyped_storage()._cdata] = name
+    return found
+
 
 MAX_DEPARTURES = 5
 _RECOMPUTES = "_recomputation_hook."  # hooks by which torch's checkpoint collects recomputed tensors
@@ -186,7 +363,7 @@ class ValueWatch:
             self._path.pop()  # of a recompute that ended early
             self._given.pop()
         self._path.append(name)
-        self._given.append((name, _digest(args)))
+        self._given.append((name, _digest_of_values(args)))
 
     def _leaves(self, name: str | None, output: Any) -> None:
         if name is None or not self._path:
@@ -204,7 +381,7 @@ class ValueWatch:
             self.calls += 1
             return
         earlier = self._returned[name].get(given, [])
-        if earlier and not any(seen.digest == _digest(output) for seen in earlier):
+        if earlier and not any(seen.digest == _digest_of_values(output) for seen in earlier):
             self._compare(earlier[-1], output, "")
 
     def _seen(self, value: Any, module: str, position: int, *, saved: bool) -> _ForwardValue:
@@ -214,12 +391,12 @@ class ValueWatch:
             module=module,
             position=position,
             form=form_of(value),
-            digest=_digest(value),
+            digest=_digest_of_values(value),
             value=kept.detach().clone() if wanted and kept is not None else None,
         )
 
     def _compare(self, seen: _ForwardValue, value: Any, op: str) -> None:
-        if form_of(value) == seen.form and _digest(value) == seen.digest:
+        if form_of(value) == seen.form and _digest_of_values(value) == seen.digest:
             return
         was, now = (None if one is None else one.detach() for one in (seen.value, _first(value)))
         self.found.append(
@@ -248,7 +425,7 @@ def _first(value: Any) -> Tensor | None:
     return next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
 
 
-def _digest(value: Any) -> bytes:
+def _digest_of_values(value: Any) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
