@@ -35,7 +35,7 @@ import torch
 import jettison
 from benchmarks.quiet import Others
 from benchmarks.step_rows import Row, markdown, summary
-from jettison.diagnose.calibrate import calibrate, hardware_toml
+from jettison.diagnose.machine_calibration import calibrate, hardware_toml
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
 from jettison.formula.region import layer_region

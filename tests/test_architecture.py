@@ -64,7 +64,7 @@ WITHOUT_TORCH = (
 )
 """Rooms that can be imported where torch is not installed."""
 TRAINERS = {f"frameworks/{file.parent.name}/{file.name}" for file in PACKAGE.glob("frameworks/*/integration.py")}
-WITH_TORCH = frozenset(f"diagnose/{name}.py" for name in ("calibrate", "fit", "probes")) | TRAINERS
+WITH_TORCH = frozenset(f"diagnose/{name}.py" for name in ("machine_calibration", "probes")) | TRAINERS
 """Files of these rooms that need torch: they are imported when they are called."""
 
 

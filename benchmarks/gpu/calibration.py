@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.gpu.cases import Column, Found, Log, slug
 from benchmarks.gpu.setting import Setting, name_of
 from jettison.core.progress import silent
-from jettison.diagnose.calibrate import calibrate, calibration_document, doubtful, figures, hardware_toml
+from jettison.diagnose.machine_calibration import calibrate, calibration_document, doubtful, figures, hardware_toml
 from jettison.spec.hardware import hardware
 
 

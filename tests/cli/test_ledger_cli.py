@@ -14,8 +14,7 @@ import pytest
 from jettison.cli.main import run
 from jettison.core.errors import DoesNotFit
 from jettison.families.presets import PRESETS
-from jettison.ledger.ledger import Ledger
-from jettison.ledger.record import ENTRY_FIELDS
+from jettison.ledger.ledger import ENTRY_FIELDS, Ledger
 from jettison.report.tables import span
 from support.patience import PATIENCE
 

@@ -22,11 +22,11 @@ from jettison.cli.main import run
 from jettison.core.errors import UsageError
 from jettison.cost.kernel import Gemm, gemm_seconds
 from jettison.cost.launches import FLASH_BACKWARD
-from jettison.diagnose import calibrate as session
+from jettison.diagnose import machine_calibration as session
 from jettison.diagnose import probes
-from jettison.diagnose.calibrate import Calibration, calibrate, hardware_toml
-from jettison.diagnose.fit import LinkFit, Measured, fit
+from jettison.diagnose.machine_calibration import Calibration, Measured, calibrate, fit, hardware_toml
 from jettison.diagnose.probes import (
+    LinkFit,
     OperandPool,
     Probe,
     Sizes,

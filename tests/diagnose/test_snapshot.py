@@ -16,9 +16,9 @@ from jettison.core.errors import UsageError
 from jettison.diagnose import snapshot as reader
 from jettison.diagnose.plain_pickle import loads_plain
 from jettison.diagnose.snapshot import FREE_BLOCK, PENDING_BLOCK, read_snapshot, snapshot_of
-from jettison.diagnose.snapshot_file import GRANULARITY_BYTES, snapshot_content, write_snapshot
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.report.snapshot import compare_timelines
+from jettison.report.timeline_files import GRANULARITY_BYTES, snapshot_content, write_snapshot
 from support.snapshot_cases import ENGINE, event, random_timeline, small_snapshot
 
 

@@ -13,7 +13,7 @@ from jettison.core.errors import NotDescribed, UsageError
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
 from jettison.formula.region import layer_region, parameter_count
-from jettison.ledger.record import EACH_ROUND
+from jettison.ledger.ledger import EACH_ROUND
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.spec.kernels import SsmKernels

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from jettison.core.dtypes import DTYPE_BYTES, tensor_bytes
 from jettison.core.errors import UsageError
 from jettison.ledger.compare import Discrepancy, compare
-from jettison.ledger.ledger import Ledger
+from jettison.ledger.ledger import ENTRY_FIELDS, Ledger, Origin, Placement, SavedTensor
 from jettison.ledger.program import Anchor
-from jettison.ledger.record import ENTRY_FIELDS, Origin, Placement, SavedTensor
 
 
 def entry(layer: str = "layers.0", storage: str = "s0", **changes: object) -> SavedTensor:

@@ -12,7 +12,7 @@ from jettison.core.errors import UsageError
 from jettison.memory.span import Phase
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.time import estimate
-from jettison.report.chrome_trace import step_trace
+from jettison.report.timeline_files import step_trace
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.spec.hardware import hardware

@@ -22,7 +22,7 @@ from jettison.memory.span import Phase
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.time import estimate
-from jettison.report.chrome_trace import step_trace
+from jettison.report.timeline_files import step_trace
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.auto_recompute import choose, smallest_budget

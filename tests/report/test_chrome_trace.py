@@ -12,7 +12,9 @@ from jettison.core.errors import UsageError
 from jettison.memory.step import Event, actions
 from jettison.predict.forecast import replayed_load
 from jettison.predict.units import sent_to_host
-from jettison.report.chrome_trace import (
+from jettison.report.estimate import EstimateReport
+from jettison.report.step_slices import SliceKind, host_copies, nanoseconds, step_slices
+from jettison.report.timeline_files import (
     ALLOCATED,
     DEVICE,
     FROM_HOST,
@@ -23,8 +25,6 @@ from jettison.report.chrome_trace import (
     stage_memory,
     step_trace,
 )
-from jettison.report.estimate import EstimateReport
-from jettison.report.step_slices import SliceKind, host_copies, nanoseconds, step_slices
 from jettison.request.options import RunRequest
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from jettison.cli.main import run
 from jettison.diagnose.snapshot import read_snapshot, snapshot_of
-from jettison.diagnose.snapshot_file import write_snapshot
 from jettison.report.snapshot import SnapshotReport, packed_timeline, snapshot_table, timelines_page
+from jettison.report.timeline_files import write_snapshot
 from support.browser import Open, axe_violations, no_sideways_scroll
 from support.snapshot_cases import FORWARD, fragmented_snapshot, random_timeline, small_snapshot
 

@@ -23,8 +23,7 @@ from jettison.families.config import parse_config
 from jettison.families.family import kernels_for
 from jettison.formula.region import embedding_region, head_region, layer_region, parameter_count
 from jettison.ledger.compare import Difference, compare
-from jettison.ledger.ledger import Ledger
-from jettison.ledger.record import SavedTensor
+from jettison.ledger.ledger import Ledger, SavedTensor
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run

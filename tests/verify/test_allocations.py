@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from jettison.diagnose.snapshot import read_snapshot
-from jettison.diagnose.snapshot_file import write_snapshot
 from jettison.dryrun.counter import AllocationCounter, static_tensors
+from jettison.report.timeline_files import write_snapshot
 from jettison.verify.side_by_side import allocation_timeline
 
 

@@ -12,8 +12,8 @@ from torch import nn
 import jettison
 from jettison.cli.main import run
 from jettison.diagnose.finding import FindingKind
+from jettison.diagnose.log import read_watch_record
 from jettison.diagnose.memory import diagnose_memory
-from jettison.diagnose.watch_record import read_watch_record
 from support.planted_memory import message
 
 KEPT: list[Any] = []

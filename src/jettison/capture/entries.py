@@ -21,9 +21,8 @@ from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.dtypes import dtype_name
-from jettison.ledger.ledger import Ledger
+from jettison.ledger.ledger import Ledger, Origin, SavedTensor
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
-from jettison.ledger.record import Origin, SavedTensor
 
 ROOT_LAYER = "embedding, head and loss"
 """Layer name of everything around the blocks."""

@@ -18,11 +18,10 @@ from jettison.core.process import cores
 from jettison.core.units import format_bytes, format_gib
 from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
-from jettison.diagnose.log import read_oom_log
+from jettison.diagnose.log import read_oom_log, read_watch_record
 from jettison.diagnose.memory import diagnose_memory
 from jettison.diagnose.plain_pickle import MOST_FILE_BYTES
 from jettison.diagnose.snapshot import facts_of_snapshot, is_snapshot, read_snapshot
-from jettison.diagnose.watch_record import read_watch_record
 from jettison.models.model_types import require_known_file
 from jettison.report.console import hint, progress
 from jettison.report.findings import FindingsReport
@@ -30,7 +29,7 @@ from jettison.report.schemas import document, keys_of
 from jettison.report.tables import facts as facts_table
 
 if TYPE_CHECKING:
-    from jettison.diagnose.fit import Calibration
+    from jettison.diagnose.machine_calibration import Calibration
 
 
 @verb("doctor")
@@ -89,7 +88,7 @@ def command(
         hint(note)
     with progress() as say:
         measured = calibrated(device=device, quick=quick, ranks=ranks, say=say)
-    from jettison.diagnose.calibrate import calibration_document, doubtful, figures, hardware_toml
+    from jettison.diagnose.machine_calibration import calibration_document, doubtful, figures, hardware_toml
 
     if (note := doubtful(measured)) is not None:
         hint(note)
@@ -250,7 +249,7 @@ def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[st
     """
     say("loading torch")
     try:
-        from jettison.diagnose.calibrate import calibrate
+        from jettison.diagnose.machine_calibration import calibrate
     except ImportError as error:
         raise UsageError(f"--calibrate needs torch ({error}): {install('torch')}") from None
     return calibrate(device, short=quick, ranks=ranks, say=say)

@@ -83,7 +83,7 @@ def command(
         report = estimate(model, request, flags)
     deliver(report.document, report.table, form=form, out=out, source=source_file, warnings=report.warnings)
     if flags.timeline is not None or flags.snapshot is not None:
-        from jettison.cli.snapshots import write_step_files
+        from jettison.report.timeline_files import write_step_files
 
         for line in write_step_files(report, timeline=flags.timeline, snapshot=flags.snapshot):
             hint(line)

@@ -126,7 +126,7 @@ def command(
             hint(line)
     step = getattr(report, "step", None)
     if step is not None:
-        from jettison.cli.snapshots import write_timelines
+        from jettison.report.timeline_files import write_timelines
 
         for line in write_timelines(model, [step], timeline=flags.timeline, snapshot=flags.snapshot):
             hint(line)

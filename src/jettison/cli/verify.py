@@ -119,7 +119,7 @@ def command(
     said = asked(target=target, flags=flags)
     deliver(proof.document, lambda: proof_table(proof), form=form, out=out, request=said)
     if seen:
-        from jettison.cli.snapshots import write_timelines
+        from jettison.report.timeline_files import write_timelines
 
         for line in write_timelines(target, seen, timeline=timeline, snapshot=snapshot):
             hint(line)

@@ -38,7 +38,6 @@ from jettison.core.process import uncollected
 from jettison.core.progress import Progress, silent
 from jettison.cost.kernel import Gemm
 from jettison.diagnose.finding import table
-from jettison.diagnose.fit import LinkFit
 from jettison.runtime.install import install
 from jettison.solve.policy import KeepAll
 
@@ -352,6 +351,15 @@ def counted(step: Callable[[int], None]) -> KernelCounter:
 
 SMALL_BYTES, LARGE_BYTES = 4 << 10, 32 << 20
 WARM_UP, ROUNDS = 2, 9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkFit:
+    """Link between ranks of this machine: bytes per second of a ring at each rank, and latency of one of its steps."""
+
+    ranks: int
+    bytes_per_second: float
+    step_seconds: float
 
 
 def measure_link(ranks: int, device: str, say: Progress = silent) -> LinkFit:

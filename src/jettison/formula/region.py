@@ -18,8 +18,8 @@ from jettison.formula.layer import layer as write_layer
 from jettison.formula.loss import head, score
 from jettison.formula.norm import norm
 from jettison.formula.tape import GATHER, NAMES, Collective, Tape, Value, Weight, Writer
+from jettison.ledger.ledger import Origin, Placement, SavedTensor
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
-from jettison.ledger.record import Origin, Placement, SavedTensor
 from jettison.spec.kernels import Kernels
 from jettison.spec.model import AnyLayer, BlockRecorder, Layer, ModelSpec, RecordedLayer
 from jettison.spec.run import RegionSignature, Run

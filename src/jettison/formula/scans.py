@@ -32,7 +32,7 @@ from jettison.formula.basic import (
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm, root_mean_square
 from jettison.formula.tape import Saved, Value, Weight, Writer
-from jettison.ledger.record import EACH_ROUND
+from jettison.ledger.ledger import EACH_ROUND
 from jettison.spec.kernels import SsmKernels
 from jettison.spec.model import Activation, GatedDelta, Norm, NormKind, SelectiveScan, StateSpaceDual
 

@@ -258,7 +258,7 @@ def by_ops(decision: Decision) -> LayerPolicy:
 
 
 def by_ops_and_host(decision: Decision) -> LayerPolicy:
-    """Return the policy of `by_ops` with the plan's offloading: NOTE [ What hooks move ] in frameworks/text.py."""
+    """Return the policy of `by_ops` with the plan's offloading: NOTE [ What hooks move ] in frameworks/export.py."""
     if not decision.offloaded:
         return by_ops(decision)
     if not decision.program.recompute_set(decision.kept):

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from jettison.core.units import format_bytes
-from jettison.ledger.ledger import Ledger
-from jettison.ledger.record import EACH_ROUND, SavedTensor
+from jettison.ledger.ledger import EACH_ROUND, Ledger, SavedTensor
 
 AROUND = "embedding, head and loss"
 """Name of the layer of everything outside of numbered layers."""

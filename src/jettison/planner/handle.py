@@ -19,8 +19,7 @@ from jettison.planner.guard import ONE_PLAN, Attempt
 from jettison.planner.watch import PLANNING, CudaPeaks, MemoryReport, OptimizerWatch, PeakWatch, phase_hooks
 from jettison.runtime.chunked_loss import ChunkedLossPatch, holding
 from jettison.runtime.offload import OffloadEngine
-from jettison.runtime.planned import PlannedForward
-from jettison.runtime.report import PendingCalls, RegionReport
+from jettison.runtime.planned import PendingCalls, PlannedForward, RegionReport
 from jettison.runtime.witness import tell_replays
 from jettison.solve.plan import Plan
 

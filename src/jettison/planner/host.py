@@ -97,7 +97,7 @@ def host_of(
     if given is not None:
         speed = 1 / host_seconds(1, given)
     elif device.type == "cuda":
-        from jettison.diagnose.calibrate import host_link
+        from jettison.diagnose.machine_calibration import host_link
 
         speed = host_link(device)
     else:

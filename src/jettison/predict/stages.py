@@ -14,15 +14,19 @@ from jettison.formula.static import Static, declared, static
 from jettison.formula.tape import Weight
 from jettison.ledger.program import Program
 from jettison.memory.schedule import PipelineShape
-from jettison.solve.modules import OWN, Recomputed, is_mtp, recomputed, sent
 from jettison.solve.policy import (
     COMPILED,
     COMPILED_QUANTIZED,
+    OWN,
     Compiled,
+    Recomputed,
     SelectiveOp,
+    is_mtp,
     kept_apart,
     ops_of_parts,
     policy_named,
+    recomputed,
+    sent,
 )
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
@@ -164,7 +168,7 @@ def sent_by(region: Region, policy: str, modules: tuple[str, ...]) -> frozenset[
 
 
 def names_of(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of modules in `solve.modules`, by the library of the run's GEMMs: NOTE [ Norms of their own ] there."""
+    """Names of modules in `solve.policy`, by the library of the run's GEMMs: NOTE [ Norms of their own ] there."""
     return tuple(OWN.get(name, name) for name in modules) if run.workspaces.library_bytes else modules
 
 

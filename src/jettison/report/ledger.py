@@ -12,8 +12,7 @@ from jettison.core.errors import DoesNotFit, ProofFailed
 from jettison.core.objects import with_former_names
 from jettison.core.units import format_bytes
 from jettison.ledger.compare import Difference
-from jettison.ledger.ledger import Ledger
-from jettison.ledger.record import ENTRY_FIELDS, SavedTensor
+from jettison.ledger.ledger import ENTRY_FIELDS, Ledger, SavedTensor
 from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import OffloadedOptimizer

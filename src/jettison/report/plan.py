@@ -166,7 +166,9 @@ class ForecastPlan:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1``. The hash covers the layers' choices and segments."""
-        from jettison.report.chrome_trace import peak_by_role  # the schedule's clock, which reading plans does without
+        from jettison.report.timeline_files import (
+            peak_by_role,  # the schedule's clock, which reading plans does without
+        )
 
         choice, found = self.choice, self.choice.forecast
         layers = [asdict(layer) for layer in self.layers]

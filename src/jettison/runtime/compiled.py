@@ -34,8 +34,7 @@ from jettison.runtime.callers import are_hooks_foreign, is_transforming, of_a_re
 from jettison.runtime.device import refuse_capture
 from jettison.runtime.handles import Held
 from jettison.runtime.offload import Group
-from jettison.runtime.planned import PlannedForward
-from jettison.runtime.report import RegionReport
+from jettison.runtime.planned import PlannedForward, RegionReport
 from jettison.runtime.without_recipe import OffloadHooks, run_moving
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll, Offload, can_move, offloaded_by, packed_by

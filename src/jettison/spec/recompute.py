@@ -17,7 +17,7 @@ from jettison.spec.model import Attention, LatentAttention, Mlp, ModelSpec, Moe
 # Lists of recomputed and offloaded modules, named as in Megatron-Core
 # ``megatron/core/transformer/transformer_config.py`` (0.19): ``recompute_modules`` with the granularity "selective",
 # and ``offload_modules`` with ``fine_grained_activation_offloading``; ``__post_init__`` checks their combinations.
-# `solve.modules` has the tensors that each of them keeps and frees.
+# `solve.policy` has the tensors that each of them keeps and frees.
 
 
 CORE_ATTENTION: Final = "core_attn"
@@ -41,7 +41,7 @@ def check_parts(model: ModelSpec, kernels: Kernels, names: Iterable[str], *, own
 
     Args:
         own_norms: TransformerEngine has the GEMMs, and a norm is a separate module where it cannot be fused with one:
-            NOTE [ Norms of their own ] in `solve.modules`.
+            NOTE [ Norms of their own ] in `solve.policy`.
     """
     if not kernels.module_lists:
         raise UsageError(

@@ -40,7 +40,7 @@ from jettison.diagnose.facts import (
     grown_bytes,
 )
 from jettison.diagnose.frames import Frame, is_library, place_of, text_of_frame
-from jettison.diagnose.watch_record import WatchRecord
+from jettison.diagnose.log import WatchRecord
 from jettison.dryrun.counter import AllocationCounter, static_tensors
 
 HISTORY: Final = 200_000

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from jettison.core.units import format_bytes
-from jettison.frameworks.export import TargetOutput, strategy_notes
+from jettison.frameworks.export import TargetOutput, filled, pieces, strategy_notes
 from jettison.frameworks.nearest import CannotSay, Nearest
 from jettison.frameworks.policy import LayerAction, draws_again
-from jettison.frameworks.text import filled, pieces
 from jettison.frameworks.torch.write import one_switch
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from jettison.frameworks.export import TargetOutput, strategy_notes
+from jettison.frameworks.export import TargetOutput, filled, header, moves_table, names, pieces, strategy_notes
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import LayerAction, as_the_plan_moves
-from jettison.frameworks.text import filled, header, moves_table, names, pieces
 from jettison.frameworks.torch.write import priced_code
 
 USE = """    model = mark(model)                    # before the Trainer sets the model up

@@ -24,7 +24,7 @@ from jettison.frameworks.policy import (
     checkpointed_together,
     kept_whole,
 )
-from jettison.solve.modules import SMALLEST_OFFLOADED, is_fused, parts_of, recomputed, saved_by, sent
+from jettison.solve.policy import SMALLEST_OFFLOADED, is_fused, parts_of, recomputed, saved_by, sent
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.recompute import CORE_ATTENTION, OFFLOADED, RECOMPUTED, Mode, Recompute
 from jettison.spec.run import Run

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from jettison.frameworks.export import TargetOutput
+from jettison.frameworks.export import TargetOutput, header, moves_table, names, pieces, selective_tables
 from jettison.frameworks.nearest import Nearest
 from jettison.frameworks.policy import (
     LayerAction,
@@ -19,7 +19,6 @@ from jettison.frameworks.policy import (
     by_ops_and_host,
     draws_again,
 )
-from jettison.frameworks.text import header, moves_table, names, pieces, selective_tables
 
 USE = """\
 Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and

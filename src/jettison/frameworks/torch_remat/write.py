@@ -17,7 +17,7 @@ from typing import Final
 
 from jettison.core.errors import TraceError
 from jettison.cost.kernel import op_seconds
-from jettison.frameworks.export import TargetOutput
+from jettison.frameworks.export import TargetOutput, header, kinds_of, moves_table, names, pieces, rows
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
     Cost,
@@ -31,7 +31,6 @@ from jettison.frameworks.policy import (
     with_input_on_host,
     writes_in_place,
 )
-from jettison.frameworks.text import header, kinds_of, moves_table, names, pieces, rows
 from jettison.frameworks.torch.write import copied
 from jettison.ledger.program import Op, Program, Source
 from jettison.solve.policy import Full

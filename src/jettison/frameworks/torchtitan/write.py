@@ -12,7 +12,16 @@ from functools import partial
 from typing import Final
 
 from jettison.core.errors import DoesNotFit
-from jettison.frameworks.export import Alternative, TargetOutput
+from jettison.frameworks.export import (
+    Alternative,
+    TargetOutput,
+    filled,
+    header,
+    moves_table,
+    names,
+    pieces,
+    selective_tables,
+)
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
     Decision,
@@ -28,7 +37,6 @@ from jettison.frameworks.policy import (
     op_calls,
     saving,
 )
-from jettison.frameworks.text import filled, header, moves_table, names, pieces, selective_tables
 from jettison.frameworks.torch.write import notes_of, priced_code
 from jettison.ledger.program import Op
 from jettison.solve.policy import SelectiveOp

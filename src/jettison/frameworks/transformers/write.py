@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from jettison.core.errors import DoesNotFit
-from jettison.frameworks.export import Alternative, TargetOutput
+from jettison.frameworks.export import Alternative, TargetOutput, filled, header, names, pieces
 from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import LayerAction, LayerPolicy, Subject, checkpointed, draws_again, kept_whole
-from jettison.frameworks.text import filled, header, names, pieces
 from jettison.frameworks.torch.write import priced_code
 
 LAYER = "transformers.modeling_layers:GradientCheckpointingLayer"

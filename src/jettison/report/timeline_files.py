@@ -1,8 +1,13 @@
-"""A described step over time: its allocations, and a Chrome trace that ui.perfetto.dev and chrome://tracing open.
+"""A step over time as files: a Chrome trace for ui.perfetto.dev and chrome://tracing, or a CUDA memory snapshot.
 
-The format is that of the "Trace Event Format" document: X is a slice, C a counter, M a name, s and f the ends of an
+A Chrome trace is as the "Trace Event Format" document says: X is a slice, C a counter, M a name, s and f the ends of an
 arrow. A pipeline stage is a process; its tracks are the device's work, and copies to and from the host. Times are
 microseconds with three decimals, whole nanoseconds. A counter holds from its time on: its slice's highest.
+
+A snapshot is as `_dump_snapshot` writes it: it opens at https://docs.pytorch.org/memory_viz and with
+`torch.cuda._memory_viz`. Stacks have module and role. Addresses are of an allocator that does not split segments, since
+fragmentation is unknown: each allocation has its own segment, rounded up to the allocator's granularity, and a freed
+one is reused for the next of the same size.
 
 NOTE [ A step replayed ]
 `memory.step.actions` says what is there before each pass of all micro-batches, and how high each unit rises above that.
@@ -14,12 +19,19 @@ is the ledger's, to the byte.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from jettison.core.errors import UsageError
+from jettison.core.files import whole_file, write_whole
+from jettison.diagnose.frames import frames_of_label
 from jettison.memory.schedule import PASSES, ScheduledPass, Work
 from jettison.memory.step import StageAction, actions
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
@@ -27,6 +39,7 @@ from jettison.predict.forecast import Forecast, Stage, replayed_load
 from jettison.predict.stages import kept_by
 from jettison.predict.time import Estimate
 from jettison.predict.units import sent_to_host
+from jettison.report.estimate import EstimateReport
 from jettison.report.step_slices import PassSlices, SliceKind, host_copies, nanoseconds, step_slices
 from jettison.spec.precision import Gradients
 from jettison.spec.run import Run
@@ -411,3 +424,167 @@ class _StageReplay:
             whole = ((Label(module=name, role=SAVED), nbytes),)
             self.tensors[key] = tuple(found.values()) if sum(n for _, n in found.values()) == nbytes else whole
         return self.tensors[key]
+
+
+GRANULARITY_BYTES: Final = 512
+SMALL_BYTES: Final = 1 << 20
+FIRST_ADDRESS: Final = 0x7F00_0000_0000
+_POOL: Final = (0, 0)
+
+
+def write_snapshot(path: Path, timelines: list[MemoryTimeline]) -> None:
+    """Write a snapshot of several devices: the first timeline's is device 0."""
+    content = snapshot_content(timelines)
+    with whole_file(path) as partial, partial.open("wb") as file:
+        pickle.dump(content, file, protocol=4)
+
+
+def snapshot_content(timelines: list[MemoryTimeline]) -> dict[str, Any]:
+    """Return the content of the file."""
+    devices = [_device(timeline, index) for index, timeline in enumerate(timelines)]
+    return {
+        "segments": [segment for segments, _ in devices for segment in segments],
+        "device_traces": [trace for _, trace in devices],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+class _Allocator:
+    """Addresses of allocations and their segments."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}  # of segments, by address
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._next = FIRST_ADDRESS
+
+    def take(self, nbytes: int) -> tuple[int, bool]:
+        """Return an address, and whether it needed a new segment."""
+        size = -(-max(nbytes, 1) // GRANULARITY_BYTES) * GRANULARITY_BYTES
+        if self._free[size]:
+            return self._free[size].pop(), False
+        address, self._next = self._next, self._next + size
+        self.sizes[address] = size
+        return address, True
+
+    def give(self, address: int) -> None:
+        """Free an address."""
+        self._free[self.sizes[address]].append(address)
+
+
+def _device(timeline: MemoryTimeline, index: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Segments and events."""
+    allocator = _Allocator()
+    stacks = [
+        frames_of_label(label) for label in timeline.labels
+    ]  # one list for each label, so that the pickle has it once
+    trace: list[dict[str, Any]] = []
+    where: dict[int, int] = {}
+    for number in np.nonzero(timeline.born < 0)[0].tolist():
+        where[number], _ = allocator.take(int(timeline.nbytes[number]))
+    marks = defaultdict(list)
+    for mark in timeline.marks:
+        marks[mark.event].append(mark.text)
+    rows = zip(timeline.allocation.tolist(), timeline.is_birth.tolist(), timeline.time_ns.tolist(), strict=True)
+    for event, (number, is_birth, time_ns) in enumerate(rows):
+        at = time_ns // 1000
+        for text in marks.get(event, ()):
+            trace.append(_event("user_defined", 0, 0, [], at) | {"user_metadata": text})
+        nbytes, frames = int(timeline.nbytes[number]), stacks[timeline.label_of[number]]
+        if is_birth:
+            where[number], is_new = allocator.take(nbytes)
+            if is_new:
+                size = allocator.sizes[where[number]]
+                trace.append(_event("segment_alloc", where[number], size, frames, at))
+            trace.append(_event("alloc", where[number], nbytes, frames, at))
+        else:
+            address = where.pop(number)
+            trace += [_event(action, address, nbytes, [], at) for action in ("free_requested", "free_completed")]
+            allocator.give(address)
+    live = {address: number for number, address in where.items()}
+    segments = []
+    for address, size in allocator.sizes.items():
+        held = live.get(address)
+        nbytes = 0 if held is None else int(timeline.nbytes[held])
+        segments.append(
+            _segment(index, address, size, nbytes, None if held is None else stacks[timeline.label_of[held]])
+        )
+    return segments, trace
+
+
+def _event(action: str, address: int, nbytes: int, frames: list[Any], time_us: int) -> dict[str, Any]:
+    return {
+        "action": action,
+        "addr": address,
+        "size": nbytes,
+        "stream": 0,
+        "time_us": time_us,
+        "compile_context": "N/A",
+        "user_metadata": "",
+        "frames": frames,
+    }
+
+
+def _segment(device: int, address: int, size: int, nbytes: int, frames: list[Any] | None) -> dict[str, Any]:
+    """Return a segment of one block; without frames it is free."""
+    used = 0 if frames is None else size
+    block = {
+        "address": address,
+        "size": size,
+        "requested_size": nbytes,
+        "state": "inactive" if frames is None else "active_allocated",
+        "frames": frames or [],
+    }
+    return {
+        "device": device,
+        "address": address,
+        "total_size": size,
+        "allocated_size": used,
+        "active_size": used,
+        "requested_size": nbytes,
+        "stream": 0,
+        "segment_type": "small" if size <= SMALL_BYTES else "large",
+        "segment_pool_id": _POOL,
+        "is_expandable": False,
+        "frames": [],
+        "blocks": [block],
+    }
+
+
+def write_timelines(
+    title: str, timelines: Sequence[MemoryTimeline], *, timeline: Path | None, snapshot: Path | None
+) -> Iterator[str]:
+    """Write steps of a live model, allocation by allocation, and say what was written; as for `write_step_files`.
+
+    Args:
+        timelines: a process of the trace, and a device of the snapshot, for each.
+    """
+    return _write(timeline, lambda: timelines_json(title, timelines), snapshot, lambda: timelines)
+
+
+def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot: Path | None) -> Iterator[str]:
+    """Write an estimated run's first two steps, and say what was written.
+
+    Args:
+        timeline: for a Chrome trace.
+        snapshot: for a CUDA memory snapshot; device n is pipeline stage n.
+
+    Raises:
+        UsageError: so many micro-batches that nobody could look at them.
+    """
+    played = partial(step_trace, report.model, report.memory, report.found)
+    return _write(timeline, lambda: chrome_json(played()), snapshot, lambda: played(by_tensor=True).memory)
+
+
+def _write(
+    timeline: Path | None,
+    trace: Callable[[], str],
+    snapshot: Path | None,
+    memory: Callable[[], Sequence[MemoryTimeline]],
+) -> Iterator[str]:
+    if timeline is not None:
+        write_whole(timeline, trace())
+        yield f"wrote {timeline}: open it at ui.perfetto.dev or chrome://tracing"
+    if snapshot is not None:
+        write_snapshot(snapshot, list(memory()))
+        yield f"wrote {snapshot}: jettison report {snapshot} reads it, and pytorch's memory_viz"
