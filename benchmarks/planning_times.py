@@ -28,8 +28,8 @@ from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search.auto_recompute import choose as plan_stages
 from jettison.search.request import SearchRequest
+from jettison.solve.shortest_path import least_of, walks
 from jettison.solve.solver import choose
-from jettison.solve.walk import least_of, walks
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from support.offload_cases import deep_offload

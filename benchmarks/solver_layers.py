@@ -31,7 +31,7 @@ from jettison.request.resolve import model_spec, resolve
 from jettison.search import auto_recompute
 from jettison.solve import bound, exchanges, labels, solver
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
-from jettison.solve.walk import least_of, walks
+from jettison.solve.shortest_path import least_of, walks
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Mode, Recompute
 from support.offload_cases import deep_offload

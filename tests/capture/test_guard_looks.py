@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from jettison.capture.guard import ModuleGuard
+from jettison.capture.module_guards import ModuleGuard
 
 
 class Kinds(nn.Module):

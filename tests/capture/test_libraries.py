@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from jettison.capture import code_names
-from jettison.capture.reach import MOST_OF_LIBRARIES, Reach
+from jettison.capture.reachable_state import MOST_OF_LIBRARIES, Reach
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # what transformers has renamed

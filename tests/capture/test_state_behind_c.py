@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from torch._prims.rng_prims import run_and_save_rng_state
 
 from jettison.capture.code_names import is_foreign
-from jettison.capture.guard import MOST_ITEMS, ModuleGuard
 from jettison.capture.isolation import WritesUndone, leaving_nothing
-from jettison.capture.kinds import CacheState, Untouchable, stand_in, state_of, worth_a_look
-from jettison.capture.reach import MANY, Reach
+from jettison.capture.module_guards import MOST_ITEMS, ModuleGuard
+from jettison.capture.reachable_state import MANY, Reach
+from jettison.capture.state_kinds import CacheState, Untouchable, stand_in, state_of, worth_a_look
 from jettison.core.errors import UnsupportedModule
 from jettison.dryrun.counter import AllocationCounter
 

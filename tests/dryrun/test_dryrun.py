@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from jettison.capture.model_trace import Loop, ModelTrace
 from jettison.capture.stand_ins import stub_outputs
 from jettison.capture.tracer import trace_model
+from jettison.dryrun.block_levels import dry_run_root
 from jettison.dryrun.counter import measured_peak, static_tensors
-from jettison.dryrun.levels import dry_run_root
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 from jettison.dryrun.step import StepPeaks, dry_run_batch, fake_optimizer
 from jettison.planner.apply import policies_of
@@ -25,8 +25,8 @@ from jettison.runtime.install import install
 from jettison.runtime.recompute_code import RecomputeCode
 from jettison.solve.policy import KeepAll
 from jettison.solve.problem import Choice, LevelPhase, RootOption, evaluate
+from jettison.solve.shortest_path import least_of, walks
 from jettison.solve.solver import choose
-from jettison.solve.walk import least_of, walks
 from jettison.verify.differences import independent_copy
 from support.families import Built, Case, build
 from support.stacks import Block, compare, rows, stack

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jettison.dryrun.block_levels import BlockLevels
 from jettison.dryrun.compiled import MeasuredChoice, options_of_levels
-from jettison.dryrun.levels import BlockLevels
 
 
 def level(resident_bytes: int, seconds: float) -> MeasuredChoice:

@@ -29,7 +29,7 @@ from jettison.frameworks.policy import (
     writes_in_place,
 )
 from jettison.frameworks.transformers.write import code as transformers_code
-from jettison.models.request import ModelRequest, load
+from jettison.models.live_model import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
 from jettison.verify.differences import compare_gradients, independent_copy

@@ -20,7 +20,7 @@ from jettison.core.units import Bytes
 from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
 from jettison.frameworks.policy import Decision, LayerAction, Pricer, Subject
-from jettison.models.request import ModelRequest, load
+from jettison.models.live_model import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
 from jettison.verify.differences import compare_gradients, independent_copy

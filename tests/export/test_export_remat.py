@@ -22,7 +22,7 @@ from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.nearest import CannotSay
 from jettison.frameworks.policy import kept_whole
 from jettison.frameworks.torch_remat.write import by_regions, options_of, overwritten, steps_down
-from jettison.models.request import ModelRequest, load
+from jettison.models.live_model import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.request.options import RunRequest
 from jettison.verify.differences import compare_gradients, independent_copy

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, BudgetVerdict, Round
-from jettison.parallel.ranks import FAN, children, listed
+from jettison.parallel.store_exchange import FAN, children, listed
 from jettison.train.ranks import RankLost, World
 from support.patience import PATIENCE
 

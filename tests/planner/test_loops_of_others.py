@@ -19,8 +19,8 @@ from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import TraceError, UsageError
 from jettison.core.units import Bytes
+from jettison.dryrun.block_levels import dry_run_block
 from jettison.dryrun.counter import measured_peak, static_tensors
-from jettison.dryrun.levels import dry_run_block
 from jettison.solve.policy import KeepAll
 from support.structure import said
 from support.toys import Mlp, Net

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import jettison
-from jettison.frameworks.trainer import TrainerPlan
+from jettison.frameworks.trainer_integration import TrainerPlan
 from jettison.planner.handle import Applied
 from support.toys import Headed, Mlp
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from jettison.cli.main import run
 from jettison.cli.report import report
 from jettison.core.errors import UsageError
-from jettison.ledger.levels import POINTS, StepLevels
+from jettison.ledger.step_levels import POINTS, StepLevels
 from jettison.report import page as page_module
 from jettison.report import untrusted
 from jettison.report.page import json_for_html

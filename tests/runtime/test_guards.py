@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.capture.guard import ModuleGuard
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.module_guards import ModuleGuard
 from jettison.capture.recorder import RegionTrace
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import StaleTensor, TraceError, UnsupportedModule

@@ -22,8 +22,8 @@ from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner import points
 from jettison.planner.points import packing_seconds, with_packs
-from jettison.runtime import packing
-from jettison.runtime.packing import PackedForm, pack_bytes, packs_into, unpack_bytes
+from jettison.runtime import lossless_packing
+from jettison.runtime.lossless_packing import PackedForm, pack_bytes, packs_into, unpack_bytes
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
@@ -73,11 +73,11 @@ def test_what_was_drawn_comes_back(drawn: list[bool], dtype: torch.dtype, divide
 
 @contextmanager
 def chunks_of(numbers: int) -> Iterator[None]:
-    usual, packing.CHUNK = packing.CHUNK, numbers  # type: ignore[misc]
+    usual, lossless_packing.CHUNK = lossless_packing.CHUNK, numbers  # type: ignore[misc]
     try:
         yield
     finally:
-        packing.CHUNK = usual  # type: ignore[misc]
+        lossless_packing.CHUNK = usual  # type: ignore[misc]
 
 
 class Dropped(Block):

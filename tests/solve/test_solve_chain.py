@@ -12,8 +12,8 @@ from jettison.core.errors import Infeasible
 from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, LevelPhase, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
+from jettison.solve.shortest_path import least_of, walks
 from jettison.solve.solver import Solution, choose, in_runs
-from jettison.solve.walk import least_of, walks
 from support.plan_cases import all_choices, brute_force, deep_problem, layer, of_one_class, step_problems
 from support.work import worked
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
-from jettison.solve.actions import is_lean, lean_points
+from jettison.solve.offload_options import is_lean, lean_points
 
 NARROW, WIDE = 10, 100
 

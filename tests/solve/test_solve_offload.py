@@ -15,8 +15,8 @@ from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.exchanges import mended
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, StepProblem, evaluate
+from jettison.solve.shortest_path import StepWalk, WalkMove, least_of, walks
 from jettison.solve.solver import choose
-from jettison.solve.walk import StepWalk, WalkMove, least_of, walks
 from support.offload_cases import Case, cases, deep_offload, fastest
 from support.work import worked
 

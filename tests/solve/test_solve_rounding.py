@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jettison.solve.bound import Bound, BudgetedWalk, Relaxation, relax, relaxation
 from jettison.solve.exchanges import mended, rounded
 from jettison.solve.problem import StepProblem, evaluate
+from jettison.solve.shortest_path import WalkMove, least_of, walks
 from jettison.solve.solver import choose
-from jettison.solve.walk import WalkMove, least_of, walks
 from support.offload_cases import Case, cases, deep_offload
 
 LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]

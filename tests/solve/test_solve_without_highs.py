@@ -10,8 +10,8 @@ from jettison.solve import labels
 from jettison.solve.bound import BudgetedWalk, relax, relaxation
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import StepProblem
+from jettison.solve.shortest_path import least_of, walks
 from jettison.solve.solver import choose
-from jettison.solve.walk import least_of, walks
 from support.plan_cases import deep_problem, step_problems
 
 GIB = 1 << 30

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config, read_config
+from jettison.families.config_values import MOST_LAYERS
 from jettison.families.family import FAMILIES
-from jettison.families.fields import MOST_LAYERS
 from jettison.spec.model import Attention, Moe
 from support.spec_cases import TINY, configuration, decoded, spec
 

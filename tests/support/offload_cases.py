@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from jettison.ledger.program import Program
-from jettison.solve.actions import action_points
+from jettison.solve.offload_options import action_points
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from support.plan_cases import MIB, MILLISECOND, programs
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from jettison.ledger.levels import StepLevels
+from jettison.ledger.step_levels import StepLevels
 from jettison.report.proof import LayerProof, Proof
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyName, Predicted, SolverReport
 

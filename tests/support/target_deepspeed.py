@@ -19,7 +19,7 @@ from deepspeed.runtime.config import DeepSpeedConfig  # noqa: E402
 
 import jettison  # noqa: E402
 from jettison.cli.live_model import PlanReport  # noqa: E402
-from jettison.models.request import ModelRequest, load  # noqa: E402
+from jettison.models.live_model import ModelRequest, load  # noqa: E402
 from jettison.planner.planner import make_planner  # noqa: E402
 from jettison.verify.differences import independent_copy  # noqa: E402
 from support.export_cases import Stack, held_bytes  # noqa: E402

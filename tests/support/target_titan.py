@@ -68,7 +68,7 @@ def live() -> dict[str, Any]:
 
     import jettison
     from jettison.cli.live_model import PlanReport
-    from jettison.models.request import ModelRequest, load
+    from jettison.models.live_model import ModelRequest, load
     from jettison.planner.planner import make_planner
     from jettison.verify.differences import independent_copy
     from support.export_cases import held_bytes
@@ -104,7 +104,7 @@ def moving() -> dict[str, Any]:
     from jettison.cli.live_model import PlanReport
     from jettison.frameworks.export import exporter
     from jettison.frameworks.live import live_export
-    from jettison.models.request import ModelRequest, load
+    from jettison.models.live_model import ModelRequest, load
     from jettison.planner.planner import make_planner
     from jettison.verify.differences import independent_copy
     from support.export_cases import MOVING, held_bytes

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from jettison.capture.kinds import attributes_of
+from jettison.capture.state_kinds import attributes_of
 from jettison.core.errors import UsageError
 
 REGION_MARK = "__jettison_region__"

@@ -17,8 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture import kinds
-from jettison.capture.kinds import CONTAINERS, PLAIN, attributes_of, is_ours, items_of
+from jettison.capture.state_kinds import (
+    CONTAINERS,
+    PLAIN,
+    OfTensor,
+    attributes_of,
+    is_lent,
+    is_ours,
+    items_of,
+    looks_at,
+    owner_of,
+    span_of,
+)
 from jettison.capture.tensor_subclasses import is_in_memory, plain
 from jettison.core.errors import JettisonError, UnsupportedModule
 
@@ -200,15 +210,15 @@ def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any
     real = [t for t in map(plain, tensors) if is_in_memory(t)] if arrays else []
     together: dict[int, list[Any]] = {}
     for one in arrays:
-        together.setdefault(id(kinds.owner_of(one)), []).append(one)
+        together.setdefault(id(owner_of(one)), []).append(one)
     for parts in together.values():
-        of_tensor = any(kinds.is_lent(one) or any(kinds.looks_at(one, tensor) for tensor in real) for one in parts)
+        of_tensor = any(is_lent(one) or any(looks_at(one, tensor) for tensor in real) for one in parts)
         if len(parts) == 1 and not of_tensor:
             continue
-        spans = [kinds.span_of(one) for one in parts]
+        spans = [span_of(one) for one in parts]
         start, end = min(first for first, _ in spans), max(last for _, last in spans)
         raw = numpy.frombuffer(bytearray(ctypes.string_at(start, end - start)), dtype=numpy.uint8)
-        memory = numpy.asarray(kinds.OfTensor(raw)) if of_tensor else raw
+        memory = numpy.asarray(OfTensor(raw)) if of_tensor else raw
         for one in parts:
             at = one.__array_interface__["data"][0] - start
             made = numpy.ndarray(one.shape, one.dtype, buffer=memory, offset=at, strides=one.strides)

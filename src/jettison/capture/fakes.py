@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jettison.capture import sharded
 from jettison.capture.copies import close_over_copies, copied, copy_arrays, held_in, without_finalizers
-from jettison.capture.kinds import MOST_SHARED
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
+from jettison.capture.state_kinds import MOST_SHARED
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import op_map, tree_map
 from jettison.core.errors import TraceError

@@ -19,10 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from jettison.capture.kinds import MOST_BYTES, AttributeState, ReadOnly, StreamState, TensorState, is_lent, looks_at
 from jettison.capture.op_traits import writes
 from jettison.capture.randomness import outside_torch
-from jettison.capture.reach import Reach
+from jettison.capture.reachable_state import Reach
+from jettison.capture.state_kinds import (
+    MOST_BYTES,
+    AttributeState,
+    ReadOnly,
+    StreamState,
+    TensorState,
+    is_lent,
+    looks_at,
+)
 from jettison.capture.tensor_subclasses import desugars, memory_key
 from jettison.capture.trees import op_leaves
 from jettison.core.errors import TraceError, UnsupportedModule

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from jettison.capture.kinds import StreamState
+from jettison.capture.state_kinds import StreamState
 from jettison.capture.trees import op_map
 
 aten = torch.ops.aten

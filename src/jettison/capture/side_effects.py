@@ -206,8 +206,8 @@ def _noting(execute: Any) -> Any:
 #
 # They are refused by name before they change anything: contents of files cannot be restored, and a checkpoint saved by
 # a dry run has no values. So functions that open a file for writing, rename it or delete it are replaced during such a
-# run: an audit hook would see them all, but it can never be removed and is called at every `id()`. `kinds` covers files
-# that were open before. The function that starts a process of `multiprocessing` is replaced, too: workers of a
+# run: an audit hook would see them all, but it can never be removed and is called at every `id()`. `state_kinds` covers
+# files that were open before. The function that starts a process of `multiprocessing` is replaced, too: workers of a
 # `DataLoader` would get tensors without memory.
 #
 # Temporary files may be made, and files that Python and compilers write while they import and compile may stay.

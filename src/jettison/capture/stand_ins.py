@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.dispatch import eagerly, forked_streams
 from jettison.capture.isolation import WritesUndone, leaving_nothing, without_our_hooks, without_plans
-from jettison.capture.kinds import TENSOR_HOOKS
 from jettison.capture.recorder import OpRecorder, RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
+from jettison.capture.state_kinds import TENSOR_HOOKS
 from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, wrapping
 from jettison.capture.trees import tree_flatten, tree_unflatten
 

@@ -111,7 +111,7 @@ def _said(oom: Path | None, model: str | None) -> FindingsReport:
         require_known_file(str(model))
         say("loading torch")
         from jettison.cli.doctor_model import diagnose_model
-        from jettison.models.request import ModelRequest
+        from jettison.models.live_model import ModelRequest
 
         return diagnose_model(ModelRequest(model=str(model)), progress=say)
 

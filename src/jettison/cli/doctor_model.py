@@ -26,7 +26,7 @@ from jettison.capture.signature import kernel_switches
 from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
 from jettison.diagnose.finding import Change, Finding, FindingKind
-from jettison.models.request import ModelRequest, load
+from jettison.models.live_model import ModelRequest, load
 from jettison.report.findings import FindingsReport
 from jettison.report.tables import span
 from jettison.verify.differences import independent_copy, tensor_bytes

@@ -22,7 +22,7 @@ from jettison.families.config import of_another_model
 from jettison.families.family import model_code
 from jettison.ledger.program import Program
 from jettison.memory.timeline import MemoryTimeline
-from jettison.models.request import Loaded, ModelRequest, load, optimizer_for
+from jettison.models.live_model import Loaded, ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import module_policy

@@ -33,7 +33,7 @@ from jettison.solve.plan import Plan
 
 if TYPE_CHECKING:
     from jettison.memory.timeline import MemoryTimeline
-    from jettison.models.request import ModelRequest
+    from jettison.models.live_model import ModelRequest
     from jettison.verify.side_by_side import Side
 
 
@@ -142,7 +142,7 @@ def prove(
         Infeasible: no plan fits the budget.
         PlanMismatch: the plan was made for another model.
     """
-    from jettison.models.request import load, named_function, optimizer_for
+    from jettison.models.live_model import load, named_function, optimizer_for
     from jettison.planner import apply
     from jettison.verify.given import verify_given
     from jettison.verify.planned import verify
@@ -217,7 +217,7 @@ def request_for(target: str, *, model: str | None = None, **flags: Any) -> tuple
     Raises:
         UsageError: a flag contradicts what the plan was made for.
     """
-    from jettison.models.request import ModelRequest
+    from jettison.models.live_model import ModelRequest
 
     found = read_plan(Path(target))
     given = {name: value for name, value in flags.items() if value is not None}

@@ -27,8 +27,8 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError
 from jettison.core.progress import Progress
+from jettison.dryrun.block_levels import BlockLevels, forward_alone, given_to_block
 from jettison.dryrun.counter import allocation_deltas, quiet_gc
-from jettison.dryrun.levels import BlockLevels, forward_alone, given_to_block
 from jettison.runtime.compiled import compiled, first_lines, kept_buffers, looking, one_graph
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import OffloadedTensor, RegionOption

@@ -19,11 +19,11 @@ from itertools import cycle
 from typing import Final
 
 from jettison.capture.model_trace import BlockCall, ModelTrace
+from jettison.dryrun.block_levels import dry_run_block
 from jettison.dryrun.intervals import RETURNED, STORED, CallLevels, IntervalLevels, Role, RootLevels, Summed
-from jettison.dryrun.levels import dry_run_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
-from jettison.ledger.levels import StepLevels
+from jettison.ledger.step_levels import StepLevels
 from jettison.solve.policy import CheckpointPolicy, packed_by
 
 Part = tuple[str, frozenset[int], frozenset[int], Summed]

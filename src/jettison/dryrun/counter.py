@@ -45,7 +45,7 @@ from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of
 from jettison.core.objects import swapped
 from jettison.core.process import by_default, uncollected
 from jettison.dryrun.intervals import Event, LastReference, Mark, Place, Role
-from jettison.ledger.levels import StepLevels
+from jettison.ledger.step_levels import StepLevels
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""

@@ -24,10 +24,10 @@ from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.tracer import unseen_outputs
 from jettison.core.errors import TraceError
 from jettison.core.objects import swapped
+from jettison.dryrun.block_levels import hold_gradients, run_step, stand_in_for_opaque, with_memory_of_their_own
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
-from jettison.dryrun.levels import hold_gradients, run_step, stand_in_for_opaque, with_memory_of_their_own
 from jettison.dryrun.op_costs import Pricing
-from jettison.ledger.levels import StepLevels
+from jettison.ledger.step_levels import StepLevels
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check

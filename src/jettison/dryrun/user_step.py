@@ -31,9 +31,9 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
 from jettison.core.errors import JettisonError, TraceError, UnsupportedModule, UsageError
 from jettison.core.objects import swapped
+from jettison.dryrun.block_levels import with_memory_of_their_own
 from jettison.dryrun.counter import AllocationCounter, quiet_gc, static_tensors
 from jettison.dryrun.kernel_trial import OpRequest
-from jettison.dryrun.levels import with_memory_of_their_own
 from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.dryrun.step import each_of
 from jettison.parallel.imagined import ImaginedReplica, inside_of_ddp

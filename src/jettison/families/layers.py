@@ -10,8 +10,8 @@ from reprlib import repr as short
 from typing import Any, Final
 
 from jettison.core.errors import NotDescribed, UsageError
+from jettison.families.config_values import TRACE, ConfigFields
 from jettison.families.family import Family, ScanKind
-from jettison.families.fields import TRACE, ConfigFields
 from jettison.spec import model
 
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}

@@ -14,7 +14,7 @@ from jettison.dryrun.op_costs import MEASURED_BELOW_BYTES, Pricing
 from jettison.dryrun.step import dry_run_given
 from jettison.frameworks.export import Exported, Exporter
 from jettison.frameworks.policy import Cost, Decision, LayerPolicy, Subject
-from jettison.models.request import ModelRequest, load, optimizer_for
+from jettison.models.live_model import ModelRequest, load, optimizer_for
 from jettison.planner.planner import fingerprint
 from jettison.solve.plan import LayerPlan, Plan
 from jettison.spec.hardware import Hardware, hardware, usual_hardware

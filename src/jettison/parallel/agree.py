@@ -37,7 +37,7 @@ from jettison.capture.op_traits import is_collective
 from jettison.capture.sharded import sharded_parameters
 from jettison.capture.tensor_subclasses import Wrapping, wrapping
 from jettison.core.errors import Infeasible, PlanMismatch
-from jettison.parallel.ranks import Ranks, Store, listed, ranks_in_words
+from jettison.parallel.store_exchange import Ranks, Store, listed, ranks_in_words
 from jettison.runtime.planned import PlannedForward
 
 TIMEOUT_SECONDS = 300.0

@@ -15,7 +15,7 @@ from jettison.core.objects import summary
 from jettison.core.units import format_bytes, format_percent
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
-from jettison.planner.guard import ONE_PLAN, Attempt
+from jettison.planner.oom_recovery import ONE_PLAN, Attempt
 from jettison.planner.watch import PLANNING, CudaPeaks, MemoryReport, OptimizerWatch, PeakWatch, phase_hooks
 from jettison.runtime.chunked_loss import ChunkedLossPatch, holding
 from jettison.runtime.offload import OffloadEngine

@@ -21,8 +21,8 @@ from jettison.runtime.device import rounding_of
 from jettison.runtime.host_pool import left_on_host, usable
 from jettison.runtime.install import returned
 from jettison.runtime.recipe import compile_recipe
-from jettison.solve.actions import parts_to_send
 from jettison.solve.frontier import FrontierPoint
+from jettison.solve.offload_options import parts_to_send
 from jettison.solve.policy import SMALLEST_BYTES, can_move
 from jettison.solve.problem import ChoiceLevels, Link, OffloadedTensor, RegionOption, StepProblem
 from jettison.spec.hardware import Hardware, hardware
@@ -133,7 +133,7 @@ def with_moves(
     trace: ModelTrace, class_key: str, points: Iterable[FrontierPoint], kinks: Sequence[int]
 ) -> Iterator[FrontierPoint]:
     """Yield each point as it is, and with parts of its kept tensors offloaded (NOTE [ Three actions ] in
-    `solve.actions`). ``kinks``: numbers of bytes whose copy is as long as the work that hides it.
+    `solve.offload_options`). ``kinks``: numbers of bytes whose copy is as long as the work that hides it.
     """
     region, senders = trace.classes[class_key].trace, movable(trace, class_key)
     lives = frozenset(place for name, places in returned(trace).items() if name in senders for place in places)

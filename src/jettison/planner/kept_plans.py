@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.code_names import function_reach, is_foreign
-from jettison.capture.kinds import TENSOR_HOOKS, hooks_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.signature import global_signature
+from jettison.capture.state_kinds import TENSOR_HOOKS, hooks_of
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import JettisonError, UsageError

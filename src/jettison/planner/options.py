@@ -16,18 +16,18 @@ from jettison.capture.recorder import RecordedOp, RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.core.progress import Progress
 from jettison.cost.kernel import memory_seconds, op_seconds
+from jettison.dryrun.block_levels import dry_run_block, dry_run_root, observe_block
 from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of_levels, seconds_of_levels
 from jettison.dryrun.composed import Judge
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
-from jettison.dryrun.levels import dry_run_block, dry_run_root, observe_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import ModulePolicy, StepPeaks
 from jettison.planner.host import Host, movable, option_at, with_moves, with_moves_of_compiled
 from jettison.planner.points import compiled_points, exactly, packing_seconds, policy_of, seconds_by_traffic, with_packs
-from jettison.runtime.packing import Pack
+from jettison.runtime.lossless_packing import Pack
 from jettison.runtime.recipe import costs_like
-from jettison.solve.actions import MOST_CUTS, lean_points
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
+from jettison.solve.offload_options import MOST_CUTS, lean_points
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import ProblemRegion, RegionOption, SegmentOption, StepProblem
 from jettison.spec.hardware import Hardware

@@ -33,8 +33,8 @@ from jettison.ledger.program import Program, Source
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
 from jettison.planner.options import Options, OptionsBuilder
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
-from jettison.solve.actions import is_lean
 from jettison.solve.frontier import FrontierPoint
+from jettison.solve.offload_options import is_lean
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyName, Predicted, SolverReport, policy_name
 from jettison.solve.policy import Full
 from jettison.solve.problem import Choice, RegionOption, RootOption, SegmentOption, StepProblem

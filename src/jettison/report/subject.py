@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from jettison.core.errors import PlanMismatch, UsageError, first_problem
 from jettison.core.objects import each_renamed
 from jettison.core.units import format_count, format_percent, format_seconds
-from jettison.ledger.levels import StepLevels
+from jettison.ledger.step_levels import StepLevels
 from jettison.predict.ranges import Range
 from jettison.report.alternatives import Flip, Reason, flips_text
 from jettison.report.plan import DESCRIBED, ROOT_NAME, LayerChoice

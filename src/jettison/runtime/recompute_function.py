@@ -19,7 +19,7 @@ from torch import nn
 
 from jettison.capture.blocks import REGION_MARK
 from jettison.capture.dispatch import refuse_scripted
-from jettison.capture.kinds import is_ours
+from jettison.capture.state_kinds import is_ours
 from jettison.runtime.frame import is_inside
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from jettison.capture.guard import ModuleGuard, Setting, same_values
-from jettison.capture.reach import Known
+from jettison.capture.module_guards import ModuleGuard, Setting, same_values
+from jettison.capture.reachable_state import Known
 from jettison.capture.recorder import Place, RecordedOp, RegionTrace, TensorRef, ValueRead
 from jettison.capture.sharded import precision_of
 from jettison.capture.tensor_subclasses import is_stepped_in_backward, plain, stepped_in_backward, version_of, wrapping

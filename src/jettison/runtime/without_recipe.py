@@ -33,7 +33,7 @@ from jettison.capture.dispatch import CALLS_COMPILED, eagerly
 from jettison.capture.isolation import WritesUndone, without_our_hooks
 from jettison.capture.op_traits import hollow_results
 from jettison.capture.randomness import Streams
-from jettison.capture.reach import Reach
+from jettison.capture.reachable_state import Reach
 from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of, wrapping

@@ -46,8 +46,8 @@ from jettison.predict.stage_buffers import document_mask, reads_mask
 from jettison.predict.stages import FULL, KeptBuffers, RegionGroup, StageRegion, kept_by, planned_program
 from jettison.predict.time import Timing
 from jettison.predict.units import unit_within
-from jettison.solve.actions import action_points
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
+from jettison.solve.offload_options import action_points
 from jettison.solve.problem import Choice, Link, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.solver import Offer, fastest, refine
 from jettison.spec.precision import Gradients

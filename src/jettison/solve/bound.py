@@ -21,7 +21,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from jettison.solve.walk import StepWalk, WalkMove
+from jettison.solve.shortest_path import StepWalk, WalkMove
 
 if TYPE_CHECKING:
     import numpy as np

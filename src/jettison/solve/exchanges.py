@@ -13,8 +13,8 @@ NOTE [ Exchanges ]
 For a plan that fits, take each region's best change (alone, or together with a change of a later region that is not its
 neighbour) that fits both budgets and saves seconds, until there is none. A plan that exceeds a budget is repaired
 first, by the cheapest such change after which it fits. With s_r the free bytes at position r (NOTE [ The step is a path
-] in `walk`), a change at i of the kept bytes by d, of the need by e and of the offloaded bytes by f fits if s_i >= e,
-s_{i+1} >= d + f, and s_q >= d for all later q.
+] in `shortest_path`), a change at i of the kept bytes by d, of the need by e and of the offloaded bytes by f fits if
+s_i >= e, s_{i+1} >= d + f, and s_q >= d for all later q.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from jettison.solve.bound import Bound, BudgetedWalk
-from jettison.solve.walk import Path, WalkMove
+from jettison.solve.shortest_path import Path, WalkMove
 
 try:
     import numpy as np

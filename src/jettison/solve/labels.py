@@ -30,7 +30,7 @@ except ImportError:  # optional for torch
     np = None  # type: ignore[assignment]
 
 from jettison.solve.bound import Bound, BudgetedWalk
-from jettison.solve.walk import Path, WalkMove
+from jettison.solve.shortest_path import Path, WalkMove
 
 if TYPE_CHECKING:
     from typing import TypeAlias

@@ -19,8 +19,8 @@ from typing import Any, Final, Literal
 from jettison.core.errors import PlanMismatch, UsageError, first_problem
 from jettison.core.objects import renamed, summary, with_former_names
 from jettison.core.units import format_bytes, format_percent
-from jettison.ledger.levels import StepLevels
 from jettison.ledger.program import Program, Source
+from jettison.ledger.step_levels import StepLevels
 
 SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
 KEYS = (

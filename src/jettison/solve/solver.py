@@ -24,7 +24,7 @@ from jettison.solve.bound import ROUNDING, Bound, BudgetedWalk, relax, relaxatio
 from jettison.solve.exchanges import rounded
 from jettison.solve.labels import fastest_path
 from jettison.solve.problem import Choice, ChoiceLevels, StepProblem, chosen_options, evaluate
-from jettison.solve.walk import PICOSECONDS, Path, StepWalk, least_of, walks
+from jettison.solve.shortest_path import PICOSECONDS, Path, StepWalk, least_of, walks
 
 GAP = 0.005  # share of a step at which the search ends
 BEAM_WIDTH = 128

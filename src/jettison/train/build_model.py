@@ -26,6 +26,7 @@ from jettison.models.deferred import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest, config_of
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
+from jettison.models.live_model import made_by
 from jettison.models.pretrained import SafetensorError, WeightsFolder, open_weights, reference_model, renaming
 from jettison.models.reference import (
     ARCHITECTURES,
@@ -36,7 +37,6 @@ from jettison.models.reference import (
     document_numbers,
     positions_within,
 )
-from jettison.models.request import made_by
 from jettison.parallel.context import Context, asked_kernel, has_window
 from jettison.parallel.parameters import put_whole
 from jettison.spec.model import ModelSpec

@@ -20,8 +20,8 @@ from torch import Tensor
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.parse_units import parse_seconds
 from jettison.core.progress import Progress, silent
-from jettison.ledger.levels import StepLevels
-from jettison.parallel.ranks import ranks_in_words
+from jettison.ledger.step_levels import StepLevels
+from jettison.parallel.store_exchange import ranks_in_words
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.engine import EvaluationResult, EvaluationSet, evaluate
 from jettison.train.export import export_session

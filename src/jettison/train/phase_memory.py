@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from jettison.dryrun.counter import AllocationCounter, PhaseMarks, Workspace, profiled_phases, unique_bytes
-from jettison.ledger.levels import StepLevels
+from jettison.ledger.step_levels import StepLevels
 
 _COLLECTIVES: Final = ("c10d", "_c10d_functional")
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor import debug
 
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.process import by_default
-from jettison.parallel.ranks import Ranks, Store, ranks_in_words
+from jettison.parallel.store_exchange import Ranks, Store, ranks_in_words
 
 _T = TypeVar("_T")
 _AGREED: Final = "raised_by_every_rank"

@@ -26,7 +26,7 @@ from jettison.core.errors import UsageError, install
 from jettison.core.files import write_whole
 from jettison.core.progress import Progress
 from jettison.core.units import format_bytes, format_percent, format_seconds
-from jettison.ledger.levels import StepLevels
+from jettison.ledger.step_levels import StepLevels
 from jettison.solve.plan import Plan
 from jettison.train.phase_memory import PhasePeaks
 from jettison.train.recipe import ExportSection

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.isolation import leaving_nothing
-from jettison.capture.kinds import TensorState
 from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.capture.randomness import Streams
+from jettison.capture.state_kinds import TensorState
 from jettison.capture.tensor_subclasses import is_in_memory, plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.progress import Progress
@@ -27,7 +27,7 @@ from jettison.dryrun.counter import (
     static_tensors,
     unique_bytes,
 )
-from jettison.ledger.levels import PhaseLevels, StepLevels
+from jettison.ledger.step_levels import PhaseLevels, StepLevels
 from jettison.memory.timeline import Label, MemoryTimeline, TimelineWriter
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from jettison.core.errors import UnsupportedModule
-from jettison.frameworks.trainer import Planned
+from jettison.frameworks.trainer_integration import Planned
 from jettison.planner.live import auto_checkpoint
 
 

@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from jettison.core.errors import UnsupportedModule
-from jettison.frameworks.trainer import TrainerPlan, holding
+from jettison.frameworks.trainer_integration import TrainerPlan, holding
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 from jettison.planner.readiness import as_one

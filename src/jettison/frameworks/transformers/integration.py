@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 from torch import nn
 
 from jettison.core.errors import UnsupportedModule
-from jettison.frameworks.trainer import TrainerPlan, holding, unmoved
+from jettison.frameworks.trainer_integration import TrainerPlan, holding, unmoved
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 

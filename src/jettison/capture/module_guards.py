@@ -20,10 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture import kinds
+from jettison.capture import state_kinds
 from jettison.capture.code_names import function_reach, globals_of
-from jettison.capture.kinds import CONTAINERS, attributes_of, entries_of, is_a, is_ours, items_of, size_of, worth_a_look
-from jettison.capture.reach import HOOK_TABLES
+from jettison.capture.reachable_state import HOOK_TABLES
+from jettison.capture.state_kinds import (
+    CONTAINERS,
+    attributes_of,
+    entries_of,
+    is_a,
+    is_ours,
+    items_of,
+    size_of,
+    worth_a_look,
+)
 from jettison.core.objects import Same
 
 DEEPEST = 4
@@ -119,7 +128,7 @@ class ModuleGuard:
         if is_a(value, types.FunctionType):
             self._seen.add(id(value))
             for cell in value.__closure__ or ():
-                if (content := kinds.attribute_of(cell, "cell_contents")) is not kinds.MISSING:
+                if (content := state_kinds.attribute_of(cell, "cell_contents")) is not state_kinds.MISSING:
                     self.cells.append((cell, _weakly(content)))
                     self._each((content,), depth + 1)
         elif is_a(value, CONTAINERS) and size_of(value) > MOST_ITEMS:
@@ -398,7 +407,7 @@ def _same_items(sequence: Any, before: tuple[Any, ...]) -> bool:
 
 
 def _same_cell(cell: Any, content: Any) -> bool:
-    now = kinds.attribute_of(cell, "cell_contents")
+    now = state_kinds.attribute_of(cell, "cell_contents")
     return _is_that(now, content) or (isinstance(content, _SCALARS) and _alike(now, content))
 
 

@@ -2,8 +2,8 @@
 
 A forward reads more than its arguments: attributes of modules, configurations, containers, closures, globals that its
 code names, the state of random generators. None of that passes a dispatcher. A `Reach` walks to the state that a module
-and some values refer to (its kinds: `kinds.KINDS`), so that changes by a run can be seen and undone: a recording on
-fake tensors must leave no trace.
+and some values refer to (its kinds: `state_kinds.KINDS`), so that changes by a run can be seen and undone: a recording
+on fake tensors must leave no trace.
 
 NOTE [ What code cannot name ]
 A model may hold a vocabulary of 100,000 entries that its forward never reads. A container of more than `MANY` entries
@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture import code_names, kinds, side_effects
+from jettison.capture import code_names, side_effects, state_kinds
 from jettison.capture.code_names import NAMES_MODULES, Names, Wide, is_foreign, names_in, package_of
-from jettison.capture.kinds import PLAIN, AttributeState, KeptState, TableState, is_a, worth_a_look
 from jettison.capture.side_effects import put_switches_back, read_switches
+from jettison.capture.state_kinds import PLAIN, AttributeState, KeptState, TableState, is_a, worth_a_look
 from jettison.capture.tensor_subclasses import is_in_memory
 from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import Same
@@ -86,7 +86,7 @@ class Reach:
         known: Known | None = None,
         most: int = MOST_VALUES,
     ) -> None:
-        self.states: list[KeptState] = [*map(kinds.CacheState, _said_once()), _Variables(None)]
+        self.states: list[KeptState] = [*map(state_kinds.CacheState, _said_once()), _Variables(None)]
         self.stand_ins: dict[int, tuple[Any, Any]] = {}  # by id: objects that are set aside, and their stand-ins
         self.refused: list[UnsupportedModule] = []  # errors for objects that a run used; its code may have caught them
         self._known: Known = {} if known is None else known
@@ -104,7 +104,7 @@ class Reach:
         self._wide_seen: set[tuple[Wide, str]] = set()
         self._tables: set[int] = set()  # dicts of modules, threads and loggers
         self._owners: dict[int, Any] = {}  # of libraries, named by code
-        self._assigned: dict[int, kinds.Assigned] = {}  # by id of the owner
+        self._assigned: dict[int, state_kinds.Assigned] = {}  # by id of the owner
         self._set_names: set[str] = set()  # attributes that code assigns to on other objects than a method's own
         self._noted_names: set[str] = set()  # those of them whose values on `_owners` are known
         self._importing: dict[str, list[tuple[KeptState, Any]]] = {}  # state before a module's code ran
@@ -135,22 +135,22 @@ class Reach:
 
     def moved(self) -> list[Any]:
         """Iterators that have advanced since: they cannot be restored."""
-        return [state.holder for state in self.of(kinds.Progress) if not state.is_unchanged()]
+        return [state.holder for state in self.of(state_kinds.Progress) if not state.is_unchanged()]
 
     def arrays(self) -> list[TableState]:
         """States of arrays that are copied."""
-        return [one for one in self.of(TableState) if kinds.is_number_array(one.holder)]
+        return [one for one in self.of(TableState) if state_kinds.is_number_array(one.holder)]
 
     @property
     def has_large_copies(self) -> bool:
         """Whether a copy is, or may be, too large to be made in each step."""
-        if any(getattr(one.holder, "nbytes", 0) > kinds.MOST_BYTES for one in self.arrays()):
+        if any(getattr(one.holder, "nbytes", 0) > state_kinds.MOST_BYTES for one in self.arrays()):
             return True
-        return any(kinds.is_copied_whole(Same(type(value))) for value, _ in self.stand_ins.values())
+        return any(state_kinds.is_copied_whole(Same(type(value))) for value, _ in self.stand_ins.values())
 
     def sees(self, tensor: Tensor) -> bool:
         """Whether a writable array lies in the memory of a tensor."""
-        return any(kinds.looks_at(one.holder, tensor) for one in self.arrays())
+        return any(state_kinds.looks_at(one.holder, tensor) for one in self.arrays())
 
     # imports of a run ------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Reach:
 
     def _kept(self, module: types.ModuleType) -> None:
         """Globals of a library, and the containers among them: walking further has no limit."""
-        self.states.append(kinds.Globals(vars(module)))
+        self.states.append(state_kinds.Globals(vars(module)))
         for value in list(vars(module).values()):
             self._only_put_back(value)
 
@@ -191,11 +191,11 @@ class Reach:
             raise refused[0]
 
     def set_aside(self) -> None:
-        """Hide what cannot be restored until `restore`, and note imports. See NOTE [ Set aside ] in kinds.py."""
+        """Hide what cannot be restored until `restore`, and note imports. See NOTE [ Set aside ] in state_kinds.py."""
         side_effects.note_imports(self)
         side_effects.refuse_file_changes(self.refused)
         logging.raiseExceptions = False  # a handler that is refused would print that for each record
-        for state in self.states if self.stand_ins else self.of(kinds.ReadOnly):
+        for state in self.states if self.stand_ins else self.of(state_kinds.ReadOnly):
             state.set_aside(self._instead)
 
     def replace(self, pairs: Iterable[tuple[Any, Any]]) -> None:
@@ -209,7 +209,8 @@ class Reach:
         _, new = self.stand_ins.get(id(value), (None, None))
         if new is None and is_a(value, types.BuiltinMethodType | types.MethodWrapperType):
             _, new = self.stand_ins.get(id(value.__self__), (None, None))
-            return value if new is None else new if type(new) is kinds.Untouchable else getattr(new, value.__name__)
+            if new is not None and type(new) is not state_kinds.Untouchable:
+                new = getattr(new, value.__name__)
         return value if new is None else new
 
     # walking ---------------------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class Reach:
         for owner in self._owners.values():
             known = self._assigned.get(id(owner))
             if known is None:
-                known = self._assigned[id(owner)] = kinds.Assigned(owner, self._set_names)
+                known = self._assigned[id(owner)] = state_kinds.Assigned(owner, self._set_names)
                 self.states.append(known)
                 found = known.was
             else:
@@ -288,11 +289,11 @@ class Reach:
         if id(table) in self._tables:
             return
         self._tables.add(id(table))
-        self.states.append(kinds.Globals(table))
+        self.states.append(state_kinds.Globals(table))
         for value in list(table.values()):
             if is_a(value, type):
                 if not (is_foreign(str(value.__module__)) or id(value) in self._seen):
-                    self.states.append(kinds.ClassState(value))
+                    self.states.append(state_kinds.ClassState(value))
                     found = worth_a_look(vars(value).values())
                     self._waiting += [(one, 1) for one in found if not code_names.is_code(one)]
             elif not is_a(value, types.FunctionType):
@@ -344,7 +345,7 @@ class Reach:
         if id(cls) in self._seen:
             return
         self._seen.add(id(cls))
-        self.states.append(kinds.ClassState(cls))
+        self.states.append(state_kinds.ClassState(cls))
         self._class(type(cls), depth)
         for value in list(vars(cls).values()):
             self._later(value, depth)
@@ -357,9 +358,9 @@ class Reach:
         self._held.append(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.is_leaf and not is_a(tensor, FakeTensor):
-                self.states.append(kinds.HookState(tensor))
-        if type(tensor) in kinds.PLAIN_TENSORS and is_in_memory(tensor):
-            self.states.append(kinds.TensorState(tensor))
+                self.states.append(state_kinds.HookState(tensor))
+        if type(tensor) in state_kinds.PLAIN_TENSORS and is_in_memory(tensor):
+            self.states.append(state_kinds.TensorState(tensor))
             self._add(vars(tensor))  # a flag or a counter that somebody set on it
         for value in list(vars(tensor).values()):
             if type(value) in (dict, list, set) or is_a(tensor, nn.Parameter):
@@ -376,9 +377,9 @@ class Reach:
             self._tensor(value)
         elif is_too_far:
             return
-        elif kinds.is_outside(Same(type(value))):
+        elif state_kinds.is_outside(Same(type(value))):
             self._state(value, depth)
-        elif kinds.is_ours(value):
+        elif state_kinds.is_ours(value):
             return
         elif is_a(value, types.FunctionType) and self._is_of_a_library(value):
             self._libraries.append((value, depth))
@@ -393,10 +394,10 @@ class Reach:
         self._seen.add(id(value))
         self._held.append(value)
         if is_a(value, threading.Condition):  # threads that wait by now have entered themselves
-            self._seen.add(id(kinds.attribute_of(value, "_waiters")))
+            self._seen.add(id(state_kinds.attribute_of(value, "_waiters")))
         if type(value) in _PLAIN_CONTAINERS:
             self._container(value, depth)
-        elif kinds.is_simple(Same(type(value))) and not callable(value):
+        elif state_kinds.is_simple(Same(type(value))) and not callable(value):
             self._object(value, depth)
         elif is_a(value, nn.Module):
             self._modules([value], depth + 1)
@@ -411,27 +412,27 @@ class Reach:
                 self._names_of(value, names_in(value.__code__), depth)
                 self.states += [AttributeState(cell, "cell_contents") for cell in value.__closure__ or ()]
                 self.states += [AttributeState(value, name) for name in ("__defaults__", "__kwdefaults__")]
-        for one in kinds.inside(value):
+        for one in state_kinds.inside(value):
             self._later(one, depth + 1)
         self._object(value, depth)
 
     def _state(self, value: Any, depth: int) -> None:
         """Add state outside of attributes, and the stand-in of an object that cannot be restored."""
-        if (state := kinds.state_of(value)) is not None:
+        if (state := state_kinds.state_of(value)) is not None:
             self.states.append(state)
-        if type(state) is kinds.CacheState and not is_foreign(value.__module__):
+        if type(state) is state_kinds.CacheState and not is_foreign(value.__module__):
             self._waiting += [(one, depth + 1) for one in worth_a_look(result for _, result in state.entries())]
-        if (new := kinds.stand_in(value)) is not None:
+        if (new := state_kinds.stand_in(value)) is not None:
             self.stand_ins[id(value)] = value, new
             self._held.append(value)
-            if type(new) is kinds.Untouchable:
+            if type(new) is state_kinds.Untouchable:
                 new.tell(self.refused)
 
     def _globals_of(self, function: types.FunctionType) -> None:
         for table, name, _ in code_names.globals_of(function):
             if (id(table), name) not in self._named:
                 self._named.add((id(table), name))
-                self.states.append(kinds.GlobalState(table, name))
+                self.states.append(state_kinds.GlobalState(table, name))
 
     def _names_of(self, function: types.FunctionType, names: Names, depth: int) -> None:
         self._names |= names.read
@@ -451,11 +452,11 @@ class Reach:
 
     def _object(self, value: Any, depth: int) -> None:
         """Walk attributes and slots of any object, and its classes."""
-        for name in kinds.slots_below(Same(type(value))):
+        for name in state_kinds.slots_below(Same(type(value))):
             slot = AttributeState(value, name)
             self.states.append(slot)
             self._later(slot.was, depth + 1)
-        attributes = kinds.attributes_of(value)
+        attributes = state_kinds.attributes_of(value)
         if is_a(attributes, dict) and id(attributes) not in self._seen:
             self._seen.add(id(attributes))
             self._add(attributes)
@@ -466,13 +467,13 @@ class Reach:
 
     def _container(self, value: Any, depth: int) -> None:
         """Walk the contents of a container; of a large one, perhaps as an earlier walk found them."""
-        if kinds.size_of(value) <= MANY:
+        if state_kinds.size_of(value) <= MANY:
             self._add(value)
-            self._waiting += [(one, depth + 1) for one in kinds.inside(value)]
+            self._waiting += [(one, depth + 1) for one in state_kinds.inside(value)]
             return
         known = self._known.get(id(value))
-        if known is None or known[0] is not value or not kinds.is_unchanged(value, known[1]):
-            known = value, kinds.copy_of(value), list(kinds.inside(value))
+        if known is None or known[0] is not value or not state_kinds.is_unchanged(value, known[1]):
+            known = value, state_kinds.copy_of(value), list(state_kinds.inside(value))
         self._large[id(value)] = known
         self.states.append(TableState(value, known[1]))
         self._waiting += [(one, depth + 1) for one in known[2]]
@@ -513,8 +514,10 @@ def _global_hooks() -> list[dict[int, Any]]:
 
 def _has_many(value: Any) -> bool:
     """Whether it is a large container, or contains one."""
-    if not is_a(value, kinds.CONTAINERS):
+    if not is_a(value, state_kinds.CONTAINERS):
         return False
-    if kinds.size_of(value) > MANY:
+    if state_kinds.size_of(value) > MANY:
         return True
-    return any(is_a(one, kinds.CONTAINERS) and kinds.size_of(one) > MANY for one in kinds.items_of(value))
+    return any(
+        is_a(one, state_kinds.CONTAINERS) and state_kinds.size_of(one) > MANY for one in state_kinds.items_of(value)
+    )
