@@ -188,8 +188,11 @@ def trained(trainer: Any) -> tuple[list[dict[str, float]], list[Tensor]]:
 @pytest.mark.parametrize(
     "make",
     [
-        *(pytest.param(m, marks=pytest.mark.slow) for m in (in_bf16, of_growing_length, sft, accumulating, grpo)),
-        *(dpo, padded, padded_in_bf16),
+        *(
+            pytest.param(m, marks=pytest.mark.slow)
+            for m in (in_bf16, of_growing_length, sft, accumulating, grpo, padded_in_bf16)
+        ),
+        *(dpo, padded),
     ],
 )
 def test_a_trainer_keeps_its_budget(make: Callable[[Path], Any], tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def test_models_of_transformers_give_the_same_bits_with_a_plan(transformers: Any
             assert row["recordings"] == 0, name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_read_by_four(transformers: Any) -> None:
     """GPT-2, whose joined q, k and v are sharded by heads."""
     assert [rank["checkpoint"] for rank in transformers[4]] == [0.0] * 4

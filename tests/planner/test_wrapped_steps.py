@@ -55,6 +55,7 @@ def test_two_ranks_keep_a_budget_under_other_wrappers() -> None:
     assert len({found[0][how]["predicted"] for how in (FIRST[0], *FIRST_MORE)}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", FOUR)
 def test_four_ranks_keep_a_budget(four: Launches, how: str) -> None:
     holds([rank[how] for rank in four[4]])
