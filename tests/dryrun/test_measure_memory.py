@@ -262,6 +262,28 @@ def test_fake_grouped_matmul_in_float32_like_the_real_one():
     gc.collect()
 
 
+@pytest.mark.parametrize("sizes", [(16, 4, 32, 32), (5, 3, 7, 11), (1, 1, 1, 1)])
+def test_a_fake_lstm_keeps_what_the_real_one_keeps(sizes):
+    length, rows, inputs, hidden = sizes
+    layer, x = nn.LSTM(inputs, hidden), torch.randn(length, rows, inputs)
+    found = {}
+
+    def kept(layer, x):
+        with AllocationCounter(static_tensors(layer, x)) as counter:
+            output = layer(x)[0]
+            held = counter.live_bytes
+            output.sum().backward()
+            return held, counter.live_bytes
+
+    found["real"] = kept(layer, x)
+    mode = fake_mode()
+    layer.zero_grad()
+    twin, fake = fake_copy(layer, mode), fake_batch(x, mode)
+    with mode:
+        found["fake"] = kept(twin, fake)
+    assert found["fake"] == found["real"]
+
+
 def test_a_fake_fold_lies_on_a_storage_like_the_real_ones():
     columns = torch.randn(2, 3 * 9, 24)
     fake = fake_batch(columns, mode := fake_mode())

@@ -1,9 +1,10 @@
-"""Tables and bags: predicted peaks are the measured ones; budgets with sparse gradients are refused."""
+"""Tables with sparse gradients, bags, and rows that are chosen by values: predicted peaks are the measured ones."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.core.errors import Infeasible, TraceError
+from jettison.core.errors import Infeasible, UsageError
 from jettison.dryrun.counter import measured_peak, static_tensors
 
 WIDTH, PER_ROW = 32, 8
@@ -58,6 +59,11 @@ class Offsets(OfBags):
         return self.table(ids.flatten(), torch.arange(0, ids.numel(), PER_ROW))
 
 
+class Twice(OnTable):
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.table(ids).mean(1) + self.table(ids[:, :3]).mean(1)
+
+
 def embedding(rows: int, **how: Any) -> Callable[[], nn.Module]:
     return lambda: nn.Embedding(rows, WIDTH, **how)
 
@@ -70,22 +76,43 @@ def sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(model.parameters(), 0.1)]
 
 
+def adagrad(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adagrad(model.parameters(), 0.1)]
+
+
 def sparse_adam(model: OnTable) -> list[torch.optim.Optimizer]:
     return [torch.optim.SparseAdam(model.table.parameters()), torch.optim.AdamW(model.blocks.parameters())]
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], type[OnTable]]] = {
-    "a longest row": (embedding(4000, max_norm=1.0), OnTable),
-    "bag, max": (bag(4000, mode="max"), OfBags),
-    "bag, max, offsets": (bag(50, mode="max"), Offsets),
-    "bag, mean": (bag(4000, mode="mean"), OfBags),
-    "bag, weights": (bag(50, mode="sum"), Weighted),
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``slack``: the share by which a step may stay below what is predicted, where that hangs on values."""
+
+    table: Callable[[], nn.Module]
+    model: type[OnTable] = OnTable
+    optimizer: Callable[[Any], list[torch.optim.Optimizer]] = sgd
+    step: bool = False
+    micro_batches: int = 1
+    slack: float = 0.0
+
+
+CASES = {
+    "sgd": Case(table=embedding(4000, sparse=True)),
+    "sgd, a step": Case(table=embedding(4000, sparse=True), step=True),
+    "micro-batches": Case(table=embedding(4000, sparse=True), step=True, micro_batches=3, slack=0.02),
+    "twice": Case(table=embedding(50, sparse=True), model=Twice),
+    "sparse adam": Case(table=embedding(1000, sparse=True), optimizer=sparse_adam, slack=0.25),
+    "sparse adam, a step": Case(table=embedding(20, sparse=True), optimizer=sparse_adam, step=True),
+    "adagrad": Case(table=embedding(20, sparse=True), optimizer=adagrad),
+    "padding": Case(table=embedding(50, sparse=True, padding_idx=0), slack=0.02),
+    "a longest row": Case(table=embedding(4000, max_norm=1.0)),
+    "bag, max": Case(table=bag(4000, mode="max"), model=OfBags),
+    "bag, max, offsets": Case(table=bag(50, mode="max"), model=Offsets),
+    "bag, mean": Case(table=bag(4000, mode="mean"), model=OfBags),
+    "bag, sum, sparse": Case(table=bag(50, mode="sum", sparse=True), model=OfBags),
+    "bag, weights, sparse": Case(table=bag(50, mode="sum", sparse=True), model=Weighted),
 }
-SPARSE: dict[str, tuple[Callable[[], nn.Module], type[OnTable]]] = {
-    "table": (embedding(50, sparse=True), OnTable),
-    "bag, mean": (bag(50, mode="mean", sparse=True), OfBags),
-    "bag, weights": (bag(50, mode="sum", sparse=True), Weighted),
-}
+QUICK = {"sgd", "micro-batches", "sparse adam, a step", "bag, max", "bag, weights, sparse"}
 
 
 def static(model: nn.Module, ids: Tensor, optimizers: list[torch.optim.Optimizer]) -> list[Tensor]:
@@ -93,24 +120,33 @@ def static(model: nn.Module, ids: Tensor, optimizers: list[torch.optim.Optimizer
     return [*static_tensors(model, (ids,)), *(value for value in states if isinstance(value, Tensor))]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_the_peak_is_the_predicted_one(name: str) -> None:
-    table, kind = CASES[name]
+    case = CASES[name]
     torch.manual_seed(0)
-    model = kind(table())
+    model = case.model(case.table())
     plain = copy.deepcopy(model)
-    batches = [torch.randint(0, model.table.num_embeddings, (64, PER_ROW)) for _ in range(3)]
-    ours, theirs = sgd(model), sgd(plain)
+    batches = [torch.randint(0, model.table.num_embeddings, (64 * case.micro_batches, PER_ROW)) for _ in range(3)]
+    ours, theirs = case.optimizer(model), case.optimizer(plain)
+
+    def passes(model: nn.Module, ids: Tensor) -> None:
+        for part in ids.chunk(case.micro_batches):
+            model(part).backward()
 
     def step(model: nn.Module, ids: Tensor, optimizers: list[torch.optim.Optimizer]) -> None:
-        model(ids).backward()
+        passes(model, ids)
         for optimizer in optimizers:
             optimizer.step()
 
+    more = {"step": passes} if case.step else {}
+    batch = batches[0] if case.step else (batches[0],)
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, (batches[0],), jettison.Bytes(1), optimizer=ours)
+        jettison.auto_checkpoint(model, batch, jettison.Bytes(1), optimizer=ours, **more)
     budget = refused.value.minimum_budget_bytes
-    with jettison.auto_checkpoint(model, (batches[0],), budget, optimizer=ours) as handle:
+    with jettison.auto_checkpoint(model, batch, budget, optimizer=ours, **more) as handle:
         predicted = handle.plan.predicted.peak_bytes
         peaks = []
         for ids in batches:
@@ -120,37 +156,18 @@ def test_the_peak_is_the_predicted_one(name: str) -> None:
             del before
             for (path, expected), found in zip(plain.named_parameters(), model.named_parameters(), strict=True):
                 assert torch.equal(expected, found[1]), path
-                assert torch.equal(expected.grad, found[1].grad), path
+                one, other = expected.grad, found[1].grad
+                assert torch.equal(one.to_dense(), other.to_dense()) if one.is_sparse else torch.equal(one, other), path
             model.zero_grad()
             plain.zero_grad()
     assert max(peaks) <= budget
-    assert max(peaks[1:]) >= predicted - 64
-
-
-@pytest.mark.parametrize("step", [False, True])
-@pytest.mark.parametrize("name", SPARSE)
-def test_budgets_with_sparse_gradients_are_refused(name: str, step: bool) -> None:
-    """How many rows they have depends on values."""
-    table, kind = SPARSE[name]
-    model, ids = kind(table()), torch.randint(0, 50, (64, PER_ROW))
-    more = {"step": lambda model, ids: model(ids).backward()} if step else {}
-    for optimizer in (None, sgd(model)):
-        with pytest.raises(TraceError, match="train with sparse=False, or choose a policy"):
-            jettison.auto_checkpoint(model, ids if step else (ids,), "1GiB", optimizer=optimizer, **more)
+    assert max(peaks[1:]) >= predicted * (1 - case.slack) - 64
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_policy_takes_sparse_gradients(name: str) -> None:
-    table, kind = SPARSE[name]
-    model, ids = kind(table()), torch.randint(0, 50, (64, PER_ROW))
-    plain = copy.deepcopy(model)
-    optimizers = sparse_adam(model), sparse_adam(plain)
-    with jettison.apply(model, "full", batch=(ids,)):
-        for _ in range(3):
-            for one, own in zip((model, plain), optimizers, strict=True):
-                one(ids).backward()
-                for optimizer in own:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+def test_momentum_that_grows_without_end_is_refused() -> None:
+    model = OnTable(nn.Embedding(50, WIDTH, sparse=True))
+    ids = torch.randint(0, 50, (16, PER_ROW))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with pytest.raises(UsageError, match="SparseAdam"):
+        jettison.auto_checkpoint(model, (ids,), "1GiB", optimizer=optimizer)

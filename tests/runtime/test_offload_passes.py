@@ -205,7 +205,6 @@ def test_what_is_saved_piece_by_piece_comes_back_whole(block: Callable[[int], nn
         assert compare_gradients(found.model, found.plain).identical
 
 
-@pytest.mark.filterwarnings("ignore:blocks like layers.0 cannot be recorded", "ignore:layers")
 def test_a_workspace_that_its_backward_writes_to() -> None:
     """oneDNN's LSTM does, past the counters, and reads it again in the next backward of a retained graph."""
     torch.manual_seed(0)

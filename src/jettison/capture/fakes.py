@@ -12,7 +12,9 @@ import functools
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Final, NoReturn
 
 import torch
@@ -23,30 +25,32 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture import sharded
 from jettison.capture.copies import close_over_copies, copied, copy_arrays, held_in, without_finalizers
 from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.state_kinds import MOST_SHARED
 from jettison.capture.tensor_subclasses import plain, wrapping
-from jettison.capture.trees import op_map, tree_map
+from jettison.capture.trees import op_leaves, op_map, tree_map
 from jettison.core.errors import TraceError
 from jettison.core.objects import swapped
 
 aten = torch.ops.aten
 _SELECT, _NONZERO, _BINCOUNT = aten.masked_select.default, aten.nonzero.default, aten.bincount.default
 _NUMBER, _EQUAL = aten._local_scalar_dense.default, aten.equal.default
-_INDEX = aten.index.Tensor
+_INDEX, _RNN = aten.index.Tensor, aten.mkldnn_rnn_layer.default
+LARGEST_RNN_BYTES = 2**28
 
 
 class StepFakeMode(QuickFakeMode):
     """A `FakeTensorMode` with other answers where torch's fake kernels refuse (`_RULES`) or err (`_CORRECTIONS`)."""
 
     sparse = False
-    """Whether the model or its optimizer has sparse tensors."""
+    """Whether there are sparse tensors: see below."""
     guesses = False
     """Whether a value that Python reads is made up (true, 1, all rows) instead of raising an error."""
     thread: int | None = None
@@ -65,9 +69,15 @@ class StepFakeMode(QuickFakeMode):
                     f"the forward computes ({func}) in a thread of its own ({thread.name}): planning runs it on "
                     "tensors without values and sees one thread alone. Compute in the thread that calls the model"
                 )
-        ours = _is_ours_to_answer(func)
-        if self.sparse or ours:
-            refuse_sparse(func, args)
+        ours = self.sparse or _is_ours_to_answer(func)
+        if ours:
+            has_sparse = self.sparse and any(map(is_sparse, args[:2]))
+            if has_sparse and (found := sparse_result(func, args, kwargs)) is not None:
+                return found
+            if makes_sparse(func):
+                self.sparse = True
+                args, kwargs = with_fake_parts(args, kwargs)
+            args = with_places(func, args)
             if func is _INDEX:
                 args = (args[0], _places(args[1]), *args[2:])
             rule = _RULES.get(func)
@@ -97,7 +107,8 @@ class StepFakeMode(QuickFakeMode):
 @functools.cache
 def _is_ours_to_answer(func: Any) -> bool:
     """Whether an operator needs more than torch's fake kernel."""
-    return func is _INDEX or func in _RULES or func in _CORRECTIONS or makes_sparse(func)
+    ours = func is _INDEX or func in _RULES or func in _CORRECTIONS
+    return ours or makes_sparse(func) or has_places(func)
 
 
 def _is_real_view(value: Any) -> bool:
@@ -193,9 +204,7 @@ class _Faker:
         with torch._C.DisableTorchFunctionSubclass():  # the user's class may count its calls
             is_strided = tensor.layout is torch.strided
         if is_traceable_wrapper_subclass(tensor) or not is_strided:  # these fake their parts
-            if is_sparse(tensor) and isinstance(self._mode, StepFakeMode):
-                self._mode.sparse = True
-            return self._mode.from_tensor(tensor)
+            return self._sparse(tensor) if is_sparse(tensor) else self._mode.from_tensor(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
             if storage._cdata not in self._storages:
@@ -206,6 +215,15 @@ class _Faker:
             if isinstance(tensor, nn.Parameter):
                 return _as_parameter(tensor, fake)
             return fake.requires_grad_(tensor.requires_grad)
+
+    def _sparse(self, tensor: Tensor) -> Tensor:
+        """Fake a sparse tensor with all its entries: a coalesced gradient, its momentum."""
+        if isinstance(self._mode, StepFakeMode):
+            self._mode.sparse = True
+        with torch.no_grad(), self._mode:
+            indices, values = self.like(tensor._indices().detach()), self.like(tensor._values().detach())
+            made = aten._sparse_coo_tensor_unsafe(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+        return made.requires_grad_(tensor.requires_grad)
 
     def of_meta(self, meta: Tensor, device: torch.device) -> Tensor:
         return FakeTensor(self._mode, meta, self._device or device)
@@ -283,10 +301,8 @@ def _ctc_loss(_: Any, args: tuple[Any, ...], __: dict[str, Any], ___: bool) -> t
     return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
 
 
-def _recurrent(func: Any, *_: Any) -> NoReturn:
-    """Refuse layers of cuDNN, whose cached state of dropout must not be fake, and of oneDNN, whose workspace no shape
-    tells: their callers are observed.
-    """
+def _cudnn(func: Any, *_: Any) -> NoReturn:
+    """Refuse: torch caches the state of its dropout for ever, which must not be fake; its callers are observed."""
     raise UnsupportedOperatorException(func)
 
 
@@ -322,10 +338,8 @@ _RULES: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any]] =
         (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor),
         lambda _, args, *__: torch.empty_like(args[1]),
     ),
-    **dict.fromkeys((aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default), _recurrent),
-    **dict.fromkeys(
-        (aten._cudnn_rnn_flatten_weight.default, aten.miopen_rnn.default, aten.mkldnn_rnn_layer.default), _recurrent
-    ),
+    **dict.fromkeys((aten._cudnn_rnn.default, aten._cudnn_init_dropout_state.default), _cudnn),
+    **dict.fromkeys((aten._cudnn_rnn_flatten_weight.default, aten.miopen_rnn.default), _cudnn),
 }
 """By operator: its result for (operator, arguments, keywords, are values made up); None: torch's is right."""
 if torch.distributed.is_available():  # the real one returns its argument, torch's fake kernel a new tensor
@@ -361,6 +375,32 @@ def _col2im(args: Sequence[Any], _: Any, out: Any) -> Any:
     return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
 
 
+def _rnn(args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    """Add the workspace that an LSTM layer of oneDNN keeps for backward: the real kernel's, run once per shape, or a
+    bound (gates, states, their gradients) where a run would take much memory.
+    """
+    steps, rows, inputs = args[0].shape
+    hidden = args[2].shape[1]
+    nbytes = 4 * (steps + 1) * rows * (16 * hidden + 4 * max(inputs, hidden)) + 2**16
+    if nbytes <= LARGEST_RNN_BYTES:
+        tensors = tuple((tuple(t.shape), t.dtype) for t in args[:7])
+        nbytes = _rnn_workspace(tensors, (args[7], tuple(args[8]), *args[9:], *kwargs.values()))
+    return (*out[:3], out[0].new_empty(int(nbytes), dtype=torch.uint8))
+
+
+@functools.lru_cache(maxsize=256)
+def _rnn_workspace(tensors: tuple[Any, ...], more: tuple[Any, ...]) -> int:
+    with _disable_current_modes(), torch.enable_grad():  # without gradients it keeps nothing
+        made = [torch.zeros(shape, dtype=dtype) for shape, dtype in tensors]
+        workspace = _RNN(*made, more[0], list(more[1]), *more[2:])[3]
+        return 0 if workspace is None else int(workspace.numel())  # none if nothing is trained
+
+
+def _rnn_backward(_: Any, __: Any, out: Any) -> Any:
+    """Torch's fake kernel gives both biases one gradient."""
+    return (*out[:4], torch.empty_like(out[3]), *out[5:]) if out[4] is out[3] else out
+
+
 _CORRECTIONS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_layer_norm.default: _layer_norm,
@@ -369,6 +409,8 @@ _CORRECTIONS: dict[Any, Callable[[Sequence[Any], dict[str, Any], Any], Any]] = {
     aten.soft_margin_loss.default: _loss,
     aten.binary_cross_entropy.default: _loss,
     aten.col2im.default: _col2im,
+    _RNN: _rnn,
+    aten.mkldnn_rnn_layer_backward.default: _rnn_backward,
 }
 """By operator: the result of the CPU's kernel, from (arguments, keywords, the fake kernel's result)."""
 
@@ -406,11 +448,25 @@ def started_by_fabric() -> contextlib.AbstractContextManager[None]:
     return swapped(wrappers, _in_fabric_backward=True) if has_flag else contextlib.nullcontext()
 
 
-# sparse tensors -------------------------------------------------------------------------------------------------------
+# sparse gradients (torch.nn.Embedding with sparse=True): their parts, and memory of ops on them -----------------------
+#
+# Torch's fake kernels make sparse results without entries. Here they have as many as the real kernels allocate room
+# for. The number of table rows in a batch depends on its values: coalesced gradients count with their maximum, the
+# number of entries or of the table's rows, whichever is smaller. Sources:
+# aten/src/ATen/native/sparse/SparseTensor.cpp (``_coalesce_sparse_cpu``, ``sparse_mask``), SparseTensorMath.cpp
+# (``add_out_sparse_cpu``).
 
-_LOOKS: Final = frozenset({"_indices", "_values", "_nnz", "_dimI", "_dimV", "is_coalesced", "dense_dim", "sparse_dim"})
+
+_ADDS: Final = (aten.add.Tensor, aten.add_.Tensor)
+_CLONES: Final = (aten.clone.default, aten.detach.default)
+_ROW_BY_ROW: Final = frozenset({"mul", "div", "neg", "pow", "sqrt", "abs", "sign", "zeros_like"})
+"""Elementwise with a number: the number of entries stays."""
+_LOOKS: Final = frozenset(
+    {"_indices", "_values", "_nnz", "_dimI", "_dimV", "is_coalesced", "_coalesced_", "dense_dim", "sparse_dim"}
+)
 """Views of parts, and queries."""
-_OF_BAGS: Final = aten._embedding_bag_backward.default
+_FROM_PARTS: Final = "aten::_sparse_coo_tensor"
+SCALAR_BYTES: Final = 4
 
 
 def is_sparse(value: Any) -> bool:
@@ -418,17 +474,123 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
-def makes_sparse(func: Any) -> bool:
-    """Whether an op makes a sparse tensor, or may."""
-    return bool(func is _OF_BAGS or func._schema.name.startswith("aten::_sparse_coo_tensor"))
-
-
-def refuse_sparse(func: Any, args: tuple[Any, ...]) -> None:
-    """Raise `TraceError` for an op that makes or takes sparse tensors: how many entries they have depends on values."""
-    is_look = func.namespace != "aten" or func._schema.name.removeprefix("aten::") in _LOOKS
-    makes = makes_sparse(func) and (func is not _OF_BAGS or args[9])
-    if makes or (any(map(is_sparse, args[:2])) and not is_look):
+def sparse_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Result of an op on fake sparse tensors; None where torch's fake kernel is right. `TraceError` if unknown."""
+    name = func._schema.name.removeprefix("aten::")
+    given: Tensor = args[0]
+    if name in _LOOKS or func.namespace != "aten":
+        return None
+    if func in _ADDS and is_sparse(given) and is_sparse(args[1]):
+        return _sum(func, given, args[1])
+    if func in _ADDS and not is_sparse(given):
+        return None  # into a dense table, or into another sparse one
+    if func is aten._coalesce.default:
+        return _coalesced(given)
+    if func is aten.sparse_mask.default and is_sparse(args[1]):
+        mask: Tensor = args[1]
+        values = given.new_empty((mask._nnz(), *mask._values().shape[1:]))
+        return _of(mask._indices().new_empty(mask._indices().shape), values, mask.shape, coalesced=mask.is_coalesced())
+    if func is aten.clone.default and torch._C._current_autograd_node() is not None and given._values().is_contiguous():
+        # without a mode the engine takes such a gradient over (torch/csrc/autograd/functions/accumulate_grad.h)
+        return _of(given._indices(), given._values(), given.shape, coalesced=given.is_coalesced())
+    if func in _CLONES or (name.removesuffix("_") in _ROW_BY_ROW and sum(map(is_sparse, op_leaves(args, kwargs))) == 1):
+        if func._schema.is_mutable:
+            return given
+        indices, values = torch.empty_like(given._indices()), given._values().new_empty(given._values().shape)
+        return _of(indices, values, given.shape, coalesced=given.is_coalesced())
+    if any(isinstance(one.type, torch.TensorType) for one in func._schema.returns):
         raise TraceError(
-            f"{func} makes or takes a sparse tensor (the gradient of an Embedding(sparse=True), say), and how much "
-            "memory that takes depends on values; train with sparse=False, or choose a policy instead of a budget"
+            f"{func} is called with a sparse tensor (the gradient of an Embedding(sparse=True), say), and how much "
+            "memory it takes is not known; leave optimizer= and step= out and lower the budget by what it needs, or "
+            "train with sparse=False"
         )
+    return None
+
+
+def with_fake_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments for a sparse tensor of a fake table, whose indices are real."""
+    values = next((leaf for leaf in op_leaves(args, kwargs) if isinstance(leaf, FakeTensor)), None)
+    if values is None:
+        return args, kwargs
+    return op_map(lambda leaf: _fake_indices(leaf, values) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+
+
+def _fake_indices(real: Tensor, like: Tensor) -> Tensor:
+    """Indices of a real batch, or made of them, kept alive by a tensor that does not count again."""
+    if isinstance(real, FakeTensor):
+        return real
+    made = like.new_empty((1,) * real.dim(), dtype=real.dtype)
+    weakref.finalize(made.untyped_storage(), lambda _: None, real)
+    return made.expand(real.shape)
+
+
+def sparse_workspace(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that a kernel allocates inside of a call with sparse tensors, in addition to its results."""
+    if func in _ADDS and all(map(is_sparse, args[:2])) and func._schema.is_mutable:
+        return _bytes(args[0])  # its old parts, which are freed as the new ones are allocated
+    if func is aten._coalesce.default:
+        given: Tensor = args[0]
+        flat = 0 if given.sparse_dim() == 1 else 1
+        return (3 + flat) * given._nnz() * given._indices().element_size()  # sorted positions, and the permutation
+    if func is aten.sparse_mask.default:
+        values: Tensor = args[1]._values()
+        return values.numel() * args[0].element_size() + SCALAR_BYTES  # gathered rows, and a one
+    return 0
+
+
+def with_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a sparse bags' backward: the real op finds each index's bag, the fake one finds no index in any."""
+    if not has_places(func) or not args[9]:
+        return args
+    gradient, indices, offsets, places = args[:4]
+    if not places.numel():
+        places = gradient.new_empty(indices.shape, dtype=indices.dtype)
+    return (gradient, _fake_indices(indices, gradient), offsets, places, *args[4:])
+
+
+def has_places(func: Any) -> bool:
+    """Whether an op is one whose arguments `with_places` changes."""
+    return func is aten._embedding_bag_backward.default
+
+
+def makes_sparse(func: Any) -> bool:
+    """Whether an op assembles parts, and allocates no memory."""
+    return bool(func._schema.name.startswith(_FROM_PARTS))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return sum(part.untyped_storage().nbytes() for part in (tensor._indices(), tensor._values()))
+
+
+def _of(indices: Tensor, values: Tensor, size: Any, *, coalesced: bool) -> Tensor:
+    return aten._sparse_coo_tensor_unsafe(indices, values, size, is_coalesced=coalesced)
+
+
+def _sum(func: Any, one: Tensor, other: Tensor) -> Tensor:
+    """All entries of both, one after the other."""
+    entries = one._nnz() + other._nnz()
+    indices, values = one._indices(), one._values()
+    made = _of(
+        indices.new_empty((indices.shape[0], entries)),
+        values.new_empty((entries, *values.shape[1:])),
+        one.shape,
+        coalesced=False,
+    )
+    if not func._schema.is_mutable:
+        return made
+    assert isinstance(one, FakeTensor)
+    with in_kernel_invocation_manager(one.fake_mode):  # on meta tensors, for which its parts are right
+        aten.copy_sparse_to_sparse_(one, made)
+    return one
+
+
+def _coalesced(given: Tensor) -> Tensor:
+    """Room for all entries, of which the distinct ones are used."""
+    indices, values = given._indices(), given._values()
+    rows = min(given._nnz(), prod(given.shape[: given.sparse_dim()]))
+    return _of(
+        indices.new_empty(indices.shape).narrow(1, 0, rows),
+        values.new_empty(values.shape).narrow(0, 0, rows),
+        given.shape,
+        coalesced=True,
+    )

@@ -69,8 +69,9 @@ MOVE_STATISTICS = {
     *("aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts"),
 }
 
-# ctc_loss leaves everything past the lengths unwritten
-_WRITE_IN_PART = {"_ctc_loss"}
+# ctc_loss leaves everything past the lengths unwritten, oneDNN's LSTM the padding of its workspace (which also differs
+# without recorded gradients)
+_WRITE_IN_PART = {"_ctc_loss", "mkldnn_rnn_layer"}
 
 _COMMUNICATION = {"_c10d_functional", "c10d_functional", "c10d", "symm_mem", "fsdp"}
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from jettison.capture.fakes import makes_sparse, sparse_workspace
 from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
 from jettison.capture.trees import op_leaves
@@ -211,7 +212,7 @@ class MeasuredWorkspace:
 
     def _looked_up(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in op_leaves(args, kwargs)):
-            return 0
+            return sparse_workspace(func, args)
         most = self._most.get(str(func))
         request = OpRequest.of(func, args, kwargs)
         price = self._prices.get(request.key)
@@ -299,7 +300,7 @@ def has_no_workspace(func: Any) -> bool:
     dry runs, what talks to other ranks (they may not be asking, and each call names an object of its own).
     """
     is_named = func._schema.name.startswith(_NOTHING_INSIDE) or func._schema.name == "aten::detach_"
-    return bool(is_named or func.is_view or is_communication(func))
+    return bool(is_named or func.is_view or makes_sparse(func) or is_communication(func))
 
 
 _NOTHING_INSIDE = (

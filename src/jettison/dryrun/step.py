@@ -19,10 +19,10 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.copies import copied
-from jettison.capture.fakes import fake_batch, roughly
+from jettison.capture.fakes import fake_batch, is_sparse, roughly
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.tracer import unseen_outputs
-from jettison.core.errors import TraceError
+from jettison.core.errors import TraceError, UsageError
 from jettison.core.objects import swapped
 from jettison.dryrun.block_levels import hold_gradients, run_step, stand_in_for_opaque, with_memory_of_their_own
 from jettison.dryrun.counter import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
@@ -225,7 +225,7 @@ def _passes_and_optimizer(dry_step: DryStep, counter: AllocationCounter) -> tupl
 
 def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> None:
     """Run a first step, which is not counted, if trained parameters have no state yet. The ``workspace`` is asked about
-    its ops.
+    its ops. Raise `UsageError` if the state has sparse tensors, to which every step adds its gradient's entries.
     """
     optimizer = dry_step.optimizer
     if optimizer is None or optimizer in _HAVE_STATE:
@@ -236,6 +236,12 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
     if not has_state:
         with _ready(parts, dry_step):
             _first_step(dry_step, optimizer, parts[0].trace.device_type, workspace)
+            if any(is_sparse(value) for value in tree_leaves(list(optimizer.state.values()))):
+                raise UsageError(
+                    f"the state of {type(optimizer).__name__} has the sparse gradients of an Embedding(sparse=True) in "
+                    "it (its momentum), and grows by their entries in every step: no budget holds. Train that table "
+                    "with SparseAdam or with SGD(momentum=0)"
+                )
     _HAVE_STATE.add(optimizer)
 
 
