@@ -75,11 +75,13 @@ BLIND: Final = {
     ROOT / "tests" / "facts" / "blind_trainers.csv": "throughput of trainers and rented GPUs, November 2026",
     ROOT / "tests" / "facts" / "blind_memory.csv": "memory in examples and documents, November 2026",
     ROOT / "tests" / "facts" / "blind_devices.csv": "devices of ms-swift's examples, 2024 and 2026",
+    ROOT / "tests" / "facts" / "blind_logs.csv": "memory in logs, notebooks and issues, November 2026",
 }
 """Rounds of blind predictions."""
 LAYOUTS: Final = {
     ROOT / "tests" / "facts" / "blind_2026_11_layouts.csv": "of three sheets",
     ROOT / "tests" / "facts" / "blind_posts_layouts.csv": "of issues and posts",
+    ROOT / "tests" / "facts" / "blind_logs_layouts.csv": "of notebooks and blogs",
 }
 FIRST_FRAGMENTS: Final[dict[str, tuple[float, dict[str, float]]]] = {
     "17 projects, November 2026": (0.03, {}),
@@ -96,7 +98,7 @@ FIRST_FRAGMENTS: Final[dict[str, tuple[float, dict[str, float]]]] = {
 }
 """Fragments in a round's first answers of reserved and device bytes: a share of allocated bytes, and by class as
 `Measure` has them. Other rounds were answered with allocated bytes alone, those of
-`blind_memory.csv` and `blind_devices.csv` with fragments, which are not here."""
+`blind_memory.csv`, `blind_devices.csv` and `blind_logs.csv` with fragments, which are not here."""
 OTHERS: Final = ROOT / "tests" / "facts" / "unseen_runs.csv"
 NEWER: Final = Path(__file__).parent / "results" / "newer-times-before.csv"
 UNITS: Final = {"GiB": GIB, "GB": 10**9, "MiB": MIB}
@@ -121,6 +123,12 @@ NOT_COUNTED: Final = {
     "power": "power is limited, how far is not said",
     "offload-unsaid": "whether checkpoints are offloaded is not said",
     "length-unsaid": "the length of sequences is not said",
+    "first-step": "measured after the first step",
+    "own-code": "the model has code of its own on the Hub, which was not read",
+    "trl-setup": "TRL to 0.26 casts embedding and head to fp32 and back before it trains, which stays reserved",
+    "megatron-2021": "without contiguous buffers, parameters refer to the gradients of the step before "
+    "(megatron/model/distributed.py, 42c1cf42: param.main_grad = param.grad), whose fp32 copies stay as well",
+    "other-files": "the scripts of a day before have ZeRO 2, which is 7 and 21 % low; theirs of that day offload",
     "experts-4bit": "experts in 4 bits are not modelled",
     "old-options": "norms and feed-forward blocks of flash-attn are not modelled",
     "kept-inputs": "litgpt's QLoRA ran a bitsandbytes that kept inputs of 4-bit matmuls; later versions are described",

@@ -1,8 +1,9 @@
-"""Published runs that were all predicted before an answer was looked into: eight rounds.
+"""Published runs that were all predicted before an answer was looked into: nine rounds.
 
 `tests/facts/blind_runs.csv` (fourteen projects), `blind_2026_11.csv` (seventeen), `blind_posts.csv` (issues, posts
 and READMEs), `blind_memory.csv` (memory in examples and documents), `blind_devices.csv` (examples of one project),
-`blind_speeds.csv` (throughput of READMEs), `blind_throughput.csv` (throughput of benchmarks and issues) and
+`blind_logs.csv` (memory in logs, notebooks and issues), `blind_speeds.csv` (throughput of READMEs),
+`blind_throughput.csv` (throughput of benchmarks and issues) and
 `blind_trainers.csv` (throughput of trainers and of one file on thirteen GPUs): each row was written down with its
 source and the command that somebody would type from it, then all were asked in one go (``blind``).
 ``mended`` is the command since then, where it is another, and ``looked`` a key of `WHY`.
@@ -87,6 +88,11 @@ WHY = {
     "command had neither",
     "no-option": "was refused: GPUs a node is no option, and nodes of four GH200 had no file (gh200x4-96gb)",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
+    "swift-buffers": "Megatron-SWIFT 4.0 to 4.3 hands no accumulate_allreduce_grads_in_fp32 to DDP (mended by its pull "
+    "request 9590): --precision bf16-reduce16",
+    "delta-shards": "refused: sharding of a gated delta rule is not modelled",
+    "not-offloaded": "states are on the GPU, as one GPU's bytes say to 0.1 %; the source says that they are offloaded",
+    "bert-targets": "was refused: query and value were no names of targets",
 }
 
 

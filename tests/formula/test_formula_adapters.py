@@ -346,6 +346,14 @@ def test_adapters_that_no_product_has_are_refused(targets: str) -> None:
     assert resolve(preset("llama3-8b"), RunRequest(lora=f"r=8,targets={targets}+q_proj")).run.tuning is not None
 
 
+def test_adapters_take_the_names_of_bert() -> None:
+    found = [
+        forecast(resolve(preset("bert-base"), RunRequest(lora=f"r=8,targets={targets}")).run).peak_bytes
+        for targets in ("query+key+value", "q_proj+k_proj+v_proj", "query")
+    ]
+    assert found[0] == found[1] > found[2]
+
+
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @pytest.mark.parametrize("targets", ["q+v", "all-linear"])
 def test_an_encoder_with_a_decoder_as_peft_adapts_it(

@@ -131,9 +131,9 @@ class Upcast(StrEnum):
 
 ALL: Final = "all-linear"
 _NAMES_OF: Final = {
-    "query": "q_proj q_b_proj q linear_qkv",
-    "key": "k_proj k linear_qkv",
-    "value": "v_proj v linear_qkv",
+    "query": "q_proj q_b_proj q query linear_qkv",
+    "key": "k_proj k key linear_qkv",
+    "value": "v_proj v value linear_qkv",
     "qkv": "qkv_proj query_key_value c_attn linear_qkv",
     "out": "o_proj o out_proj c_proj linear_proj",
     "query_down": "q_a_proj",
