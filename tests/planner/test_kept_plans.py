@@ -201,7 +201,7 @@ OPS, CODE = "run other ops", "code of its modules, hooks or autograd functions"
 DIFFERENCES: dict[str, tuple[Callable[[Stack, Any, pytest.MonkeyPatch], dict[str, Any]], str]] = {
     "torch": (lambda m, o, p: p.setattr(torch, "__version__", "9.9") or {}, "torch was .* and is 9.9"),
     "jettison": (lambda m, o, p: p.setattr(jettison, "__version__", "99") or {}, r"jettison was .* and is 99 \("),
-    "processor": (lambda m, o, p: p.setattr(kept_plans, "_processor", lambda: "Z80") or {}, "processor was .* is Z80"),
+    "processor": (lambda m, o, p: p.setattr(kept_plans, "cpu_name", lambda: "Z80") or {}, "processor was .* is Z80"),
     "a larger budget": (lambda m, o, p: {"budget": BUDGET + 5_000}, "budget was 400000 and is 405000"),
     "rows": (lambda m, o, p: {"given": batch(192)}, "batch was .*256, 16.* and is .*192, 16"),
     "an op of a block": (lambda m, o, p: p.setattr(Mlp, "inner", _relu) or {}, OPS),

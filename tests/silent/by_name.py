@@ -20,10 +20,6 @@ from silent.outside import smooth
 
 _NUMBERS = itertools.count()
 TICKS = {
-    "import_of_a_computed_name": "importlib.import_module('held_' + str({n})).N += 1",
-    "module_by_a_computed_name": "sys.modules['held_' + str({n})].L.append(1)",
-    "table_of_a_module_by_a_computed_name": "sys.modules['held_' + str({n})].D[len(sys.modules['held_{n}'].D)] = 1",
-    "object_in_a_module_by_a_computed_name": "importlib.import_module('held_' + str({n})).C.n += 1",
     "text_that_is_executed": "exec('HERE[0] += 1', globals())",
     "text_that_is_evaluated": "eval('HERE.append(1)')",
     "global_by_a_computed_name": "globals()['HE' + 'RE'].append(1)",
@@ -85,21 +81,12 @@ def _counts(tick: str, block: Callable[[Any, Tensor], Tensor]) -> Callable[[], P
     return made
 
 
-WHOLE_PROCESS = {  # recordings look at all that is loaded, for seconds; the first of TICKS stays as their example
-    "module_by_a_computed_name",
-    "table_of_a_module_by_a_computed_name",
-    "object_in_a_module_by_a_computed_name",
-    "text_that_is_executed",
-    "text_that_is_evaluated",
-    "attribute_of_torch_by_a_text",
-}
-
 for _name, _tick in TICKS.items():
     for _block in (smooth, _routed):
         _made = _counts(_tick, _block)
         _made.__name__ = f"{_name}_{_block.__name__.strip('_')}"
         _made.__module__ = __name__
-        case(works=True, slow=_block is _routed or _name in WHOLE_PROCESS)(_made)
+        case(works=True, slow=_block is _routed)(_made)
 
 
 PLUGIN = """

@@ -1,10 +1,9 @@
-"""State that code can reach: names in its bytecode, the globals they refer to, and state reached without a name."""
+"""State that code can reach: names in its bytecode, and the globals they refer to."""
 
 from __future__ import annotations
 
 import contextlib
 import dis
-import enum
 import functools
 import importlib.metadata
 import os
@@ -14,7 +13,7 @@ import sysconfig
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from jettison.core.objects import Same
 from jettison.spec.frameworks import named
@@ -22,26 +21,17 @@ from jettison.spec.frameworks import named
 # names in bytecode ----------------------------------------------------------------------------------------------------
 
 
-class Wide(enum.Enum):
-    """A way to reach state without naming it in the code."""
-
-    GLOBALS = enum.auto()  # of the function's own module
-    MODULES = enum.auto()  # any module that a string names
-
-
 class Names(NamedTuple):
     """Names in one code object, including functions inside of it."""
 
     read: frozenset[str]  # that it may read, strings included; not those that it only assigns to
     assigned: frozenset[str]  # attributes that it sets or deletes, except those of a method's own instance
-    texts: frozenset[str]  # string constants
-    wide: frozenset[Wide]
 
 
 @functools.lru_cache(maxsize=16384)
 def mentioned_in(code: types.CodeType) -> tuple[str, ...]:
-    """Globals and attributes that code names; strings as well if it uses `globals`."""
-    texts = _texts(code.co_consts) if "globals" in code.co_names else ()
+    """Globals and attributes that code names; strings as well if it looks up state by a string."""
+    texts = () if _LOOKS_UP.isdisjoint(code.co_names) else _texts(code.co_consts)
     inner = (name for one in _inner(code) for name in mentioned_in(one))
     return tuple(dict.fromkeys((*code.co_names, *texts, *inner)))
 
@@ -60,8 +50,6 @@ def names_in(code: types.CodeType) -> Names:
     return Names(
         read=frozenset(read | texts).union(*(names.read for names in inner)),
         assigned=frozenset(assigned).union(*(names.assigned for names in inner)),
-        texts=texts.union(*(names.texts for names in inner)),
-        wide=_wide(code, steps).union(*(names.wide for names in inner)),
     )
 
 
@@ -76,6 +64,7 @@ def _texts(constants: Sequence[object]) -> frozenset[str]:
 
 
 _RUN = frozenset(("exec", "eval"))
+_LOOKS_UP = frozenset(("globals", "import_module", "__import__", "modules"))
 
 
 def _inner(code: types.CodeType) -> list[types.CodeType]:
@@ -102,16 +91,6 @@ def _is_own_attribute(code: types.CodeType, steps: Sequence[dis.Instruction], at
     loaded = steps[before].argval
     return bool((loaded[-1] if isinstance(loaded, tuple) else loaded) == code.co_varnames[0])
 
-
-def _wide(code: types.CodeType, steps: Sequence[dis.Instruction]) -> frozenset[Wide]:
-    named = _WIDE.isdisjoint(code.co_names) and not {"sys", "modules"} <= set(code.co_names)
-    found = set() if named else {Wide.MODULES}
-    loaded = {one.argval for one in steps if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return frozenset(found | {_WIDE_BUILTINS[name] for name in loaded if name in _WIDE_BUILTINS})
-
-
-_WIDE = frozenset(("import_module", "f_globals", "__globals__", "__builtins__"))
-_WIDE_BUILTINS = {**dict.fromkeys(("exec", "eval", "__import__"), Wide.MODULES), "globals": Wide.GLOBALS}
 
 # closures, defaults, and the globals that code names ------------------------------------------------------------------
 
@@ -197,36 +176,6 @@ def _library_owners(code: types.CodeType, table: Same[dict[str, Any]], _size: in
 # owners of modules ----------------------------------------------------------------------------------------------------
 
 
-def modules_by_name(function: types.FunctionType) -> list[types.ModuleType]:
-    """Modules in which a function may look up state by a computed name: those of the user's program, those of the
-    function's own package, and those that a string in its code names.
-    """
-    package = str(function.__module__).partition(".")[0]
-    found: list[Any] = [*_of_the_program(len(sys.modules))]
-    found += [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == package]
-    found += [sys.modules[text] for text in names_in(function.__code__).texts if text in sys.modules]
-    return [m for m in found if isinstance(m, types.ModuleType) and not is_foreign(m.__name__)]
-
-
-@functools.lru_cache(maxsize=1)
-def _of_the_program(_count: int) -> tuple[types.ModuleType, ...]:
-    return tuple(m for name, m in list(sys.modules.items()) if _is_program(name, m))
-
-
-def is_of_the_program(module: str) -> bool:
-    """Whether a module's code lies outside of all folders of libraries."""
-    return not is_foreign(module) and _is_program(module, sys.modules.get(module))
-
-
-def _is_program(name: str, module: Any) -> bool:
-    if not isinstance(module, types.ModuleType):  # sys.modules may hold any object
-        return False
-    file = vars(module).get("__file__")
-    if isinstance(file, str):
-        return not _is_in_a_library(file)
-    return name not in sys.builtin_module_names and vars(module).get("__path__") is None
-
-
 def is_installed(module: str | None) -> bool:
     """Whether a module's code lies in a folder of libraries."""
     file = getattr(sys.modules.get(str(module)), "__file__", None)
@@ -276,21 +225,4 @@ def _library_folders() -> tuple[Path, ...]:
     return tuple(map(Path, [*found, *site.getsitepackages(), site.getusersitepackages()]))
 
 
-# state that code reaches without naming it ----------------------------------------------------------------------------
-#
-# NOTE [ What code need not name ]
-# Code may also reach state by names that it computes: through `importlib.import_module`, `sys.modules`, `exec`,
-# `globals` (`Wide`). If any code on the walk does so, the walk includes all data that can be reached that way: of the
-# program's own modules, of the function's package, of modules that a string in it names; of libraries, only attributes
-# that code sets on objects that it names (`library_owners`). Frames of callers, the garbage collector's objects and the
-# subclasses of a class are not followed.
-
 NEVER_INSIDE = (type, types.FrameType, types.CodeType, types.FunctionType, types.BuiltinFunctionType)
-NAMES_MODULES = cast(types.FunctionType, lambda: None)
-"""Stands for code that holds `sys.modules` under another name."""
-
-
-def is_code(value: Any) -> bool:
-    """Whether a value is code or a descriptor, rather than data."""
-    in_c = types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType
-    return issubclass(type(value), (*NEVER_INSIDE, property, staticmethod, classmethod, *in_c))

@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture import code_names, side_effects, state_kinds
-from jettison.capture.code_names import NAMES_MODULES, Names, Wide, is_foreign, names_in, package_of
+from jettison.capture.code_names import Names, is_foreign, names_in, package_of
 from jettison.capture.side_effects import put_switches_back, read_switches
 from jettison.capture.state_kinds import PLAIN, AttributeState, KeptState, TableState, is_a, worth_a_look
 from jettison.capture.tensor_subclasses import is_in_memory
@@ -100,8 +100,6 @@ class Reach:
         self._names: set[str] = set()  # that code mentions
         self._named: set[tuple[int, str]] = set()  # globals: (id of the table, name)
         self._unnamed: list[tuple[str, Any, int]] = []  # large containers: see NOTE [ What code cannot name ]
-        self._wide: dict[tuple[Wide, str], types.FunctionType] = {}  # see NOTE [ What code need not name ]
-        self._wide_seen: set[tuple[Wide, str]] = set()
         self._tables: set[int] = set()  # dicts of modules, threads and loggers
         self._owners: dict[int, Any] = {}  # of libraries, named by code
         self._assigned: dict[int, state_kinds.Assigned] = {}  # by id of the owner
@@ -233,11 +231,9 @@ class Reach:
         while sizes != (len(self._owners), len(self._set_names)):  # attributes set on them may lead to more
             sizes = (len(self._owners), len(self._set_names))
             self._note_assigned()
-            while self._waiting or self._unnamed or self._wide:
+            while self._waiting or self._unnamed:
                 while self._waiting:
                     self._visit(*self._waiting.popleft())
-                while self._wide:
-                    self._look_widely(*self._wide.popitem())
                 by_any = not self._names.isdisjoint(_BY_ANY_NAME)
                 named = [one for one in self._unnamed if by_any or one[0] in self._names]
                 self._unnamed = [one for one in self._unnamed if one not in named] if named else []
@@ -269,35 +265,11 @@ class Reach:
             else:
                 self._later(value, depth)
 
-    def _look_widely(self, what: tuple[Wide, str], function: types.FunctionType) -> None:
-        """Walk state that a function may reach without naming it. See NOTE [ What code need not name ]."""
-        match what[0]:
-            case Wide.GLOBALS:
-                self._data_of(function.__globals__)
-            case Wide.MODULES:
-                for table in (function.__globals__, *map(vars, code_names.modules_by_name(function))):
-                    self._data_of(table)
-
     def _only_put_back(self, container: Any) -> None:
         """Restore without walking: its contents have no limit."""
         if type(container) in _PLAIN_CONTAINERS and id(container) not in self._seen | self._tables:
             self._tables.add(id(container))
             self._add(container)
-
-    def _data_of(self, table: dict[str, Any]) -> None:
-        """Globals of a module, and those of its values that are no code."""
-        if id(table) in self._tables:
-            return
-        self._tables.add(id(table))
-        self.states.append(state_kinds.Globals(table))
-        for value in list(table.values()):
-            if is_a(value, type):
-                if not (is_foreign(str(value.__module__)) or id(value) in self._seen):
-                    self.states.append(state_kinds.ClassState(value))
-                    found = worth_a_look(vars(value).values())
-                    self._waiting += [(one, 1) for one in found if not code_names.is_code(one)]
-            elif not is_a(value, types.FunctionType):
-                self._later(value, 1)
 
     def _modules(self, modules: Iterable[nn.Module], depth: int = 0) -> None:
         classes: dict[type, None] = {}
@@ -387,8 +359,6 @@ class Reach:
             self._look_into(value, depth)
 
     def _look_into(self, value: Any, depth: int) -> None:
-        if value is sys.modules:
-            self._wide_reach(Wide.MODULES, NAMES_MODULES)
         if value is sys.modules or value is vars(builtins) or type(value) is logging.Manager:  # which has all loggers
             return
         self._seen.add(id(value))
@@ -436,19 +406,9 @@ class Reach:
 
     def _names_of(self, function: types.FunctionType, names: Names, depth: int) -> None:
         self._names |= names.read
-        for wide in names.wide:
-            self._wide_reach(wide, function)
         for owner in code_names.library_owners(function):
             self._owners[id(owner)] = owner
         self._set_names |= names.assigned
-
-    def _wide_reach(self, wide: Wide, function: types.FunctionType) -> None:
-        if self._is_of_a_library(function):
-            wide = Wide.GLOBALS
-        what = wide, str(function.__module__)
-        if what not in self._wide_seen:
-            self._wide_seen.add(what)
-            self._wide[what] = function
 
     def _object(self, value: Any, depth: int) -> None:
         """Walk attributes and slots of any object, and its classes."""

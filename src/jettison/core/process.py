@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import signal
 import sys
 import threading
@@ -39,6 +40,21 @@ def by_default(name: str, value: str) -> Iterator[None]:
 def cores() -> int:
     """Number of cores this process may use, where the system tells; otherwise of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def told_by_linux(name: str) -> list[tuple[str, str]]:
+    """Names and values of a file of /proc; none where it is missing."""
+    try:
+        lines = Path("/proc", name).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    return [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
+
+
+def cpu_name() -> str:
+    """Return the CPU's model name in Linux, or the architecture's name."""
+    named = (value for name, value in told_by_linux("cpuinfo") if name == "model name")
+    return next(named, platform.processor() or platform.machine())
 
 
 def end_pool(pool: ProcessPoolExecutor, *, now: bool) -> None:

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from jettison.core.errors import UsageError
+from jettison.core.process import cpu_name, told_by_linux
 from jettison.core.progress import Progress, silent
 from jettison.core.units import MIB, format_bytes
 from jettison.cost.kernel import Gemm, gemm_seconds
@@ -196,26 +195,11 @@ def describe(device: torch.device) -> Hardware:
 
 def host_bytes() -> tuple[int, int]:
     """Return total and available memory of the machine; equal where Linux's /proc/meminfo is missing."""
-    kib = {name: int(rest.split()[0]) for name, rest in _of_linux("meminfo") if rest.strip()}
+    kib = {name: int(rest.split()[0]) for name, rest in told_by_linux("meminfo") if rest}
     if "MemTotal" not in kib:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total, total
     return kib["MemTotal"] << 10, kib.get("MemAvailable", kib["MemTotal"]) << 10
-
-
-def cpu_name() -> str:
-    """Return the CPU's model name in Linux, or the architecture's name."""
-    named = (value.strip() for name, value in _of_linux("cpuinfo") if name.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
-def _of_linux(name: str) -> list[tuple[str, str]]:
-    """Names and values of a file of /proc; none where it is missing."""
-    try:
-        lines = Path("/proc", name).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    return [(name, value) for name, _, value in (line.partition(":") for line in lines)]
 
 
 # a hardware file ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from jettison.capture.fakes import makes_sparse, sparse_workspace
 from jettison.capture.op_traits import is_communication
 from jettison.capture.quick_fakes import call_key
 from jettison.capture.trees import op_leaves
+from jettison.core.errors import UsageError
 from jettison.dryrun.kernel_trial import (
     KernelRun,
     OpRequest,
@@ -38,6 +39,7 @@ from jettison.dryrun.kernel_trial import (
     workspaces,
 )
 from jettison.dryrun.worker import run_apart
+from jettison.runtime.host_pool import left_on_host
 
 Figures = TypeVar("Figures")
 ROUNDS = 3  # of pricing what a dry run meets; calls that are new every time count as the dearest of their kind
@@ -165,11 +167,9 @@ def _bounded(request: OpRequest, problem: str) -> OpPrice:
 def _free_bytes(device: str) -> float:
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else float("inf")
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):  # another system
-        return float("inf")
+    with contextlib.suppress(UsageError):  # the system does not tell
+        return left_on_host()
+    return float("inf")
 
 
 class MeasuredWorkspace:

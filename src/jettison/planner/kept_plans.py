@@ -36,6 +36,7 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.files import read_text, write_whole
+from jettison.core.process import cpu_name
 from jettison.core.progress import Progress, Shown
 from jettison.core.units import format_bytes
 from jettison.planner.budget import AskedBudget, Budget
@@ -231,7 +232,7 @@ def machine_facts() -> Facts:
         "jettison": f"{sys.modules[PACKAGE].__version__} ({_own_code()})",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
+        "processor": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "accelerators": ", ".join(devices),
         "switches": repr(global_signature()),
     }
@@ -244,14 +245,6 @@ def _own_code() -> str:
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def step_facts(
