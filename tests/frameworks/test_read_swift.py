@@ -191,6 +191,24 @@ def test_megatron_swift_as_yaml(tmp_path: Path) -> None:
     assert read_run(write(tmp_path, text, "run.yaml")).request == read_run(write(tmp_path, MEGATRON)).request
 
 
+def test_the_file_of_fsdp(tmp_path: Path) -> None:
+    """``swift/arguments/sft_args.py``, ``_init_fsdp``."""
+    text = SFT.replace("--deepspeed zero2", "--fsdp sharded.json")
+    with pytest.raises(UsageError, match=r"fsdp = sharded.json \(file not found, which has the sharding"):
+        read_run(write(tmp_path, text))
+    own = '{"_note": "ours", "fsdp": "full_shard auto_wrap offload", "fsdp_config": {"activation_checkpointing": true}}'
+    write(tmp_path, own, "sharded.json")
+    found = read_run(write(tmp_path, text)).request
+    assert (found.zero, found.offload_optimizer, found.recompute) == (3, "fsdp2", "full")
+
+
+@pytest.mark.parametrize("made", ["$(python -c \"print('float32' if wide else 'bfloat16')\")", "`which dtype`"])
+def test_the_output_of_a_command_is_unknown(tmp_path: Path, made: str) -> None:
+    text = f"DTYPE={made}\n" + SFT.replace("--torch_dtype bfloat16", '--torch_dtype "$DTYPE"')
+    with pytest.raises(UsageError, match=r"torch_dtype = \$DTYPE \(the file does not set its value"):
+        read_run(write(tmp_path, text))
+
+
 def test_nodes_that_a_variable_leaves_open(tmp_path: Path) -> None:
     for nodes, gpus in (("2", 4), ("$WORLD_SIZE", 2)):
         found = read_run(write(tmp_path, SFT.replace("swift sft", f"NNODES={nodes} swift sft")))

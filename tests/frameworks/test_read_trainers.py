@@ -451,6 +451,50 @@ def test_llamafactory_by_accelerates_launcher(write: Any, tmp_path: Path) -> Non
     assert (request.dp, request.zero, request.seq, request.micro_batch) == (4, 3, 512, 2)
 
 
+def test_deepspeed_casts_what_axolotl_upcasts(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ZERO3))
+    found = read_run(write(QLORA, adapter=None, load_in_4bit=False, flash_attention=False, deepspeed="ds.json"), gpus=8)
+    assert (found.request.like, found.request.zero, found.unread) == ("deepspeed", 3, ())
+
+
+def test_noise_on_embeddings_keeps_nothing(write: Any) -> None:
+    assert _fields(read_run(write(QLORA, neftune_noise_alpha=5))) == _fields(read_run(write(QLORA)))
+
+
+def test_adapters_that_training_resumes_have_their_own_rank(write: Any, tmp_path: Path) -> None:
+    """LLaMA-Factory ff6d4d12, ``model/adapter.py``; axolotl 067b021c, ``loaders/adapter.py``."""
+    own = {"r": 4, "lora_dropout": 0.0, "target_modules": ["q_proj"], "modules_to_save": None}
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(own))
+    resumed = {"adapter_name_or_path": "first,adapters"}
+    assert read_run(write(FACTORY, **resumed)).request.lora == "r=4,targets=q_proj"
+    assert read_run(write(FACTORY, **resumed, create_new_adapter=True)).request.lora == "r=16,targets=all-linear"
+    assert (
+        read_run(write(QLORA, lora_model_dir="adapters", lora_target_linear=False)).request.lora == "r=4,targets=q_proj"
+    )
+    found = read_run(write(QLORA, lora_model_dir="elsewhere"))
+    assert any(note.startswith("elsewhere is not here: rank and targets") for note in found.notes)
+
+
+def test_a_model_on_the_command_line_replaces_a_variable(write: Any) -> None:
+    file = write(FACTORY, model_name_or_path="${WEIGHTS}")
+    with pytest.raises(UsageError, match=r"the file has no key WEIGHTS"):
+        read_run(file)
+    assert read_run(file, model="qwen3-8b").model == "qwen3-8b"
+
+
+def test_an_older_trl_by_its_key(write: Any) -> None:
+    """TRL 0.20 removed ``max_seq_length`` (e102ac8d)."""
+    values = {key: value for key, value in SFT.items() if key != "max_length"}
+    found = _fields(read_run(write(values, max_seq_length=2048, packing=False)))
+    assert (found["seq"], found["loss"], found["recompute"], found["precision"]) == (
+        2048,
+        "upcast",
+        "none",
+        "bf16-pure",
+    )
+
+
 def test_axolotls_settings_of_4_bits(write: Any) -> None:
     kwargs = {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "nf4"}
     assert read_run(write(QLORA, bnb_config_kwargs=kwargs)).request.base == "nf4"
@@ -458,6 +502,20 @@ def test_axolotls_settings_of_4_bits(write: Any) -> None:
     assert read_run(write(eight)).request.base == "int8"
     with pytest.raises(UsageError, match="expected nf4 or fp4"):
         read_run(write(QLORA, bnb_config_kwargs={"bnb_4bit_quant_type": "nf3"}))
+
+
+def test_a_reference_under_cpu_offload(write: Any) -> None:
+    """The policy's weights and states are offloaded; a reference has no states."""
+    sharded = {"fsdp_config": {"fsdp_offload_params": True}, "fsdp_version": 2}
+    plain = {"adapter": "lora", "load_in_4bit": False, "optimizer": "adamw_torch_fused"}
+    found = read_run(write(QLORA, rl="dpo", **plain, **sharded), gpus=2)
+    assert (found.request.reference, found.request.offload_optimizer) == ("base", "fsdp2")
+    assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0
+
+
+def test_rings_need_the_number_of_gpus(write: Any) -> None:
+    with pytest.raises(UsageError, match=r"does not say on how many GPUs it runs; give --gpus, such as --gpus 9"):
+        read_run(write(QLORA, context_parallel_size=3))
 
 
 def test_preferences_have_pairs_and_a_reference(write: Any) -> None:
@@ -638,6 +696,9 @@ def test_modules_trained_in_full(write: Any) -> None:
         (QLORA, {"lora_target_modules": ["lm_head"]}, r"'lm_head'\] \(lm_head is no known target of adapters"),
         (SFT, {"use_peft": True, "lora_target_modules": ["all-linear", "lm_head"]}, r"lm_head is no known target"),
         (QLORA, {"adapter": None, "load_in_4bit": False, "flash_attention": False}, r"head and norms are fp32"),
+        (QLORA, {"adapter": "lora"}, r"load_in_4bit = true \(axolotl quantizes to 4 bits with adapter: qlora alone"),
+        (QLORA, {"load_in_4bit": False}, r"adapter = qlora \(axolotl rejects qlora without load_in_4bit"),
+        (SFT, {"use_deepspeed": True}, r"use_deepspeed = true \(no key has its settings: give DeepSpeed's JSON"),
         (QLORA, {"rl": "grpo"}, r"rl = grpo \(generation during training"),
         (QLORA, {"optimizer": "came_pytorch"}, r"optimizer = came_pytorch \(expected one of"),
         (QLORA, {"micro_batch_size": True}, r"micro_batch_size = true; expected a whole number"),

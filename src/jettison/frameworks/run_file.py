@@ -25,7 +25,7 @@ from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
 from jettison.frameworks.python_values import UnknownValue
-from jettison.frameworks.shell_script import NOTES, SOURCED
+from jettison.frameworks.shell_script import NOTES, OF_LAUNCHERS, SOURCED
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
 from jettison.request.options import CommonRequest, RunRequest
@@ -229,6 +229,7 @@ class Keys:
 
     def text(self, key: str, default: str = "") -> str:
         """Return a value as text in lower case."""
+        self._unset(key)
         return str(self.get(key, default)).strip().lower()
 
     def listed(self, key: str) -> list[Any]:
@@ -242,6 +243,7 @@ class Keys:
 
     def on(self, key: str, default: bool = False) -> bool:
         """Is the option on? A flag without a value is, and so is ``true`` as text."""
+        self._unset(key)
         value = self.get(key, default)
         return value if isinstance(value, bool) else not _off(value)
 
@@ -304,6 +306,15 @@ class Keys:
         if self.has(key) and self.values[key] != "auto":
             self.refuse(key, LEFT_OPEN)
 
+    def _unset(self, key: str) -> None:
+        """Refuse an unset variable of a script as text; numbers of devices have messages of their own."""
+        if (
+            str(self.values.get(key)).startswith("$")
+            and not key.startswith("$")
+            and not re.fullmatch(OF_LAUNCHERS, key)
+        ):
+            self._left_open(key)
+
     def take_model(self, sizes: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
         """Set the model by its sizes in the form of a config.json, over the preset ``like``; return all sizes."""
         like = sizes.get("like")
@@ -357,10 +368,11 @@ class Keys:
                 raise UsageError(f"got {self.gpus_asked} GPUs and {replicas * product} ranks of --dp; give one of them")
             self.gpus = replicas * product
         if self.gpus is None:
-            raise UsageError(f"{self.file.path} does not say on how many GPUs it runs; give --gpus, such as --gpus 8")
+            such = f"give --gpus, such as --gpus {product * -(-8 // product)}"
+            raise UsageError(f"{self.file.path} does not say on how many GPUs it runs; {such}")
         if self.gpus % product:
-            said = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-            raise UsageError(f"got {self.gpus} GPUs for {self.file.path}, which {said} do not divide")
+            said = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+            raise UsageError(f"got {self.gpus} GPUs for {self.file.path}; expected a multiple of {product} ({said})")
         return self.gpus // product
 
     # tables -----------------------------------------------------------------------------------------------------------
@@ -402,7 +414,9 @@ class Keys:
         for key in filter(self.on, [*self.matching(*(f"{prefix}{own}" for own in table.get("compiles", ())))]):
             self.compiles(key)
         for key in reversed([key for key in table.get("names", ()) if self.has(key)]):
-            if not isinstance(self.values[key], UnknownValue):
+            if not isinstance(self.values[key], UnknownValue) and not (
+                self.asked_model and _open_reference(self.values[key])
+            ):
                 self.model = str(self.get(key)) or None
                 self.read(key, why=str(self.model))
             elif self.asked_model is not None:
@@ -437,9 +451,10 @@ class Keys:
         ignored: list[str] = []
         unread = [Key(name="source", value=name, why=NOT_FOUND) for name in self.file.values.get(SOURCED, ())]
         for key, value in self.values.items():
-            why = self._refused.get(key)
+            why, became = self._refused.get(key), self._became.get(key)
+            otherwise = bool(became) and all(map(_SAID_OTHERWISE, became or ()))
             if self.file.syntax in ("yaml", "python script") and (
-                why == LEFT_OPEN or (why is None and key in self._became)
+                why == LEFT_OPEN or (why is None and became is not None and not otherwise)
             ):
                 why = _open_reference(value) or why
             if why is None and (key in self._became or key in self._assumed):
@@ -564,6 +579,8 @@ def read_run(
     _reader(*table.get("reader", name).split(":"))(keys)
     if keys.field("seq") is None and gpus != 0:
         keys.note("it has no sequence length: give --seq, such as --seq 2048")
+    if keys.field("micro_batch") is None and gpus != 0:
+        keys.note("it has no micro-batch size, and one sequence is counted: give --micro-batch")
     unread, ignored = keys.left()
     if unread and not allow_unread:
         listed = "; ".join(f"{key} ({key.why})" for key in unread[:8])

@@ -272,6 +272,8 @@ class _Script:
             before = self.variables.get(match[1], "") if match[2] else ""
             array = value.startswith("(")
             text = self.expand(value[1:-1] if array else value, single=not array)
+            if re.fullmatch(r"(\$\(.*\)|`.*`)", _unquoted(text), re.DOTALL):
+                text = f"${match[1]}"  # output of a command
             self.variables[match[1]] = f"{before} {text.strip()}".strip() if array else before + _unquoted(text)
             words = words.strip()
         for part in _piped(words):
@@ -470,7 +472,7 @@ def _value(text: str) -> tuple[str, str]:
     for at, char in enumerate(text):
         if quote:
             quote = "" if char == quote and text[at - 1] != "\\" else quote
-        elif char in "\"'":
+        elif char in "\"'`":
             quote = char
         elif char == "(" or (char == "{" and text[at - 1 : at] == "$"):
             depth += 1
@@ -484,7 +486,7 @@ def _value(text: str) -> tuple[str, str]:
 def split_words(line: str) -> list[str]:
     """Split a line into words; a quotation of several arguments is split, too."""
     try:
-        words = shlex.split(line)
+        words = shlex.split(line.removesuffix("\\"))
     except ValueError:  # unterminated quotation
         words = line.split()
     found: list[str] = []

@@ -95,7 +95,8 @@ def replicas(keys: Keys) -> None:
         keys.refuse("$CUDA_VISIBLE_DEVICES", why)
     if keys.gpus is None:
         keys.gpus = _visible(keys)
-    if keys.gpus is None and not keys.field("zero") and keys.asked.get("dp") is None:
+    alone = all(keys.field(axis, 1) == 1 for axis in ("tp", "pp", "cp"))
+    if keys.gpus is None and not keys.field("zero") and keys.asked.get("dp") is None and alone:
         keys.gpus = 1
         keys.note("it does not say on how many GPUs it runs: one is counted; give --gpus for more")
     dp = keys.share("tp", "pp", "cp")
@@ -240,6 +241,23 @@ def low_rank(keys: Keys, rank: str, ranks: int, dropout: str, share: float, targ
     keys.give("lora", made, rank, dropout, key, *came_from)
 
 
+def resumed(keys: Keys, key: str) -> None:
+    """Read adapters that training resumes: their own rank and targets count, and not the file's."""
+    folder = str(keys.get(key) or "").rpartition(",")[2].strip()
+    if not folder or not keys.on("use_peft"):
+        return
+    keys.values["$adapters"] = f"{folder}/adapter_config.json"
+    if (file := keys.named("$adapters")) is None:
+        keys.note(
+            f"{folder} is not here: rank and targets of its adapters count in the run; give --lora if they differ"
+        )
+        return
+    own = {"r": "lora_r", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules"}
+    own["modules_to_save"] = "lora_modules_to_save"
+    keys.values = {key: value for key, value in keys.values.items() if key not in own.values()}
+    keys.values |= {name: value for theirs, name in own.items() if (value := file.values.get(theirs)) is not None}
+
+
 def without_adapters(keys: Keys, *globs: str) -> None:
     """Read a run without adapters, whose keys match ``globs``, or with some that are refused."""
     keys.read(*keys.matching(*globs), why="no adapters")
@@ -310,6 +328,11 @@ def sharding(keys: Keys, *, version: int | None = None) -> None:
             keys.read(key, why="as in accelerate's configuration")
     if keys.some("launch.*"):
         keys.under("accelerate", "launch.")
+    if (file := keys.named("fsdp")) is not None:  # ``swift/arguments/sft_args.py``, ``_init_fsdp``
+        own = {key: value for key, value in file.values.items() if key.startswith("fsdp")}
+        keys.values |= {"fsdp": "full_shard auto_wrap", **own}
+    elif keys.text("fsdp").endswith(".json"):
+        keys.refuse("fsdp", "file not found, which has the sharding")
     words = keys.get("fsdp")
     words = " ".join(map(str, words)) if isinstance(words, list) else str(words or "").lower()
     if words not in ("", "false"):
@@ -320,6 +343,8 @@ def sharding(keys: Keys, *, version: int | None = None) -> None:
             keys.note(f"{keys.written(older)} means transformers before 5, whose FSDP is FSDP1")
     elif any(keys.on(key) for key in keys.matching("use_fsdp")):
         fsdp(keys, "fsdp_", version=1)
+    elif keys.said("like") != "deepspeed":
+        keys.refuse("use_deepspeed", "no key has its settings: give DeepSpeed's JSON as a second --from")
 
 
 def fsdp(keys: Keys, prefix: str, *, words: str = "", version: int = 2) -> None:

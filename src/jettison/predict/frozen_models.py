@@ -19,6 +19,7 @@ from jettison.predict.fsdp2 import FsdpGroups
 from jettison.predict.stages import RegionGroup, outline
 from jettison.spec.kernels import WORKSPACES, Kernels, Loss
 from jettison.spec.layout import Reshard
+from jettison.spec.optimizer_offload import NO_OFFLOAD
 from jettison.spec.precision import Gradients, Optimizer, Precision
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
@@ -72,6 +73,7 @@ def _frozen_run(run: Run, frozen: FrozenModel) -> Run:
         layout=layout,
         precision=Precision(name="frozen", compute=compute, parameter=compute, gradient=compute),
         optimizer=Optimizer.NONE,
+        optimizer_offload=NO_OFFLOAD,
         kernels=_kernels(run, frozen),
         dropout=0.0,
         workspaces=WORKSPACES["none"],

@@ -64,6 +64,14 @@ def _adapters(keys: Keys) -> None:
         keys.read(*keys.matching("model_quantization_config*"), why="16-bit weights")
     if keys.on("lora_target_linear"):  # ``loaders/adapter.py``: in addition to those by name
         keys.values["lora_target_modules"] = ["all-linear", *keys.listed("lora_target_modules")]
+    adapter, packed = keys.text("adapter"), keys.on("load_in_4bit")
+    if adapter == "lora" and packed:
+        keys.refuse(
+            "load_in_4bit", "axolotl quantizes to 4 bits with adapter: qlora alone; with lora weights are cast to fp32"
+        )
+    elif adapter == "qlora" and not packed:
+        keys.refuse("adapter", "axolotl rejects qlora without load_in_4bit: true")
+    trainer.resumed(keys, "lora_model_dir")  # ``loaders/adapter.py``, ``load_lora``
     adapters(keys, trl=False)
     if keys.field("lora") is not None and keys.on("gptq"):
         keys.give("base", "gptq", "gptq")
@@ -79,10 +87,13 @@ def _half(keys: Keys) -> bool:
 
 def _wide_ends(keys: Keys, *, half: bool) -> None:
     """Refuse fp32 embedding, head and norms. ``loaders/model.py``, ``_configure_embedding_dtypes``: they are cast to
-    fp32, except under FSDP; and back to 16 bits for adapters, FlashAttention and cut_cross_entropy.
+    fp32, except under FSDP; and back to 16 bits for adapters, FlashAttention and cut_cross_entropy. DeepSpeed
+    casts all of them.
     """
     cut = "cut_cross_entropy" in str(keys.values.get("plugins")).lower()
     needed = cut or keys.field("attention", "sdpa") not in ("sdpa", "eager")
+    if keys.said("like") == "deepspeed":
+        return  # ``runtime/engine.py``, ``_configure_distributed_model``
     if half and keys.field("lora") is None and not needed and not keys.some("fsdp_config.*", "fsdp"):
         key = "attn_implementation" if keys.has("attn_implementation") else "base_model"
         keys.refuse(key, "without FlashAttention embedding, head and norms are fp32, which is not modelled")

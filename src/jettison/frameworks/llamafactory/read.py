@@ -15,6 +15,8 @@ def read(keys: Keys) -> None:
     trainer.follow(keys, "config_file", "accelerate", "accelerate.")
     stage = keys.text("stage", "sft")
     trainer.full_length(keys, packed=keys.on("packing", stage == "pt") or keys.on("neat_packing"))
+    if not keys.on("create_new_adapter"):  # ``model/adapter.py``, ``_setup_lora_tuning``
+        trainer.resumed(keys, "adapter_name_or_path")
     adapters(keys, trl=False)
     if stage == "dpo":  # ``train/trainer_utils.py``, ``create_ref_model``; ``get_batch_logps``, of whole logits
         keys.read("pref_beta", "ref_model_adapters", "ref_model_quantization_bit")

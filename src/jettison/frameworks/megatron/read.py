@@ -284,7 +284,7 @@ def _vocabulary(keys: Keys) -> int:
     padded = keys.whole("padded_vocab_size")
     if not tokenizer and keys.has("vocab_file") and keys.has("merge_file"):
         tokenizer = "gpt2bpetokenizer"
-    known = f"{tokenizer}:{keys.text('tokenizer_model') or keys.text('vocab_file')}"
+    known = f"{tokenizer}:{keys.get('tokenizer_model') or keys.get('vocab_file')}".lower()
     said = next((size for name, size in keys.table["vocabularies"].items() if fnmatchcase(known, name)), None)
     found = padded or keys.whole("vocab_size") or said
     if found is None:

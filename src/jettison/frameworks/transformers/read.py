@@ -20,7 +20,8 @@ def read(keys: Keys) -> None:
     for key in ("config_file", "accelerate_config"):
         trainer.follow(keys, key, "accelerate", "accelerate.")
     trl, script = keys.form == "trl", keys.file.syntax == "python script"
-    usual = trl and not keys.some("$*TrainingArguments")  # ``sft_trainer.py``: their values, not SFTConfig's
+    older = trl and keys.has("max_seq_length")
+    usual = trl and not older and not keys.some("$*TrainingArguments")  # ``sft_trainer.py``: their values
     if script:
         _script(keys, checkpoints=usual)
     elif not trl and keys.file.syntax != "arguments" and keys.has("dataset_name"):
@@ -47,7 +48,13 @@ def read(keys: Keys) -> None:
             keys.give("loss", "fused" if fused else "upcast", "use_liger_kernel")
     else:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
-    if trl and keys.field("loss") is None:
+    if older:  # ``SFTConfig`` before 0.20; bf16 is the default since 0.19, gradient_checkpointing since 0.22
+        keys.give("loss", keys.field("loss", "upcast"))
+        keys.note(
+            "max_seq_length means TRL before 0.20, which keeps all logits and has bf16 and gradient_checkpointing off "
+            "by default"
+        )
+    elif trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
         keys.note("TRL computes its loss on tiles of logits (1.16); give --loss upcast for older ones, which keep all")
     trainer.sharding(keys)
