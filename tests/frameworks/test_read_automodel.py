@@ -132,7 +132,7 @@ def test_devices(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ((("strategy: fsdp2", "strategy: megatron_fsdp"),), "megatron_fsdp"),
-        ((("global_batch_size: 64", "global_batch_size: 65"),), "do not divide"),
+        ((("global_batch_size: 64", "global_batch_size: 65"),), "no multiple of"),
         ((("tp_size: 1", "pp_size: 2, pipeline: {pp_schedule: interleaved1f1b}"),), "--virtual-stages"),
         ((("torch.optim.Adam", "dion.Muon"),), "muon|Muon"),
         ((("optimizer:", "kd_ratio: 0.5\noptimizer:"),), "distillation"),

@@ -265,8 +265,8 @@ def test_what_an_argument_becomes(read: Any, values: dict[str, Any], field: str,
         ({"hidden-size": -1}, "got hidden-size -1; expected a whole number of 1 or more"),
         ({"num-experts": 4, "moe-layer-freq": "__import__('os')"}, "got moe-layer-freq"),
         ({"num-experts": 4, "moe-layer-freq": "([1]*99999999)"}, "got moe-layer-freq"),
-        ({"micro-batch-size": 0}, r"global-batch-size 32 is no multiple of 0 sequences"),
-        ({"global-batch-size": 7}, r"global-batch-size 7 is no multiple of 2 sequences x 8 replicas"),
+        ({"micro-batch-size": 0}, r"global-batch-size = 32, which is no multiple of 0 sequences"),
+        ({"global-batch-size": 7}, r"global-batch-size = 7, which is no multiple of 2 sequences x 8 replicas"),
         ({"num-layers": "$LAYERS"}, "num-layers"),
         ({"global-batch-size": "$BATCH"}, r"global-batch-size = \$BATCH \(the file does not set its value\)"),
     ],
@@ -315,7 +315,7 @@ def test_a_vocabulary_that_only_its_tokenizer_knows(tmp_path: Path) -> None:
 def test_a_model_that_the_command_names_stands_for_the_files(tmp_path: Path) -> None:
     file = tmp_path / "run.args"
     file.write_text("--use-checkpoint-args --micro-batch-size 1 --hidden-size 8 --num-layers 2 --seq-length 64 --bf16")
-    with pytest.raises(UsageError, match="got num_attention_heads None"):
+    with pytest.raises(UsageError, match="got num-attention-heads None"):
         read_run(file, gpus=1).spec()
     found = read_run(file, gpus=1, model="gpt2")
     assert (found.model, found.config, found.request.seq, found.request.dropout) == ("gpt2", None, 64, 0.1)

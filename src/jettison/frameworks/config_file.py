@@ -80,7 +80,8 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
         else:
             parsed = _PARSERS[syntax](text)
         values = dict(_flat(parsed))
-        values = _References(values).resolved() if syntax == "yaml" else values
+        if syntax == "yaml" and any("${" in str(value) for value in values.values()):
+            values = dict(_flat(_References(parsed).resolved(parsed)))
     except UsageError as error:
         raise UsageError(f"got --from {path}: {error}") from None
     except (ValueError, RecursionError, SyntaxError, MemoryError) as error:
@@ -171,72 +172,43 @@ def _yaml(text: str) -> Any:
 class _References:
     """References between keys of one file. Unknown and circular ones stay in the text."""
 
-    values: Mapping[str, Any]
+    tree: Any
     _left: int = MOST_BYTES
-    """Characters by which all values together may still grow."""
+    """Characters and keys by which all values together may still grow."""
 
-    def resolved(self) -> dict[str, Any]:
-        """Values by dotted key; a reference to a table stands for each of its keys."""
-        if not any("${" in str(value) for value in self.values.values()):
-            return dict(self.values)
-        tables: dict[str, list[str]] = {}
-        for key in self.values:
-            parts = key.split(".")
-            for end in range(1, len(parts)):
-                tables.setdefault(".".join(parts[:end]), []).append(key)
-        found: dict[str, Any] = {}
-        for key, value in self.values.items():
-            target = self._table(key, value)
-            inside = tables.get(target, [])
-            if len(found) + len(inside) > MOST_KEYS:
-                raise ValueError(f"more than {MOST_KEYS:,} keys")
-            for one in inside:
-                found.setdefault(key + one[len(target) :], self._value(self.values[one], one, 0))
-            if not inside:
-                found[key] = self._value(value, key, 0)
-        return found
-
-    def _table(self, key: str, value: Any) -> str:
-        """Follow a value that is one reference to its last key; empty for other values."""
-        for _ in range(_DEEPEST):
-            whole = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-            if whole is None:
-                return ""
-            key = self._target(whole, key)
-            if key not in self.values:
-                return key
-            value = self.values[key]
-        return ""
-
-    def _value(self, value: Any, key: str, depth: int) -> Any:
+    def resolved(self, value: Any, path: Sequence[str] = (), depth: int = 0) -> Any:
+        """Return a value at a path of keys; a reference to a table stands for each of its keys."""
+        if isinstance(value, Mapping):
+            self._grow(len(value) * bool(depth))
+            return {key: self.resolved(one, (*path, str(key)), depth) for key, one in value.items()}
         if isinstance(value, list):
-            return [self._value(one, key, depth) for one in value]
+            self._grow(len(value) * bool(depth))
+            return [self.resolved(one, path, depth) for one in value]
         if not isinstance(value, str) or depth > _DEEPEST:
             return value
         if whole := _REFERENCE.fullmatch(value):
-            return self._of(whole, key, depth)
-        made, before = _REFERENCE.sub(lambda match: _as_text(self._of(match, key, depth)), value), value
-        self._left -= max(0, len(made) - len(before))
+            return self._of(whole, path, depth)
+        made = _REFERENCE.sub(lambda match: _as_text(self._of(match, path, depth)), value)
+        self._grow(max(0, len(made) - len(value)))
+        return self.resolved(made, path, depth + 1) if made != value else made
+
+    def _grow(self, count: int) -> None:
+        self._left -= count
         if self._left < 0:
-            raise ValueError(f"its references expand to more than {MOST_BYTES:,} characters")
-        return self._value(made, key, depth + 1) if made != before else made
+            raise ValueError(f"its references expand to more than {MOST_BYTES:,} characters and keys")
 
-    def _of(self, match: re.Match[str], key: str, depth: int) -> Any:
-        target = self._target(match, key)
-        if target in self.values:
-            return self._value(self.values[target], target, depth + 1)
-        stem, _, place = target.rpartition(".")
-        listed = self.values.get(stem)
-        if isinstance(listed, list) and place.isdigit() and int(place) < len(listed):
-            return self._value(listed[int(place)], stem, depth + 1)
-        return match[0]
-
-    @staticmethod
-    def _target(match: re.Match[str], key: str) -> str:
-        """Return the absolute key: one leading dot is the table of the reference, two the enclosing one."""
-        name = re.sub(r"\[(\d+)\]", r".\1", match[2])
-        tables = key.split(".")[: -len(match[1])] if match[1] else []
-        return ".".join([*tables, name])
+    def _of(self, match: re.Match[str], path: Sequence[str], depth: int) -> Any:
+        """Return the value of a reference: one leading dot is the table that it is in, two the enclosing one."""
+        names = re.sub(r"\[(\d+)\]", r".\1", match[2]).split(".")
+        target, found = (*(path[: -len(match[1])] if match[1] else ()), *names), self.tree
+        for name in target:
+            keys = found if isinstance(found, Mapping) else {}
+            if isinstance(found, list):
+                keys = {str(at): one for at, one in enumerate(found)}
+            if name not in keys:
+                return match[0]
+            found = keys[name]
+        return self.resolved(found, target, depth + 1)
 
 
 def _as_text(value: Any) -> str:

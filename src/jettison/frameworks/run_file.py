@@ -375,6 +375,31 @@ class Keys:
             raise UsageError(f"got {self.gpus} GPUs for {self.file.path}; expected a multiple of {product} ({said})")
         return self.gpus // product
 
+    def repeats(self, key: str, each: int, default: int | None = None) -> int | None:
+        """Return the micro-batches of a step on each data-parallel rank; a `UsageError` if its sequences do not divide.
+
+        Args:
+            key: of the sequences of a step on all ranks; without it ``default``. ``each``: those of a micro-batch.
+        """
+        total, ranks = self.whole(key, default), self.field("dp", 1)
+        if total is None:
+            return None
+        self.global_batch = total
+        if each < 1 or total % (each * ranks):
+            said = f"{self.written(key)} = {total}, which is no multiple of {each} sequences x {ranks} replicas"
+            raise self.error(f"got {said}; give the run's --gpus")
+        return total // (each * ranks)
+
+    def shards(self, replicas: str, shards: str, *axes: str) -> tuple[int, int]:
+        """Return the number of replicas, and of ranks that share one, by their keys: -1 is as many as there are."""
+        copies, each = (self.whole(key, default) or 1 for key, default in ((replicas, 1), (shards, -1)))
+        if each == -1:
+            over = self.share(*axes)
+            if over % copies:
+                raise self.error(f"got {self.written(replicas)} = {copies}; expected a divisor of the {over} ranks")
+            each = over // copies
+        return copies, each
+
     # tables -----------------------------------------------------------------------------------------------------------
 
     def by_table(self, table: Mapping[str, Any], prefix: str = "") -> None:

@@ -329,8 +329,8 @@ def sharding(keys: Keys, *, version: int | None = None) -> None:
     if keys.some("launch.*"):
         keys.under("accelerate", "launch.")
     if (file := keys.named("fsdp")) is not None:  # ``swift/arguments/sft_args.py``, ``_init_fsdp``
-        own = {key: value for key, value in file.values.items() if key.startswith("fsdp")}
-        keys.values |= {"fsdp": "full_shard auto_wrap", **own}
+        inside = {key: value for key, value in file.values.items() if key.startswith("fsdp")}
+        keys.values |= {"fsdp": "full_shard auto_wrap", **inside}
     elif keys.text("fsdp").endswith(".json"):
         keys.refuse("fsdp", "file not found, which has the sharding")
     words = keys.get("fsdp")

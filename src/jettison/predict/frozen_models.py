@@ -19,8 +19,7 @@ from jettison.predict.fsdp2 import FsdpGroups
 from jettison.predict.stages import RegionGroup, outline
 from jettison.spec.kernels import WORKSPACES, Kernels, Loss
 from jettison.spec.layout import Reshard
-from jettison.spec.optimizer_offload import NO_OFFLOAD
-from jettison.spec.precision import Gradients, Optimizer, Precision
+from jettison.spec.precision import NO_OFFLOAD, Gradients, Optimizer, Precision
 from jettison.spec.recompute import Recompute
 from jettison.spec.run import Run
 from jettison.spec.tuning import Base, FrozenModel, Role, Tuning, When
@@ -62,14 +61,13 @@ def _told_apart(run: Run) -> Run:
 
 @lru_cache(maxsize=256)
 def _frozen_run(run: Run, frozen: FrozenModel) -> Run:
-    model = run.model if frozen.model is None else frozen.model
     layout = run.layout
     if not (frozen.sharded and layout.zero == 3):
         layout = replace(layout, zero_replicas=1, zero_redundancy_optimizer=False).at_zero(0)
     compute, base = _held(run, frozen)
     return replace(
         run,
-        model=model,
+        model=run.model if frozen.model is None else frozen.model,
         layout=layout,
         precision=Precision(name="frozen", compute=compute, parameter=compute, gradient=compute),
         optimizer=Optimizer.NONE,

@@ -29,8 +29,6 @@ def read(keys: Keys) -> None:
         keys.give("optimizer", "adamw", "optimizer.fused", "optimizer.foreach")
         if not keys.on("optimizer.fused"):
             keys.notes.append("temporary copies of one parameter in an unfused step are not counted")
-    if not keys.on("loss_fn.fp32_upcast", True):
-        keys.notes.append("logits are not upcast in the run (fp32_upcast): the peak at the head is an upper bound")
     _adapters(keys)
     _products(keys)
     deferred = "distributed.defer_fsdp_grad_sync"
@@ -71,13 +69,7 @@ def _layout(keys: Keys) -> None:
 
 def _batch(keys: Keys) -> None:
     local, ranks = max(1, keys.field("micro_batch", 1)), keys.field("dp", 1)
-    total = keys.whole("step_scheduler.global_batch_size", local * ranks) or local * ranks
-    if total % (local * ranks):
-        raise keys.error(
-            f"step_scheduler.global_batch_size = {total}, which {local} sequences on each of {ranks} data-parallel "
-            "ranks do not divide"
-        )
-    steps = total // (local * ranks)
+    steps = keys.repeats("step_scheduler.global_batch_size", local, local * ranks) or 1
     if keys.field("pp", 1) > 1:
         steps = _pipeline(keys, local, steps)
     else:

@@ -10,11 +10,6 @@ def read(keys: Keys, prefix: str = "") -> None:
     """Read the file alone, or under a prefix with a Trainer's file, whose bf16 replaces "auto"."""
     zero = f"{prefix}zero_optimization."
     keys.give("like", "deepspeed")
-    for engine in ("bf16", "bfloat16", "fp16"):
-        if keys.text(f"{prefix}{engine}.enabled", "false") in ("true", "1"):
-            keys.give("precision", "bf16", f"{prefix}{engine}.enabled")
-            if engine == "fp16":
-                keys.note("fp16 is counted as bf16, which takes the same bytes; its loss scale is not counted")
     offloads(keys, f"{zero}offload_optimizer.device", f"{zero}offload_param.device")
     if keys.on(f"{zero}cpu_offload"):
         keys.give("offload_optimizer", "deepspeed", f"{zero}cpu_offload")

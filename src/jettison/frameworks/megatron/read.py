@@ -127,10 +127,6 @@ def _of_deepspeed(keys: Keys) -> None:
         keys.values["group_query_attention"] = True
     if str(keys.get("num_experts", 1)).strip("[]'") == "1":
         keys.values["num_experts"] = None
-    keys.values["transformer_impl"] = "local"
-    flash = [f"use_flash_attn_{kind}" for kind in ("v1", "v2", "triton", "builder")]
-    if [*filter(keys.on, flash)]:
-        keys.values["use_flash_attn"] = True
 
 
 def _deepspeed(keys: Keys) -> None:
@@ -174,31 +170,18 @@ def _first(keys: Keys, names: Sequence[str]) -> int | None:
 
 
 def _batch(keys: Keys) -> None:
-    dp = keys.share(*_RANKS)
-    keys.give("dp", dp)
-    micro = keys.field("micro_batch", 1)
-    total = keys.whole("global_batch_size")
-    if total is None:
+    keys.give("dp", keys.share(*_RANKS))
+    total = None
+    if not keys.has("global_batch_size"):
         schedule = str(keys.get("step_batch_size_schedule", "")).split()
         total = int(schedule[-1].partition(":")[2]) if schedule and schedule[-1].partition(":")[2].isdecimal() else None
         if total is not None:
             keys.notes.append(f"the batch grows to {total}, its counted size")
     if keys.get("rampup_batch_size") is not None:
         keys.notes.append("the batch grows to its full size, which is counted")
-    if total is None:
-        keys.give("micro_batches", 1)
-        return
-    keys.global_batch = total
-    if keys.gpus == 0:
-        return
-    if micro < 1 or total % (micro * dp):
-        said = f"{_written(keys, 'global_batch_size')} {total}"
-        raise keys.error(f"{said} is no multiple of {micro} sequences x {dp} replicas; give the run's --gpus")
-    keys.give("micro_batches", total // (micro * dp), "global_batch_size", "step_batch_size_schedule")
-
-
-def _written(keys: Keys, name: str) -> str:
-    return keys.written(name) if name in keys.values else name
+    if keys.gpus != 0:
+        steps = keys.repeats("global_batch_size", keys.field("micro_batch", 1), total)
+        keys.give("micro_batches", steps or 1, "global_batch_size", "step_batch_size_schedule")
 
 
 def _program(keys: Keys) -> None:
@@ -266,7 +249,7 @@ def config(keys: Keys) -> Mapping[str, Any]:
 def _size(keys: Keys, name: str) -> int:
     found = keys.whole(name)
     if found is None or found < 1:
-        raise keys.error(f"got {_written(keys, name)} {found}; expected a whole number of 1 or more")
+        raise keys.error(f"got {keys.written(name)} {found}; expected a whole number of 1 or more")
     return found
 
 
@@ -388,7 +371,7 @@ def frequencies(keys: Keys, name: str, layers: int, *, first: bool) -> list[int]
         except (SyntaxError, ValueError):
             found = []
     if len(found) != layers:
-        got = f"{_written(keys, name)} {value}"
+        got = f"{keys.written(name)} {value}"
         raise keys.error(f"got {got}; expected a number, or a list of {layers} such as ([0]*3+[1]*9)")
     return found
 
@@ -480,9 +463,6 @@ def _kernels(keys: Keys) -> None:
         keys.give("cp_comm_type", exchange, "cp_comm_type")
         if kinds == ["a2a+p2p"]:
             keys.notes.append("context parallelism by a2a+p2p is counted as p2p")
-    if keys.on("enable_cuda_graph") or keys.text("cuda_graph_impl", "none") not in ("none", ""):
-        keys.give("cuda_graphs", True, "enable_cuda_graph", "cuda_graph_impl")
-        keys.notes.append("buffers of CUDA graphs are not counted")
 
 
 def _dispatch(keys: Keys) -> None:
@@ -547,10 +527,6 @@ def _aware(keys: Keys) -> None:
 
 def _recompute(keys: Keys) -> None:
     granularity = keys.text("recompute_granularity")
-    if keys.on("recompute_activations"):
-        granularity = "selective"
-    if keys.on("checkpoint_activations"):
-        granularity = "full"
     method, number = keys.text("recompute_method"), keys.whole("recompute_num_layers", 1)
     said = ["recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"]
     if keys.has("activations_checkpoint_method"):  # its name until 2022

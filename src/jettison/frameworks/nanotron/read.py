@@ -12,8 +12,6 @@ _CONFIG: Final = "model.model_config."
 
 def read(keys: Keys) -> None:
     """Read the model, the precision, and the defaults of ``ParallelismArgs``."""
-    if keys.whole("parallelism.expert_parallel_size", 1) != 1:
-        keys.refuse("parallelism.expert_parallel_size", "experts of nanotron are not modelled")
     _model(keys)
     tensor, stages = keys.field("tp", 1), keys.field("pp", 1)
     if tensor > 1 and not keys.has("parallelism.tp_mode"):
@@ -66,8 +64,3 @@ def _model(keys: Keys) -> None:
     }
     if every := keys.whole(f"{_CONFIG}no_rope_layer"):
         keys.config |= {"model_type": keys.table["without_rotation"], "no_rope_layer_interval": every}
-    if keys.values.get(f"{_CONFIG}is_qwen2_config"):
-        keys.give("kernels", "pytorch", f"{_CONFIG}is_qwen2_config")
-        keys.note("nanotron's models/qwen.py is not modelled: its layers are counted as PyTorch's own ops")
-    if keys.on(f"{_CONFIG}_use_doc_masking"):
-        keys.note("documents of a sequence are counted as one")

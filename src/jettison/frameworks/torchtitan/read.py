@@ -98,16 +98,12 @@ def _layout(keys: Keys) -> None:
         shard_key = "training.data_parallel_degree"
         if keys.text("training.data_parallel_type", "fsdp") == "ddp":
             replicate_key, shard_key = shard_key, replicate_key
-    replicas, shards = keys.whole(replicate_key, 1) or 1, keys.whole(shard_key, -1) or 1
     each = prod(keys.field(axis, 1) for axis in ("tp", "pp", "cp"))
-    if replicas == -1:  # DDP over all devices
+    if keys.whole(replicate_key) == -1:  # DDP over all devices
         replicas, shards = keys.share("tp", "pp", "cp"), 1
-    if shards == -1:
-        over = keys.share("tp", "pp", "cp")
-        if over % replicas:
-            raise keys.error(f"{over} data-parallel ranks, which {replicate_key} = {replicas} does not divide")
-        shards = over // replicas
-    elif "dp" not in keys.asked and keys.gpus and keys.share("tp", "pp", "cp") != replicas * shards:
+    else:
+        replicas, shards = keys.shards(replicate_key, shard_key, "tp", "pp", "cp")
+    if "dp" not in keys.asked and keys.gpus and keys.share("tp", "pp", "cp") != replicas * shards:
         raise UsageError(
             f"got {keys.gpus} GPUs for {keys.file.path}, whose degrees need {replicas * shards * each}; omit --gpus, "
             "or give --dp"
@@ -146,18 +142,11 @@ def _batch(keys: Keys) -> None:
     keys.give("micro_batch", local, key)
     local = keys.field("micro_batch", local)
     keys.give("seq", keys.field("seq", 2048))
-    total = keys.whole("training.global_batch_size", -1)
-    ranks = keys.field("dp", 1)
-    if total is not None and total > 0:
-        if total % (local * ranks):
-            raise keys.error(
-                f"training.global_batch_size = {total}, which {local} sequences on each of {ranks} data-parallel ranks "
-                "do not divide"
-            )
-        keys.give("micro_batches", total // (local * ranks), "training.global_batch_size")
-        keys.global_batch = total
+    total = "training.global_batch_size"
+    if (keys.whole(total) or -1) > 0:
+        keys.give("micro_batches", keys.repeats(total, local), total)
     else:
-        keys.global_batch = local * ranks
+        keys.global_batch = local * keys.field("dp", 1)
 
 
 def _tokens(keys: Keys) -> None:
@@ -419,14 +408,11 @@ def _others(keys: Keys) -> None:
     if keys.field("pp", 1) == 1 and not off and (keys.has(_TOKENS) or keys.has("training.disable_cuda_graphs")):
         keys.give("cuda_graphs", True, "training.disable_cuda_graphs")
     groups = keys.get("optimizer.param_groups", [])
-    if not isinstance(groups, list) or any(_stepped(one) not in ("adamw", "adam") for one in groups):
+    listed = groups if isinstance(groups, list) else [groups]
+    names = (str(one.get("optimizer_name", "AdamW")).lower() for one in listed if isinstance(one, Mapping))
+    if sum(name in ("adamw", "adam") for name in names) < len(listed):
         keys.refuse("optimizer.param_groups", "expected AdamW or Adam in each")
     moved = "compile.enable_async_tensor_parallel"
     key = moved if keys.has(moved) else _found(keys, "enable_async_tensor_parallel")
     if keys.on(key) and compiled and split:
         keys.give("tp_comm_overlap", True, key)
-
-
-def _stepped(group: Any) -> str:
-    """Optimizer of a group of parameters; AdamW by default."""
-    return str(group.get("optimizer_name", "AdamW")).lower() if isinstance(group, Mapping) else ""

@@ -62,13 +62,7 @@ def _layout(keys: Keys) -> None:
         keys.gpus = 1
     if keys.field("cp", 1) > 1 and keys.field("cp_comm_type") is None:
         keys.give("cp_comm_type", "gather")
-    replicas = keys.whole("data_parallel_replicate_dim", 1) or 1
-    shards = keys.whole("data_parallel_shard_dim", -1) or 1
-    if shards == -1:
-        over = keys.share("tp", "cp")
-        if over % replicas:
-            raise keys.error(f"got data_parallel_replicate_dim = {replicas}; expected a divisor of the {over} ranks")
-        shards = over // replicas
+    replicas, shards = keys.shards("data_parallel_replicate_dim", "data_parallel_shard_dim", "tp", "cp")
     keys.give("dp", replicas * shards, "data_parallel_shard_dim", "data_parallel_replicate_dim")
     if keys.gpus is None:
         keys.gpus = replicas * shards * keys.field("tp", 1) * keys.field("cp", 1)
