@@ -366,7 +366,33 @@ trainer.train()
 """
     (tmp_path / "train.py").write_text(script)
     request = read_run(tmp_path / "train.py").request
-    assert (request.seq, request.micro_batch, request.loss) == (1024, 2, "dpo")
+    assert (request.seq, request.micro_batch, request.loss) == (1024, 2, "upcast")
+
+
+def test_names_that_are_assigned_together(tmp_path: Path) -> None:
+    together = "BATCH, LENGTH = 6, 768\nBATCH, LENGTH = LENGTH // 384, 128 * BATCH\n"
+    where = ("trainer = DPOTrainer", f"{together}trainer = DPOTrainer")
+    script = """
+model, tokenizer = FastLanguageModel.from_pretrained("unsloth/llama-3-8b-bnb-4bit", max_seq_length=4096)
+model = FastLanguageModel.get_peft_model(model, r=8, target_modules=["q_proj"])
+trainer = DPOTrainer(model=model, args=DPOConfig(per_device_train_batch_size=BATCH), max_length=LENGTH)
+trainer.train()
+"""
+    (tmp_path / "train.py").write_text(script.replace(*where))
+    request = read_run(tmp_path / "train.py").request
+    assert (request.seq, request.micro_batch) == (768, 2 * 2)
+
+
+def test_a_loop_of_a_scripts_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("""
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", torch_dtype="bfloat16")
+model.train()
+for batch in batches:
+    model(**batch).loss.backward()
+    optimizer.step()
+""")
+    with pytest.raises(UsageError, match=r"not read: loop = true \(a loop of its own is not read: give --micro-batch"):
+        read_run(tmp_path / "train.py")
 
 
 STEPS = """

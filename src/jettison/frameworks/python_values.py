@@ -290,6 +290,8 @@ class _Module:
                     local[name] = found
                 case ast.Assign(targets=[ast.Attribute() as owner]) if self._set(owner, found, local):
                     pass
+                case ast.Assign(targets=[ast.Tuple(elts=into)]) if isinstance(found, list) and len(into) == len(found):
+                    local |= {ast.unparse(one): each for one, each in zip(into, found, strict=True)}
                 case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=table), slice=ast.Constant(value=key))]) if (
                     stored is None and isinstance(local.get(table), dict)
                 ):

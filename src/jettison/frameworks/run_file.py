@@ -529,7 +529,7 @@ class Keys:
         if section:
             usual, key = usual.rpartition(".")[2], own
         dashed = any("-" in name[len(name) - len(one) :] for one, name in self._written.items())
-        prefix = there[: len(there) - len(usual)]
+        prefix = there[: -len(usual)] if there.replace("-", "_").endswith(usual) else ""
         return prefix + (key.replace("_", "-") if dashed and "." not in there else key)
 
     def used(self) -> tuple[Key, ...]:

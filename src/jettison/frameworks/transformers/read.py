@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Final
 
 from jettison.frameworks import trainer_keys as trainer
 from jettison.frameworks.run_file import Keys, table_of
-
-_DPO: Final = ("$dpo.py", "$dpo", "$DPO[CT]*", "beta", "precompute_ref_log_probs", "max_prompt_length")
 
 
 def read(keys: Keys) -> None:
@@ -35,7 +32,7 @@ def read(keys: Keys) -> None:
     _sequence(keys, trl=trl)
     mixed = trainer.half(keys, default=usual)
     adapters(keys, trl=trl, mixed=mixed)
-    if trl and not generates and keys.some(*_DPO):
+    if trl and not generates and keys.some(*table_of("transformers")["pairs"]):
         preference(keys)
     elif trl and keys.text("loss_type", "nll") not in ("nll", "dft"):
         keys.refuse("loss_type", "of SFT's losses only nll and dft are modelled")
@@ -94,7 +91,7 @@ def packed_loaders(keys: Keys) -> None:
     others(keys)
     if keys.some("$DPO[CT]*"):
         keys.give("seq", keys.whole("max_length"), "max_length")
-        preference(keys)
+        preference(keys, loss="upcast")  # it takes TRL to 0.24 (``pyproject.toml``), which keeps all logits
     elif (length := keys.whole("max_seq_length", 0) or 0) and length < keys.field("seq"):  # ``rl.py``, ``length_check``
         keys.give("seq", length, "max_seq_length")
     trainer.full_length(keys, packed=keys.on("packing"))
@@ -129,6 +126,10 @@ def _script(keys: Keys, *, checkpoints: bool) -> None:
     for call in keys.matching("$*.gradient_checkpointing_enable", *prepares):
         if not keys.on("gradient_checkpointing", checkpoints):
             keys.values["gradient_checkpointing"] = keys.values[call]
+    if not keys.some("$*Trainer", "$*TrainingArguments", "$*Config", "$*Parser"):
+        keys.refuse(
+            "$loop", "a loop of its own is not read: give --micro-batch, --optimizer, --recompute", implied=True
+        )
     if keys.some("$*ForSequenceClassification.*", "$*ForTokenClassification.*"):
         keys.values.setdefault("model.num_labels", 2)
 
@@ -195,11 +196,11 @@ def _weights(keys: Keys, *, trl: bool) -> str:
     return "fp32"
 
 
-def preference(keys: Keys) -> None:
-    """Read TRL's DPO."""
+def preference(keys: Keys, loss: str = "dpo") -> None:
+    """Read TRL's DPO, with a loss as ``--loss``."""
     if keys.get("loss_type", "sigmoid") not in ("sigmoid", ["sigmoid"]):
         keys.refuse("loss_type", "of DPO's losses only sigmoid is modelled")
     keys.read("beta", "max_prompt_length", "max_completion_length", "precompute_ref_batch_size", "disable_dropout")
     if keys.on("disable_dropout", True):
         keys.give("dropout", 0.0, "disable_dropout")
-    trainer.preference(keys, "per_device_train_batch_size", trainer.MICRO_BATCH)
+    trainer.preference(keys, "per_device_train_batch_size", trainer.MICRO_BATCH, loss=loss)
