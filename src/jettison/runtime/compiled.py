@@ -265,7 +265,7 @@ class CompiledRegion(PlannedForward):
         outer = self.outer or self
         first = self.ran.setdefault((self.recordings.number, outer.key), outer.calls)
         if first != outer.calls and compilations() != began:
-            self._say_changed()
+            self.say_changed()
         return output
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

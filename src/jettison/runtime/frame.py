@@ -29,6 +29,7 @@ from jettison.runtime.moves import Away
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import AWAY, Expected, Recipe, SlotAction, expected_of
 from jettison.runtime.recompute_code import UNWRAPPED, code_of, get_state
+from jettison.runtime.recordings import PlannedRegion
 from jettison.runtime.views import view_of
 from jettison.runtime.witness import MEMORY, SALT, Check, Witness, _ndarray, compare, peek
 
@@ -59,7 +60,7 @@ class Frame:
     share = 1  # one in this many slots leaves a witness
 
     def __init__(
-        self, recipe: Recipe, region: Any, group: Group | None, switches: Switches, *, moves: bool = True
+        self, recipe: Recipe, region: PlannedRegion, group: Group | None, switches: Switches, *, moves: bool = True
     ) -> None:
         self.recipe, self.region, self.moves = recipe, region, moves
         self.name, self.model, self.owners = region.name, region.model, region.recordings.owners
@@ -466,16 +467,6 @@ def _runs(node: Any) -> bool:
         return True
 
 
-def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Table and name of each parameter and buffer of a module, to look up its current tensor when it is used."""
-    return {
-        f"{path}.{leaf}" if path else leaf: (table, leaf)
-        for path, sub in module.named_modules()
-        for table in (sub._parameters, sub._buffers)
-        for leaf in table
-    }
-
-
 # frames whose forward is running, on this thread ----------------------------------------------------------------------
 
 _running = threading.local()
@@ -501,7 +492,7 @@ def running() -> list[Frame]:
 class BoundaryHook:
     """A module hook that passes a boundary's tensors to the running frame; inert in a copy of the module."""
 
-    def __init__(self, region: Any, module: nn.Module | None, path: str, is_output: bool) -> None:
+    def __init__(self, region: PlannedRegion | None, module: nn.Module | None, path: str, is_output: bool) -> None:
         self.region = region
         self.module = module
         self.path = path
@@ -540,13 +531,15 @@ class ViewsReplayed:
 # after an error -------------------------------------------------------------------------------------------------------
 
 
-def regions_of(region: Any) -> list[Any]:
+def regions_of(region: PlannedRegion) -> list[PlannedRegion]:
     """All regions of its model that are planned now."""
     found = [vars(module).get("forward") for module in region.model.modules()]
     return [one for one in found if getattr(one, "recordings", None) is not None]
 
 
-def compute_less_again(region: Any, why: str, names: Set[str] = frozenset(), places: Set[Place] = frozenset()) -> None:
+def compute_less_again(
+    region: PlannedRegion, why: str, names: Set[str] = frozenset(), places: Set[Place] = frozenset()
+) -> None:
     """Keep more after an error: this region's recomputation read something that was written to after its forward
     (parameters, buffers, arguments). From now on it and regions of its class keep whatever is computed from them;
     without a recording, all saved tensors.
@@ -560,7 +553,7 @@ def compute_less_again(region: Any, why: str, names: Set[str] = frozenset(), pla
             one.recordings.moves(written)
 
 
-def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
+def likely_kind(recipe: Recipe, slot: int, region: PlannedRegion) -> str:
     """A guess at what a recording took as constant and was not."""
     if recipe.slots[slot].kind == "offload":
         return "Something wrote to it, past autograd's version counters, before it had arrived there."

@@ -479,14 +479,19 @@ class PlannedForward:
             hook.remove()
         self.tap_hooks.clear()
 
-    def _forgotten(self, names: str) -> None:
+    def forgotten(self, names: str) -> None:
         """Distrust recordings; ``names`` are submodules that were replaced."""
         if self.structure is not None and names:
             self.structure.parts_changed(names)
         self.unwatch()  # a module may have been replaced
 
-    def _say_changed(self) -> None:
-        if (self.outer or self).assumptions is not None:
+    def has_assumptions(self) -> bool:
+        """Whether the plan is of a training loop, which it makes assumptions about."""
+        return (self.outer or self).assumptions is not None
+
+    def say_changed(self) -> None:
+        """Warn of other ops than planned, once, if there is a budget that they may exceed."""
+        if self.has_assumptions():
             self.say_once(
                 "changed",
                 f"{self.name or 'the model'} runs other ops than it was planned with (a state that was not there yet, "

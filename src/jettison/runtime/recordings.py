@@ -24,10 +24,10 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -40,11 +40,12 @@ from jettison.capture.tracer import VALUES_WANTED, trace_region, trace_root
 from jettison.core.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
 from jettison.runtime.device import refuse_capture
-from jettison.runtime.frame import owners_of
 from jettison.runtime.graph_fingerprint import Print
 from jettison.runtime.handles import Handle
+from jettison.runtime.offload import Group
 from jettison.runtime.recipe import Recipe, shared_recipe
 from jettison.runtime.views import view_of, whole_copy, within
+from jettison.runtime.witness import Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, Offload, offloaded_by, packed_by
 
 GIVE_UP_AFTER = 8  # runs of one signature that differed from their recording, before it is no longer recorded
@@ -101,10 +102,45 @@ def _uncounted() -> contextlib.ExitStack:
     return stack
 
 
+class PlannedRegion(Protocol):
+    """A `PlannedForward`, as its recordings, the frames of its calls and reruns of its Python see it."""
+
+    module: nn.Module
+    model: nn.Module
+    name: str
+    calls: int
+    how: Check
+    rounded: Rounded
+    is_root: bool
+    forward: Callable[..., Any]
+    plan: RegionPlan
+    recordings: Recordings
+    frames: weakref.WeakSet[Any]
+
+    def own(self) -> Callable[..., Any]: ...
+    def stays(self) -> bool: ...
+    def begin_group(self, *, moves: bool) -> Group | None: ...
+    def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None: ...
+    def has_assumptions(self) -> bool: ...
+    def forgotten(self, names: str) -> None: ...
+    def say_changed(self) -> None: ...
+    def say_once(self, key: str, text: str) -> None: ...
+
+
+def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Table and name of each parameter and buffer of a module, to look up its current tensor when it is used."""
+    return {
+        f"{path}.{leaf}" if path else leaf: (table, leaf)
+        for path, sub in module.named_modules()
+        for table in (sub._parameters, sub._buffers)
+        for leaf in table
+    }
+
+
 class Recordings:
     """Recordings of a `PlannedForward`, on a fake copy of its module if ``fake_model``; ``blocks``: of a root."""
 
-    def __init__(self, region: Any, *, blocks: tuple[str, ...] | None, fake_model: bool) -> None:
+    def __init__(self, region: PlannedRegion, *, blocks: tuple[str, ...] | None, fake_model: bool) -> None:
         self.region, self.module, self.blocks, self.fake_model = region, region.module, blocks, fake_model
         self.take_plan(0, region.plan)
         self.count = 0
@@ -186,7 +222,7 @@ class Recordings:
         if found is None:
             return False
         self._aside = [known for known in self._aside if known is not found]
-        self.region._forgotten("")
+        self.region.forgotten("")
         self.guard, prepared = found
         self.prepared = {key: known for key, known in prepared.items() if key[1] not in self._distrusted}
         self.owners = owners_of(self.module)
@@ -256,7 +292,7 @@ class Recordings:
         names = "" if self.guard is None else self.guard.structure_words()
         if names:  # then a warning was given already
             self._planned = {}
-        self.region._forgotten(names)
+        self.region.forgotten(names)
         if self.guard is not None:
             self._suspects = self.guard.changed()
             self._outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
@@ -353,7 +389,7 @@ class Recordings:
             trace.anchor_detached(stepped_in_backward(self.module))
             self._acquit(key, trace)
             if not self._is_as_planned(key, trace.program):
-                self.region._say_changed()
+                self.region.say_changed()
             return self._store(key, trace)
         except RecordingLeft as error:  # this time only: a hook that stops the forward, a batch that was refused
             verdict = Verdict(again=False, why=str(error))

@@ -38,7 +38,7 @@ from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of, wrapping
 from jettison.capture.trees import op_leaves, tree_flatten, tree_leaves, tree_unflatten
-from jettison.core.errors import StaleTensor, UsageError, WrongValue, warn
+from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.device import is_capturing
@@ -48,7 +48,7 @@ from jettison.runtime.handles import Held, opened
 from jettison.runtime.moves import BufferRange, OffloadableBox
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recompute_code import OutsideOfVmap
-from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Verdict
+from jettison.runtime.recordings import WRITTEN_LATER, PlannedRegion, Prepared, Verdict
 from jettison.runtime.views import Within, view_of
 from jettison.runtime.witness import SALT, Check, Witness, compare, is_same, spots_of
 from jettison.solve.policy import Offload, keeps_everything
@@ -58,7 +58,7 @@ MOST_VALUES_A_STEP = 5_000
 RAN_BACKWARD = "its forward runs a backward of its own"
 
 
-def run_without_recipe(region: Any, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_without_recipe(region: PlannedRegion, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call. The first one that may be recomputed is tried: see NOTE [ Rerunning Python ]."""
     is_kept = region.is_root or keeps_everything(region.plan.policy)
     if not is_kept and region.recordings.differs:
@@ -91,7 +91,9 @@ def run_without_recipe(region: Any, prepared: Prepared, args: tuple[Any, ...], k
         return region.forward(*args, **kwargs)
 
 
-def run_interrupted(region: Any, interrupt: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+def run_interrupted(
+    region: PlannedRegion, interrupt: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> NoReturn:
     """Do the real run, then raise the exception that its recording raised. See NOTE [ Interrupts ]."""
     with without_our_hooks():
         region.forward(*args, **kwargs)
@@ -105,14 +107,14 @@ def _without_checks() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes() if ours else contextlib.nullcontext()
 
 
-def _may_move(region: Any, prepared: Prepared) -> bool:
+def _may_move(region: PlannedRegion, prepared: Prepared) -> bool:
     """Whether autograd gives back the values that it saved, and not later writes to them."""
     late = region.recordings.late or region.recordings.late_inside
     return not late and not (prepared.verdict is not None and prepared.verdict.again)
 
 
 def run_moving(
-    region: Any, policy: Offload, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    region: PlannedRegion, policy: Offload, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run one call, and offload its saved tensors as they are saved."""
     group = region.begin_group(moves=True)
@@ -128,7 +130,7 @@ def run_moving(
         group.end()
 
 
-def _say(region: Any, prepared: Prepared) -> None:
+def _say(region: PlannedRegion, prepared: Prepared) -> None:
     """Warn that a region is not planned tensor by tensor, once for each reason."""
     if prepared.told:
         return
@@ -141,11 +143,9 @@ def _say(region: Any, prepared: Prepared) -> None:
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
     text = f"{region.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
     keeps_more = is_kept and not moves and not keeps_everything(region.plan.policy)
-    if keeps_more and (region.outer or region).assumptions is not None:
+    if keeps_more and region.has_assumptions():
         text += ". The plan counts on less, so that the peak may be above the budget (gradients are not affected)"
-    if not region.quiet and text not in region.said:
-        region.said.add(text)
-        warn(text)
+    region.say_once(text, text)
 
 
 # trials -------------------------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ class Dropped:
 class Rerun:
     """One call of a region whose forward is rerun when backward unpacks a tensor that it saved."""
 
-    def __init__(self, region: Any, verdict: Verdict, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, region: PlannedRegion, verdict: Verdict, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.region, self.module, self.forward = region, region.module, region.own()
         self.call, self.number, self.how = (args, kwargs), region.calls, region.how
         module = region.module
