@@ -27,7 +27,7 @@ from jettison.predict.forecast import available_bytes
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search.auto_recompute import choose as plan_stages
-from jettison.search.request import SearchRequest
+from jettison.search.search import SearchRequest
 from jettison.solve.shortest_path import least_of, walks
 from jettison.solve.solver import choose
 from jettison.spec.hardware import hardware

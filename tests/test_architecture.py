@@ -234,7 +234,7 @@ def test_a_room_does_not_take_the_place_of_a_public_function() -> None:
 
     assert set(jettison._HOME_OF) & set(RANK_OF) == {"search", "verify"}
     code = """
-import jettison.search.space, jettison.verify.given, jettison, sys
+import jettison.search.space, jettison.verify.own_checkpointing, jettison, sys
 from jettison.search import search as room
 print(jettison.search.__module__, jettison.search.__name__, room.__name__, "jettison.search" in sys.modules)
 print(jettison.verify.__module__, "jettison.verify" in sys.modules)

@@ -40,22 +40,22 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     from jettison.request.resolve import run_of as run_of
     from jettison.runtime.recompute_function import checkpoint as checkpoint
     from jettison.runtime.recompute_function import checkpointable as checkpointable
-    from jettison.search.request import SearchRequest as SearchRequest
     from jettison.search.search import NothingFits as NothingFits
+    from jettison.search.search import SearchRequest as SearchRequest
     from jettison.solve.plan import Plan as Plan
     from jettison.spec.hardware import Hardware as Hardware
     from jettison.spec.hardware import hardware as hardware
     from jettison.spec.layout import Layout as Layout
     from jettison.spec.model import ModelSpec as ModelSpec
     from jettison.spec.run import Run as Run
-    from jettison.verify.given import verify_given as verify_given
+    from jettison.verify.own_checkpointing import verify_given as verify_given
     from jettison.verify.planned import verify as verify
     from jettison.verify.watch import watch as watch
 
 _NAMES_OF = {
     "jettison.planner": "auto_checkpoint trace plan sweep apply",
     "jettison.verify.planned": "verify",
-    "jettison.verify.given": "verify_given",
+    "jettison.verify.own_checkpointing": "verify_given",
     "jettison.cli.export": "export_plan",
     "jettison.verify.watch": "watch",
     "jettison.capture.entries": "ledger_of",
@@ -75,8 +75,7 @@ _NAMES_OF = {
     "jettison.solve.plan": "Plan",
     "jettison.spec.run": "Run",
     "jettison.request.options": "RunRequest",
-    "jettison.search.request": "SearchRequest",
-    "jettison.search.search": "NothingFits",
+    "jettison.search.search": "NothingFits SearchRequest",
     "jettison.core.errors": "DoesNotFit HostBudgetExceeded Infeasible JettisonError PlanMismatch ProofFailed "
     "RecordingLeft StaleTensor TraceError UnsupportedModule UsageError WrongValue",
 }

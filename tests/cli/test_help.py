@@ -15,7 +15,7 @@ from jettison.core.errors import UsageError
 from jettison.core.objects import former_names, renamed
 from jettison.request.options import CommonRequest, RunRequest
 from jettison.request.resolve import flag_of, run_of
-from jettison.search.request import SearchRequest
+from jettison.search.search import SearchRequest
 from jettison.spec.kernels import FORMER_VALUES
 from jettison.spec.layout import AS_BUILT
 

@@ -22,7 +22,7 @@ from jettison.report.search import SearchReport
 from jettison.request.resolve import model_spec
 from jettison.search import evaluate
 from jettison.search.evaluate import Journal
-from jettison.search.request import SearchRequest
+from jettison.search.search import SearchRequest
 from jettison.search.space import setup_run
 from jettison.spec.hardware import hardware
 

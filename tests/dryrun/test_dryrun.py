@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from jettison.capture.block_stand_ins import stub_outputs
 from jettison.capture.model_trace import Loop, ModelTrace
-from jettison.capture.stand_ins import stub_outputs
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.block_levels import dry_run_root
 from jettison.dryrun.counter import measured_peak, static_tensors

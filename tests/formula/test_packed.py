@@ -21,7 +21,7 @@ from jettison.predict.stage_buffers import packed_batch
 from jettison.predict.time import estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.request import SearchRequest
+from jettison.search.search import SearchRequest
 from jettison.search.space import Space
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Recompute

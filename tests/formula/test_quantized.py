@@ -19,7 +19,7 @@ from jettison.formula.region import layer_region
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
-from jettison.search.request import SearchRequest
+from jettison.search.search import SearchRequest
 from jettison.spec.fp8 import RECIPES, Library, Scales, fp8_recipe, scale_shape
 from jettison.spec.hardware import hardware
 

@@ -14,7 +14,7 @@ from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
 from jettison.planner import budget as room
 from jettison.planner.budget import budget_of
-from jettison.runtime import host_pool
+from jettison.runtime import offload
 from support.toys import Headed, Mlp
 
 GIB = 1 << 30
@@ -24,8 +24,8 @@ GIB = 1 << 30
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemAvailable:    4194304 kB\nBuffers: 1 kB\n")
-    monkeypatch.setattr(host_pool, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_pool, "GROUP", tmp_path)
+    monkeypatch.setattr(offload, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(offload, "GROUP", tmp_path)
     return tmp_path
 
 

@@ -13,7 +13,7 @@ from jettison.formula.region import parameter_count
 from jettison.predict.forecast import Forecast, forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.request import SearchRequest
+from jettison.search.search import SearchRequest
 from jettison.search.space import setup_run
 from jettison.spec.hardware import hardware
 

@@ -17,7 +17,7 @@ from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.auto_recompute import choose
 from jettison.search.evaluate import Bench, SearchQuestion, Task
-from jettison.search.request import SearchRequest
+from jettison.search.search import SearchRequest
 from jettison.search.space import SearchCandidate
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec

@@ -17,7 +17,7 @@ from jettison.predict.time import estimate
 from jettison.report.explain import explain
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.request import SearchRequest
+from jettison.search.search import SearchRequest
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import optimizer_offload
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.core.errors import HostBudgetExceeded, UsageError
-from jettison.runtime import host_pool
+from jettison.runtime import offload
 from jettison.runtime.device import Slab, StreamDevice, power_of_two, whole_pages
-from jettison.runtime.host_pool import ALIGNMENT_BYTES, PARTS, HostPool, SlabRanges, slabs_for, usable
+from jettison.runtime.offload import ALIGNMENT_BYTES, PARTS, HostPool, SlabRanges, slabs_for, usable
 
 UNIT = ALIGNMENT_BYTES
 
@@ -167,8 +167,8 @@ def test_what_pinning_rounds_up_to_is_what_counts() -> None:
 def test_more_than_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     (tmp_path / "meminfo").write_text("MemAvailable:    1024 kB\n")
-    monkeypatch.setattr(host_pool, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_pool, "GROUP", tmp_path)
+    monkeypatch.setattr(offload, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(offload, "GROUP", tmp_path)
     HostPool(Rounding(), 1 << 40).reserve(1 << 20)
     for budget in (None, 1 << 40):
         with pytest.raises(HostBudgetExceeded, match=r"what this machine has for it is 1\.00 MiB"):
@@ -176,7 +176,7 @@ def test_more_than_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_machine_that_does_not_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pool, "MEMINFO", tmp_path / "nothing")
+    monkeypatch.setattr(offload, "MEMINFO", tmp_path / "nothing")
     with pytest.raises(UsageError, match="give the budget in bytes"):
         HostPool(Rounding()).reserve(1)
     HostPool(Rounding(), 4096).reserve(1)

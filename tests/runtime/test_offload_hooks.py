@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map
 import jettison
 from jettison.core.errors import StaleTensor
 from jettison.runtime.device import OnHost
-from jettison.runtime.host_pool import HostPool
-from jettison.runtime.offload import Group, OffloadEngine
+from jettison.runtime.offload import Group, HostPool, OffloadEngine
 from jettison.runtime.without_recipe import OffloadHooks
 from jettison.solve.policy import KeepAll, Offload
 from jettison.verify.differences import compare_gradients

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from jettison.runtime import offload
-from jettison.runtime.host_pool import HostPool
-from jettison.runtime.offload import Group
+from jettison.runtime.offload import Group, HostPool
 from support.offloading import ALL, INPUTS, Line, Pair, Scale, Shuffled, all_orders, seeded
 from support.recorder import Earliest, Latest, Order, Recorder
 from support.toys import Mlp

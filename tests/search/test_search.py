@@ -29,8 +29,7 @@ from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes
 from jettison.search.branch_and_bound import REACH, Hunt, MemoryLimit
 from jettison.search.evaluate import Bench, SearchQuestion
 from jettison.search.planner_time_bound import planner_seconds
-from jettison.search.request import SearchRequest
-from jettison.search.search import ALIKE, NothingFits, search
+from jettison.search.search import ALIKE, NothingFits, SearchRequest, search
 from jettison.search.space import Setup, Space, _divisors, compiled, setup_run
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec

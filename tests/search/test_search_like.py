@@ -16,8 +16,7 @@ from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search.bounds import whole_seconds
 from jettison.search.evaluate import Evaluated, Figures, Seconds
-from jettison.search.request import SearchRequest, on_own_framework
-from jettison.search.search import by_slack, search
+from jettison.search.search import SearchRequest, by_slack, on_own_framework, search
 from jettison.search.space import SearchCandidate, Setup, setup_run
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import hardware

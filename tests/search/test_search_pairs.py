@@ -9,8 +9,7 @@ from jettison.families.config import parse_config
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.request import SearchRequest
-from jettison.search.search import search
+from jettison.search.search import SearchRequest, search
 from jettison.spec.hardware import hardware
 
 H100 = hardware("h100-80gb")

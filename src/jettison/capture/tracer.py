@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from jettison.capture.block_stand_ins import forwards, is_real, observed_trace, stub_outputs
 from jettison.capture.blocks import find_blocks, structural_keys
 from jettison.capture.dispatch import CaptureMode, tracing
 from jettison.capture.fakes import StepFakeMode, fake_batch, fake_copy, fake_mode, guessing
@@ -30,7 +31,6 @@ from jettison.capture.randomness import default_stream
 from jettison.capture.recorder import OpRecorder, Place, RegionTrace, TensorRef, ValuesRead
 from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
-from jettison.capture.stand_ins import forwards, is_real, observed_trace, stub_outputs
 from jettison.capture.state_kinds import StreamState
 from jettison.capture.tensor_subclasses import arrived, has_gradients, plain, stepped_in_backward, storage_of, wrapping
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten

@@ -37,8 +37,7 @@ from jettison.report.search import SearchReport, nothing_document
 from jettison.request.options import RunRequest
 from jettison.request.resolve import flag_of, is_live
 from jettison.search.evaluate import Journal
-from jettison.search.request import MARGIN, SearchRequest, on_own_framework
-from jettison.search.search import NothingFits
+from jettison.search.search import MARGIN, NothingFits, SearchRequest, on_own_framework
 from jettison.search.search import search as find
 from jettison.search.space import compiled
 from jettison.spec.anchor import read_anchor

@@ -27,8 +27,7 @@ from jettison.report.plan import ForecastPlan, infeasible_document
 from jettison.report.schemas import document
 from jettison.report.server.questions import ServedAnswer, Service, VerbForm
 from jettison.request.options import DECIDED, RunRequest
-from jettison.search.request import SearchRequest
-from jettison.search.search import NothingFits
+from jettison.search.search import NothingFits, SearchRequest
 
 
 def answer(asked: dict[str, Any], say: Progress) -> ServedAnswer:

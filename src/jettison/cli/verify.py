@@ -144,7 +144,7 @@ def prove(
     """
     from jettison.models.live_model import load, named_function, optimizer_for
     from jettison.planner import apply
-    from jettison.verify.given import verify_given
+    from jettison.verify.own_checkpointing import verify_given
     from jettison.verify.planned import verify
     from jettison.verify.side_by_side import step_timeline
 

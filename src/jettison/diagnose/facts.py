@@ -212,13 +212,6 @@ def never_falls(levels: Sequence[int]) -> bool:
     return all(6 * (after - before) > thirds[-1] - thirds[0] for before, after in pairwise(thirds))
 
 
-def lowest_rises(levels: Sequence[int]) -> bool:
-    """Whether the lowest level grows from third to third, despite garbage collections."""
-    each = len(levels) // 3
-    lows = [min(levels[:each]), min(levels[each:-each]), min(levels[-each:])]
-    return lows[0] < lows[1] < lows[2]
-
-
 def grown_bytes(facts: MemoryFacts) -> int:
     """Return the growth of the bytes between steps after the first ones; 0: no steady growth."""
     left = sum(one.nbytes for one in facts.survivors)
@@ -232,5 +225,7 @@ def grown_bytes(facts: MemoryFacts) -> int:
     total = levels[-1] - levels[0]
     steady = growing == 1
     if len(rises) >= 8:
-        steady = never_falls(levels) or (growing >= _SHARE_GROWING and lowest_rises(levels))
+        each = len(levels) // 3  # whatever garbage collections free, the lowest level rises from third to third
+        first, middle, last = min(levels[:each]), min(levels[each:-each]), min(levels[-each:])
+        steady = never_falls(levels) or (growing >= _SHARE_GROWING and first < middle < last)
     return total if steady and total >= _LEAST_GROWTH * levels[0] else 0

@@ -59,13 +59,13 @@ def read_oom_log(path: Path) -> MemoryFacts:
 
 def facts_of_log(text: str, name: str) -> MemoryFacts:
     """Facts of the first message of a text. Raise `UsageError` if nothing in it ran out of memory."""
-    first = first_form(text)
-    if first is None:
+    matches = [(form, match) for form in forms() if (match := form.search(text))]
+    if not matches:
         raise UsageError(
             f"{name} says nowhere that memory ran out; expected a log with PyTorch's 'out of memory' message, a "
             "snapshot of torch.cuda.memory._dump_snapshot, or what jettison.watch() wrote"
         )
-    form, found = first
+    form, found = min(matches, key=lambda one: (one[0].fallback, one[1].start()))
     at = found.start()
     read = [form.read(one, found) for one in joined(text, at, form.window)]
     figures = max(read, key=lambda one: sum(value is not None for value in one.values()))
@@ -249,12 +249,6 @@ def forms() -> tuple[MessageForm, ...]:
 
 def _filled(pattern: str) -> str:
     return pattern.replace("{SIZE}", _SIZE).replace("{W}", _W)
-
-
-def first_form(text: str) -> tuple[MessageForm, re.Match[str]] | None:
-    """Find the first message in a text and its form; None where no memory ran out."""
-    found = [(form, match) for form in forms() if (match := form.search(text))]
-    return min(found, key=lambda one: (one[0].fallback, one[1].start()), default=None)
 
 
 def size_of(number: str, unit: str, *, binary: bool = False) -> int | None:

@@ -18,19 +18,26 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from jettison.capture import stand_ins
+from jettison.capture.block_stand_ins import (
+    forwards,
+    run_holding_nothing,
+    stand_in,
+    stub_outputs,
+    tensors_made,
+    undisturbed,
+    without_gradient_hooks,
+)
 from jettison.capture.dispatch import eagerly
 from jettison.capture.fakes import roughly
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace, call_model, context_of, loss_of
 from jettison.capture.randomness import seed_streams
 from jettison.capture.recorder import TensorRef
 from jettison.capture.signature import as_signed, call_signature, opaque_copy
-from jettison.capture.stand_ins import forwards, stand_in, stub_outputs, tensors_made
 from jettison.capture.tensor_subclasses import arrived, bytes_of, has_gradients, parts_of, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError, UnsupportedModule, WrongValue
 from jettison.dryrun.counter import AllocationCounter, Workspace, current_node, quiet_gc, static_tensors
-from jettison.dryrun.intervals import (
+from jettison.dryrun.level_intervals import (
     GIVEN,
     HELD,
     RETURNED,
@@ -587,13 +594,13 @@ def observe_block(
     shared = set(next(c.shared for c in trace.calls if c.class_key == cls.key))
     gradients = [(p, p.grad) for p in module.parameters()]
     found: list[RegionOption] = []
-    with stand_ins.undisturbed(module, leaves), stand_ins.without_gradient_hooks(module), quiet_gc(), eagerly():
+    with undisturbed(module, leaves), without_gradient_hooks(module), quiet_gc(), eagerly():
         seed_streams(0)
         given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
         given.append([_alike(leaf) for leaf in given[0]])
         calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in given]
         started = time.perf_counter()
-        stand_ins.run_holding_nothing(module, calls[0])
+        run_holding_nothing(module, calls[0])
         seconds = time.perf_counter() - started
         for key, how in (("none", KeepAll()), ("full", Full())):
             region = PlannedForward(module, cls.example, how)

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.block_stand_ins import stand_in
 from jettison.capture.dispatch import forked_streams
 from jettison.capture.model_trace import BlockClass, CompiledProgram, CompileSettings, ModelTrace
 from jettison.capture.sharded import left_of_fsdp
 from jettison.capture.signature import as_signed, opaque_copy
-from jettison.capture.stand_ins import stand_in
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError

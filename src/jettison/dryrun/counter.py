@@ -44,7 +44,7 @@ from jettison.capture.quick_fakes import UNKNOWN, QuickFakeMode
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, parts_of, plain
 from jettison.core.objects import swapped
 from jettison.core.process import by_default, uncollected
-from jettison.dryrun.intervals import Event, LastReference, Mark, Place, Role
+from jettison.dryrun.level_intervals import Event, LastReference, Mark, Place, Role
 from jettison.ledger.step_levels import StepLevels
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]

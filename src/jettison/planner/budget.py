@@ -15,7 +15,7 @@ from jettison.core.errors import UsageError
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes, format_percent
 from jettison.dryrun.counter import static_tensors, unique_bytes
-from jettison.runtime.host_pool import left_on_host
+from jettison.runtime.offload import left_on_host
 from jettison.spec.allowance import FRAGMENTS
 
 HOST_MARGIN: Final = Fraction(1, 20)

@@ -18,8 +18,8 @@ from jettison.cost.collective import host_seconds
 from jettison.ledger.program import Program
 from jettison.planner.points import PACK
 from jettison.runtime.device import rounding_of
-from jettison.runtime.host_pool import left_on_host, usable
 from jettison.runtime.install import returned
+from jettison.runtime.offload import left_on_host, usable
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.offload_options import parts_to_send

@@ -20,8 +20,7 @@ from jettison.report.schemas import document, part
 from jettison.report.tables import FittedTable, device_notes, facts, grid, signed
 from jettison.search.branch_and_bound import REACH
 from jettison.search.evaluate import Evaluated, Seconds
-from jettison.search.request import ANY
-from jettison.search.search import ALIKE, NothingFits, SearchAnswer, WithMore
+from jettison.search.search import ALIKE, ANY, NothingFits, SearchAnswer, WithMore
 from jettison.spec.allowance import available_to
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware

@@ -20,8 +20,7 @@ from jettison.core.errors import JettisonError, UnsupportedModule, warn
 from jettison.core.units import format_bytes
 from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_packing
 from jettison.runtime.device import rounding_of
-from jettison.runtime.host_pool import slabs_for
-from jettison.runtime.offload import engine_for, place_of
+from jettison.runtime.offload import engine_for, place_of, slabs_for
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.recordings import RegionPlan, SegmentLink
 from jettison.runtime.witness import Check

@@ -499,18 +499,15 @@ class Checkpoints:
         self.unsaved = None
         if not self.world.leads:
             return
+        partial = self._partial(state.step)
         try:
-            self._put_in_place(state)
+            description = digest_of((partial / ".metadata").read_bytes())
+            write_durably(partial / RUN, state.text(torch=torch.__version__, description=description))
+            put_in_place(partial, self.folder / _name(state.step))
         except OSError as error:
             self._give_up(state.step, error)
         else:
             self._thin_out()
-
-    def _put_in_place(self, state: RunState) -> None:
-        partial, final = self._partial(state.step), self.folder / _name(state.step)
-        description = digest_of((partial / ".metadata").read_bytes())
-        write_durably(partial / RUN, state.text(torch=torch.__version__, description=description))
-        put_in_place(partial, final)
 
     def _thin_out(self) -> None:
         if not self.world.leads:

@@ -12,10 +12,10 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.block_stand_ins import forwards
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
 from jettison.capture.model_trace import LossFn, call_model, expect_module, loss_of
 from jettison.capture.recorder import RegionTrace
-from jettison.capture.stand_ins import forwards
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.tracer import trace_model
 from jettison.core.errors import UsageError
