@@ -510,6 +510,7 @@ def test_a_reference_under_cpu_offload(write: Any) -> None:
     plain = {"adapter": "lora", "load_in_4bit": False, "optimizer": "adamw_torch_fused"}
     found = read_run(write(QLORA, rl="dpo", **plain, **sharded), gpus=2)
     assert (found.request.reference, found.request.offload_optimizer) == ("base", "fsdp2")
+    assert [key.why for key in found.used if key.name == "micro_batch_size"] == ["--micro-batch 4"]
     assert forecast(resolve(found.spec(), found.request).run).peak_bytes > 0
 
 

@@ -113,6 +113,18 @@ def test_devices_that_nobody_says_or_that_are_not_divided(titan: Path) -> None:
         read_run(titan.parent / "none.toml")
 
 
+@pytest.mark.parametrize("gpus", [0, -2])
+def test_a_run_has_at_least_one_gpu(titan: Path, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ledger", "--from", str(titan), "--gpus", str(gpus)]) == 2
+    assert f"got --gpus {gpus}; expected 1 or more" in capsys.readouterr().err
+
+
+def test_a_models_config_is_given_as_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    with pytest.raises(UsageError, match="which has a model and no run; expected it as MODEL: jettison ledger"):
+        read_run(tmp_path / "config.json")
+
+
 def test_flags_of_a_file_need_the_file(titan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ledger", "gpt2", "--gpus", "8"]) == 2
     assert "got --gpus 8 without --from" in capsys.readouterr().err

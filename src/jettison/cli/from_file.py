@@ -76,12 +76,10 @@ def sourced(
     if not source.from_file:
         if model is None:
             raise UsageError("expected a model: a preset such as llama3-8b, a config.json, or --from FILE of a trainer")
-        if own_gpus is not None or source.allow_unread:
-            if own_gpus is not None:
-                instead = f"a layout such as --dp {own_gpus} --zero 3 in place of --gpus"
-                raise UsageError(
-                    f"got --gpus {own_gpus} without --from; expected --from FILE of a trainer, or {instead}"
-                )
+        if own_gpus is not None:
+            instead = f"--from FILE of a trainer, or a layout such as --dp {own_gpus} --zero 3 in place of --gpus"
+            raise UsageError(f"got --gpus {own_gpus} without --from; expected {instead}")
+        if source.allow_unread:
             raise UsageError("got --allow-unread without --from; expected --from FILE of a trainer as well")
         if Path(model).is_file() and Path(model).suffix != ".json":
             from jettison.cli.file_kinds import describes_run
@@ -96,6 +94,8 @@ def sourced(
     given = {name: getattr(request, name) for name in request.given()}
     asked = {name: value for name, value in given.items() if name in known} if isinstance(request, RunRequest) else {}
     gpus = own_gpus if gpus is None else gpus
+    if gpus is not None and gpus < 1:
+        raise UsageError(f"got --gpus {gpus}; expected 1 or more")
     found = read_run(*source.from_file, model=model, gpus=gpus, asked=asked, allow_unread=source.allow_unread)
     own = {f.name for f in fields(RunRequest if isinstance(request, RunRequest) else CommonRequest)}
     own -= set(decides) | replaced(given)

@@ -257,8 +257,10 @@ class Keys:
         for key in keys:
             if key in self.values:
                 said = _flags(name, value)
+                earlier = self._became.setdefault(key, [])
+                earlier[:] = [one for one in earlier if not one.startswith(f"{flag_of(name)} ")]
                 other = self.asked.get(name) not in (None, value) or name in replaced(self.asked)
-                self._became.setdefault(key, []).append(f"{said} (the command line says another)" if other else said)
+                earlier.append(f"{said} (the command line says another)" if other else said)
 
     def error(self, text: str) -> UsageError:
         """Return an error about the file."""
@@ -586,7 +588,9 @@ def read_run(
     table = _table(first)
     if table is None:
         why = f"which has no key of a known framework; expected {', '.join({table['says']: 0 for table in tables()})}"
-        if (named := _named_within(first)) is not None:
+        if {"model_type", "architectures"} & {*first.values}:
+            why = f"which has a model and no run; expected it as MODEL: jettison ledger {first.path} --seq 4096"
+        elif (named := _named_within(first)) is not None:
             why = f"which starts a run of {named}; expected --from {named}, and flags for what the script changes"
         if alike := next((one for one in tables() if _fits(replace(first, syntax=one["syntaxes"][0]), one)), None):
             expected = ", ".join(alike["syntaxes"])

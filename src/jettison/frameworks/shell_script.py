@@ -448,9 +448,9 @@ def _statements(text: str) -> Iterator[tuple[str, str]]:
         yield word, "\n"
 
 
-def _piped(text: str) -> Iterator[str]:
-    """Split commands at pipes with spaces around them; patterns of layers have pipes without spaces."""
-    quote, depth, begin = "", 0, 0
+def _outside(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the characters outside of quotations and brackets, with their positions."""
+    quote, depth = "", 0
     for at, char in enumerate(text):
         if quote:
             quote = "" if char == quote and text[at - 1] != "\\" else quote
@@ -460,7 +460,15 @@ def _piped(text: str) -> Iterator[str]:
             depth += 1
         elif char in ")}" and depth:
             depth -= 1
-        elif char == "|" and not depth and text[at - 1 : at + 2].strip() != text[at - 1 : at + 2]:
+        elif not depth:
+            yield at, char
+
+
+def _piped(text: str) -> Iterator[str]:
+    """Split commands at pipes with spaces around them; patterns of layers have pipes without spaces."""
+    begin = 0
+    for at, char in _outside(text):
+        if char == "|" and text[at - 1 : at + 2].strip() != text[at - 1 : at + 2]:
             yield text[begin:at]
             begin = at + 1
     yield text[begin:]
@@ -468,19 +476,8 @@ def _piped(text: str) -> Iterator[str]:
 
 def _value(text: str) -> tuple[str, str]:
     """Return the value of an assignment, and the text after it."""
-    quote, depth = "", 0
-    for at, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote and text[at - 1] != "\\" else quote
-        elif char in "\"'`":
-            quote = char
-        elif char == "(" or (char == "{" and text[at - 1 : at] == "$"):
-            depth += 1
-        elif char in ")}" and depth:
-            depth -= 1
-        elif char.isspace() and not depth:
-            return text[:at], text[at:]
-    return text, ""
+    end = next((at for at, char in _outside(text) if char.isspace()), len(text))
+    return text[:end], text[end:]
 
 
 def split_words(line: str) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Final
 from jettison.frameworks.run_file import Keys, models
 from jettison.frameworks.trainer_keys import low_rank
 
-_MLP: Final = ("gate_proj", "down_proj", "up_proj")
 _ENDS: Final = frozenset({"tok_embeddings", "output"})
 
 
@@ -110,7 +109,7 @@ def _adapters(keys: Keys, builder: str) -> None:
     mlp = keys.on("model.apply_lora_to_mlp")
     if not builder.removeprefix("q").startswith("lora_"):
         return
-    targets = "+".join([*modules, *(_MLP if mlp else ())])
+    targets = "+".join([*modules, *("gate_proj", "down_proj", "up_proj")[: 3 * mlp]])
     came_from = ("model.lora_attn_modules", "model.apply_lora_to_mlp")
     low_rank(keys, "model.lora_rank", 8, "model.lora_dropout", 0.0, targets, *came_from)
     if builder.startswith("qlora_") or keys.on("model.quantize_base"):
