@@ -13,19 +13,11 @@ import sysconfig
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jettison.core.objects import Same
 from jettison.spec.frameworks import named
 
 # names in bytecode ----------------------------------------------------------------------------------------------------
-
-
-class Names(NamedTuple):
-    """Names in one code object, including functions inside of it."""
-
-    read: frozenset[str]  # that it may read, strings included; not those that it only assigns to
-    assigned: frozenset[str]  # attributes that it sets or deletes, except those of a method's own instance
 
 
 @functools.lru_cache(maxsize=16384)
@@ -37,25 +29,13 @@ def mentioned_in(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=16384)
-def names_in(code: types.CodeType) -> Names:
-    inner = [names_in(one) for one in _inner(code)]
-    steps = [one for one in dis.get_instructions(code) if one.opname not in ("NOP", "EXTENDED_ARG")]
-    texts = _texts(code.co_consts)
-    read = {one.argval for one in steps if one.opcode in dis.hasname and one.opname not in _ASSIGN}
-    assigned = {
-        one.argval for at, one in enumerate(steps) if one.opname in _SET and not _is_own_attribute(code, steps, at)
-    }
-    if not _SETTERS.isdisjoint(code.co_names):
-        assigned |= {text for text in texts if text.isidentifier()}
-    return Names(
-        read=frozenset(read | texts).union(*(names.read for names in inner)),
-        assigned=frozenset(assigned).union(*(names.assigned for names in inner)),
-    )
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Names that code may read, strings and functions inside of it included; not those that it only assigns to."""
+    steps = (one for one in dis.get_instructions(code) if one.opcode in dis.hasname and one.opname not in _ASSIGN)
+    return frozenset((*(one.argval for one in steps), *_texts(code.co_consts))).union(*map(names_in, _inner(code)))
 
 
-_SET = ("STORE_ATTR", "DELETE_ATTR")
-_ASSIGN = (*_SET, "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
-_SETTERS = frozenset(("setattr", "delattr", "__setattr__", "__delattr__", "vars", "__dict__"))
+_ASSIGN = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME")
 
 
 def _texts(constants: Sequence[object]) -> frozenset[str]:
@@ -74,22 +54,6 @@ def _inner(code: types.CodeType) -> list[types.CodeType]:
         with contextlib.suppress(SyntaxError, ValueError):
             inner.append(compile(text, "<text>", "exec"))
     return inner
-
-
-def _is_own_attribute(code: types.CodeType, steps: Sequence[dis.Instruction], at: int) -> bool:
-    """Whether an attribute is set on the first argument of a method."""
-    inside, _, _ = code.co_qualname.rpartition(".")
-    if not inside or inside.endswith("<locals>") or not code.co_argcount:
-        return False
-    before = at - 1
-    if steps[before].opname == "SWAP":  # ``x.n += 1`` has loaded x first, and a copy of it
-        name = steps[at].argval
-        looks = (i for i in range(before, 1, -1) if steps[i].opname == "LOAD_ATTR" and steps[i].argval == name)
-        before = next((i - 2 for i in looks if steps[i - 1].opname == "COPY"), -1)
-    if before < 0 or not steps[before].opname.startswith("LOAD_FAST"):
-        return False
-    loaded = steps[before].argval
-    return bool((loaded[-1] if isinstance(loaded, tuple) else loaded) == code.co_varnames[0])
 
 
 # closures, defaults, and the globals that code names ------------------------------------------------------------------
@@ -147,30 +111,6 @@ def _closed_over(function: types.FunctionType) -> list[Any]:
         with contextlib.suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
     return found
-
-
-# attributes that code sets on libraries -------------------------------------------------------------------------------
-
-
-def library_owners(function: types.FunctionType) -> Sequence[Any]:
-    """Modules, classes and functions of libraries that a function's code names, on which code may set attributes."""
-    return _library_owners(function.__code__, Same(function.__globals__), len(function.__globals__))
-
-
-@functools.lru_cache(maxsize=16384)
-def _library_owners(code: types.CodeType, table: Same[dict[str, Any]], _size: int) -> tuple[Any, ...]:
-    names = mentioned_in(code)
-    found: dict[int, Any] = {}
-    left = [table.it.get(name, sys.modules.get(name)) for name in names]
-    while left:
-        owner = left.pop()
-        if id(owner) in found or not isinstance(owner, types.ModuleType | type | types.FunctionType):
-            continue
-        if is_foreign(owner.__name__ if isinstance(owner, types.ModuleType) else str(owner.__module__)):
-            found[id(owner)] = owner
-            if not isinstance(owner, types.FunctionType):
-                left += [vars(owner).get(name) for name in names]
-    return tuple(found.values())
 
 
 # owners of modules ----------------------------------------------------------------------------------------------------

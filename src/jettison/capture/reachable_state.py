@@ -38,7 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture import code_names, side_effects, state_kinds
-from jettison.capture.code_names import Names, is_foreign, names_in, package_of
+from jettison.capture.code_names import is_foreign, names_in, package_of
 from jettison.capture.side_effects import put_switches_back, read_switches
 from jettison.capture.state_kinds import PLAIN, AttributeState, KeptState, TableState, is_a, worth_a_look
 from jettison.capture.tensor_subclasses import is_in_memory
@@ -101,10 +101,6 @@ class Reach:
         self._named: set[tuple[int, str]] = set()  # globals: (id of the table, name)
         self._unnamed: list[tuple[str, Any, int]] = []  # large containers: see NOTE [ What code cannot name ]
         self._tables: set[int] = set()  # dicts of modules, threads and loggers
-        self._owners: dict[int, Any] = {}  # of libraries, named by code
-        self._assigned: dict[int, state_kinds.Assigned] = {}  # by id of the owner
-        self._set_names: set[str] = set()  # attributes that code assigns to on other objects than a method's own
-        self._noted_names: set[str] = set()  # those of them whose values on `_owners` are known
         self._importing: dict[str, list[tuple[KeptState, Any]]] = {}  # state before a module's code ran
         self._prints_errors = logging.raiseExceptions
         self._modules(modules)
@@ -227,31 +223,13 @@ class Reach:
         self._libraries.clear()
 
     def _walk_near(self) -> None:
-        sizes = (-1, -1)
-        while sizes != (len(self._owners), len(self._set_names)):  # attributes set on them may lead to more
-            sizes = (len(self._owners), len(self._set_names))
-            self._note_assigned()
-            while self._waiting or self._unnamed:
-                while self._waiting:
-                    self._visit(*self._waiting.popleft())
-                by_any = not self._names.isdisjoint(_BY_ANY_NAME)
-                named = [one for one in self._unnamed if by_any or one[0] in self._names]
-                self._unnamed = [one for one in self._unnamed if one not in named] if named else []
-                self._waiting += [(value, depth) for _, value, depth in named]
-
-    def _note_assigned(self) -> None:
-        for owner in self._owners.values():
-            known = self._assigned.get(id(owner))
-            if known is None:
-                known = self._assigned[id(owner)] = state_kinds.Assigned(owner, self._set_names)
-                self.states.append(known)
-                found = known.was
-            else:
-                new = self._set_names - self._noted_names
-                found = {name: vars(owner)[name] for name in new & vars(owner).keys()}
-                known.was.update(found)
-            self._waiting += [(value, 1) for value in found.values()]
-        self._noted_names |= self._set_names
+        while self._waiting or self._unnamed:
+            while self._waiting:
+                self._visit(*self._waiting.popleft())
+            by_any = not self._names.isdisjoint(_BY_ANY_NAME)
+            named = [one for one in self._unnamed if by_any or one[0] in self._names]
+            self._unnamed = [one for one in self._unnamed if one not in named] if named else []
+            self._waiting += [(value, depth) for _, value, depth in named]
 
     def _later(self, value: Any, depth: int) -> None:
         if not is_a(value, PLAIN):
@@ -379,7 +357,7 @@ class Reach:
         if is_a(value, types.FunctionType):
             self._globals_of(value)
             if not is_foreign(value.__module__):
-                self._names_of(value, names_in(value.__code__), depth)
+                self._names |= names_in(value.__code__)
                 self.states += [AttributeState(cell, "cell_contents") for cell in value.__closure__ or ()]
                 self.states += [AttributeState(value, name) for name in ("__defaults__", "__kwdefaults__")]
         for one in state_kinds.inside(value):
@@ -403,12 +381,6 @@ class Reach:
             if (id(table), name) not in self._named:
                 self._named.add((id(table), name))
                 self.states.append(state_kinds.GlobalState(table, name))
-
-    def _names_of(self, function: types.FunctionType, names: Names, depth: int) -> None:
-        self._names |= names.read
-        for owner in code_names.library_owners(function):
-            self._owners[id(owner)] = owner
-        self._set_names |= names.assigned
 
     def _object(self, value: Any, depth: int) -> None:
         """Walk attributes and slots of any object, and its classes."""

@@ -337,21 +337,6 @@ class ClassState(KeptState):
             setattr(self.holder, where, value)
 
 
-class Assigned(ClassState):
-    """Those attributes of a library's module, class or function that code assigns to. ``names`` may grow."""
-
-    def __init__(self, holder: Any, names: set[str]) -> None:
-        self.names = names
-        super().__init__(holder)
-
-    def table(self) -> Any:
-        attributes = vars(self.holder)
-        return {name: attributes[name] for name in self.names & attributes.keys()}
-
-    def counts(self, name: str) -> bool:
-        return True
-
-
 class Globals(ClassState):
     """The table of a module's globals. Submodules that were imported since stay."""
 
