@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -26,9 +24,6 @@ MOVES: dict[str, Callable[[], object]] = {
     "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
     "numpy errors": lambda: np.seterr(over="raise"),
     "folder": lambda: os.chdir("/"),
-    "search path": lambda: sys.path.append("/nowhere"),
-    "filters": lambda: warnings.filterwarnings("ignore", message="nobody says this"),
-    "order of the search path": lambda: sys.path.append(sys.path.pop(0)),
     "environment": lambda: os.environ.update(JETTISON_TEST="1"),
     "threads of autograd": lambda: torch._C._set_multithreading_enabled(False),
     "fast path of attention": lambda: torch.backends.mha.set_fastpath_enabled(False),

@@ -14,10 +14,9 @@ import stat
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -66,42 +65,6 @@ def _set_environment(wanted: dict[str, str]) -> None:
     os.environ.update(wanted)
 
 
-def _set_search(wanted: tuple[list[str], Any, list[Any]]) -> None:
-    path, filters, entries = wanted
-    sys.path[:] = _with_imported(path, sys.path, _paths_since)
-    entries = _with_imported(entries, warnings.filters, _filters_since)
-    if warnings.filters is not filters or list(filters) != entries:
-        filters[:] = entries
-        with warnings.catch_warnings():  # leaving it makes Python read the filters again
-            pass
-        cast(Any, warnings).filters = filters
-
-
-def _with_imported(before: list[Any], now: Iterable[Any], added: list[Any]) -> list[Any]:
-    """The old entries, with those that an imported library added at their present positions."""
-    new = [one for one in now if one in added and one not in before]
-    together = [one for one in now if one in before or one in new]
-    if new and [one for one in together if one not in new] == before:
-        return together
-    return [*new, *before]
-
-
-_paths_since: list[str] = []
-_filters_since: list[Any] = []
-"""Search-path and warnings-filter entries of libraries imported in runs that restore all else: they need them."""
-
-
-@contextlib.contextmanager
-def noting_entries() -> Iterator[None]:
-    """Keep the entries of the search path and of the warnings' filters that an import within this context adds."""
-    paths, filters = list(sys.path), list(warnings.filters)
-    try:
-        yield
-    finally:
-        _paths_since.extend(one for one in sys.path if one not in paths)
-        _filters_since.extend(one for one in warnings.filters if one not in filters)
-
-
 PROCESS_SWITCHES: tuple[Switch, ...] = (
     *KERNEL_SWITCHES,
     (
@@ -120,9 +83,8 @@ PROCESS_SWITCHES: tuple[Switch, ...] = (
     (torch._C._get_deterministic_fill_uninitialized_memory, torch._C._set_deterministic_fill_uninitialized_memory),
     (gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
     (lambda: logging.root.manager.disable, logging.disable),
-    (lambda: (list(sys.path), warnings.filters, list(warnings.filters)), _set_search),
 )
-"""Also those that decide what a forward computes, raises, finds or logs. Planning leaves no other switch of the process
+"""Also those that decide what a forward computes, raises or logs. Planning leaves no other switch of the process
 as it was: they do not change what a step computes, and its first step would set them alike.
 """
 
@@ -186,14 +148,14 @@ def _noting(execute: Any) -> Any:
     @functools.wraps(execute)
     def noting(loader: Any, module: types.ModuleType) -> None:
         if _INSIDE or is_foreign(module.__name__):
-            with noting_entries(), contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as stack:
                 _INSIDE.append(module)
                 stack.callback(_INSIDE.pop)
                 execute(loader, module)
             return
         for notes in list(_LOOKING):
             notes.importing(module)
-        with noting_entries(), _disable_current_modes(), torch.enable_grad():
+        with _disable_current_modes(), torch.enable_grad():
             execute(loader, module)
         _KEPT.append(module)
         for notes in list(_LOOKING):

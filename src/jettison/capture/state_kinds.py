@@ -742,21 +742,6 @@ def _lends_memory(value: Any) -> bool:
     return False
 
 
-class _Position(KeptState):
-    rank = 2_000
-
-    def read(self) -> int | None:
-        with contextlib.suppress(OSError, ValueError):
-            return None if self.holder.closed else int(self.holder.tell())
-        return None
-
-    def put_back(self) -> None:
-        if self.was is None or self.holder.closed:
-            name = repr(getattr(self.holder, "name", type(self.holder).__name__))
-            raise UnsupportedModule(f"the forward reads or closes the file {name}, which outlives it")
-        self.holder.seek(self.was)
-
-
 def _is_read(file: Any) -> bool:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return is_of_c(file) and _is_regular(file) and file.readable() and not file.writable()
@@ -839,7 +824,6 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], KeptState | None]], ..
     (_is_of(dict, list, set, deque, bytearray), TableState),
     (is_array, TableState),
     (_is_of(functools._lru_cache_wrapper), CacheState),
-    (_is_of(io.IOBase), lambda value: _Position(value) if _is_read(value) else None),
     (_lends_memory, MemoryState),
 )
 """By kind, its restorable state. The first that fits counts."""
@@ -902,7 +886,7 @@ def stand_in(value: Any) -> Any:
     if (instead := asking(value)) is not None:
         return instead
     if is_a(value, io.IOBase) and not refuses_a_copy(kind):
-        return _scratch(value)
+        return Untouchable(f"file ({getattr(value, 'name', name)})", value) if _is_read(value) else _scratch(value)
     if is_a(value, types.GeneratorType) or is_iterator_of_c(value):
         return Untouchable(type(value).__name__, value)
     if is_outside(kind):
