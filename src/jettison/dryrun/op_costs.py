@@ -39,7 +39,7 @@ from jettison.dryrun.kernel_trial import (
     workspaces,
 )
 from jettison.dryrun.worker import run_apart
-from jettison.runtime.host_pool import left_on_host
+from jettison.runtime.offload import left_on_host
 
 Figures = TypeVar("Figures")
 ROUNDS = 3  # of pricing what a dry run meets; calls that are new every time count as the dearest of their kind
