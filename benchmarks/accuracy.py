@@ -58,7 +58,7 @@ from jettison.predict.ranges import (
 )
 from jettison.predict.stages import cached_segments
 from jettison.predict.time import estimate
-from jettison.spec.allowance import fixed_allowance
+from jettison.spec.device_allowance import fixed_allowance
 from jettison.spec.hardware import hardware
 from jettison.spec.run import Run
 

@@ -340,8 +340,8 @@ def _traced(values: Mapping[str, Any], kind: str, seq: int | None) -> tuple[tupl
     import torch
 
     from jettison.capture.blocks import find_blocks, only_blocks
-    from jettison.capture.entries import ledger_of
     from jettison.capture.fakes import fake_mode
+    from jettison.capture.ledger_entries import ledger_of
     from jettison.capture.tracer import trace_model
     from jettison.models.huggingface import ConfigRequest, batch_for, build, config_of
 

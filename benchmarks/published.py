@@ -12,7 +12,7 @@ torch.cuda.max_memory_reserved is more than the tensors of the worst moment, for
   gathered counts twice.
 - A freed block takes in what fits. The 16-bit logits are freed before the fp32 gradient of the logits is made, which
   needs twice their room: see `room_left_by_logits`.
-- The rest is the share that `jettison.spec.allowance` expects.
+- The rest is the share that `jettison.spec.device_allowance` expects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.report.explain import peak_parts
 from jettison.request.options import RunRequest
 from jettison.request.resolve import flag_of, model_spec, resolve
-from jettison.spec.allowance import FRAGMENTS
+from jettison.spec.device_allowance import FRAGMENTS
 from jettison.spec.kernels import kernels as kernel_set
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind

@@ -2,9 +2,9 @@
 
     python -m benchmarks.ranks [--before COMMIT] [--json benchmarks/results/ranks.json]
 
-The agreement of `jettison.parallel.agree`, and the words of `jettison.train.ranks`, run as they are, one rank after the
-other in one process, against a store that counts. Ranks speak from the last to the first, so that nobody waits; what
-ranks ask while they wait is not counted (NOTE [ Waiting ]). With ``--before`` the agreement of an older
+The agreement of `jettison.parallel.recompute_agreement`, and the words of `jettison.train.ranks`, run as they are, one
+rank after the other in one process, against a store that counts. Ranks speak from the last to the first, so that nobody
+waits; what ranks ask while they wait is not counted (NOTE [ Waiting ]). With ``--before`` the agreement of an older
 commit is counted the same way; without it, its figures stay as they are in the file.
 
 Sockets are computed (benchmarks/rank_sockets.py); a test compares the formula with real processes.
@@ -31,7 +31,7 @@ from torch import nn
 
 import jettison
 from benchmarks.rank_sockets import sockets
-from jettison.parallel.agree import Round
+from jettison.parallel.recompute_agreement import Round
 from jettison.train.rank_plan import RankDecision
 from jettison.train.ranks import World
 
@@ -363,7 +363,7 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     source, known = None, {}
     if given.before:
-        place = f"{given.before}:src/jettison/parallel/agree.py"
+        place = f"{given.before}:src/jettison/parallel/recompute_agreement.py"
         source = subprocess.run(["git", "show", place], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     elif given.json.exists():
         known = json.loads(given.json.read_text("utf-8"))

@@ -82,7 +82,7 @@ FRAMEWORK = '[presets.example]\norder = 99\nlike = "torchtitan"\nzero = 2\n'
 WRITER = '''"""Which layers are checkpoints, one a line."""
 
 from jettison.frameworks.export import TargetOutput
-from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.nearest_policy import Nearest
 
 
 def write(nearest: Nearest) -> TargetOutput:

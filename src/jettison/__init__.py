@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF` says the same, name by name
     from jettison import integrations as integrations
-    from jettison.capture.entries import ledger_of as ledger_of
+    from jettison.capture.ledger_entries import ledger_of as ledger_of
     from jettison.cli.export import export_plan as export_plan
     from jettison.cli.search import search as search
     from jettison.core.errors import DoesNotFit as DoesNotFit
@@ -58,7 +58,7 @@ _NAMES_OF = {
     "jettison.verify.own_checkpointing": "verify_given",
     "jettison.cli.export": "export_plan",
     "jettison.verify.watch": "watch",
-    "jettison.capture.entries": "ledger_of",
+    "jettison.capture.ledger_entries": "ledger_of",
     "jettison.predict.time": "estimate",
     "jettison.runtime.recompute_function": "checkpoint checkpointable",
     "jettison.predict.forecast": "forecast",

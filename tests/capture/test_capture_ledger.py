@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
+from jettison.capture.ledger_entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
 from jettison.capture.tracer import trace_model
 from jettison.ledger.ledger import Ledger, Origin
 from jettison.solve.policy import Full

@@ -18,8 +18,8 @@ from jettison.predict.stages import cached_segments
 from jettison.predict.time import estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
-from jettison.spec.allowance import fixed_allowance
 from jettison.spec.anchor import BUFFERS, MeasuredRun, RunAnchor, parse_measured, read_anchor
+from jettison.spec.device_allowance import fixed_allowance
 from jettison.spec.hardware import hardware, slower
 from jettison.spec.run import anchored
 

@@ -18,7 +18,7 @@ from jettison.core.errors import DoesNotFit, PlanMismatch, UsageError
 from jettison.core.units import Bytes
 from jettison.frameworks.export import Exported, exporter
 from jettison.frameworks.live import live_export
-from jettison.frameworks.nearest import CannotSay
+from jettison.frameworks.nearest_policy import CannotSay
 from jettison.frameworks.policy import (
     LayerAction,
     checkpointed,

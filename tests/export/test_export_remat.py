@@ -19,7 +19,7 @@ from jettison.cli.live_model import PlanReport
 from jettison.cli.plan import PlanFlags, plan
 from jettison.core.errors import TraceError
 from jettison.frameworks.export import Exported, exporter
-from jettison.frameworks.nearest import CannotSay
+from jettison.frameworks.nearest_policy import CannotSay
 from jettison.frameworks.policy import kept_whole
 from jettison.frameworks.torch_remat.write import by_regions, options_of, overwritten, steps_down
 from jettison.models.live_model import ModelRequest, load

@@ -13,7 +13,7 @@ from jettison.cli.plan import PlanFlags, plan, remade
 from jettison.core.units import format_bytes
 from jettison.frameworks.export import Exported, losses
 from jettison.frameworks.megatron.write import _uniform
-from jettison.frameworks.nearest import DescribedPricer, subject_of
+from jettison.frameworks.nearest_policy import DescribedPricer, subject_of
 from jettison.request.options import RunRequest
 
 LONG = {"tp": 8, "seq": 131072, "kernels": "megatron"}

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from jettison.memory.schedule import OrderOptions, PipelineShape, device_order
 from jettison.memory.span import Phase, Span, levels, peaks
+from jettison.memory.stage_unit import Unit
 from jettison.memory.step import Event, Lifetime, StageLoad, moments, peak, peak_bytes
-from jettison.memory.unit import Unit
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import Gradients
 

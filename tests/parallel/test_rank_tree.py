@@ -16,7 +16,7 @@ from benchmarks.ranks import CountingStore, Waits, Words, now, together, worlds
 from torch import distributed as dist
 
 from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, UsageError
-from jettison.parallel.agree import Agreement, BudgetVerdict, Round
+from jettison.parallel.recompute_agreement import Agreement, BudgetVerdict, Round
 from jettison.parallel.store_exchange import FAN, children, listed
 from jettison.train.ranks import RankLost, World
 from support.patience import PATIENCE

@@ -18,7 +18,7 @@ from jettison.core.errors import Infeasible, TraceError, UnsupportedModule, Usag
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.dryrun.user_step import UserStep, observe
-from jettison.parallel.agree import summary
+from jettison.parallel.recompute_agreement import summary
 from jettison.planner.step_description import copies_of
 from support.toys import Mlp, Words
 

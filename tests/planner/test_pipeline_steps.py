@@ -14,7 +14,7 @@ from jettison.core.errors import PlanMismatch, TraceError, UnsupportedModule, Us
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak
 from jettison.dryrun.imagined_pipeline import _Chain
-from jettison.parallel.agree import Round
+from jettison.parallel.recompute_agreement import Round
 from support.toys import Mlp
 
 

@@ -30,7 +30,7 @@ from jettison.predict.ranges import (
 from jettison.predict.stages import cached_segments, passes_of
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
-from jettison.spec.allowance import fixed_allowance
+from jettison.spec.device_allowance import fixed_allowance
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jettison.families.presets import preset
-from jettison.formula.named import Choices, resized
+from jettison.formula.named_sizes import Choices, resized
 from jettison.formula.sums import SizeGuards, Sum, constant, positive, sum_of, symbol
 from jettison.report.explorer_closed_form import closed_form_document, form_of, sizes_of, table_of
 from jettison.report.explorer_fit import SizeGrid

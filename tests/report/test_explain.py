@@ -12,8 +12,8 @@ from jettison.core.units import format_bytes
 from jettison.families.presets import preset
 from jettison.formula.static import Static
 from jettison.memory.schedule import OrderOptions, PipelineShape, device_order
+from jettison.memory.stage_unit import Unit
 from jettison.memory.step import StageLoad
-from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, available_bytes, forecast, limit_of
 from jettison.predict.ranges import FitBudget, FitRule, FitVerdict, figures, fit_budgets, time_residual
 from jettison.predict.time import estimate

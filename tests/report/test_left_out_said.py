@@ -13,7 +13,7 @@ from jettison.cli.main import run
 from jettison.families.config import left_out_of
 from jettison.families.family import FAMILIES
 from jettison.report.explorer import explorer_page
-from jettison.report.subject import read_subject
+from jettison.report.report_subject import read_subject
 from jettison.spec.frameworks import named
 
 INNER = {

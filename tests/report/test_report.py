@@ -22,7 +22,7 @@ from jettison.ledger.step_levels import POINTS, StepLevels
 from jettison.report import page as page_module
 from jettison.report import untrusted
 from jettison.report.page import json_for_html
-from jettison.report.subject import SubjectKind, TensorPolicy
+from jettison.report.report_subject import SubjectKind, TensorPolicy
 from jettison.solve.plan import Plan
 from support.report_cases import HOSTILE, plan, proof, run_log
 

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 import jettison
 from jettison.capture.recorder import TensorRef
 from jettison.core.errors import StaleTensor, UsageError, WrongValue
-from jettison.runtime.frame import Frame
 from jettison.runtime.recipe import Recipe, SlotAction, expected_of
 from jettison.runtime.recompute_code import RecomputeCode, code_of
+from jettison.runtime.saved_tensor_hooks import Frame
 from jettison.verify.differences import compare_gradients, independent_copy, same_bits
 from support.toys import Headed
 

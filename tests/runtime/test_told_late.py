@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jettison
 from jettison.core.errors import TraceError, WrongValue
-from jettison.runtime import frame, witness
+from jettison.runtime import saved_tensor_hooks, witness
 from jettison.runtime.witness import Rounded, Witness, compare, spots_of
 from silent.kit import rows, stack
 
@@ -172,13 +172,13 @@ def test_a_planned_model_stops_at_the_end_of_backward_and_counts_rounding(monkey
         model(rows(0)).backward()
         assert [report.rounded for report in handle.report()] == [0, 0, 0, 0]
         assert {report.check for report in handle.report()} == {"always"}
-        monkeypatch.setattr(frame, "compare", lambda left, t, *more: compare(left, next_bits(t), *more))
+        monkeypatch.setattr(saved_tensor_hooks, "compare", lambda left, t, *more: compare(left, next_bits(t), *more))
         model(rows(1)).backward()
         assert sum(report.rounded for report in handle.report()) > 0
-        monkeypatch.setattr(frame, "compare", lambda left, t, *more: compare(left, t + 1, *more))
+        monkeypatch.setattr(saved_tensor_hooks, "compare", lambda left, t, *more: compare(left, t + 1, *more))
         with pytest.raises(WrongValue, match="was recomputed for backward"):
             model(rows(2)).backward()
-    monkeypatch.setattr(frame, "compare", lambda left, t, *more: compare(left, next_bits(t), *more))
+    monkeypatch.setattr(saved_tensor_hooks, "compare", lambda left, t, *more: compare(left, next_bits(t), *more))
     with jettison.apply(model, "full", batch=(rows(0),), check="exact"), pytest.raises(WrongValue):
         model(rows(0)).backward()
 

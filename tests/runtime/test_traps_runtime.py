@@ -17,7 +17,7 @@ import jettison
 from jettison.core.errors import Infeasible, JettisonError, UnsupportedModule
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import AllocationCounter, static_tensors
-from jettison.runtime.frame import Frame
+from jettison.runtime.saved_tensor_hooks import Frame
 from jettison.verify.differences import compare_gradients, independent_copy
 from support.stacks import POLICIES, WIDTH, Block, Stack, apply, compare, rows, stack
 from support.training import assert_same, sgd, train

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.runtime.frame import Frame
+from jettison.runtime.saved_tensor_hooks import Frame
 
 
 class Stack(nn.Module):

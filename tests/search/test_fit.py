@@ -17,7 +17,7 @@ from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.search import what_fits as fit_module
 from jettison.search.what_fits import Edge, fit
-from jettison.spec.allowance import FRAGMENTS, fixed_allowance
+from jettison.spec.device_allowance import FRAGMENTS, fixed_allowance
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, ZeroBuckets
 from jettison.spec.precision import PRECISIONS, Gradients

@@ -10,7 +10,7 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB
 from jettison.families.presets import preset
 from jettison.memory.schedule import Work
-from jettison.memory.unit import Unit
+from jettison.memory.stage_unit import Unit
 from jettison.predict.forecast import Stage, forecast, plain
 from jettison.predict.stages import pipeline_shape
 from jettison.predict.time import estimate

@@ -10,7 +10,7 @@ from typing import Any
 from jettison.cost.collective import ring_bytes
 from jettison.cost.flops import repeated, to_the_end
 from jettison.families.presets import preset
-from jettison.formula.named import Choices, resized
+from jettison.formula.named_sizes import Choices, resized
 from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
 from jettison.report.explorer_closed_form import MODES, closed_form_document, form_of, region_signature, sizes_of

@@ -16,8 +16,8 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.core.progress import silent
 from jettison.dryrun.compiled import MeasuredChoice, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
+from jettison.planner.front_policies import policy_of
 from jettison.planner.host import movable, option_at, with_moves_of_compiled
-from jettison.planner.points import policy_of
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from support.compiled_blocks import equal, gradients, peak

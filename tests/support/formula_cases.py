@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import nn
 
-from jettison.capture.entries import ROOT_LAYER, ledger_of
+from jettison.capture.ledger_entries import ROOT_LAYER, ledger_of
 from jettison.capture.tracer import trace_model
 from jettison.families.config import parse_config
 from jettison.families.family import kernels_for

@@ -18,7 +18,7 @@ from jettison.capture.sharded import parameter_groups, sharded_modules
 from jettison.models.reference import Gpt
 from jettison.parallel import apply_tensor_parallel
 from jettison.parallel.parameters import shard_blocks
-from jettison.runtime import frame
+from jettison.runtime import saved_tensor_hooks
 from jettison.verify.differences import buffer_digest
 from support.parallel_plans import SEED, of_record, plan, steps
 from support.rank_models import Counting, Model, Ops, distance, model, same, shard, tokens, whole_gradients
@@ -96,14 +96,14 @@ class Demands:
 
     def __init__(self) -> None:
         self.asked = 0
-        self._real = frame.whole_now
+        self._real = saved_tensor_hooks.whole_now
 
     def __enter__(self) -> Demands:
-        frame.whole_now = self._asked
+        saved_tensor_hooks.whole_now = self._asked
         return self
 
     def __exit__(self, *_: Any) -> None:
-        frame.whole_now = self._real
+        saved_tensor_hooks.whole_now = self._real
 
     def _asked(self, module: Any, table: Any, leaf: str, seen: torch.Tensor) -> torch.Tensor:
         before = table[leaf]

@@ -17,7 +17,7 @@ from jettison.core.errors import Infeasible, StaleTensor
 from jettison.core.units import Bytes
 from jettison.models.reference import Gpt, GptConfig
 from jettison.parallel import apply_tensor_parallel, seed_ranks
-from jettison.parallel.agree import Agreement, ranks_in, summary
+from jettison.parallel.recompute_agreement import Agreement, ranks_in, summary
 from jettison.planner.handle import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward

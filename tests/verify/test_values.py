@@ -14,8 +14,8 @@ import jettison
 from jettison.cli.main import run
 from jettison.core.errors import ProofFailed
 from jettison.report.proof import Proof
-from jettison.runtime.frame import Frame
 from jettison.runtime.handles import Handle
+from jettison.runtime.saved_tensor_hooks import Frame
 
 H = 8
 

@@ -12,11 +12,11 @@ import transformers
 from torch import nn
 
 import jettison
-from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER
+from jettison.capture.ledger_entries import OUTSIDE_LAYER, ROOT_LAYER
 from jettison.core.errors import UsageError
 from jettison.core.units import Bytes
 from jettison.report.proof import LayerProof, Proof
-from jettison.runtime.frame import Frame
+from jettison.runtime.saved_tensor_hooks import Frame
 from jettison.verify.planned import observed_saved_bytes
 
 S, B, H, V = 64, 2, 64, 128

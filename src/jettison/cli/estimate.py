@@ -31,7 +31,7 @@ from jettison.report.console import hint, progress
 from jettison.report.estimate import EstimateReport, TrainingBudget
 from jettison.request.options import NOTHING_ASKED, RunRequest
 from jettison.request.resolve import is_live, resolve
-from jettison.spec.allowance import Limit
+from jettison.spec.device_allowance import Limit
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run, anchored, placed

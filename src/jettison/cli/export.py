@@ -15,7 +15,7 @@ from jettison.core.errors import PlanMismatch, UsageError
 from jettison.core.files import write_whole
 from jettison.core.progress import Progress, on_terminal, shown
 from jettison.frameworks.export import Exported, Exporter, exporter
-from jettison.frameworks.nearest import DescribedPricer, subject_of
+from jettison.frameworks.nearest_policy import DescribedPricer, subject_of
 from jettison.report.console import hint, json_text, show
 from jettison.report.console import progress as on_screen
 from jettison.report.plan import DESCRIBED, SCHEMA, export_table

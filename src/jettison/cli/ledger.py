@@ -37,7 +37,7 @@ from jettison.report.console import hint, progress
 from jettison.report.ledger import ComparedLedger, LedgerReport, forecast_report
 from jettison.request.options import NOTHING_ASKED, RunRequest
 from jettison.request.resolve import TRACED, Resolved, is_live, refuse_for_trace, resolve
-from jettison.spec.allowance import Limit
+from jettison.spec.device_allowance import Limit
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import anchored, placed

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from jettison.capture.entries import ledger_of
+from jettison.capture.ledger_entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import UsageError
 from jettison.core.progress import Progress, silent

@@ -41,7 +41,7 @@ from jettison.report.console import hint, json_text, progress
 from jettison.report.plan import ForecastPlan, LayerChoice, infeasible_document
 from jettison.request.options import DECIDED, NOTHING_ASKED, RunRequest
 from jettison.request.resolve import TRACED, flag_of, is_live, refuse_for_trace, resolve
-from jettison.spec.allowance import Limit
+from jettison.spec.device_allowance import Limit
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run, anchored

@@ -28,7 +28,7 @@ from jettison.core.objects import swapped
 from jettison.core.progress import Progress, silent
 from jettison.diagnose.profile_file import MODULE, RECOMPUTES
 from jettison.dryrun.counter import quiet_profiler
-from jettison.runtime.frame import Frame
+from jettison.runtime.saved_tensor_hooks import Frame
 from jettison.train.recipe import CheckpointSection, EvalSection, ExportSection, read_recipe
 
 WARMUP_STEPS = 2

@@ -14,8 +14,8 @@ from jettison.diagnose.snapshot import is_snapshot, read_snapshot
 from jettison.report.console import hint, progress
 from jettison.report.page import require_browser, save_figures
 from jettison.report.report import Report
+from jettison.report.report_subject import read_subject
 from jettison.report.snapshot import SnapshotReport
-from jettison.report.subject import read_subject
 
 _JSON_BEGINS: Final = b'{["-0123456789tfn \t\r\n\xef'
 

@@ -43,8 +43,8 @@ from jettison.diagnose.step_profile import profile_steps
 from jettison.predict.forecast import Forecast, buffers, extra_bytes, forecast
 from jettison.predict.ranges import AGREES, Measure, lineage
 from jettison.predict.time import estimate
-from jettison.spec.allowance import fixed_allowance
 from jettison.spec.anchor import MEASURED_WORDS, MOST_COPIES, MeasuredRun, RunAnchor
+from jettison.spec.device_allowance import fixed_allowance
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, slower
 from jettison.spec.run import Run

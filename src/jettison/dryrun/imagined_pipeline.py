@@ -27,8 +27,8 @@ from jettison.core.errors import UnsupportedModule
 from jettison.core.objects import swapped
 from jettison.dryrun.counter import AllocationCounter
 from jettison.dryrun.user_step import Scheduled, stages_of
-from jettison.parallel.agree import Agreement, Round, ranks_in
 from jettison.parallel.imagined import ImaginedReplica, imagined_copy, imagined_group
+from jettison.parallel.recompute_agreement import Agreement, Round, ranks_in
 
 _REPEATING = (Schedule1F1B, ScheduleInterleaved1F1B)
 

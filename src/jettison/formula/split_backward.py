@@ -39,7 +39,7 @@ from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Backward
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Weight
-from jettison.memory.unit import WeightStep
+from jettison.memory.stage_unit import WeightStep
 from jettison.spec.precision import GradientRule
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
-from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.nearest_policy import Nearest
 from jettison.frameworks.policy import Cost, LayerAction, LayerPolicy, OpCall, Pricer, Subject, tensor_names
 from jettison.spec.frameworks import FOLDER, named
 

@@ -29,8 +29,8 @@ from jettison.predict.time import estimate
 from jettison.request.options import DECIDED, RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.auto_recompute import AutoForecast
-from jettison.spec.allowance import Limit
 from jettison.spec.anchor import RunAnchor
+from jettison.spec.device_allowance import Limit
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 

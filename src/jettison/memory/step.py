@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from jettison.memory.schedule import PASSES, DeviceAction, DeviceOrder, Occupancy, Weights, Work
 from jettison.memory.span import Phase, Span, Where, levels, peaks
-from jettison.memory.unit import PassKind, PassPiece, Unit, pieces, span
+from jettison.memory.stage_unit import PassKind, PassPiece, Unit, pieces, span
 from jettison.spec.precision import Gradients
 
 Units = tuple[Unit, ...]

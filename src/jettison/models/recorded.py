@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.blocks import find_blocks, only_blocks
-from jettison.capture.entries import Roles, base_name
 from jettison.capture.fakes import fake_mode
+from jettison.capture.ledger_entries import Roles, base_name
 from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
 from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.tracer import trace_model

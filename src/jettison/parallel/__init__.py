@@ -1,7 +1,7 @@
 """Tensor, sequence and context parallelism on torch.distributed.
 
-Names are imported when they are first asked for: planning on one process needs `jettison.parallel.agree`, and not the
-second that importing torch's DTensor takes.
+Names are imported when they are first asked for: planning on one process needs `jettison.parallel.recompute_agreement`,
+and not the second that importing torch's DTensor takes.
 """
 
 from importlib import import_module

@@ -17,7 +17,7 @@ from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import on_terminal
 from jettison.dryrun.step import OneBatch, dry_run
 from jettison.dryrun.user_step import ModelUse
-from jettison.parallel.agree import Agreement, Group, groups_for, summary, talking_groups
+from jettison.parallel.recompute_agreement import Agreement, Group, groups_for, summary, talking_groups
 from jettison.planner.handle import Applied, keep_losses
 from jettison.planner.planner import DryRunChoice, Planner, digests_of, fingerprint, module_policy
 from jettison.planner.readiness import check_model, compile_settings

@@ -28,7 +28,7 @@ from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, warn
 from jettison.core.progress import Progress, reported
 from jettison.core.units import format_bytes
 from jettison.dryrun.step import ModulePolicy
-from jettison.parallel.agree import Agreement
+from jettison.parallel.recompute_agreement import Agreement
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
 from jettison.planner.step_description import Described
 from jettison.runtime.batch_shape import BatchShape, map_tensors, tensors_by_path

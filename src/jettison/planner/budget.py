@@ -16,7 +16,7 @@ from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes, format_percent
 from jettison.dryrun.counter import static_tensors, unique_bytes
 from jettison.runtime.offload import left_on_host
-from jettison.spec.allowance import FRAGMENTS
+from jettison.spec.device_allowance import FRAGMENTS
 
 HOST_MARGIN: Final = Fraction(1, 20)
 """Margin of host memory, which other processes use too: judgement."""
@@ -79,7 +79,7 @@ def budget_of(
     """Return a requested budget in bytes. Raise `UsageError` as `AskedBudget` does.
 
     ``"auto"`` is all memory that the device has for this process, the models' own included, less a margin: for memory
-    that the caching allocator reserves and cannot use (`spec.allowance`), or that other processes on a host use.
+    that the caching allocator reserves and cannot use (`spec.device_allowance`), or that other processes on a host use.
     ``"90%"`` is that share of the same memory, without a margin.
     """
     read = AskedBudget.of(asked)

@@ -16,7 +16,7 @@ from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
 from jettison.cost.collective import host_seconds
 from jettison.ledger.program import Program
-from jettison.planner.points import PACK
+from jettison.planner.front_policies import PACK
 from jettison.runtime.device import rounding_of
 from jettison.runtime.install import returned
 from jettison.runtime.offload import left_on_host, usable

@@ -22,8 +22,8 @@ from jettison.core.process import seldom_collected
 from jettison.core.progress import Progress, on_terminal, reported, shown
 from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.user_step import Scheduled, Step, is_schedule, modules_of
-from jettison.parallel.agree import Agreement, Group, talking_groups
 from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
+from jettison.parallel.recompute_agreement import Agreement, Group, talking_groups
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop
 from jettison.planner.batches import BatchPlans, alike
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
@@ -31,10 +31,10 @@ from jettison.planner.handle import Applied, figures, follow_loop, note_losses, 
 from jettison.planner.host import Host, hardware_of, host_of
 from jettison.planner.kept_plans import Keeping, bytes_of_state
 from jettison.planner.planner import make_planner
+from jettison.planner.rank_agreement import PlanningRanks, together
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.step_description import Described, OwnStep, Part, describe_step, nbytes_of
-from jettison.planner.together import PlanningRanks, together
 from jettison.runtime.chunked_loss import ChunkedLossPatch
 from jettison.runtime.offload import place_of
 from jettison.runtime.planned import PlannedForward

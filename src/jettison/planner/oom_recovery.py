@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from jettison.capture.randomness import Streams
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
-from jettison.spec.allowance import FRAGMENTS
+from jettison.spec.device_allowance import FRAGMENTS
 
 if TYPE_CHECKING:
     from jettison.planner.batches import BatchPlans

@@ -22,8 +22,15 @@ from jettison.dryrun.composed import Judge
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import ModulePolicy, StepPeaks
+from jettison.planner.front_policies import (
+    compiled_points,
+    exactly,
+    packing_seconds,
+    policy_of,
+    seconds_by_traffic,
+    with_packs,
+)
 from jettison.planner.host import Host, movable, option_at, with_moves, with_moves_of_compiled
-from jettison.planner.points import compiled_points, exactly, packing_seconds, policy_of, seconds_by_traffic, with_packs
 from jettison.runtime.lossless_packing import Pack
 from jettison.runtime.recipe import costs_like
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from jettison.capture.entries import Roles
+from jettison.capture.ledger_entries import Roles
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.recorder import RegionTrace
 from jettison.core.errors import Infeasible
@@ -30,9 +30,9 @@ from jettison.dryrun.composed import Judge, why_whole
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
 from jettison.ledger.program import Program, Source
+from jettison.planner.front_policies import PACK, exactly, policy_kept, policy_of
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
 from jettison.planner.options import Options, OptionsBuilder
-from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.offload_options import is_lean
 from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyName, Predicted, SolverReport, policy_name

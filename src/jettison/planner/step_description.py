@@ -32,9 +32,9 @@ from jettison.dryrun.user_step import (
     modules_of,
     observe,
 )
-from jettison.parallel.agree import Agreement
 from jettison.parallel.imagined import ImaginedReplica, gradients_stay, imagined_copy, inside_of_ddp, may_leave_out
 from jettison.parallel.pipeline import stand_in_loss
+from jettison.parallel.recompute_agreement import Agreement
 from jettison.planner.host import Host
 from jettison.planner.planner import Planner, StagesPlanner, planner_of
 from jettison.planner.readiness import compiled_modules, survey_blocks

@@ -16,8 +16,8 @@ from jettison.formula.region import embedding_region, parameter_count
 from jettison.formula.static import Static
 from jettison.ledger.ledger import Ledger
 from jettison.memory.schedule import DeviceOrder, OrderOptions, Weights, device_order
+from jettison.memory.stage_unit import Unit
 from jettison.memory.step import Event, Known, Moment, StageLoad, lifetimes, moments, peak, peak_bytes, total_bytes
-from jettison.memory.unit import Unit
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.fsdp2 import freed, reducing, whole_in_flight
 from jettison.predict.optimizer_state import (
@@ -31,8 +31,8 @@ from jettison.predict.optimizer_state import (
 from jettison.predict.stage_buffers import buffers_of, packed_batch, sending, workspace_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, pipeline_shape, walk
 from jettison.predict.units import sent_to_host, stream_bytes, units
-from jettison.spec.allowance import Limit, available_to
 from jettison.spec.anchor import BUFFERS, RunAnchor
+from jettison.spec.device_allowance import Limit, available_to
 from jettison.spec.layout import Reshard
 from jettison.spec.precision import Gradients
 from jettison.spec.recompute import Recompute

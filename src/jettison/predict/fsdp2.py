@@ -83,7 +83,7 @@ from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Backward, Passes, begin
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.formula.static import Static, declared, static, together
-from jettison.memory.unit import Unit
+from jettison.memory.stage_unit import Unit
 from jettison.predict.live_parameters import Live, live_parameters
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, named_frames, named_passes, passes_of
 from jettison.spec.kernels import Device, Loss

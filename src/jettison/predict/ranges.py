@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.units import GIB, format_bytes, format_seconds
 from jettison.predict.stages import cached_segments
-from jettison.spec.allowance import FRAGMENTS, Limit, fixed_allowance
+from jettison.spec.device_allowance import FRAGMENTS, Limit, fixed_allowance
 from jettison.spec.frameworks import named
 from jettison.spec.kernels import Device
 from jettison.spec.kernels import kernels as kernel_set

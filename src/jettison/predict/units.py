@@ -35,7 +35,7 @@ from jettison.formula.liveness import Passes
 from jettison.formula.region import EMBEDDING, HEAD, Region, cached_bytes, embedding_region, held_over, tied_table
 from jettison.formula.split_backward import InputHalf, checkpointed_weight_half, input_half, read_by_groups, weight_half
 from jettison.formula.tape import GATHER
-from jettison.memory.unit import Halves, Unit, WeightStep
+from jettison.memory.stage_unit import Halves, Unit, WeightStep
 from jettison.predict.frozen_models import highest_forward
 from jettison.predict.fsdp2 import GroupPlace, has_outer_ends, with_fsdp_buffers, with_shards
 from jettison.predict.stages import (

@@ -25,7 +25,7 @@ from jettison.predict.ranges import FitRule, fit_budgets, time_residual
 from jettison.predict.stages import StageRegion, walk
 from jettison.predict.time import Estimate, Timing, estimate
 from jettison.report.tables import span
-from jettison.spec.allowance import Limit
+from jettison.spec.device_allowance import Limit
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

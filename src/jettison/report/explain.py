@@ -21,8 +21,8 @@ from jettison.cost.flops import PASSES
 from jettison.formula.region import layer_region
 from jettison.ledger.ledger import storage_roles
 from jettison.memory.span import Phase
+from jettison.memory.stage_unit import Halves, Unit, WeightStep
 from jettison.memory.step import Lifetime, Moment, StageLoad, moments
-from jettison.memory.unit import Halves, Unit, WeightStep
 from jettison.predict.forecast import GRADIENT_COPIES, Forecast, Stage, forecast
 from jettison.predict.ranges import FitBudget, FitRule
 from jettison.predict.stages import StageRegion, passes_of

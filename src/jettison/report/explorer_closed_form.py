@@ -38,7 +38,15 @@ from jettison.cost.flops import to_the_end
 from jettison.cost.kernel import BATCHED, FLASH
 from jettison.families.family import kernels_for
 from jettison.formula.layer import layer as write_layer
-from jettison.formula.named import MODEL_NAMES, Choices, has_names, layer_sizes, resized, structure, traced_signature
+from jettison.formula.named_sizes import (
+    MODEL_NAMES,
+    Choices,
+    has_names,
+    layer_sizes,
+    resized,
+    structure,
+    traced_signature,
+)
 from jettison.formula.region import HELD, Region
 from jettison.formula.sums import Factor, Positive, SizeGuard, SizeGuards, Sum, sum_of
 from jettison.formula.tape import TapeOp, Value, Writer

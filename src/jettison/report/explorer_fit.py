@@ -40,7 +40,7 @@ from jettison.formula.embedding import TOKENS, embedding
 from jettison.formula.layer import layer as write_layer
 from jettison.formula.liveness import begin, forward_levels
 from jettison.formula.loss import head
-from jettison.formula.named import MODEL_NAMES, has_names, structure, traced_signature
+from jettison.formula.named_sizes import MODEL_NAMES, has_names, structure, traced_signature
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.sums import Factor, Monomial, Positive, SizeGuard, SizeGuards, Sum, collected, sum_of
 from jettison.formula.tape import Writer
@@ -51,7 +51,7 @@ from jettison.report.explorer_closed_form import MICRO_BATCHES, SumPool, named_s
 from jettison.report.explorer_models import PageModel, page_models
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.spec.allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
+from jettison.spec.device_allowance import ALL_TO_ALL, COMMUNICATOR, FRAGMENTS, fixed_allowance
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout

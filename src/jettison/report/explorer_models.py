@@ -16,7 +16,7 @@ from jettison.predict.time import Estimate, estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import model_spec, resolve
 from jettison.search.auto_recompute import choose_within
-from jettison.spec.allowance import Limit
+from jettison.spec.device_allowance import Limit
 from jettison.spec.hardware import Hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.recompute import Mode

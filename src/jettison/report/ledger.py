@@ -20,7 +20,7 @@ from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anch
 from jettison.report.schemas import LayerRow, PhaseRow, StageBytes, document, part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import Resolved, flag_of
-from jettison.spec.allowance import Limit
+from jettison.spec.device_allowance import Limit
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import DropoutSites
 from jettison.spec.precision import Accumulation, Gradients

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # reading plans takes libraries that most commands can do wit
     from jettison.report.alternatives import NextGiB, Reason
     from jettison.search.auto_recompute import AutoForecast
     from jettison.solve.plan import Plan
-    from jettison.spec.allowance import Limit
+    from jettison.spec.device_allowance import Limit
 
 SCHEMA = "jettison.plan/1"
 DESCRIBED = "description"

@@ -14,8 +14,8 @@ from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes, format_flops, format_ratio, format_seconds
 from jettison.report.page import page
 from jettison.report.plan import ROOT_NAME
+from jettison.report.report_subject import Grid, ReportSubject, SubjectLayer, TensorPolicy
 from jettison.report.schemas import document
-from jettison.report.subject import Grid, ReportSubject, SubjectLayer, TensorPolicy
 from jettison.report.tables import FittedTable, alike, exact, facts, grid, span
 
 SCHEMA: Final = "jettison.report/1"

@@ -21,7 +21,7 @@ from jettison.report.tables import FittedTable, device_notes, facts, grid, signe
 from jettison.search.branch_and_bound import REACH
 from jettison.search.evaluate import Evaluated, Seconds
 from jettison.search.search import ALIKE, ANY, NothingFits, SearchAnswer, WithMore
-from jettison.spec.allowance import available_to
+from jettison.spec.device_allowance import available_to
 from jettison.spec.frameworks import named
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, Schedule

@@ -2,10 +2,10 @@
 
 NOTE [ Slices ]
 Passes have the schedule's order and `estimate`'s seconds of each stage. A pass consists of its regions in order (weight
-gradients in that of `memory.unit`), with recomputation before each backward, and at its end exposed transfers: to the
-next stage, ZeRO's all-gathers, copies. Between passes a device waits for other stages. After the last pass gradients
-are reduced, then the optimizer steps. Times are integer nanoseconds, so that the slices of a device tile the step. If
-only some micro-batches recompute, each pass has the average recomputation, as in `estimate`.
+gradients in that of `memory.stage_unit`), with recomputation before each backward, and at its end exposed transfers: to
+the next stage, ZeRO's all-gathers, copies. Between passes a device waits for other stages. After the last pass
+gradients are reduced, then the optimizer steps. Times are integer nanoseconds, so that the slices of a device tile the
+step. If only some micro-batches recompute, each pass has the average recomputation, as in `estimate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jettison.core.errors import UsageError
 from jettison.cost.collective import host_seconds
 from jettison.cost.pipeline import MOST_EVENTS, TimedPass, timed_passes
 from jettison.memory.schedule import ScheduledPass, Work
-from jettison.memory.unit import Unit
+from jettison.memory.stage_unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stages import Chunk, pipeline_shape
 from jettison.predict.time import Estimate, StageSeconds, Timing, recomputing, works

@@ -39,7 +39,13 @@ from jettison.runtime.callers import (
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
 from jettison.runtime.device import is_capturing, refuse_capture
-from jettison.runtime.frame import (
+from jettison.runtime.graph_fingerprint import GraphBounds, graph_print, is_turn, next_sequence_number
+from jettison.runtime.handles import Diverged
+from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine
+from jettison.runtime.recipe import Recipe
+from jettison.runtime.recompute_code import code_of
+from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, RegionPlan
+from jettison.runtime.saved_tensor_hooks import (
     BoundaryHook,
     Frame,
     ViewsReplayed,
@@ -48,12 +54,6 @@ from jettison.runtime.frame import (
     running,
     unpack,
 )
-from jettison.runtime.graph_fingerprint import GraphBounds, graph_print, is_turn, next_sequence_number
-from jettison.runtime.handles import Diverged
-from jettison.runtime.offload import Group, OffloadEngine, engine_for, place_of, shared_engine
-from jettison.runtime.recipe import Recipe
-from jettison.runtime.recompute_code import code_of
-from jettison.runtime.recordings import STALE_CASTS, Prepared, Recordings, RegionPlan
 from jettison.runtime.without_recipe import run_interrupted, run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy, KeepAll

@@ -42,13 +42,13 @@ from jettison.core.errors import StaleTensor, UsageError, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.device import is_capturing
-from jettison.runtime.frame import compute_less_again, is_asked_again
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.handles import Held, opened
 from jettison.runtime.moves import BufferRange, OffloadableBox
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.recompute_code import OutsideOfVmap
 from jettison.runtime.recordings import WRITTEN_LATER, PlannedRegion, Prepared, Verdict
+from jettison.runtime.saved_tensor_hooks import compute_less_again, is_asked_again
 from jettison.runtime.views import Within, view_of
 from jettison.runtime.witness import SALT, Check, Witness, compare, is_same, spots_of
 from jettison.solve.policy import Offload, keeps_everything

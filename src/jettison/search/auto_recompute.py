@@ -23,7 +23,7 @@ from jettison.predict.time import Estimate, Timing, estimate, recomputing
 from jettison.search.stage_choice import StageChoice, StageOutcome
 from jettison.search.what_fits import with_whole
 from jettison.solve.plan import PolicyName, policy_name
-from jettison.spec.allowance import Limit
+from jettison.spec.device_allowance import Limit
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run

@@ -34,7 +34,7 @@ from jettison.cost.pipeline import schedule_seconds
 from jettison.cost.region import Item, PriceModel
 from jettison.formula.region import Region
 from jettison.memory.schedule import Occupancy, PipelineShape, Work
-from jettison.memory.unit import Unit
+from jettison.memory.stage_unit import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.fsdp2 import FsdpGroups, GroupPlace, behind_experts, own_experts
 from jettison.predict.stages import FULL, Chunk, RegionGroup, chosen_passes, kept_by, pipeline_shape, planned_program

@@ -38,8 +38,8 @@ from jettison.core.units import MIB
 from jettison.cost.collective import host_seconds
 from jettison.cost.region import PriceModel
 from jettison.formula.region import HEAD, Region
+from jettison.memory.stage_unit import Unit
 from jettison.memory.step import Event
-from jettison.memory.unit import Unit
 from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.fsdp2 import FsdpGroups, GroupPlace
 from jettison.predict.stage_buffers import document_mask, reads_mask

@@ -18,7 +18,7 @@ from jettison.core.files import read_text
 from jettison.core.parse_units import parse_bytes
 from jettison.core.progress import Progress
 from jettison.dryrun.step import DryStep
-from jettison.parallel.agree import Agreement, groups_for
+from jettison.parallel.recompute_agreement import Agreement, groups_for
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
 from jettison.planner.budget import Budget
 from jettison.planner.handle import Applied, note_losses

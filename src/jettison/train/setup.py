@@ -21,7 +21,7 @@ from jettison.core.progress import Progress, silent
 from jettison.cost.flops import PASSES, forward_flops, utilisation
 from jettison.dryrun.step import DryStep
 from jettison.models.pretrained import HubForm, hub_form
-from jettison.parallel.agree import BudgetVerdict
+from jettison.parallel.recompute_agreement import BudgetVerdict
 from jettison.parallel.styles import can_split_backward
 from jettison.planner.budget import AskedBudget
 from jettison.planner.kept_plans import Keeping

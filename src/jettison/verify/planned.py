@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.block_stand_ins import forwards
-from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
+from jettison.capture.ledger_entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
 from jettison.capture.model_trace import LossFn, call_model, expect_module, loss_of
 from jettison.capture.recorder import RegionTrace
 from jettison.capture.tensor_subclasses import plain
@@ -28,9 +28,9 @@ from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.chunked_loss import whole_losses
 from jettison.runtime.compiled import CompiledRegion, compiled
-from jettison.runtime.frame import Frame
 from jettison.runtime.handles import HELD, Handle
 from jettison.runtime.recipe import compile_recipe
+from jettison.runtime.saved_tensor_hooks import Frame
 from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan, PlanTensor, policy_name
 from jettison.solve.policy import CheckpointPolicy, KeepAll, offloaded_by, packed_by
@@ -240,8 +240,8 @@ def observed_saved_bytes(model: nn.Module, batch: Any, *, loss_fn: LossFn | None
     """Bytes alive between forward and backward because a region holds them, by region name ("" is the root).
 
     A storage that the root holds, or that several block calls were given, is the root's; else it belongs to the first
-    block that holds it (NOTE [ Whose bytes ] in capture/entries.py). Parameters and registered buffers cost a step
-    nothing and are left out. Runs one forward of ``model``, whose regions must be planned, and no backward.
+    block that holds it (NOTE [ Whose bytes ] in capture/ledger_entries.py). Parameters and registered buffers cost a
+    step nothing and are left out. Runs one forward of ``model``, whose regions must be planned, and no backward.
     """
     enter: Callable[..., None] = Frame.enter
     pack: Callable[[Frame, Tensor], Any] = Frame.pack

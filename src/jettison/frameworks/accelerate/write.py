@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jettison.core.units import format_bytes
 from jettison.frameworks.export import TargetOutput, filled, pieces, strategy_notes
-from jettison.frameworks.nearest import CannotSay, Nearest
+from jettison.frameworks.nearest_policy import CannotSay, Nearest
 from jettison.frameworks.policy import LayerAction, draws_again
 from jettison.frameworks.torch.write import one_switch
 

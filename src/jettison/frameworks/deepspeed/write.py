@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from jettison.frameworks.export import TargetOutput, strategy_notes
-from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.nearest_policy import Nearest
 from jettison.frameworks.policy import LayerAction
 from jettison.frameworks.torch.write import one_switch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from jettison.frameworks.export import TargetOutput, filled, header, moves_table, names, pieces, strategy_notes
-from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.nearest_policy import Nearest
 from jettison.frameworks.policy import LayerAction, as_the_plan_moves
 from jettison.frameworks.torch.write import priced_code
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from jettison.frameworks.export import TargetOutput
-from jettison.frameworks.nearest import CannotSay, DescribedPricer, Nearest
+from jettison.frameworks.nearest_policy import CannotSay, DescribedPricer, Nearest
 from jettison.frameworks.policy import (
     Cost,
     Decision,

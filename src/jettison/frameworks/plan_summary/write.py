@@ -9,7 +9,7 @@ from itertools import groupby
 from jettison.core.errors import DoesNotFit
 from jettison.core.units import format_bytes, format_flops, format_percent, format_seconds
 from jettison.frameworks.export import TargetOutput, filled, pieces
-from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.nearest_policy import Nearest
 from jettison.frameworks.policy import Cost, Decision, LayerAction, LayerPolicy, Subject, by_ops
 from jettison.frameworks.torch.write import code
 

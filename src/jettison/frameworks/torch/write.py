@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from jettison.frameworks.export import TargetOutput, header, moves_table, names, pieces, selective_tables
-from jettison.frameworks.nearest import Nearest
+from jettison.frameworks.nearest_policy import Nearest
 from jettison.frameworks.policy import (
     LayerAction,
     LayerPolicy,

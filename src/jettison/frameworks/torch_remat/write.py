@@ -18,7 +18,7 @@ from typing import Final
 from jettison.core.errors import TraceError
 from jettison.cost.kernel import op_seconds
 from jettison.frameworks.export import TargetOutput, header, kinds_of, moves_table, names, pieces, rows
-from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
+from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
     Cost,
     Decision,

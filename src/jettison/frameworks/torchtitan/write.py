@@ -22,7 +22,7 @@ from jettison.frameworks.export import (
     pieces,
     selective_tables,
 )
-from jettison.frameworks.nearest import CannotSay, Nearest, Policies, Priced
+from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
 from jettison.frameworks.policy import (
     Decision,
     LayerAction,

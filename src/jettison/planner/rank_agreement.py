@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.capture.model_trace import ModelTrace
 from jettison.core.errors import Infeasible
 from jettison.dryrun.user_step import Scheduled, stages_of
-from jettison.parallel.agree import Agreement, BudgetVerdict, Group, groups_for, ranks_in
+from jettison.parallel.recompute_agreement import Agreement, BudgetVerdict, Group, groups_for, ranks_in
 from jettison.planner.apply import likeness
 from jettison.planner.handle import Applied
 from jettison.planner.kept_plans import KeptPlans
