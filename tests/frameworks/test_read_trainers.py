@@ -844,3 +844,22 @@ def test_every_field_of_the_libraries_is_known(write: Any, kind: str) -> None:
         found = read_run(write({"packing": True, field.name: 7}), model="gpt2", gpus=7, allow_unread=True)
         unknown += [key.name for key in found.unread if key.why == UNKNOWN]
     assert unknown == []
+
+
+OWN = """torchrun --nproc_per_node=2 finetune.py --model_name_or_path Qwen/Qwen2.5-7B --train_data_path a.json
+  --per_device_train_batch_size 2 --bf16 True --model_max_length 512 ASKED"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "why"),
+    [
+        ("--use_lora True", {"lora": "r=64"}, "use_lora = True .what it adapts stands in the script: give --lora"),
+        ("--q_lora True", {"base": "nf4"}, "q_lora = True .how it quantizes its base stands in the script: give --ba"),
+        ("--lora_r 8", {"lora": "r=64"}, "lora_r = 8 .TRL makes no adapters without use_peft, and another script may"),
+    ],
+)
+def test_adapters_of_a_scripts_own_options(tmp_path: Path, asked: str, given: dict[str, str], why: str) -> None:
+    (tmp_path / "run.sh").write_text(OWN.replace("\n", " \\\n").replace("ASKED", asked))
+    with pytest.raises(UsageError, match=why):
+        read_run(tmp_path / "run.sh")
+    assert read_run(tmp_path / "run.sh", asked=given).request.micro_batch == 2

@@ -273,7 +273,7 @@ def full_length(keys: Keys, *, packed: bool, expands: bool = False) -> None:
         keys.note("packed sequences are counted as one document each; --packed sets the length of documents")
     else:
         keys.give("pad_to_longest", None if expands else True)
-        keys.note("every sequence is counted at its maximum length; shorter ones are padded to the longest of a batch")
+        keys.note("every sequence is counted at its maximum length; if none is as long, give the longest as --seq")
 
 
 def targets(keys: Keys, key: str, default: str) -> str:

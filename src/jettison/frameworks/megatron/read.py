@@ -47,7 +47,7 @@ def read(keys: Keys) -> None:
         if keys.on("packing") or not keys.on("padding_free", True):
             full_length(keys, packed=keys.on("packing"))
         else:
-            keys.note("every sequence is counted at its maximum length; shorter ones take less, since none is padded")
+            keys.note("every sequence is counted at its maximum length; if none is as long, give the longest as --seq")
     if keys.form == "deepspeed":
         _of_deepspeed(keys)
     each, nodes, world = (_first(keys, names) for names in (("num_gpus", *_PER_NODE), _NODES, _WORLD))

@@ -27,8 +27,6 @@ def read(keys: Keys) -> None:
             "sft --config"
         )
     generates = others(keys)
-    if keys.field("micro_batch") is None:
-        keys.give("micro_batch", trainer.MICRO_BATCH)
     _sequence(keys, trl=trl)
     mixed = trainer.half(keys, default=usual)
     adapters(keys, trl=trl, mixed=mixed)
@@ -136,6 +134,8 @@ def _script(keys: Keys, *, checkpoints: bool) -> None:
 
 def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
     """Read adapters and quantization, of TRL's ``ModelConfig`` or of a script's calls."""
+    if trl and keys.has("lora_r") and not keys.has("use_peft"):
+        keys.refuse("lora_r", "TRL makes no adapters without use_peft, and another script may: give --lora")
     if not keys.on("use_peft"):
         trainer.without_adapters(keys, "lora_*")
         return
