@@ -662,6 +662,14 @@ def test_arguments_of_older_versions(read: Any) -> None:
     old = {"activations-checkpoint-method": "uniform", "DDP-impl": "local", "data-impl": "mmap"}
     assert read(old).request.recompute == "full"
     assert read({"checkpoint-activations": True}).request.recompute == "full"
+    for key, impl, attention in (
+        ("lr", None, "flash"),
+        ("data-impl", None, "eager"),
+        ("data-impl", "transformer_engine", "flash"),
+    ):
+        found = read({key: "mmap" if key == "data-impl" else 1} | ({} if impl is None else {"transformer-impl": impl}))
+        assert found.request.attention == attention
+        assert any("before September 2023" in note for note in found.notes) is (attention == "eager")
 
 
 PRINTED = """

@@ -546,8 +546,9 @@ class Keys:
         """Make the request: fields of the file, overridden by the command line's."""
         gone = replaced(self.asked)
         own = {name: value for name, value in self._fields.items() if name not in gone}
-        given = {**({} if like is None else {"like": like}), **own}
-        return RunRequest(**{**given, **{name: value for name, value in self.asked.items() if value is not None}})
+        return RunRequest(
+            **{"like": like, **own, **{name: value for name, value in self.asked.items() if value is not None}}
+        )
 
     def _as(self, kind: type[_T], key: str, default: _T | None, expected: str) -> _T | None:
         value = self.get(key)

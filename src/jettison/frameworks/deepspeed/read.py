@@ -11,8 +11,6 @@ def read(keys: Keys, prefix: str = "") -> None:
     zero = f"{prefix}zero_optimization."
     keys.give("like", "deepspeed")
     offloads(keys, f"{zero}offload_optimizer.device", f"{zero}offload_param.device")
-    if keys.on(f"{zero}cpu_offload"):
-        keys.give("offload_optimizer", "deepspeed", f"{zero}cpu_offload")
     zero_buckets(keys, zero)
     if keys.has(f"{prefix}compile.backend") and not keys.on(f"{prefix}compile.disable"):
         keys.compiles(f"{prefix}compile.backend")

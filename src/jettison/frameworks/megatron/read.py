@@ -429,7 +429,10 @@ def _pipeline(keys: Keys) -> None:
 
 
 def _kernels(keys: Keys) -> None:
-    local = keys.text("transformer_impl", "transformer_engine") == "local"
+    older = next(keys.matching(*keys.table["before_september_2023"]), "")
+    local = keys.text("transformer_impl", "local" if older else "transformer_engine") == "local"
+    if older and not keys.has("transformer_impl"):
+        keys.note(f"{keys.written(older)} means Megatron-LM before September 2023: --transformer-impl local by default")
     backend = keys.text("attention_backend", "auto")
     eager = backend in ("unfused", "local") or (local and not keys.on("use_flash_attn"))
     keys.give("attention", "eager" if eager else "flash", "attention_backend", "transformer_impl", "use_flash_attn")

@@ -7,12 +7,8 @@ torchtune/training/quantization.py (convert_to_float8_training), torchtune/modul
 
 from __future__ import annotations
 
-from typing import Final
-
 from jettison.frameworks.run_file import Keys, models
 from jettison.frameworks.trainer_keys import low_rank
-
-_ENDS: Final = frozenset({"tok_embeddings", "output"})
 
 
 def read(keys: Keys) -> None:
@@ -76,7 +72,7 @@ def _layout(keys: Keys) -> None:
                 keys.notes.append("embedding and head are FSDP units of their own, but counted in the root's unit")
             if keys.on("fsdp_cpu_offload"):
                 keys.refuse("fsdp_cpu_offload", "CPU offload of parameters with FSDP1 is not modelled")
-        elif not set(map(str, keys.listed("custom_sharded_layers"))) >= _ENDS:
+        elif not set(map(str, keys.listed("custom_sharded_layers"))) >= {"tok_embeddings", "output"}:
             keys.give("fsdp_wrap_layers_only", True, "custom_sharded_layers")
         if replicas > 1:
             keys.give("zero_replicas", replicas, "data_parallel_replicate_dim")
