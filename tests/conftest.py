@@ -69,7 +69,7 @@ def patient() -> None:
     if "torch" in sys.modules:
         from jettison.dryrun import worker
 
-        worker.START_SECONDS = worker.SILENCE_SECONDS = PATIENCE
+        worker.SECONDS = PATIENCE
 
 
 @pytest.fixture

@@ -1,27 +1,25 @@
 """Kernels that may end the process they run in are run in a process that may end.
 
 A fresh interpreter (never a fork, and never the user's main module again) is given the requests and answers them one by
-one. When it dies, or is silent for too long, no call of its kernel has a price; a new one is given the rest.
+one. When it dies, or takes too long, no call of the kernel that it ran has a price; a new one is given the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
-import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, workspaces
 
-START_SECONDS = 240.0  # for importing torch, on a machine that does other things as well, and the first kernel
-SILENCE_SECONDS = 60.0  # for any other one
+SECONDS = 300.0  # of one process: it imports torch, on a machine that does other things as well
 MOST_WORKERS = 8
 _START = "from jettison.dryrun.worker import serve; serve()"
 
@@ -62,46 +60,24 @@ def _one_worker(calls: list[TravellingCall]) -> list[KernelRun | str]:
     order = torch.get_num_threads(), libraries, modules, calls
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     try:
-        worker = subprocess.Popen(
+        told: bytes = subprocess.run(
             [sys.executable, "-c", _START],
-            stdin=subprocess.PIPE,
+            input=pickle.dumps(order),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-        )
+            timeout=SECONDS,
+            check=False,
+        ).stdout
+    except subprocess.TimeoutExpired as late:
+        told = late.stdout or b""
     except OSError:  # no interpreter to start: an embedded one, say
         return []
-    assert worker.stdin is not None and worker.stdout is not None
     answers: list[KernelRun | str] = []
-    try:
-        with contextlib.suppress(OSError), worker.stdin:  # it may die early
-            pickle.dump(order, worker.stdin)
-        while len(answers) < len(calls):
-            answer = _answer(worker, worker.stdout, SILENCE_SECONDS if answers else START_SECONDS)
-            if answer is None:
-                break
-            answers.append(answer)
-    finally:
-        worker.kill()
-        worker.stdout.close()
-        worker.wait()
+    with io.BytesIO(told) as file, contextlib.suppress(EOFError, pickle.UnpicklingError):  # it may end in the middle
+        while True:
+            answers.append(pickle.load(file))
     return answers
-
-
-def _answer(worker: subprocess.Popen[bytes], pipe: IO[bytes], seconds: float) -> KernelRun | str | None:
-    """The next answer; None if there will be none, or not in time."""
-    alarm = threading.Timer(seconds, worker.kill)
-    alarm.start()
-    try:
-        head = pipe.read(4)
-        body = pipe.read(struct.unpack("<I", head)[0]) if len(head) == 4 else b""
-    finally:
-        alarm.cancel()
-    if not body:
-        return None
-    answer = pickle.loads(body)
-    assert isinstance(answer, KernelRun | str)
-    return answer
 
 
 def serve() -> None:
@@ -119,8 +95,7 @@ def serve() -> None:
     for module in modules:
         __import__(module)
     for call in calls:
-        body = pickle.dumps(_ran(call))
-        answers.write(struct.pack("<I", len(body)) + body)
+        answers.write(pickle.dumps(_ran(call)))
         answers.flush()
 
 
