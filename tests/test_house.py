@@ -7,7 +7,7 @@ import pytest
 
 from support import house
 
-MOST_LINES = 92_240
+MOST_LINES = 92_215
 MOST_FILES = 335
 MOST_LINES_OF = {("predict", "memory"): 5_497}
 DECISION = Path(__file__).parents[1] / "docs" / "decisions" / "0104-one-house.md"
