@@ -747,6 +747,9 @@ def test_what_a_log_does_not_say(tmp_path: Path) -> None:
     log = tmp_path / "train.out"
     log.write_text(PRINTED.replace("  transformer_impl ................................ transformer_engine\n", ""))
     assert read_run(log).request.attention == "eager"
+    for value, noted in (("False", True), ("True", False)):
+        log.write_text(PRINTED.replace("  world_size", f"  use_contiguous_buffers_in_ddp ... {value}\n  world_size"))
+        assert any("gradients of the step before stay" in note for note in read_run(log).notes) is noted
     for printed, why in (("optimizer_cpu_offload ... True", "CPU offload"), ("deepspeed ... True", "give its script")):
         log.write_text(PRINTED.replace("  world_size", f"  {printed}\n  world_size"))
         with pytest.raises(UsageError, match=why):

@@ -137,6 +137,8 @@ def test_megatron_swift_field_by_field(tmp_path: Path) -> None:
         "recompute_modules": "core_attn",
     }
     assert any("give the longest as --seq" in note for note in found.notes)
+    full = read_run(write(tmp_path, MEGATRON.replace("--finetune", "--tuner_type full --finetune")))
+    assert any("Megatron-SWIFT 4.0 to 4.3" in note for note in full.notes) and full.request == found.request
 
 
 @pytest.mark.parametrize(
