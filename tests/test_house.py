@@ -10,7 +10,8 @@ from support import house
 MOST_LINES = 92_215
 MOST_FILES = 335
 MOST_LINES_OF = {("predict", "memory"): 5_497}
-DECISION = Path(__file__).parents[1] / "docs" / "decisions" / "0104-one-house.md"
+ROOT = Path(__file__).parents[1]
+DECISION = ROOT / "docs" / "decisions" / "0104-one-house.md"
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,21 @@ def test_lines_and_files(modules: list[house.Source]) -> None:
 def test_circles_of_imports(imports: set[house.Import]) -> None:
     assert house.circles({one for one in imports if not one.for_types}) == []
     assert house.circles(imports) == [], "under TYPE_CHECKING"
+
+
+def test_imports_name_modules_that_are_there(modules: list[house.Source]) -> None:
+    """A type checker would find a module that is gone in another checkout that is installed."""
+    names = {module.name for module in modules}
+    folders = (ROOT / name for name in ("src", "tests", "benchmarks", "examples"))
+    missing = {
+        (file.name, name)
+        for file in (file for folder in folders for file in folder.rglob("*.py"))
+        for name in re.findall(
+            r"^ *(?:from|import) (jettison[.a-z0-9_]*) ?(?:import|as|$)", file.read_text("utf-8"), re.M
+        )
+        if name not in names
+    }
+    assert missing == set()
 
 
 def test_modules_that_one_other_imports_have_a_reason(modules: list[house.Source], imports: set[house.Import]) -> None:
