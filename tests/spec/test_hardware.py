@@ -188,7 +188,7 @@ def test_a_file_with_what_is_reached(tmp_path: Path) -> None:
     device = hardware(file)
     assert (device.units, device.node, device.reached_source) == (100, 4, "measured")
     assert (device.reached.matmul, device.reached.shared, device.reached.memory) == (0.5, 0.25, 0.85)
-    assert device.delays.kernel == 3e-6 and device.delays.network == 6e-6
+    assert device.delays.kernel == 3e-6 and device.delays.network == 14e-6
     assert device.delays.expert_gemm == 33e-6  # by its former name
     assert device.edges == EdgesOf(fp32=Edges(50, 80.5, 0))
 

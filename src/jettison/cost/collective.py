@@ -1,4 +1,4 @@
-"""Seconds of transfers between ranks: ring or tree, latency and bandwidth, within a node or between nodes.
+"""Seconds of transfers between ranks: latency and bandwidth, within a node or between nodes.
 
 Ranks are numbered tp first, then cp, dp and pp; consecutive ranks fill a node; experts are spread over dp x cp. A ring
 over several nodes has one network adapter for each of its ranks in a node: its bandwidth is the smaller of the links'
@@ -10,6 +10,13 @@ long for that as for half a step of the ring, so two ranks reach two thirds of t
 of the links describes NCCL's times for 512 MB and more over 2, 4 and 8 devices within 4 % on B200, GB200 and GB300, 8 %
 on H100, H200 and A100 (ai-dynamo/aiconfigurator, systems/data, nccl-tests; tests/facts/nccl_times.csv). An all-reduce
 works in place, and takes half of that in each direction. Between nodes the network hides it.
+
+NOTE [ Latencies of NCCL ]
+NCCL's tuner chooses algorithms by 8.4 µs a collective and, for each step of a ring, 3.4 µs over NVLink or 14 µs over a
+network; an all-reduce's tree goes along the ranks of a node and doubles over nodes (NVIDIA/nccl 5067397c, src/graph/
+tuning.cc, ``ncclTunerConstantsDefaults``, ``ncclTopoTuneModel``). With these 130 times of 8 to 256 MB within a node are
+off by 8 % in the median, with 2 µs a step by 19 %. An all-to-all's sends do not wait for each other: of 512 bytes it
+takes 6 to 16 µs, over 2 devices as over 8 (aiconfigurator, nccl-tests on A100, H100 and B200).
 
 NOTE [ Once to each node ]
 Expert-parallel libraries (DeepEP, HybridEP: Megatron-Core's flex dispatcher) send a token once to each node that has
@@ -78,14 +85,13 @@ def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardw
         if copies > 1:  # rows from the network are forwarded over the links
             moved, away = moved * _share_sent_once(copies, n), 0.0
         inside = (moved - away) / _link(hardware, ranks, all_to_all=True) if ranks.in_node > 1 else 0.0
-        return max(inside, outside) + _delay(hardware, n - ranks.in_node, ranks.in_node - 1)
+        return max(inside, outside) + _delay(hardware, min(1, ranks.nodes - 1), min(1, ranks.in_node - 1))
     if ranks.nodes == 1:
         moved += nbytes / n * (OWN_PART / 2 if kind == "all_reduce" else OWN_PART)
-    ring = moved / bandwidth(ranks, hardware) + _delay(hardware, ranks.nodes - 1, n - ranks.nodes)
-    if kind != "all_reduce":
-        return ring
-    tree = _delay(hardware, ceil(log2(ranks.nodes)), ceil(log2(ranks.in_node)) if ranks.in_node > 1 else 0)
-    return 2 * min(ring, moved / bandwidth(ranks, hardware) + tree) - hardware.delays.start
+    seconds = moved / bandwidth(ranks, hardware)
+    if kind == "all_reduce":
+        return 2 * (seconds + _delay(hardware, ceil(log2(ranks.nodes)), ranks.in_node - 1)) - hardware.delays.start
+    return seconds + _delay(hardware, ranks.nodes - 1, n - ranks.nodes)
 
 
 def ring_bytes(kind: str, nbytes: int, ranks: int) -> int:

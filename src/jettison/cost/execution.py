@@ -5,10 +5,10 @@ These are choices of software, not of hardware; they follow from the run's kerne
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.frameworks import named
@@ -90,15 +90,8 @@ class Execution:
 
     def without_overlap(self) -> Execution:
         """Return this execution with every transfer exposed."""
-        return replace(
-            self,
-            hides_tensor=False,
-            pipelines_tensor=False,
-            hides_data=False,
-            hides_stages=False,
-            hides_offload=False,
-            hides_experts=False,
-        )
+        off: dict[str, Any] = {f.name: False for f in fields(self) if f.name.startswith(("hides_", "pipelines_"))}
+        return replace(self, **off)
 
 
 EAGER: Final = Execution(fused_optimizer=True, hooks=True)
@@ -111,8 +104,8 @@ def usual_execution(kernels: str) -> Execution:
     found = named("execution").get(kernels)
     if found is None:
         return EAGER
-    fields = {key: value for key, value in found.items() if key not in ("fusion", "folder")}
-    return Execution(fusion=Fusion(found["fusion"]), **fields)
+    own = {key: value for key, value in found.items() if key not in ("fusion", "folder")}
+    return Execution(fusion=Fusion(found["fusion"]), **own)
 
 
 def execution_of(run: Run) -> Execution:

@@ -253,15 +253,12 @@ def _attention_seconds(kernel: Kernel, hardware: Hardware, visible: float, dtype
     return kernel.attention_flops * (visible + rates.edge / kernel.keys) / (peak * share)
 
 
-# roofline -------------------------------------------------------------------------------------------------------------
-#
-# Seconds of an op from its FLOPs and its bytes: the larger of the two times, plus a launch. For recorded ops that could
-# not be measured. Assumes the device's rates whatever the shape: off by a factor of two or more for small or oddly
-# shaped matmuls, good enough to rank what is worth recomputing.
-
-
 def op_seconds(op: Op, hardware: Hardware) -> float:
-    """Estimated seconds of one call, fp32 on a CPU, else bf16. `UsageError` if the file has no rate or bandwidth."""
+    """Roofline of a recorded op that could not be measured: the larger of its FLOPs' and its bytes' time, and a launch.
+
+    Good enough to rank what is worth recomputing: small or oddly shaped matmuls are off by a factor of two or more.
+    fp32 on a CPU, else bf16. `UsageError` if the file has no rate or bandwidth.
+    """
     dtype = "float32" if hardware.synchronous else "bfloat16"
     arithmetic = op.flops / (rate(hardware, dtype) * hardware.reached.matmul)
     return max(arithmetic, memory_seconds(op.bytes_moved, hardware)) + hardware.delays.kernel

@@ -9,24 +9,20 @@ overlapped transfer still takes `Reached.shared` of the device while it lasts.
 
 NOTE [ Launch-bound ]
 The device waits if the host takes longer to launch kernels than they run: `Delays.dispatch` each. A Megatron layer of
-experts takes the host much longer than its launches: modules, quantisers and tensors of each expert are Python
-objects, and the host waits for the device's count of each expert's rows. TransformerEngine's issue 2897 measured
-1.2 ms of host time for a forward and 2.1 ms for a backward of the newest fused experts alone; fp8 costs the host
-twice what bf16 does (issue 761). `Delays.experts` is an entire layer's. CUDA graphs replay kernels without the host.
+experts takes the host `Delays.experts`: modules, quantisers and tensors of each expert are Python objects, and the host
+waits for the count of each expert's rows. TransformerEngine's issue 2897 measured 1.2 ms for a forward and 2.1 ms for a
+backward of the newest fused experts; fp8 costs the host twice what bf16 does (issue 761). CUDA graphs need no host.
 
 NOTE [ Expert by expert ]
-TransformerEngine launches a grouped GEMM as a loop of cuBLASLt calls (``common/gemm/cublaslt_gemm.cu``,
-``multi_stream_cublas_gemm``): a descriptor, a heuristic search and a launch for each expert, two in forward and four
-in backward for its two matrices. Rows are quantised expert by expert, too (``csrc/extensions/cast.cpp``,
-``multi_tensor_quantize_impl``), except under NVFP4, which has one kernel for all (``split_quantize_nvfp4_impl``).
-Eight GEMMs of 128 × 2048 × 2048, whose arithmetic takes a few microseconds, took 267 µs on Blackwell
-(TransformerEngine's pull request 3134, "pure"): `Delays.expert_gemm` is 33 µs there.
+TransformerEngine launches a grouped GEMM as a loop of cuBLASLt calls (``multi_stream_cublas_gemm``): a descriptor, a
+heuristic search and a launch for each expert, two in forward and four in backward. Rows are quantised expert by expert,
+too (``multi_tensor_quantize_impl``), except under NVFP4 (``split_quantize_nvfp4_impl``). Eight GEMMs of 128 × 2048 ×
+2048, a few microseconds of arithmetic, took 267 µs on Blackwell (pull request 3134): `Delays.expert_gemm` is 33 µs.
 
 NOTE [ Outside CUDA graphs ]
-A graph is captured once, for fixed sizes. With dropless routing the host reads the number of rows of each expert in
-each step and launches GEMMs of that size: recipes capture ``attn``, ``moe_router`` and ``moe_preprocess`` and leave
-experts to the host (NVIDIA-NeMo/Megatron-Bridge v0.2.0 to v0.6.0, ``cuda_graph_scope`` of scripts/performance/configs
-and perf_recipes). Full iterations are captured if every expert has a fixed number of rows
+A graph is captured for fixed sizes. With dropless routing the host reads the number of rows of each expert and launches
+GEMMs of that size: recipes capture ``attn``, ``moe_router`` and ``moe_preprocess`` (NVIDIA-NeMo/Megatron-Bridge v0.2.0
+to v0.6.0, ``cuda_graph_scope``). Full iterations are captured if every expert has a fixed number of rows
 (``moe_pad_expert_input_to_capacity``: Qwen3 in v0.1.0), or if fused experts read the numbers on the device and
 HybridEP does not wait for them (``_enable_deepseek_full_iteration_mxfp8`` in v0.6.0).
 
@@ -67,7 +63,6 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Optimizer, Precision
 
-NO_RECOMPUTATION: frozenset[int] = frozenset()
 FUSED_EXPERTS: Final = 3.3e-3
 """Host seconds of a layer of fused experts, forward and backward, on a GB200: NOTE [ Launch-bound ]."""
 FORWARD_OF_EXPERTS: Final = 1.2 / 3.3
@@ -158,9 +153,7 @@ class PriceModel:
     def __hash__(self) -> int:
         return self._hash
 
-    def seconds(
-        self, region: Region, again: frozenset[int] = NO_RECOMPUTATION, *, planned: bool = False
-    ) -> RegionSeconds:
+    def seconds(self, region: Region, again: frozenset[int] = frozenset(), *, planned: bool = False) -> RegionSeconds:
         """Seconds of a region.
 
         Args:

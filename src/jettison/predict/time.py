@@ -76,7 +76,7 @@ from jettison.predict.stages import (
     segment_ends,
 )
 from jettison.predict.units import by_torch, moved_bytes, splits
-from jettison.spec.hardware import Hardware
+from jettison.spec.hardware import Hardware, slowest
 from jettison.spec.model import AnyLayer
 from jettison.spec.precision import Optimizer
 from jettison.spec.recompute import Mode, Recompute
@@ -157,7 +157,7 @@ class Timing:
     planned: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "hardware", self.hardware.under(self.execution.stack))
+        object.__setattr__(self, "hardware", slowest(self.hardware.under(self.execution.stack), self.run.layout.world))
 
     def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Price model of a layer's kernels; None: of the embedding and the head."""

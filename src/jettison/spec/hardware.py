@@ -24,6 +24,9 @@ _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")
 """Usable share of memory by default: HBM devices report 98 to 99 %, GDDR with error correction 92 %."""
 _BANDWIDTHS: Final = ("memory", "link", "host", "cpu", "network")
+SPREAD: Final = 0.015
+"""Standard deviation of arithmetic among equal devices. But for outliers GPUs of a cluster differ by 8 % (arXiv
+2208.11035), 5.4 of these in a box plot; the eight of a node, 2.8 of these, by 5 % (stas00/ml-engineering 744d01e)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,9 +86,9 @@ class Delays:
 
     kernel: float = 2e-6  # between two kernels on the device
     dispatch: float = 6e-6  # host time of an op, which bounds shorter kernels
-    start: float = 0.0  # startup of a collective
-    link: float = 2e-6  # for each step of a collective within a node
-    network: float = 6e-6  # for each step between nodes
+    start: float = 8.4e-6  # startup of a collective: NOTE [ Latencies of NCCL ] in `cost.collective`
+    link: float = 3.4e-6  # for each step of a collective within a node
+    network: float = 14e-6  # for each step between nodes
     experts: float = 0.0
     expert_gemm: float = field(default=0.0, metadata={"former": "product"})
     hook: float = 0.0
@@ -284,10 +287,7 @@ _NUMBER: Final[_Kind] = (lambda value: _is_number(value) and value > 0, "a numbe
 _SHARE: Final[_Kind] = (_is_share, "a share above 0 and at most 1")
 _EDGES: Final[_Kind] = (_are(lambda value: _is_number(value) and value >= 0, 3), "three numbers, such as [50, 80, 60]")
 _SHARES: Final[_Kind] = (_are(_is_share, 2), "shares of a forward and a backward, such as [0.74, 0.61]")
-_COLUMNS: Final[_Kind] = (
-    lambda value: type(value) is int and value >= 0,
-    "a whole number of columns, such as edge = 700",
-)
+_COLUMNS: Final[_Kind] = (lambda value: type(value) is int and value >= 0, "a whole number, such as edge = 700")
 _SIZES: Final = ("memory", "usable", "host_memory")
 _SECTIONS: Final = ("teraflops", "gigabytes_per_second", "reached", "microseconds", "edges", "attention", "stacks")
 _KINDS: Final[Mapping[str, _Kind]] = {
@@ -379,8 +379,7 @@ def _stacks(
     who: str, table: Mapping[str, Any], reached: Reached, delays: Delays, attention: AttentionRates | None
 ) -> Iterator[SoftwareStack]:
     """Yield the software stacks of a file, with the file's figures as defaults."""
-    section = table.get("stacks", {})
-    if not isinstance(section, dict):
+    if not isinstance(section := table.get("stacks", {}), dict):
         raise UsageError(f"{who}: got stacks = {section}; expected sections such as [stacks.NAME]")
     kinds = {"source": _TEXT, **dict.fromkeys(("reached", "microseconds", "attention"), _ANY)}
     for name, own in section.items():
@@ -402,6 +401,17 @@ def _under(hardware: Hardware, stack: str) -> Hardware:
         return hardware
     reached, delays, attention = found.reached, found.delays, found.attention
     return replace(hardware, reached=reached, delays=delays, attention=attention, reached_source=found.source)
+
+
+@lru_cache(maxsize=256)
+def slowest(hardware: Hardware, ranks: int) -> Hardware:
+    """Return the slowest of so many devices, for which the others wait: `SPREAD`. Its memory is as fast as theirs."""
+    from statistics import NormalDist  # lazy: startup time of the command line
+
+    slower = 1 + SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))  # the largest of so many, by Blom
+    own = {f.name: getattr(hardware.flops_per_second, f.name) for f in fields(Throughput)}
+    peaks = {name: peak and round(peak / slower) for name, peak in own.items()}
+    return replace(hardware, flops_per_second=Throughput(**peaks))
 
 
 # Efficiency of fused attention by dtype and head width: the section [attention] of a file
