@@ -247,6 +247,26 @@ def test_other_trainers_are_refused(tmp_path: Path, name: str, why: str) -> None
         read_run(script(tmp_path, SFT.replace("SFT", name)))
 
 
+@pytest.mark.parametrize("base", ["nn.Module", "torch.nn.Module"])
+def test_a_module_of_a_scripts_own_is_refused(tmp_path: Path, base: str) -> None:
+    made = f"class Scored({base}):\n    pass\nargs = TrainingArguments("
+    changed = script(
+        tmp_path, TRAINER, "train.py", ("args = TrainingArguments(", made), ("Trainer(model,", "Trainer(Scored(model),")
+    )
+    with pytest.raises(UsageError, match=r"nn\.Module = line 8 \(a module of the script.s own is not read"):
+        read_run(changed)
+
+
+@pytest.mark.parametrize("program", ["run_reward_models.py", "train_rm.py", "run_grpo_math.py"])
+def test_programs_that_train_something_else(tmp_path: Path, program: str) -> None:
+    command = f"python {program} --model_name_or_path $MODEL --max_length 512 --bf16\n"
+    with pytest.raises(UsageError, match="generation and reward models during training"):
+        read_run(script(tmp_path, command, "run.sh"))
+    found = read_run(script(tmp_path, command.replace(program, "sft.py"), "run.sh"))
+    with pytest.raises(UsageError, match="names no model; give it before --from"):
+        assert found.model_argument
+
+
 def test_one_of_several_trainings(tmp_path: Path) -> None:
     second = """
     dpo_args = DPOConfig(per_device_train_batch_size=3, max_length=512)

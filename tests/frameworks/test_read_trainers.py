@@ -451,6 +451,12 @@ def test_llamafactory_by_accelerates_launcher(write: Any, tmp_path: Path) -> Non
     assert (request.dp, request.zero, request.seq, request.micro_batch) == (4, 3, 512, 2)
 
 
+def test_visible_gpus_of_llamafactorys_command(tmp_path: Path) -> None:
+    arguments = " ".join(f"--{key} {value}" for key, value in FACTORY.items())
+    (tmp_path / "run.sh").write_text(f"CUDA_VISIBLE_DEVICES=0,1,2 llamafactory-cli train {arguments}\n")
+    assert read_run(tmp_path / "run.sh").gpus == 3
+
+
 def test_deepspeed_casts_what_axolotl_upcasts(write: Any, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ZERO3))
     found = read_run(write(QLORA, adapter=None, load_in_4bit=False, flash_attention=False, deepspeed="ds.json"), gpus=8)

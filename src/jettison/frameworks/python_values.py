@@ -163,6 +163,8 @@ class _Module:
         self.loads = Counter(["", *_loaded(tree.body)])
         self.shared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
         self.modules, self.members = dict[str, str](), dict[str, str]()
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        self.own = {one.name for one in classes if any(ast.unparse(base).endswith("Module") for base in one.bases)}
         for node in nodes:
             if isinstance(node, ast.Call):
                 self.sites[
@@ -470,6 +472,7 @@ class _Module:
             self.options[str(named.get("dest", flags[0].lstrip("-").replace("-", "_")))] = named.get("default", switch)
         if last == "requires_grad_" and any(one is not True for one in (*given, *named.values())):
             name = "requires_grad"
+        name = "nn.Module" if name in self.own else name
         name = ast.unparse(node.func) if last == "compile" else name  # of torch, a model or a pattern
         if cast := [one for one in (*given, *named.values()) if last == "to" and str(one) in _HALVES]:
             name = f"{name[:-2]}{cast[0]}"  # ``model.to(torch.bfloat16)`` as ``model.bfloat16()``

@@ -441,13 +441,13 @@ class Keys:
         for key in filter(self.on, [*self.matching(*(f"{prefix}{own}" for own in table.get("compiles", ())))]):
             self.compiles(key)
         for key in reversed([key for key in table.get("names", ()) if self.has(key)]):
-            if not isinstance(self.values[key], UnknownValue) and not (
-                self.asked_model and _open_reference(self.values[key])
-            ):
+            value, asked = self.values[key], self.asked_model
+            unset = isinstance(value, UnknownValue) or str(value).startswith("$")
+            if not unset and not (asked and _open_reference(value)):
                 self.model = str(self.get(key)) or None
                 self.read(key, why=str(self.model))
-            elif self.asked_model is not None:
-                self.read(key, why=f"the model is {self.asked_model}")
+            elif asked is not None or not isinstance(value, UnknownValue):
+                self.read(key, why="" if asked is None else f"the model is {asked}")
 
     def compiles(self, *keys: str) -> None:
         """Compile the layers, by these keys."""

@@ -117,7 +117,7 @@ def replicas(keys: Keys) -> None:
 def _visible(keys: Keys) -> int | None:
     """Return the number of GPUs that DeepSpeed's ``--include host:0,1`` or CUDA_VISIBLE_DEVICES of a launcher names."""
     hosts = [host.partition(":")[2] for host in keys.text("include").split("@")]
-    launched = keys.some("$torchrun", "$accelerate", "$deepspeed", "$axolotl", "$trl", "$llamafactory-cli")
+    launched = keys.some("$torchrun", "$accelerate", "$deepspeed", "$axolotl", "$trl", "$llamafactory?cli")
     names = hosts if all(hosts) else [str(keys.values.get("$CUDA_VISIBLE_DEVICES"))] if launched else []
     known = names and all(re.fullmatch(r"\d+(,\d+)*", one) for one in names)
     return sum(one.count(",") + 1 for one in names) if known else None

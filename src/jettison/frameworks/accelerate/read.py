@@ -15,7 +15,6 @@ def read(keys: Keys, prefix: str = "") -> None:
         keys.give("like", "deepspeed")
         keys.give("zero", keys.whole(f"{own}zero_stage"), f"{own}zero_stage")
         offloads(keys, f"{own}offload_optimizer_device", f"{own}offload_param_device")
-        keys.read(f"{own}gradient_accumulation_steps")  # auto: the Trainer's
     if kind == "fsdp":
         fsdp(keys, f"{prefix}fsdp_config.", version=1)  # ``utils/dataclasses.py``, ``fsdp_version``
     if keys.text(f"{prefix}dynamo_config.dynamo_backend", "no") not in ("no", "eager"):

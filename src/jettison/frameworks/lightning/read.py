@@ -81,7 +81,5 @@ def _deepspeed(keys: Keys, key: str, name: str) -> None:
         keys.give("offload_optimizer", "deepspeed-parameters", key, parameters)
     elif keys.on(optimizer) or name.endswith("offload"):
         keys.give("offload_optimizer", "deepspeed", key, optimizer)
-    keys.read(optimizer, parameters)
     sizes = {"reduce_bucket_size": 2 * 10**8, "sub_group_size": 10**12, "overlap_comm": 1}  # the strategy's own
     zero_buckets(keys, f"{_ARGUMENTS}.", **sizes)
-    keys.read(f"{_ARGUMENTS}.allgather_bucket_size")
