@@ -401,6 +401,7 @@ def _bytes(figure: str, source: str, run: Run, name: str, value: float, unit: st
     modelled = peak + cached + fixed
     measured = (nbytes - modelled) / scale
     found = _entry("device" if fixed else figure, source, run, name, measured, value, modelled / size, unit)
+    found = replace(found, row=replace(found.row, cached=cached / scale))
     return replace(found, counted=counted, scale=scale / size, cached=cached / size)
 
 

@@ -73,7 +73,7 @@ class Row:
     """One published figure over what is predicted: a ratio, of fragments what `Measure` says.
 
     Args:
-        value: its residual.
+        value: its residual. ``cached``: of fragments, cached segments in the same unit.
         first: that of the first answer, where one was recorded; ``round``: those that it was compared with.
     """
 
@@ -84,6 +84,7 @@ class Row:
     hardware: str
     run: str
     value: float
+    cached: float = 0.0
     first: float | None = None
     round: str = ""
 
@@ -124,8 +125,9 @@ def anchored(measure: Measure, rows: Sequence[Row]) -> list[Row]:
         for one, other in permutations(alike, 2):
             value = other.value / one.value
             if measure is Measure.FRAGMENTS:
-                of_class = expected(other.source, other.classes)
-                value = other.value - ANCHOR_WEIGHT * one.value - (1 - ANCHOR_WEIGHT) * of_class
+                of_class = other.cached + expected(other.source, other.classes)
+                mean = ANCHOR_WEIGHT * (one.cached + one.value) + (1 - ANCHOR_WEIGHT) * of_class
+                value = other.cached + other.value - mean
             found.append(_near(other, value))
     return found
 

@@ -214,8 +214,8 @@ def test_ranges_of_an_anchored_run_are_those_of_anchored_runs() -> None:
     assert near.allocated.high == pytest.approx(min(plain.allocated.high, peak * of[Measure.ALLOCATED].high))
     own = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, RUN)).expected
     assert anchor.fragments is not None and anchor.context is not None
-    expected = (2 * anchor.fragments + own) / 3 + of[Measure.FRAGMENTS].expected
-    cached = cached_segments(RUN) / 3
+    expected = (anchor.fragments + own) / 2 + of[Measure.FRAGMENTS].expected
+    cached = cached_segments(RUN) / 2
     assert near.reserved.expected == pytest.approx(peak + cached + expected * (peak * GIB) ** 0.5)
     beyond = near.device.expected - near.reserved.expected - (plain.device.expected - plain.reserved.expected)
     assert beyond == pytest.approx(anchor.context)

@@ -65,7 +65,7 @@ ANCHORED: Final = "anchored"
 """Class of runs with an anchor of the same source, stack, kind and hardware."""
 AGREES: Final = 0.02
 """Tolerance of allocated bytes for stacks whose code was read."""
-ANCHOR_WEIGHT: Final = 2 / 3
+ANCHOR_WEIGHT: Final = 1 / 2
 """Weight of an anchor's fragments against its class's: nearest on published runs, whichever source is left out."""
 NAMES: Final = {
     "allocated": ", of tensors",
