@@ -87,6 +87,9 @@ WHY = {
     "loss-inside": "the file pads its vocabulary to 50304 and compiles its loss with the model (--loss compiled): the "
     "command had neither",
     "no-option": "was refused: GPUs a node is no option, and nodes of four GH200 had no file (gh200x4-96gb)",
+    "te-of-2024": "on Hopper TransformerEngine 1.2 to 1.13 runs cuDNN's attention of then: --stack megatron-2024; no "
+    "script of the 8B asks for checkpoints",
+    "code-unsaid": "the code is Megatron-DeepSpeed, whose reductions are exposed: --stack megatron-deepspeed",
     "dpo": "Megatron's DPO under tensor parallelism is not described",
     "swift-buffers": "Megatron-SWIFT 4.0 to 4.3 hands no accumulate_allreduce_grads_in_fp32 to DDP (mended by its pull "
     "request 9590): --precision bf16-reduce16",
