@@ -214,6 +214,8 @@ HELD: dict[str, Callable[[], Any]] = {
     "generator": lambda: (row for row in [1]),
     "module of code": lambda: types,
     "hands off": HandsOff,
+    "nested": lambda: nested(5000),
+    "linked": lambda: linked(5000),
     "queue": multiprocessing.Queue,
     "lock": multiprocessing.Lock,
     "pointer": lambda: ctypes.pointer(ctypes.c_int(1)),
@@ -242,10 +244,10 @@ def test_only_what_refuses_is_shared() -> None:
     assert held.rows == rows and held.rows is not rows
 
 
-@pytest.mark.parametrize("held", [nested(5000), linked(5000)], ids=["nested", "linked"])
-def test_what_is_nested_deeper_than_python_recurses_is_refused(held: Any) -> None:
-    with pytest.raises(jettison.UnsupportedModule, match="RecursionError"):
-        fake_copy(Block([held, 1]), fake_mode())
+def test_what_is_nested_deep_is_copied() -> None:
+    model = Block([linked(5000), 1])
+    copied = fake_copy(model, fake_mode())
+    assert copied.held[0] is not model.held[0] and copied.held[0].next is not model.held[0].next
 
 
 def test_a_module_that_refuses_is_named() -> None:

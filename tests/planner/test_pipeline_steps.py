@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -62,25 +63,38 @@ def test_a_pipeline_of_one_stage_is_planned_like_any_step(alone: None, kind) -> 
     handle.remove()
 
 
-@pytest.mark.filterwarnings("ignore:1 runs other ops than it was planned with")
-def test_what_thaws_in_a_pipeline_is_said(alone: None) -> None:
-    """Its ranks would have to plan again together."""
-    x = torch.randn(32, 8, 16)
+@pytest.mark.filterwarnings("ignore:0 runs other ops than it was planned with")
+def test_what_thaws_in_a_pipeline_is_planned_for(alone: None) -> None:
+    x, thawed = torch.randn(32, 8, 16), []
     planned, plain = schedule(), schedule()
     for made in (planned, plain):
         for layer in made._stage.submod[:3]:
             layer.requires_grad_(False)
     handle = jettison.auto_checkpoint(planned, x, "1GiB", step=step)
     before = handle.plan.predicted.peak_bytes
-    for made in (planned, plain):
-        made._stage.submod[1].requires_grad_(True)
     handle.expect(x)
     assert handle.plan.predicted.peak_bytes == before
-    with pytest.warns(UserWarning, match=r"4 parameters .* are trained that were frozen.* plan again as the model is"):
+    for made in (planned, plain):
+        made._stage.submod[1].requires_grad_(True)
+    with warnings.catch_warnings(action="error"):
+        handle.expect(x)
+        thawed.append(handle.plan.predicted.peak_bytes)
         step(planned, x)
     step(plain, x)
     mine, others = gradients(planned), gradients(plain)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(mine, others, strict=True))
+    assert thawed[0] > before
+    planned._stage.submod.zero_grad()
+    alive = [x, *planned._stage.submod.parameters()]
+    measured = measured_peak(lambda: step(planned, x), static_tensors=alive).peak_bytes
+    assert measured == pytest.approx(thawed[0], rel=0.03)
+    planned._stage.submod.zero_grad()
+    planned._stage.submod[0].requires_grad_(True)
+    with pytest.warns(
+        UserWarning, match=r"4 parameters .* are trained that were frozen.* call handle\.expect\(batch\)"
+    ):
+        step(planned, x)
+    handle.remove()
 
 
 def test_a_schedule_without_its_step_is_refused(alone: None) -> None:

@@ -92,8 +92,8 @@ def _forward_around_the_old_one(model: Any) -> None:
 
 ALL = ["layers.0", "layers.1", "layers.2"]
 CHANGES: list[tuple[Any, list[str], str]] = [
-    (_replace_one, ["layers.0", "layers.2"], "layers.1 is gone"),
-    (_replace_all, [], "layers.0 is gone, layers.1 is gone"),
+    (_replace_one, ALL, "layers.1 is another Other"),
+    (_replace_all, ALL, "layers.0 is another Other, layers.1 is another Other"),
     (_wrap, ["layers.0", "layers.1.inner", "layers.2"], "layers.1 is now layers.1.inner"),
     (_wrap_twice, ["layers.0.inner.inner", "layers.1", "layers.2"], "is now layers.0.inner.inner"),
     (_append, ALL, "modules were added"),
@@ -101,8 +101,8 @@ CHANGES: list[tuple[Any, list[str], str]] = [
     (_insert, ["layers.0", "layers.2", "layers.3"], "layers.1 is now layers.2"),
     (_reverse, ALL, "layers.0 is now layers.2"),
     (_share, ["layers.0", "layers.1"], "layers.2 is gone"),
-    (_forward_on_an_instance, ["layers.0", "layers.2"], "layers.1 has another forward"),
-    (_forward_around_the_old_one, ["layers.0", "layers.2"], "layers.1 has another forward"),
+    (_forward_on_an_instance, ALL, "layers.1 has another forward"),
+    (_forward_around_the_old_one, ALL, "layers.1 has another forward"),
 ]
 
 
@@ -137,6 +137,12 @@ def test_changed_blocks_are_noticed_at_the_next_step(
     assert all(after[name] > before[name] for name in before)
     handle.remove()
     assert same(step(model), step(twin))
+
+
+def test_a_replaced_block_is_treated_as_the_old_one_was() -> None:
+    model, handle = planned()
+    said(lambda: (_replace_one(model), step(model)))
+    assert next(r for r in handle.report() if r.name == "layers.1" and r.calls).slots_dropped > 0
 
 
 def test_a_shallow_copy_in_the_place_of_a_block_is_right() -> None:

@@ -143,14 +143,15 @@ def test_a_deep_copy_outlives_the_plan_without_a_word() -> None:
     assert texts == []
 
 
-def test_a_deep_copy_in_the_place_of_a_block_is_kept() -> None:
-    model, _ = planned()
+def test_a_deep_copy_in_the_place_of_a_block_is_treated_as_that_was() -> None:
+    model, handle = planned()
     model.layers[1] = copy.deepcopy(model.layers[2])
     twin = net()
     twin.layers[1] = copy.deepcopy(twin.layers[2])
     got, texts = said(lambda: step(model))
     assert same(got, step(twin))
-    assert any("layers.1 is gone" in text for text in texts)
+    assert [text for text in texts if "layers.1 is another Block" in text] == texts != []
+    assert next(r for r in handle.report() if r.name == "layers.1" and r.calls).slots_dropped > 0
 
 
 # pickles --------------------------------------------------------------------------------------------------------------

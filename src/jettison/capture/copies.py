@@ -9,6 +9,7 @@ import gc
 import sys
 import types
 import weakref
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -58,7 +59,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     inside = share_finalized(value, memo)
     refused: Exception | None = None
     try:
-        for share in (None, _what_refuses):  # most values can be copied as they are
+        for share in (None, _what_refuses, _what_is_too_deep):  # most values can be copied as they are
             if share is not None:
                 share(inside[:-1], memo)
             try:
@@ -174,6 +175,25 @@ def _what_refuses(inside: Sequence[Any], memo: dict[int, Any]) -> None:
 
 
 _STRUCTURES = frozenset((list, dict, tuple, set, frozenset))
+
+
+def _what_is_too_deep(inside: Sequence[Any], memo: dict[int, Any]) -> None:
+    """Copy from within, so that no copy needs much of Python's stack, and share the rest."""
+    for one in inside:
+        if issubclass(type(one), nn.Module) or id(one) in memo:
+            continue
+        known: ChainMap[int, Any] = ChainMap({}, memo)  # a copy of `memo` for each would take quadratic time
+        try:
+            copy.deepcopy(one, known)  # type: ignore[arg-type]
+        except RecursionError:
+            if not any(issubclass(type(part), nn.Module) for part in _inside(one, memo)):  # modules must not be shared
+                memo[id(one)] = one
+        except Exception:  # because of a module inside of it
+            continue
+        else:
+            alive = known.maps[0].pop(id(known), None)
+            memo.update(known.maps[0])
+            memo.setdefault(id(memo), []).append(alive)
 
 
 def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any]) -> None:

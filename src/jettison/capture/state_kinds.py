@@ -20,6 +20,7 @@ import array
 import contextlib
 import copy
 import copyreg
+import csv
 import ctypes
 import decimal
 import functools
@@ -887,10 +888,17 @@ def stand_in(value: Any) -> Any:
         return instead
     if is_a(value, io.IOBase) and not refuses_a_copy(kind):
         return Untouchable(f"file ({getattr(value, 'name', name)})", value) if _is_read(value) else _scratch(value)
-    if is_a(value, types.GeneratorType) or is_iterator_of_c(value):
-        return Untouchable(type(value).__name__, value)
+    if is_a(value, types.GeneratorType):
+        return Untouchable("generator", value)
+    if type(value) is CSV_WRITER:
+        return _another_writer(value)
     if is_outside(kind):
         return Untouchable(name, value)
+    if is_iterator_of_c(value):
+        try:
+            return copied_iterator(value)
+        except TypeError:
+            return Untouchable(type(value).__name__, value)
     if adds_up(kind):
         return value.copy()
     return Untouchable(name, value) if refuses_a_copy(kind) else copied_whole(value)
@@ -913,6 +921,37 @@ _OUTSIDE = frozenset(
 def is_outside(kind: Same[type]) -> bool:
     """Whether instances access the world outside of Python, or run by themselves."""
     return any(f"{c.__module__}.{c.__qualname__}" in _OUTSIDE for c in kind.it.__mro__)
+
+
+def copied_iterator(iterator: Any) -> Any:
+    """An iterator at the same position; both can advance independently. Raises `TypeError` if it cannot be copied."""
+    if is_a(iterator, types.GeneratorType) or not is_iterator_of_c(iterator):
+        raise TypeError(type(iterator).__name__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # itertools deprecates pickling
+        make, given, *state = iterator.__reduce__()
+        made = make(*_with_copies(given))
+        if state and state[0] is not None:
+            made.__setstate__(_with_copies(state[0]))
+    return made
+
+
+def _with_copies(value: Any) -> Any:
+    if is_a(value, tuple):
+        return tuple(map(_with_copies, value))
+    return copied_iterator(value) if is_a(value, Iterator) else value
+
+
+CSV_WRITER = type(csv.writer(io.StringIO()))
+
+
+def _another_writer(writer: Any) -> Any:
+    """A row writer over the stand-in for a writer's file, of which C only exposes the method."""
+    method = next(one for one in gc.get_referents(writer) if callable(one) and not is_a(one, type))
+    file = getattr(method, "__self__", None)
+    instead = None if file is None else stand_in(file)
+    to = types.SimpleNamespace(write=method if instead is None else instead.write)
+    return csv.writer(to, dialect=writer.dialect)
 
 
 def _scratch(file: Any) -> Any:
@@ -1041,7 +1080,7 @@ def worth_a_look(values: Iterable[Any]) -> list[Any]:
 
 _OPEN_TO_GC: tuple[type, ...] = (
     *(types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())),
-    *(ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._Pointer, ctypes._SimpleCData),
+    *(ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._Pointer, ctypes._SimpleCData, CSV_WRITER),
 )
 """Types whose referents only the garbage collector knows."""
 

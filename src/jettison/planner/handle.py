@@ -33,6 +33,7 @@ class Applied:
         budget: origin of the budget as text, if it was not given in bytes.
         losses: keeps losses chunked, if they are.
         batches: plans by batch, if later batches are planned for when they occur.
+        _again: plans again with other ranks, if they must do it together and more parameters are trained.
     """
 
     regions: list[PlannedForward]
@@ -40,6 +41,7 @@ class Applied:
     plans: tuple[Plan, ...] = ()
     budget: str = ""
     batches: BatchPlans | None = None
+    _again: Callable[[Applied, Any], None] | None = None
     watch: PeakWatch | None = None
     hooks: list[Any] = field(default_factory=list)
     losses: ChunkedLossPatch | None = None
@@ -60,6 +62,12 @@ class Applied:
         self.hooks.clear()
         if self.losses is not None:
             self.losses.let_go()
+
+    def _become(self, other: Applied) -> None:
+        vars(self).update(vars(other))
+        for region in self.regions:
+            if isinstance(region.listener, _LoopListener):
+                region.listener.handle = self
 
     def report(self) -> HandleReport:
         """Statistics of every region so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table.
@@ -85,11 +93,18 @@ class Applied:
         return found.source()
 
     def expect(self, batch: Any) -> None:
-        """Announce the next step's batch, or that more parameters are trained. If no plan covers it, one is made now;
-        not on ranks that share parameters, nor for pipeline stages, which would have to plan together.
+        """Announce the next step's batch. If no plan covers it, one is made now.
 
-        Only needed with ``step=``: otherwise the model receives its batch itself.
+        Ranks that share parameters, and pipeline stages, must all call this before a step: if parameters are trained
+        that were frozen, they plan again together. They do not plan for larger batches.
+
+        Only needed with ``step=``, and on such ranks: otherwise the model receives its batch itself.
+
+        Raises:
+            PlanMismatch: such a rank failed, or did not arrive in time.
         """
+        if self._again is not None and not self._removed:
+            self._again(self, batch)
         if self.batches is None:
             return
         if self.watch is not None:
@@ -245,7 +260,8 @@ def follow_loop(
     elsewhere_bytes: int,
 ) -> None:
     """From now on plan for batches that no plan covers when they occur, and compare real peaks. ``plans`` is None on
-    ranks that share parameters. ``by_itself``: the model's arguments are the batch.
+    ranks that share parameters: these plan again together when parameters are unfrozen. ``by_itself``: the model's
+    arguments are the batch.
     """
     made = applied.plans or ((applied.plan,) if applied.plan is not None else ())
     applied.batches = plans
@@ -254,6 +270,7 @@ def follow_loop(
     for one in roots:
         if one.assumptions is not None:
             one.assumptions.expects = plans is not None and not by_itself
+            one.assumptions.thaws = one.assumptions.expects or plans is None
     root = roots[0]
     device = next((p.device for p in root.module.parameters() if p.device.type == "cuda"), None)
     if device is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, SupportsIndex
 
@@ -20,12 +20,13 @@ from jettison.core.errors import Infeasible, StaleTensor, TraceError, Unsupporte
 from jettison.core.parse_units import parse_bytes
 from jettison.core.process import seldom_collected
 from jettison.core.progress import Progress, on_terminal, reported, shown
+from jettison.core.units import format_bytes
 from jettison.dryrun.counter import elsewhere_bytes
 from jettison.dryrun.user_step import Scheduled, Step, is_schedule, modules_of
 from jettison.parallel.imagined import held_by_ddp, inside_of_ddp
 from jettison.parallel.recompute_agreement import Agreement, Group, talking_groups
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop
-from jettison.planner.batches import BatchPlans, alike
+from jettison.planner.batches import BatchPlans, alike, padded_batch
 from jettison.planner.budget import AskedBudget, Budget, budget_of, of_reserved
 from jettison.planner.handle import Applied, figures, follow_loop, note_losses, with_losses
 from jettison.planner.host import Host, hardware_of, host_of
@@ -35,6 +36,7 @@ from jettison.planner.rank_agreement import PlanningRanks, together
 from jettison.planner.readiness import Optimizers, as_one, check_model, check_optimizer, check_states, compile_settings
 from jettison.planner.readiness import traced as traced_forward
 from jettison.planner.step_description import Described, OwnStep, Part, describe_step, nbytes_of
+from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.chunked_loss import ChunkedLossPatch
 from jettison.runtime.offload import place_of
 from jettison.runtime.planned import PlannedForward
@@ -248,11 +250,28 @@ def auto_checkpoint(
         UsageError: an invalid budget; an optimizer whose step cannot be dry-run; an unknown link to the host; a file
             for ``plan`` that is no kept plan.
     """
-    given: dict[str, Any] = locals()
     if not (isinstance(model, nn.Module) or is_schedule(model)):
         expect_module(model)
-    own: dict[str, Any] = {"models": _sequence("models", models), "asked": AskedBudget.of(memory_budget)}
-    ask = _Request(**{one.name: given[one.name] for one in fields(_Request) if one.name not in own}, **own)
+    ask = _Request(
+        model=model,
+        models=_sequence("models", models),
+        asked=AskedBudget.of(memory_budget),
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        regions=regions,
+        keep_output=keep_output,
+        check=check,
+        gradients_preallocated=gradients_preallocated,
+        step=step,
+        reserved=reserved,
+        compile=compile,
+        offload=offload,
+        host_budget=host_budget,
+        hardware=hardware,
+        group=group,
+        chunked_loss=chunked_loss,
+        progress=progress,
+    )
     if isinstance(shapes, Iterator):
         shapes = tuple(shapes)
     with reported(progress, f"planning {type(model).__name__} under a budget of {ask.asked}") as done:
@@ -522,6 +541,8 @@ class _Planning:
             by_itself=by_itself and batch_plans is not None,
             elsewhere_bytes=self.loop.elsewhere_bytes,
         )
+        if batch_plans is None:
+            applied._again = self._thawing(budget.nbytes)
         return applied
 
     def _under(self, parts: Sequence[Part], made: list[Plan] | str, probed: bool) -> Applied:
@@ -557,6 +578,44 @@ class _Planning:
             Applied(regions=regions).remove()
             raise
         return Applied(regions=regions, plan=made[0], plans=tuple(made))
+
+    def _thawing(self, budget_bytes: int) -> Callable[[Applied, Any], None]:
+        """Return a function that plans again, on all ranks, before a step that trains a parameter planned as frozen.
+
+        A rank cannot plan alone if it shares parameters with others, or runs a pipeline stage: ranks compare what they
+        recompute, and stages exchange what they return. So all of them remove the old plan and plan again. Ranks that
+        share parameters see the same change. Pipeline stages have their own parameters: they exchange it in every call.
+        """
+        ask = self.ask
+        frozen = [p for one in modules_of(ask.given) for p in one.parameters() if not p.requires_grad]
+        groups = [one.ranks for one in self.ranks.stages.rounds]
+        shapes = [BatchShape.of((one,)) for one in self.batches] if self.ranks.sharing.rounds else []
+
+        def meet(handle: Applied, batch: Any) -> None:
+            thawed = sum(p.requires_grad for p in frozen)
+            with Agreement(groups) as stages:
+                if stages.least(int(not thawed)):
+                    return
+            own = {BatchShape.of((batch,)): batch} if shapes else {}
+            batches = [batch, *(padded_batch(own, shape) for shape in shapes)]
+            handle.remove()
+            least_bytes: int | None = None
+            with reported(ask.progress, f"planning again, {thawed} more parameters are trained") as done:
+                try:
+                    made = ask.applied(batches, ask.asked, None)
+                except Infeasible as error:
+                    least_bytes = error.minimum_budget_bytes
+                    made = ask.applied(batches, AskedBudget.of(least_bytes), None)
+                done(f"planned again: {figures(made)}")
+            handle._become(made)
+            if least_bytes is not None:
+                warn(
+                    f"the step with {thawed} more parameters trained does not fit into {format_bytes(budget_bytes)}: "
+                    f"the smallest plan for it needs {format_bytes(least_bytes)} and is applied. Use a smaller batch, "
+                    "or a larger budget"
+                )
+
+        return meet
 
 
 def _by_model(regions: Sequence[PlannedForward]) -> list[list[PlannedForward]]:

@@ -87,6 +87,7 @@ class Assumptions:
         self.gradients_preallocated = gradients_preallocated
         self.said = set(backwards)
         self.expects = False  # the handle plans for batches that are announced to it
+        self.thaws = False  # and for parameters that are unfrozen by then
         self.looked = False  # whether the backward of the latest forward was checked
         self.collected = False  # whether garbage was collected before the first warning about pending forwards
         self.has_loss = True  # whether the latest forward returned a loss
@@ -136,7 +137,7 @@ class Assumptions:
                 f"{len(thawed)} parameters ({format_bytes(nbytes)}) are trained that were frozen",
                 "that they have no gradients, no optimizer's state, and that their matmuls save no inputs",
                 "call handle.expect(batch) before each step"
-                if self.expects
+                if self.thaws
                 else "remove() the plan, and plan again as the model is trained now",
             )
         if not self.ends and not any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs))):

@@ -1,8 +1,9 @@
 """Planned forwards in a model: installed, removed, and found again where modules were replaced, wrapped or moved.
 
 A region belongs to a module, and a plan to a model. So a module that was moved or wrapped keeps its region, under its
-new name; one that replaces another, or was added, runs as part of the model around the blocks, which is recorded again.
-Gradients are right without this, too; but part of a plan would silently have no effect.
+new name; one that replaces another gets a region of its own, with the old one's policy; an added one runs as part of
+the model around the blocks. All of it is recorded again. Gradients are right without this, too; but part of a plan
+would silently have no effect.
 """
 
 from __future__ import annotations
@@ -289,8 +290,9 @@ class Structure:
         compiled = next((r for r in self._at_work() if vars(r.module).get("_compiled_call_impl") is not None), None)
         if compiled is not None:
             compiled.say_compiled()
-        changes = list(self._keep())
-        if not changes and any(len(table) != size for table, size in self.sizes):
+        changes = [*self._keep(), *self._replace()]
+        sizes = [len(table) for table, _ in self.sizes]
+        if not changes and sizes != [size for _, size in self.sizes]:
             changes.append("modules were added or removed around the blocks")
         self._look()
         if not changes:
@@ -302,23 +304,52 @@ class Structure:
         self._say(changes)
 
     def _keep(self) -> Iterator[str]:
-        """Take regions from modules that are gone, or have another forward, and rename those that moved."""
+        """Names of regions whose modules are still part of the model, under whatever name."""
         names = {id(module): name for name, module in self.root.module.named_modules()}
+        self.lost: list[PlannedForward] = []
         for region in self._at_work():
-            name, has_own = names.get(id(region.module)), vars(region.module).get("forward") is region
-            if name is None or not has_own:
+            name, forward = names.get(id(region.module)), vars(region.module).get("forward")
+            if name is None:
                 region.remove()
-                yield f"{region.name} {'is gone' if name is None else 'has another forward'}"
+                self.lost.append(region)
+            elif forward is not region:
+                region.remove()
+                region.name = name
+                self._add(region, region.module)
+                yield f"{name} has another forward"
             elif name != region.name:
                 yield f"{region.name} is now {name}"
                 region.name = name
 
+    def _replace(self) -> Iterator[str]:
+        """Give regions to the modules that replace others."""
+        modules = dict(self.root.module.named_modules())
+        for region in self.lost:
+            module = modules.get(region.name)
+            taken = {id(other.module): f"{other.name}." for other in self._at_work()}
+            inside = region.name.startswith(tuple(taken.values()))
+            if module is None or inside or any(id(inner) in taken for inner in module.modules()):
+                yield f"{region.name} is gone"
+            elif isinstance(vars(module).get("forward"), PlannedForward):
+                yield f"{region.name} runs under another plan"
+            else:
+                self._add(region, module)
+                yield f"{region.name} is another {type(module).__name__}"
+
+    def _add(self, old: PlannedForward, module: nn.Module) -> None:
+        new = old.like(module)
+        for plan in old.plans[1:]:
+            new.add_plan(RegionPlan(policy=plan.policy))
+        new.take_plan(old.recordings.number)
+        new.outer = self.root
+        self.regions.insert(len(self.regions) - 1, new)
+
     def _say(self, changes: list[str]) -> None:
         more = f" and {len(changes) - MOST_WORDS} more" if len(changes) > MOST_WORDS else ""
         warn(
-            f"the model is another one than when it was planned: {', '.join(changes[:MOST_WORDS])}{more}. What was "
-            "added, or stands in the place of a planned block, is kept as plain autograd keeps it"
-            f"{self._about_budget()}"
+            f"the model is another one than when it was planned: {', '.join(changes[:MOST_WORDS])}{more}. What stands "
+            "in the place of a planned block is treated as that one was, and what was added as plain autograd keeps "
+            f"it{self._about_budget()}"
         )
 
     def _about_budget(self) -> str:

@@ -300,6 +300,10 @@ class PlannedForward:
         self.recordings.start_over()
         self.plan.link.forget()
 
+    def like(self, module: nn.Module) -> PlannedForward:
+        """Return a region for a module that replaces this one, under the first plan."""
+        return PlannedForward(module, self.name, self.plans[0].policy, model=self.model, how=self.how)
+
     def add_plan(self, plan: RegionPlan) -> int:
         """Add a plan and return its number for `take_plan`."""
         self.plans.append(plan)
