@@ -403,6 +403,27 @@ trainer.train()
     assert (request.seq, request.micro_batch) == (768, 2 * 2)
 
 
+@pytest.mark.parametrize(
+    ("half", "more", "upcast"),
+    [("bf16", "", "norms"), ("fp16", "", "all"), ("bf16", ', fsdp="full_shard auto_wrap"', None)],
+)
+def test_four_bits_under_trl_before_0_20(tmp_path: Path, half: str, more: str, upcast: str | None) -> None:
+    """Its trainer prepares the base by itself; today's casts adapters to bf16 instead."""
+    text = f"""
+quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf", quantization_config=quantized)
+args = TrainingArguments("out", per_device_train_batch_size=1, {half}=True, gradient_checkpointing=True{more})
+trainer = SFTTrainer(model=model, args=args, LENGTH, peft_config=LoraConfig(r=8, target_modules=["q_proj"]))
+trainer.train()
+"""
+    (tmp_path / "old.py").write_text(text.replace("LENGTH", "max_seq_length=512"))
+    old = read_run(tmp_path / "old.py", gpus=2).request
+    assert (old.kbit_upcast, old.precision, old.base) == (upcast, "bf16-autocast", "nf4-double")
+    (tmp_path / "new.py").write_text(text.replace("LENGTH, ", ""))
+    new = read_run(tmp_path / "new.py", gpus=2).request
+    assert (new.kbit_upcast, new.precision) == (None, "bf16-pure")
+
+
 def test_a_loop_of_a_scripts_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("""
 model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", torch_dtype="bfloat16")
@@ -411,7 +432,7 @@ for batch in batches:
     model(**batch).loss.backward()
     optimizer.step()
 """)
-    with pytest.raises(UsageError, match=r"not read: loop = true \(a loop of its own is not read: give --micro-batch"):
+    with pytest.raises(UsageError, match=r"not read: loop = true \(its loop is not read: give --micro-batch"):
         read_run(tmp_path / "train.py")
 
 

@@ -29,7 +29,7 @@ def read(keys: Keys) -> None:
     generates = others(keys)
     _sequence(keys, trl=trl)
     mixed = trainer.half(keys, default=usual)
-    adapters(keys, trl=trl, mixed=mixed)
+    adapters(keys, trl=trl and not older, mixed=mixed)
     if trl and not generates and keys.some(*table_of("transformers")["pairs"]):
         preference(keys)
     elif trl and keys.text("loss_type", "nll") not in ("nll", "dft"):
@@ -45,14 +45,14 @@ def read(keys: Keys) -> None:
         keys.read(*keys.matching("liger_kernel_config*"), why="nothing")
     if older:  # ``SFTConfig`` before 0.20; bf16 is the default since 0.19, gradient_checkpointing since 0.22
         keys.give("loss", keys.field("loss", "upcast"))
-        keys.note(
-            "max_seq_length means TRL before 0.20, which keeps all logits and has bf16 and gradient_checkpointing off "
-            "by default"
-        )
+        keys.note("max_seq_length means TRL before 0.20: all logits, bf16 and gradient_checkpointing off by default")
     elif trl and keys.field("loss") is None:
         keys.give("loss", "tiled")
         keys.note("TRL computes its loss on tiles of logits (1.16); give --loss upcast for older ones, which keep all")
     trainer.sharding(keys)
+    whole = keys.said("like") != "deepspeed" and keys.field("zero", 0) < 3 and keys.field("kbit_upcast") is None
+    if older and mixed and whole and str(keys.field("base")).startswith("nf4"):  # NOTE [ What is not packed ]
+        keys.give("kbit_upcast", "norms" if keys.on("bf16") and not keys.some("$get_peft_model") else "all")
     unsaid = weights == "fp32" and (script or not trl) and not (keys.has("dtype") or keys.has("torch_dtype"))
     if unsaid and keys.said("like") != "deepspeed":  # whose engine replaces it
         keys.note(
@@ -125,9 +125,7 @@ def _script(keys: Keys, *, checkpoints: bool) -> None:
         if not keys.on("gradient_checkpointing", checkpoints):
             keys.values["gradient_checkpointing"] = keys.values[call]
     if not keys.some("$*Trainer", "$*TrainingArguments", "$*Config", "$*Parser"):
-        keys.refuse(
-            "$loop", "a loop of its own is not read: give --micro-batch, --optimizer, --recompute", implied=True
-        )
+        keys.refuse("$loop", "its loop is not read: give --micro-batch, --optimizer, --recompute", implied=True)
     if keys.some("$*ForSequenceClassification.*", "$*ForTokenClassification.*"):
         keys.values.setdefault("model.num_labels", 2)
 
