@@ -420,8 +420,9 @@ trainer.train()
     old = read_run(tmp_path / "old.py", gpus=2).request
     assert (old.kbit_upcast, old.precision, old.base) == (upcast, "bf16-autocast", "nf4-double")
     (tmp_path / "new.py").write_text(text.replace("LENGTH, ", ""))
-    new = read_run(tmp_path / "new.py", gpus=2).request
-    assert (new.kbit_upcast, new.precision) == (None, "bf16-pure")
+    new = read_run(tmp_path / "new.py", gpus=2)
+    assert (new.request.kbit_upcast, new.request.precision) == (None, "bf16-pure")
+    assert any("TRL before 0.27" in note for note in new.notes)
 
 
 def test_a_loop_of_a_scripts_own_is_refused(tmp_path: Path) -> None:

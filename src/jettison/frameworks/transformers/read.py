@@ -144,6 +144,7 @@ def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
     wide = keys.some("$prepare_model_for_*_training")
     if trl and not wide and (keys.on("load_in_8bit") or keys.on("load_in_4bit")):
         keys.give("precision", "bf16-pure")  # ``sft_trainer.py``: adapters on quantized weights are cast to bf16
+        keys.note("for TRL before 0.27, whose adapters are fp32: --like huggingface-4.57 --precision bf16-autocast")
     if keys.on("load_in_8bit"):
         keys.give("base", "int8", "load_in_8bit")
         if wide:
