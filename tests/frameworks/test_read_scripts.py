@@ -267,6 +267,38 @@ def test_programs_that_train_something_else(tmp_path: Path, program: str) -> Non
         assert found.model_argument
 
 
+PARSED = """
+import argparse, yaml
+def settings(path="own/run.yaml"):
+    with open(path) as file:
+        return yaml.safe_load(file)
+cfg = settings()
+args = TrainingArguments("out", per_device_train_batch_size=cfg["train"]["batch"], bf16=cfg["train"].get("bf16", False))
+model = AutoModelForCausalLM.from_pretrained(cfg["model"])
+lora = LoraConfig(r=int(cfg["rank"]), target_modules=list(cfg["targets"]))
+trainer = Trainer(get_peft_model(model, lora), args)
+"""
+
+
+def test_values_of_a_file_that_a_script_parses(tmp_path: Path) -> None:
+    path = script(tmp_path, PARSED)
+    with pytest.raises(
+        UsageError, match=r"per_device_train_batch_size = cfg\['train'\]\['batch'\] \(line 7: its value"
+    ):
+        read_run(path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "run.yaml").write_text(
+        "model: gpt2\nrank: '4'\ntargets: [q_proj, v_proj]\ntrain: {batch: 3, bf16: true}\n"
+    )
+    found = read_run(path)
+    assert (found.model, given(found)["micro_batch"], given(found)["lora"]) == ("gpt2", 3, "r=4,targets=q_proj+v_proj")
+    assert given(found)["precision"] == "bf16-autocast"
+    assert "own/run.yaml, which the script parses, is read too" in found.notes
+    (tmp_path / "own" / "run.yaml").write_text("model: [")
+    with pytest.raises(UsageError, match=r"run\.yaml is not YAML"):
+        read_run(path)
+
+
 def test_one_of_several_trainings(tmp_path: Path) -> None:
     second = """
     dpo_args = DPOConfig(per_device_train_batch_size=3, max_length=512)

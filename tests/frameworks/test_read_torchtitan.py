@@ -233,7 +233,7 @@ def test_experts(tmp_path: Path) -> None:
         ),
         (("model.converters = ['lora']",), r"lora is not modelled"),
         (("model.converters = ['quantize.grouped_mm.float8']",), "experts in 8 bits"),
-        (("model.converters = ['float8']", "float8.filter_fqns = ['attention.wq']"), "other exceptions from FP8"),
+        (("model.converters = ['float8']", "float8.filter_fqns = ['attention.wq']"), "this choice of FP8 layers"),
         (("optimizer.name = 'SGD'",), r"optimizer\.name = SGD \(expected one of adamw, adam\)"),
         (("optimizer.implementation = 'for-loop'",), r"for-loop"),
         (("fault_tolerance.enable = true",), "changing replicas"),

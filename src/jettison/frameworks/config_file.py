@@ -75,7 +75,7 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
         elif syntax == "arguments":
             parsed = arguments(text, file.parent, name)
         elif syntax == "python":
-            parsed, script = python_values(text, name, NOTES)
+            parsed, script = python_values(text, name, NOTES, lambda other: _beside(file.parent, other))
             syntax = "python script" if script else syntax
         else:
             parsed = _PARSERS[syntax](text)
@@ -93,6 +93,15 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
         )
         raise UsageError(f"{path} is not {syntax.upper()}: {why}") from None
     return ConfigFile(path=path, text=text, syntax=syntax, values=values)
+
+
+def _beside(folder: Path, name: str) -> Any:
+    """Return the contents of a file that a script names, in the working directory or its folders; None without it."""
+    for path in (Path(name), *(parent / name for parent in (folder, *folder.parents))):
+        syntax = _SUFFIXES.get(path.suffix[1:], path.suffix[1:])
+        if syntax in _PARSERS and len(name) < 1000 and path.is_file():
+            return json.loads(json.dumps(_PARSERS[syntax](read_config_file(path).text), default=str))
+    return None
 
 
 def split_name(path: Path) -> tuple[Path, str | None]:

@@ -35,7 +35,7 @@ def _operators(names: str) -> Mapping[type, Callable[[Any, Any], Any]]:
 SUMS: Final = _operators("Add:add Sub:sub Mult:mul FloorDiv:floordiv Div:truediv Mod:mod")
 _COMPARED: Final = _operators("Eq:eq NotEq:ne Is:is_ IsNot:is_not Gt:gt GtE:ge Lt:lt LtE:le")
 _CASTS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
-    {"int": int, "float": float, "str": str, "bool": bool}
+    {"int": int, "float": float, "str": str, "bool": bool, "list": list}
 )
 _BF16: Final = ("is_bfloat16_supported", "is_bf16_supported", "is_available")
 _OF_THE_GPU: Final = {**dict.fromkeys(_BF16, True), "get_device_capability": [8, 0]}
@@ -44,6 +44,7 @@ _OVERRIDDEN: Final = ("compute_loss", "training_step", "create_optimizer")  # me
 _HALVES: Final = ("bfloat16", "float16", "half")
 _CHANGES: Final = ("append", "extend", "insert", "pop", "remove", "setdefault", "update")
 _Table = dict[str, Any]
+_Load = Callable[[str], Any]
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -63,7 +64,7 @@ class _Unknown(Exception):
     """The expression's value is unknown without execution."""
 
 
-def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str, Any], bool]:
+def python_values(text: str, name: str | None, notes: str, load: _Load) -> tuple[Mapping[str, Any], bool]:
     """Return the value that a function returns or a variable of the module holds, or of a script the arguments of its
     calls by ``NAME()``, with their lines by ``$NAME``; and whether it is a script.
 
@@ -72,12 +73,13 @@ def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str,
             variable that holds a call. Of a script with several trainings, the variable that holds the arguments or the
             trainer of one, or its line.
         notes: key of notes.
+        load: returns the contents of a file that the script parses, by its name; None without such a file.
 
     Raises:
         SyntaxError: the text is not Python.
         UsageError: no such name, or several candidates for None.
     """
-    module = _Module(ast.parse(text))
+    module = _Module(ast.parse(text), load)
     if not module.script:
         return module.values(name), False
     calls, found = module.training(name), dict[str, Any]()
@@ -97,9 +99,11 @@ def python_values(text: str, name: str | None, notes: str) -> tuple[Mapping[str,
                 if before != known:
                     found[f"{call.name}().{key}"] = UnknownValue(f"{before} or {known}", call.line)
     found |= {f"${one.name}": f"line {one.line}" if one.certain else UnknownValue(one.name, one.line) for one in calls}
+    said = [f"{file}, which the script parses, is read too" for file in module.loaded]
     if module.used:
         used = ", ".join(f"{key} = {value}" for key, value in module.used.items())
-        found[notes] = [f"arguments of the script's command line and environment have their defaults: {used}"]
+        said.append(f"arguments of the script's command line and environment have their defaults: {used}")
+    found |= {notes: said} if said else {}
     return found, True
 
 
@@ -151,7 +155,8 @@ class _ScriptCall:
 
 
 class _Module:
-    def __init__(self, tree: ast.Module) -> None:
+    def __init__(self, tree: ast.Module, load: _Load = lambda _: None) -> None:
+        self.load, self.loaded = load, dict[str, None]()
         self.script = any(
             (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
             or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
@@ -315,6 +320,8 @@ class _Module:
                     sure = runs and not getattr(node, "handlers", ())
                     changed = _stored(getattr(node, "items", []) if sure else [node])
                     local |= {other: UnknownValue(other, node.lineno) for other in changed}
+                    for item in getattr(node, "items", []):
+                        local |= {name: self.value(item.context_expr, local) for name in _stored([item])}
                     returns |= not runs and any(isinstance(one, ast.Return) and one.value for one in ast.walk(node))
                     for key in ("body", "handlers", "orelse", "finalbody"):
                         for block in getattr(node, key, ()):
@@ -459,6 +466,12 @@ class _Module:
         first, *rest = ast.unparse(node.func).split(".")
         name = ".".join([*([self.members.get(first, first)] if first not in self.modules or not rest else []), *rest])
         last, flags = name.rpartition(".")[2], [str(one) for one in given if str(one).startswith("--")]
+        if last in ("load", "safe_load", "full_load") and given and (found := self._parsed(given[0])) is not None:
+            return found
+        if last == "get" and isinstance(node.func, ast.Attribute) and given:
+            table = self.value(node.func.value, local)
+            if isinstance(table, dict) and not _called(table):
+                return table.get(str(given[0]), given[1] if len(given) > 1 else None)
         if last in _OF_THE_GPU:
             return _OF_THE_GPU[last]
         if name in ("environ.get", "getenv") and len(given) > 1:
@@ -484,6 +497,13 @@ class _Module:
         )
         owner = local.get(first, self.names.get(first, ""))
         self.stage += last == "train" and str(owner[""] if _called(owner) else owner).endswith("rainer")
+        return found
+
+    def _parsed(self, source: Any) -> Any:
+        """Return the contents of a file that is opened, or named as OmegaConf has it; None if there is none."""
+        name = source.get("0") if _called(source) and source[""] == "open" else source
+        found = None if isinstance(name, UnknownValue) or not isinstance(name, str) else self.load(name)
+        self.loaded |= {} if found is None else {str(name): None}
         return found
 
     def _default(self, name: str, owner: Any) -> bool:

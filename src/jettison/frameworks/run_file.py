@@ -377,16 +377,14 @@ class Keys:
             raise UsageError(f"got {self.gpus} GPUs for {self.file.path}; expected a multiple of {product} ({said})")
         return self.gpus // product
 
-    def repeats(self, key: str, each: int, default: int | None = None) -> int | None:
+    def repeats(self, key: str, each: int, default: int | None = None) -> int:
         """Return the micro-batches of a step on each data-parallel rank; a `UsageError` if its sequences do not divide.
 
         Args:
             key: of the sequences of a step on all ranks; without it ``default``. ``each``: those of a micro-batch.
         """
-        total, ranks = self.whole(key, default), self.field("dp", 1)
-        if total is None:
-            return None
-        self.global_batch = total
+        ranks = self.field("dp", 1)
+        self.global_batch = total = self.whole(key) or default or each * ranks
         if each < 1 or total % (each * ranks):
             said = f"{self.written(key)} = {total}, which is no multiple of {each} sequences x {ranks} replicas"
             raise self.error(f"got {said}; give the run's --gpus")

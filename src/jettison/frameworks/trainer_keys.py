@@ -252,8 +252,8 @@ def resumed(keys: Keys, key: str) -> None:
             f"{folder} is not here: rank and targets of its adapters count in the run; give --lora if they differ"
         )
         return
-    own = {"r": "lora_r", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules"}
-    own["modules_to_save"] = "lora_modules_to_save"
+    names = ("r", "lora_dropout", "target_modules", "modules_to_save")
+    own = {name: f"lora_{name.removeprefix('lora_')}" for name in names}
     keys.values = {key: value for key, value in keys.values.items() if key not in own.values()}
     keys.values |= {name: value for theirs, name in own.items() if (value := file.values.get(theirs)) is not None}
 

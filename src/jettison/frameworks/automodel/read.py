@@ -68,8 +68,8 @@ def _layout(keys: Keys) -> None:
 
 
 def _batch(keys: Keys) -> None:
-    local, ranks = max(1, keys.field("micro_batch", 1)), keys.field("dp", 1)
-    steps = keys.repeats("step_scheduler.global_batch_size", local, local * ranks) or 1
+    local = max(1, keys.field("micro_batch", 1))
+    steps = keys.repeats("step_scheduler.global_batch_size", local)
     if keys.field("pp", 1) > 1:
         steps = _pipeline(keys, local, steps)
     else:

@@ -46,9 +46,6 @@ def _batch(keys: Keys) -> None:
     if whole is not None and not keys.has("gradient_accumulation_steps"):
         keys.give("micro_batches", max(1, whole // micro), "batch_size")
     packed = keys.on("sample_packing")
-    keys.read(
-        "sample_packing", "pad_to_sequence_len", "multipack_real_batches", why="sequences of full length" * packed
-    )
     trainer.full_length(keys, packed=packed, expands=True)  # ``utils/__init__.py``, ``set_pytorch_cuda_alloc_conf``
 
 
@@ -64,12 +61,11 @@ def _adapters(keys: Keys) -> None:
         keys.read(*keys.matching("model_quantization_config*"), why="16-bit weights")
     if keys.on("lora_target_linear"):  # ``loaders/adapter.py``: in addition to those by name
         keys.values["lora_target_modules"] = ["all-linear", *keys.listed("lora_target_modules")]
-    adapter, packed = keys.text("adapter"), keys.on("load_in_4bit")
-    if adapter == "lora" and packed:
+    if keys.text("adapter") == "lora" and keys.on("load_in_4bit"):
         keys.refuse(
             "load_in_4bit", "axolotl quantizes to 4 bits with adapter: qlora alone; with lora weights are cast to fp32"
         )
-    elif adapter == "qlora" and not packed:
+    elif keys.text("adapter") == "qlora" and not keys.on("load_in_4bit"):
         keys.refuse("adapter", "axolotl rejects qlora without load_in_4bit: true")
     trainer.resumed(keys, "lora_model_dir")  # ``loaders/adapter.py``, ``load_lora``
     adapters(keys, trl=False)

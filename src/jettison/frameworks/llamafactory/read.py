@@ -19,7 +19,6 @@ def read(keys: Keys) -> None:
         trainer.resumed(keys, "adapter_name_or_path")
     adapters(keys, trl=False)
     if stage == "dpo":  # ``train/trainer_utils.py``, ``create_ref_model``; ``get_batch_logps``, of whole logits
-        keys.read("pref_beta", "ref_model_adapters", "ref_model_quantization_bit")
         keys.give("dropout", 0.0)
         frozen = None if keys.text("pref_loss") in ("orpo", "simpo") else "same,dtype=bf16"  # as the checkpoint is
         batch = "per_device_train_batch_size"
@@ -42,7 +41,6 @@ def read(keys: Keys) -> None:
     # ``model/adapter.py``, ``init_adapter``: trained parameters are cast to fp32, unless pure_bf16; others are loaded
     # in the compute dtype (``model/patcher.py``, ``patch_config``)
     pure = keys.on("pure_bf16")
-    keys.read("pure_bf16", why="weights in 16 bits")
     if pure and keys.field("lora"):
         keys.give("precision", "bf16-pure", "pure_bf16")
     else:

@@ -30,10 +30,6 @@ _PER_NODE: Final = ("nproc_per_node", "gpus_per_node", "ntasks_per_node", "$GPUS
 _NODES: Final = ("nnodes", "nodes", "num_nodes", "$NNODES", "$NUM_NODES", "$NODES")
 _WORLD: Final = ("world_size", "$WORLD_SIZE", "$WORLD")
 
-_EXPERTS: Final = (
-    *("expert_tensor_parallel_size", "expert_model_parallel_size", "moe_token_dispatcher_type", "moe_grouped_gemm"),
-)
-
 
 def read(keys: Keys) -> None:
     """Read the keys without a table form."""
@@ -63,8 +59,6 @@ def read(keys: Keys) -> None:
         found = config(keys)
         keys.config = found if found["vocab_size"] else None
         keys.read(*keys.table["model"])
-    else:
-        keys.read("num_layers", "hybrid_layer_pattern", "hybrid_override_pattern")
     _pipeline(keys)
     _batch(keys)
     _kernels(keys)
@@ -181,7 +175,7 @@ def _batch(keys: Keys) -> None:
         keys.notes.append("the batch grows to its full size, which is counted")
     if keys.gpus != 0:
         steps = keys.repeats("global_batch_size", keys.field("micro_batch", 1), total)
-        keys.give("micro_batches", steps or 1, "global_batch_size", "step_batch_size_schedule")
+        keys.give("micro_batches", steps, "global_batch_size", "step_batch_size_schedule")
 
 
 def _program(keys: Keys) -> None:
@@ -457,8 +451,6 @@ def _kernels(keys: Keys) -> None:
         not keys.config and keys.whole("expert_model_parallel_size", 1) != 1
     ):
         _dispatch(keys)
-    else:
-        keys.read(*_EXPERTS, why="without experts")
     if kinds := [*dict.fromkeys(words(keys.get("cp_comm_type")))]:
         exchange = {"p2p": "p2p", "a2a": "a2a", "allgather": "gather", "a2a+p2p": "p2p"}.get(kinds[0])
         if exchange is None or len(kinds) > 1:
@@ -476,7 +468,6 @@ def _dispatch(keys: Keys) -> None:
         keys.give("sequential_experts", True)
     if (wide := keys.whole("expert_tensor_parallel_size")) and wide != keys.field("tp", 1):
         keys.give("expert_tp", wide, "expert_tensor_parallel_size")
-    keys.read(*_EXPERTS)
 
 
 def _precision(keys: Keys) -> None:

@@ -41,7 +41,7 @@ def read(keys: Keys) -> None:
             *keys.matching("*.pipeline_parallel_*", "parallelism.module_fqns_per_model_part", "*.num_pp_microbatches")
         )
     (_policy if python else _recompute)(keys)
-    (_converters if python else _products)(keys)
+    _converters(keys)
     _others(keys)
 
 
@@ -289,9 +289,11 @@ def _policy(keys: Keys) -> None:
 
 
 def _converters(keys: Keys) -> None:
-    """Read the converters of a model's configuration, each a call with its arguments."""
-    key = next(keys.matching("model_spec.converters", "model_spec.quantization", "model_converters.converters"), "")
-    found = keys.get(key, [])
+    """Read the converters of a model's configuration, each a call with its arguments, or in TOML with its section."""
+    key = "model.converters"
+    if python := keys.form == "python":
+        key = next(keys.matching("model_spec.converters", "model_spec.quantization", "model_converters.converters"), "")
+    found = keys.get(key, []) if python else _sections(keys, key)
     if not isinstance(found, list):
         keys.refuse(key, "expected a list of converters")
         return
@@ -300,14 +302,15 @@ def _converters(keys: Keys) -> None:
         if name == "Float8LinearConverter":
             # tensorwise was the default, with all-gathers in FP8, until only rowwise recipes remained
             bytewise = one.get("enable_fsdp_float8_all_gather") is True
-            old = key == "model_converters.converters"
+            old = key in ("model_converters.converters", "model.converters")
             recipe = str(one.get("recipe_name") or ("tensorwise" if old else "rowwise"))
-            keys.give("fp8_recipe", recipe, key)
+            keys.give("fp8_recipe", recipe, key, *one.get("from", ()))
             if bytewise and recipe == "tensorwise":
                 keys.give("fp8_param_gather", True, key)
             why = _narrowed(one, "filter_fqns", _WIDE)
         elif name in ("MXFP8LinearConverter", "MXLinearConverter"):
-            keys.give("fp8_recipe", "mxfp8", key)
+            recipe = str(one.get("recipe_name") or "mxfp8")
+            keys.give("fp8_recipe", "mxfp8" if recipe.startswith("mxfp8") else recipe, key, *one.get("from", ()))
             why = _narrowed(one, "fqns", ()) or _narrowed(one, "filter_fqns", _WIDE)
         elif name == "LoRAConverter":
             why = _adapters(keys, key, one)
@@ -343,46 +346,32 @@ def _listed(keys: Keys, key: str) -> list[str]:
     return [str(one).lower() for one in keys.listed(key)]
 
 
-def _products(keys: Keys) -> None:
-    converters = _listed(keys, "model.converters")
+def _sections(keys: Keys, key: str) -> list[Mapping[str, Any]]:
+    """Return the converters that TOML names, with the arguments of their sections; sections of others do nothing."""
+    names = _listed(keys, key)
     if keys.on("float8.enable_float8_linear") or keys.on("training.enable_float8_linear"):
-        converters.append("float8")
-    experts = [name for name in converters if name.startswith(("quantize.grouped_mm", "quantize.moe"))]
+        names.append("float8")
+    experts = [name for name in names if name.startswith(("quantize.grouped_mm", "quantize.moe"))]
     if experts:
-        keys.refuse("model.converters", f"{experts[0]}: experts in 8 bits by torchao are not modelled")
-    else:
-        keys.read(*keys.matching("quantize.grouped_mm.*", "quantize.moe.*", "*.moe_fqns_prototype"))
-    converters = [name for name in converters if name not in experts]
-    known = [f"{place}{kind}" for place in ("", "quantize.linear.", "quantize.dense.") for kind in ("float8", "mx")]
-    narrow = [name for name in converters if name in known]
-    unknown = [name for name in converters if name not in narrow]
-    if unknown:
-        keys.refuse("model.converters", f"{', '.join(unknown)} is not modelled; expected float8 or mx")
-    last = {name.rpartition(".")[2] for name in narrow}
-    for name in {"float8", "mx"} - last:  # of a converter that is off
-        keys.read(*keys.matching(f"{name}.*", f"quantize.linear.{name}.*", f"quantize.dense.{name}.*"))
-    if not last:
-        return
-    name = min(last)
-    sections = (f"{place}{name}." for place in ("", "quantize.linear.", "quantize.dense."))
-    section = next((one for one in sections if keys.some(f"{one}*")), f"{name}.")
-    recipe_key, filter_key = f"{section}recipe_name", f"{section}filter_fqns"
-    recipe = keys.text(recipe_key, "tensorwise" if name == "float8" else "mxfp8")
-    keys.give(
-        "fp8_recipe",
-        "mxfp8" if recipe.startswith("mxfp8") else recipe,
-        "model.converters",
-        recipe_key,
-        "float8.enable_float8_linear",
-    )
-    gather_key = f"{section}enable_fsdp_float8_all_gather"
-    if gather_key not in keys.values:
-        gather_key = "training.enable_fsdp_float8_all_gather"
-    if keys.on(gather_key) and name == "float8" and recipe == "tensorwise":
-        keys.give("fp8_param_gather", True, gather_key)
-    wide = [one for one in _listed(keys, filter_key) if one not in _WIDE]
-    if wide:
-        keys.refuse(filter_key, "other exceptions from FP8 are not modelled; expected output or router.gate")
+        keys.refuse(key, f"{experts[0]}: experts in 8 bits by torchao are not modelled")
+    keys.read(*keys.matching("quantize.grouped_mm.*", "quantize.moe.*", "*.moe_fqns_prototype"))
+    used = {name.rpartition(".")[2]: name for name in names if name not in experts}
+    for off in {"float8", "mx"} - {*used}:
+        keys.read(*keys.matching(f"{off}.*", f"quantize.linear.{off}.*", f"quantize.dense.{off}.*"))
+    found = list[Mapping[str, Any]]()
+    for own, name in used.items():
+        sections = (own, f"quantize.linear.{own}", f"quantize.dense.{own}")
+        section = next((one for one in sections if keys.some(f"{one}.*")), own)
+        gather = f"{section}.enable_fsdp_float8_all_gather"
+        converter = {
+            "": keys.table["converters"].get(own, name) if name in sections else name,
+            "from": (f"{section}.recipe_name", "float8.enable_float8_linear"),
+            "recipe_name": keys.text(f"{section}.recipe_name"),
+            "filter_fqns": _listed(keys, f"{section}.filter_fqns"),
+            "enable_fsdp_float8_all_gather": keys.on(gather, keys.on("training.enable_fsdp_float8_all_gather")),
+        }
+        found.append(converter)
+    return found
 
 
 def _others(keys: Keys) -> None:

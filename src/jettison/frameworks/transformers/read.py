@@ -174,7 +174,6 @@ def _sequence(keys: Keys, *, trl: bool) -> None:
     cut = [key for key in ("max_length", "max_seq_length") if key in keys.values]  # null: not truncated
     if trl and keys.field("seq") is None and not cut:
         keys.give("seq", 1024)  # ``SFTConfig.max_length``
-    keys.read(*cut)
     packed = keys.on("packing") or keys.on("padding_free") or keys.some("$DataCollatorWithFlattening")
     keys.read("packing", "padding_free", why="sequences of full length" * packed)
     if packed or trl:
