@@ -8,6 +8,7 @@ import inspect
 import pickle
 import random
 import warnings
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from jettison.core.errors import Infeasible
 from jettison.core.units import Bytes
 from jettison.dryrun.counter import measured_peak, static_tensors
 from jettison.planner import batches
-from jettison.runtime.batch_shape import BatchShape, map_tensors
+from jettison.runtime.assumptions import BatchShape, map_tensors
+from jettison.runtime.callers import argument_of
 from jettison.verify.differences import compare_gradients
 from support.toys import Headed, Mlp
 
@@ -157,7 +159,7 @@ def test_a_batch_that_cannot_be_recorded_runs_all_the_same(monkeypatch: pytest.M
     handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.8)))
     assert handle.batches is not None
 
-    def fails(_: Any) -> Any:
+    def fails(*_: Any) -> Any:
         raise jettison.core.errors.TraceError("no")
 
     monkeypatch.setattr(handle.batches, "describe", fails)
@@ -281,6 +283,21 @@ def test_a_plan_covers_no_batch_that_runs_other_ops(come: list[Any], plans: int)
     assert handle.batches is not None and len(handle.batches.treatments) == plans
 
 
+def test_outputs_that_nobody_planned_are_warned_of() -> None:
+    class Showing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Tensor, show: bool = False) -> Any:
+            return self.inner(x), [x.detach() * k for k in range(8)] if show else ()
+
+    model = Showing()
+    jettison.auto_checkpoint(model, BARE, Bytes(1 << 30), loss_fn=lambda found: found[0])
+    with pytest.warns(UserWarning, match="the model runs other ops than it was planned with"):
+        model(**BARE, show=True)[0].backward()
+
+
 def test_one_shape_covers_another_that_is_nowhere_longer() -> None:
     whole = BatchShape.of((), {"ids": torch.zeros(4, 8), "mask": torch.zeros(4, 8, dtype=torch.bool)})
     assert whole.covers(BatchShape.of((), {"ids": torch.zeros(4, 8)}))
@@ -323,8 +340,10 @@ def test_a_larger_batch_in_a_loop_of_ones_own_is_cured_as_the_warning_says() -> 
         model(batch["x"]).square().mean().backward()
 
     model = net()
-    handle = jettison.auto_checkpoint(model, {"x": rows(ROWS)}, Bytes(1 << 30), step=step)
-    with pytest.warns(UserWarning, match=r"argument 0 is 80 x .*To have it held: call handle\.expect\(batch\)"):
+    handle = jettison.auto_checkpoint(model, {"x": rows(ROWS)}, Bytes(1 << 30), step=lambda *args: step(*args))
+    with pytest.warns(
+        UserWarning, match=r"80 x 4 x 64 \(0\), planned was .*To have it held: call handle\.expect\(batch\)"
+    ):
         step(model, {"x": rows(80)})
     model.zero_grad()
     with warnings.catch_warnings(action="error"):
@@ -453,3 +472,127 @@ def test_a_forward_may_go_by_what_its_blocks_leave_in_the_batch() -> None:
             each.zero_grad(set_to_none=True)
             each(Counted(batch.x)).backward()
         assert compare_gradients(model, plain).identical
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+def test_ops_that_nobody_planned_are_warned_of_at_their_first_step(dtype: torch.dtype) -> None:
+    model, ones = Masked(), torch.ones(ROWS, 4, dtype=torch.long)
+    batch = {**BARE, "mask": ones}
+    budget = peak_of_all(Masked(), batch) + 100
+    jettison.auto_checkpoint(model, batch, Bytes(budget), keep_output=False, step=accumulated)
+
+    def run(batch: dict[str, Tensor]) -> None:  # of a loop that is not the planned function
+        model.zero_grad()
+        model(**batch).backward()
+
+    with warnings.catch_warnings(action="error"):
+        run(batch)
+        run({"x": BARE["x"][:8]})
+        run({**BARE, "mask": ones.to(dtype)})
+    with pytest.warns(UserWarning, match="the model runs other ops than it was planned with"):
+        run({**BARE, "mask": ones.tril(1).to(dtype)})
+
+
+def masked_by_values(model: nn.Module, batch: Any, *, ratio: float = 1.0) -> None:
+    """A step that computes its masks, as people do from the ids of padding."""
+    for x in batch["micro"]:
+        (ratio * model(x=x, mask=(x[:, :, 0] != 0).long())).backward()
+
+
+def padded(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[1:, 2:] = 0
+    return x
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.filterwarnings("error")
+def test_what_a_step_computes_for_its_model_is_planned_for(announced: bool) -> None:
+    plain, model = Masked(), Masked()
+    come = [{"micro": list(map(each, [rows(ROWS), rows(ROWS) + 1]))} for each in (Tensor.clone, padded)]
+    come.append({"micro": [rows(ROWS), padded(rows(96))]})
+
+    def run(model: nn.Module, batch: Any) -> None:
+        model.zero_grad(set_to_none=True)
+        masked_by_values(model, batch)
+
+    def peak(model: nn.Module, batch: Any) -> int:
+        return measured_peak(lambda: run(model, batch), static_tensors=static_tensors(model, batch["micro"])).peak_bytes
+
+    run(plain, come[0])
+    budget = peak(plain, come[0]) + 100
+    assert peak(plain, come[1]) > budget
+    step = masked_by_values if not announced else lambda *args: masked_by_values(*args)
+    handle = jettison.auto_checkpoint(model, come[0], Bytes(budget), keep_output=False, step=step)
+    for number in (0, 1, 2, 1, 0):
+        if announced:
+            handle.expect(come[number])
+        assert peak(model, come[number]) <= budget, number
+        torch.manual_seed(number)
+        run(plain, come[number])
+        torch.manual_seed(number)
+        if announced:
+            handle.expect(come[number])
+        run(model, come[number])
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.filterwarnings("error")
+def test_gradients_that_stay_allocated_are_planned_for(own: bool) -> None:
+    def step(model: Any, x: Tensor) -> None:
+        model(x).backward()
+
+    def peak(model: nn.Module) -> int:
+        return measured_peak(lambda: step(model, x), static_tensors=static_tensors(model, (x,))).peak_bytes
+
+    model, x = net(), rows(ROWS)
+    budget = peak(model)
+    assert peak(model) > budget, "gradients were not there the first time"
+    model.zero_grad(set_to_none=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    jettison.auto_checkpoint(model, x, Bytes(budget), step=step if own else None)
+    for _ in range(3):
+        assert peak(model) <= budget
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Runs:
+    def step(self, model: Any, batch: Any) -> Any:
+        return model(), batch
+
+    __call__ = step
+
+
+def with_locals(model: Any, batch: Any) -> Any:
+    known = locals()
+    return model(), known["batch"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda model, batch: (model(), batch), id="function"),
+        pytest.param(Runs().step, id="method"),
+        pytest.param(Runs(), id="object"),
+    ],
+)
+def test_the_batch_of_a_running_step_is_found(function: Callable[..., Any]) -> None:
+    batch = rows(1)
+    assert function(lambda: argument_of(function, 1), batch)[0] is batch
+    assert function(lambda: argument_of(function, 2), batch)[0] is None
+    assert argument_of(function, 1) is None
+    assert with_locals(lambda: argument_of(with_locals, 1), batch) == (None, batch)
+
+
+def test_looking_for_a_batch_keeps_no_other_local_alive() -> None:
+    def step(_: Any, batch: Any) -> Any:  # without an assert: pytest's reads its frame's locals
+        made = batch * 2
+        known, found = weakref.ref(made), argument_of(step, 1)
+        del made
+        return known(), found
+
+    batch = rows(1)
+    made, found = step(None, batch)
+    assert made is None and found is batch

@@ -153,7 +153,7 @@ def inductors_own(compiled: CompiledProgram, hardware: Hardware) -> list[Frontie
 @pytest.mark.slow  # compiled for two batches
 def test_a_larger_batch_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed again here: what is compiled for each batch is one way."""
-    monkeypatch.setattr("jettison.planner.options.compiled_points", inductors_own)
+    monkeypatch.setattr("jettison.planner.planner.compiled_points", inductors_own)
     model, larger, how = stack(), batch(12), {"offload": True, "hardware": linked()}
     plain = compiled(model)
     expected, budget = gradients(plain, larger), int(0.8 * peak(plain, larger))

@@ -21,7 +21,7 @@ from support.toys import Mlps
 @pytest.fixture
 def silent_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first of two ranks that send nothing, and do not agree on plans."""
-    monkeypatch.setattr("jettison.planner.rank_agreement.groups_for", lambda *_: [])
+    monkeypatch.setattr("jettison.planner.live.groups_for", lambda *_: [])
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     distributed.destroy_process_group()

@@ -316,9 +316,9 @@ def test_what_planning_takes_is_none_of_a_step(watched: Any, monkeypatch: pytest
     optimizer.step()
     meet = handle.batches.meet
 
-    def trying_kernels(batch: Any) -> None:
+    def trying_kernels(*given: Any) -> None:
         meter.peak = meter.taken = 10 * budget
-        meet(batch)
+        meet(*given)
 
     monkeypatch.setattr(handle.batches, "meet", trying_kernels)
     with warnings.catch_warnings(action="error"):

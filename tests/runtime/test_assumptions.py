@@ -90,8 +90,8 @@ def two_at_once(model: nn.Module, x: Tensor) -> None:
     [
         (twice, "gradients .* are there already when the forward begins"),
         (kept_at_zero, "gradients .* are there already when the forward begins"),
-        (longer, r"the batch is larger .*: argument 0 is 32 x 32, planned was 16 x 32"),
-        (masked, r": mask is new \(16 x 1\)"),
+        (longer, r"the batch is larger .*: 32 x 32 \(0\), planned was 16 x 32 \(0\)"),
+        (masked, r"16 x 1 \(mask\), planned was 16 x 32 \(0\);"),
         (retained, "backward keeps the graph"),
         (partial, "backward stops before all parameters"),
         (in_autocast, "backward runs inside autocast"),

@@ -254,7 +254,7 @@ def test_a_plan_packs_where_that_costs_less_than_the_work(monkeypatch: pytest.Mo
     x = (torch.randn(512, WIDTH),)
     model = stack(Judged, 4)
     plain = independent_copy(model)
-    monkeypatch.setattr("jettison.planner.options.packing_seconds", lambda _pack, _device: 0.0)
+    monkeypatch.setattr("jettison.planner.planner.packing_seconds", lambda _pack, _device: 0.0)
     monkeypatch.setattr("jettison.planner.front_policies.LEAST_PACKED", 0.0)
     budgets = jettison.plan.sweep(trace_model(model, x), [Bytes(1), "1GiB"])
     assert isinstance(budgets[0], Infeasible) and isinstance(budgets[1], Plan)
@@ -292,7 +292,7 @@ def test_packing_costs_what_doing_it_takes(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_is_tried_where_ops_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[float]()
-    monkeypatch.setattr("jettison.planner.options.packing_seconds", lambda *_: asked.append(1.0) or 1.0)
+    monkeypatch.setattr("jettison.planner.planner.packing_seconds", lambda *_: asked.append(1.0) or 1.0)
     trace = trace_model(stack(Drawn), (torch.randn(512, WIDTH),))
     jettison.plan(trace, "1GiB", measure=False)
     assert not asked

@@ -36,7 +36,7 @@ def slow_to_compute() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jettison.dryrun.compiled.seconds_of_levels", seconds)
-        patch.setattr("jettison.planner.options.seconds_of_levels", seconds)
+        patch.setattr("jettison.planner.planner.seconds_of_levels", seconds)
         patch.setattr("jettison.planner.host.MOVE_SECONDS", 0.0)
         yield
 

@@ -36,20 +36,24 @@ from jettison.capture.signature import as_signed, call_signature, opaque_copy
 from jettison.capture.tensor_subclasses import arrived, bytes_of, has_gradients, parts_of, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.core.errors import TraceError, UnsupportedModule, WrongValue
-from jettison.dryrun.counter import AllocationCounter, Workspace, current_node, quiet_gc, static_tensors
-from jettison.dryrun.level_intervals import (
+from jettison.dryrun.counter import (
     GIVEN,
     HELD,
     RETURNED,
     STORED,
     VIEWED,
+    AllocationCounter,
     CallLevels,
     IntervalLevels,
     Place,
     Role,
     RootLevels,
     Summed,
+    Workspace,
+    current_node,
     intervals_of,
+    quiet_gc,
+    static_tensors,
 )
 from jettison.ledger.program import Source
 from jettison.runtime.graph_fingerprint import nodes_behind

@@ -20,7 +20,7 @@ from typing import Final
 
 from jettison.capture.model_trace import BlockCall, ModelTrace
 from jettison.dryrun.block_levels import dry_run_block
-from jettison.dryrun.level_intervals import RETURNED, STORED, CallLevels, IntervalLevels, Role, RootLevels, Summed
+from jettison.dryrun.counter import RETURNED, STORED, CallLevels, IntervalLevels, Role, RootLevels, Summed
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, step_of
 from jettison.ledger.step_levels import StepLevels

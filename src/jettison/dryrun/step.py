@@ -142,7 +142,7 @@ class OneBatch:
         model = self.trace.fake_model
         if self.trace.loop.gradients_preallocated and not self._left:
             model.zero_grad()
-            with AllocationCounter(device=self.trace.device_type) as unmeasured:
+            with self.trace.context(), AllocationCounter(device=self.trace.device_type) as unmeasured:
                 self.passes(unmeasured)
             seen = {p: p.grad for p in model.parameters() if p.grad is not None}
             self._left.update(with_memory_of_their_own(seen))

@@ -37,8 +37,7 @@ from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.op_costs import MeasuredWorkspace
 from jettison.dryrun.step import each_of
 from jettison.parallel.imagined import ImaginedReplica, inside_of_ddp
-from jettison.runtime.assumptions import RETAINED, backward_kinds
-from jettison.runtime.batch_shape import is_uniform
+from jettison.runtime.assumptions import RETAINED, backward_kinds, is_uniform
 from jettison.runtime.callers import FOREIGN_HOOKS, are_hooks_foreign, is_transforming
 from jettison.runtime.graph_fingerprint import next_sequence_number, nodes_behind
 
@@ -112,7 +111,7 @@ class ModelCall:
     def uniform(self) -> tuple[bool, ...]:
         """Whether all values of each of its integer and Boolean tensors are known to be equal."""
         found = (plain(t) for t in _tensors((self.args, self.kwargs)) if not t.is_floating_point())
-        return tuple(not isinstance(t, FakeTensor) and is_uniform(t) for t in found)
+        return tuple(map(is_uniform, found))
 
 
 @dataclass(kw_only=True)

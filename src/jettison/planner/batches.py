@@ -5,8 +5,9 @@ the same decisions to smaller tensors. For a batch that no plan covers, the step
 and a new plan is made if it fits under none. A small batch under the plan of a large one recomputes more than it needs.
 Once that has cost as much time as planning, it gets its own plan.
 
-Where a tensor of the batch decides which ops a forward runs, batches in which all its values are equal (a padding mask
-of ones, which transformers leaves out) and others do not cover each other.
+Where a tensor decides which ops a forward runs, batches in which all its values are equal (a padding mask of ones,
+which transformers leaves out) and others do not cover each other. Whether gradients are there already, and what a step
+computes for its model from the batch, is known when a forward begins.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import functools
 import operator
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,12 +30,14 @@ from jettison.core.errors import Infeasible, JettisonError, PlanMismatch, warn
 from jettison.core.progress import Progress, reported
 from jettison.core.units import format_bytes
 from jettison.dryrun.step import ModulePolicy
+from jettison.dryrun.user_step import Step
 from jettison.parallel.recompute_agreement import Agreement
 from jettison.planner.planner import UNSEEN_BYTES, module_policy
 from jettison.planner.step_description import Described
-from jettison.runtime.batch_shape import BatchShape, map_tensors, tensors_by_path
+from jettison.runtime.assumptions import BatchShape, map_tensors, tensors_by_path
+from jettison.runtime.callers import argument_of
 from jettison.runtime.device import is_capturing, refuse_capture
-from jettison.runtime.install import follow, install_more
+from jettison.runtime.install import adopt_more, follow, install_more
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.plan import Plan
 
@@ -67,8 +71,8 @@ class ShapeReport:
 @dataclass(frozen=True, kw_only=True)
 class InstalledPlan:
     """Plans that are installed under one number. ``trained``: one byte for each parameter of the models, 1 if it is
-    trained; then again, 1 if it ever was. ``ops``: names of the ops of each forward. ``policies``: for each model, of
-    another trace with the same policies.
+    trained; then again, 1 if it ever was; and one that is 1 if gradients are there when the step begins. ``ops``: names
+    of the ops of each forward. ``policies``: for each model, of another trace with the same policies.
     """
 
     number: int
@@ -106,13 +110,15 @@ class _SeenShape:
 @dataclass(kw_only=True, eq=False)
 class BatchPlans:
     """Plans by batch of one applied handle: the ``regions`` of each planned model. ``describe``: describes a step on
-    another batch. ``by_itself``: the batch is the arguments of the model. ``planning_seconds``: of the first planning.
-    ``host_budget_bytes``: limit of pinned memory for each model; None: what the host has.
+    another batch, with or without gradients when it begins. ``step``: of ``models`` models and a batch; None: the batch
+    is the arguments of the model. ``planning_seconds``: of the first planning. ``host_budget_bytes``: limit of pinned
+    memory for each model; None: what the host has.
     """
 
     regions: Sequence[Sequence[PlannedForward]]
-    describe: Callable[[Any], Described]
-    by_itself: bool
+    describe: Callable[[Any, bool], Described]
+    step: Step | None
+    models: int
     budget_bytes: int
     planning_seconds: float
     progress: Progress
@@ -122,33 +128,61 @@ class BatchPlans:
     now: Cover | None = None
     _decisive: set[str] = field(default_factory=set)
     _ever: bytes = b""
+    _announced: Any = None  # batch of a step whose first forward has not begun
+    _latest: weakref.ref[Tensor] | None = None  # a tensor of the running step's batch
     _seen: OrderedDict[tuple[BatchShape, bytes], _SeenShape] = field(default_factory=OrderedDict)
 
     def begin(self, batches: Sequence[Any], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
         """Register the installed plans and the batches that they were made for."""
-        self._note_decisive(batches, traces)
-        shapes = [self._shape(batch) for batch in batches]
+        self._note_decisive(traces)
+        shapes = self._shapes(batches[0], traces) if len(batches) == 1 else [self._shape(batch) for batch in batches]
         parts = [module_policy(trace, plan) for trace, plan in zip(traces, plans, strict=True)]
-        trained = self._trained()
+        trained = self._trained(False)
         made = self._treatment(0, max(shapes, key=lambda shape: shape.nbytes), trained, parts, plans)
         self.covers += [
             Cover(shape=shape, trained=trained, treatment=made, peak_bytes=made.peak_bytes) for shape in shapes
         ]
         self.now = self.covers[0]
 
-    def meet(self, batch: Any) -> None:
-        """Install the plan for the next step's batch, making one if needed."""
-        shape, trained = self._shape(batch), self._trained()
+    def meet(self, batch: Any, call: tuple[Any, Any] | None = None, *, is_new: bool = True) -> None:
+        """Install the plan for the next step's batch, making one if needed; or for a ``call`` in its step that begins.
+        ``is_new``: the step is counted.
+        """
+        shape, trained = self._shape(batch, call), self._trained(call is not None)
+        if not is_new and self.now is not None and self.now.covers(shape, trained):
+            return
         if (shape, trained) not in self._seen and len(self._seen) >= MOST_SHAPES:
             self._seen.popitem(last=False)
         seen = self._seen.setdefault((shape, trained), _SeenShape())
         if seen.cover is None:
             found = [cover for cover in self.covers if cover.covers(shape, trained)]
             fastest = min(found, key=lambda one: one.treatment.added_seconds, default=None)
-            seen.cover = fastest or self._make(shape, trained, batch)
-        seen.steps += 1
+            seen.cover = fastest or self._make(shape, trained, batch, call)
+        seen.steps += is_new
         self._follow(seen.cover)
-        self._pay_rent(shape, trained, seen, batch)
+        if is_new:
+            self._pay_rent(shape, trained, seen, batch)
+        if call is None:
+            self._announced = batch
+        self._latest = next(map(weakref.ref, tensors_by_path((batch,)).values()), None)
+
+    def call_begins(self, batch: Any, call: tuple[Any, Any]) -> None:
+        """Install the plan for a forward that begins. Of a step's batch it is known what was announced, or what the
+        running step was called with.
+        """
+        announced, self._announced = self._announced, None
+        if batch is not None:
+            self.meet(batch, call)
+        elif is_capturing():
+            return
+        elif announced is not None:
+            self.meet(announced, call, is_new=False)
+        elif self.step is not None:
+            tensors = tensors_by_path((batch := argument_of(self.step, self.models),))
+            # the step is running, and has given the batch's name to nothing else
+            if dict(self.treatments[0].shape.sizes).keys() & tensors.keys():
+                is_new = self._latest is None or self._latest() is not next(iter(tensors.values()))
+                self.meet(batch, call, is_new=is_new)
 
     def restrict(self, budget_bytes: int) -> None:
         """Set a new budget; no existing plan is assumed to fit it."""
@@ -167,43 +201,55 @@ class BatchPlans:
                 recompute_seconds=seen.cover.treatment.added_seconds,
             )
             for (shape, _), seen in self._seen.items()
-            if seen.cover is not None
+            if seen.cover is not None and seen.steps
         ]
         return sorted(found, key=lambda one: -one.steps)
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return as_call(batch) if self.by_itself else ((batch,), {})
+        return as_call(batch) if self.step is None else ((batch,), {})
 
-    def _shape(self, batch: Any) -> BatchShape:
-        return BatchShape.of(*self._arguments(batch), decisive=self._decisive)
+    def _shape(self, batch: Any, call: tuple[Any, Any] | None = None) -> BatchShape:
+        """The batch's shape, and of a call in its step what decides which ops run and is not of the batch."""
+        shape = BatchShape.of(*self._arguments(batch), decisive=self._decisive)
+        if call is None or self.step is None:
+            return shape
+        computed = BatchShape.of(*call, decisive=self._decisive).sizes
+        more = tuple((f"call.{path}", replace(size, nbytes=0)) for path, size in computed if size.uniform is not None)
+        return BatchShape(shape.sizes + more)
 
-    def _note_decisive(self, batches: Sequence[Any], traces: Sequence[ModelTrace]) -> None:
-        """Note which tensors of a batch decide which ops run; not seen where a step computes others of them."""
+    def _shapes(self, batch: Any, traces: Sequence[ModelTrace]) -> list[BatchShape]:
+        """Shapes of a batch for each of the calls in its step."""
+        calls = [as_call(one.batch) for trace in traces for one in (trace, *trace.more)]
+        return list(dict.fromkeys(self._shape(batch, call) for call in calls))
+
+    def _note_decisive(self, traces: Sequence[ModelTrace]) -> None:
+        """Note which tensors decide which ops run, by their names in the calls of the models."""
         for one in [each for trace in traces for each in (trace, *trace.more)]:
             leaves = call_signature(*as_call(one.batch))[0]
-            read = [leaves[position] for position in one.root.decisive_arguments()]
-            for batch in batches:
-                found = tensors_by_path(*self._arguments(batch)).items()
-                paths = (path for path, tensor in found if any(_are_equal(tensor, leaf) for leaf in read))
-                self._decisive |= {path.rpartition(".")[2] for path in paths}
+            read = {id(leaves[position]) for position in one.root.decisive_arguments()}
+            found = tensors_by_path(*as_call(one.batch)).items()
+            self._decisive |= {path.rpartition(".")[2] for path, tensor in found if id(tensor) in read}
 
-    def _trained(self) -> bytes:
-        """Flags of parameters trained now, and of those ever trained: an optimizer keeps their state."""
-        now = b"".join(known.trained() for regions in self.regions if (known := regions[-1].assumptions) is not None)
+    def _trained(self, begins: bool) -> bytes:
+        """Flags of parameters trained now, and of those ever trained: an optimizer keeps their state. Then whether
+        gradients are there that the first plan did not count, if a forward ``begins``.
+        """
+        known = [regions[-1].assumptions for regions in self.regions if regions[-1].assumptions is not None]
+        now = b"".join(one.trained() for one in known)
         if len(self._ever) != len(now):
             self._ever = bytes(len(now))
         self._ever = bytes(map(operator.or_, self._ever, now))
-        return now + self._ever
+        return now + self._ever + bytes([begins and max((one.has_gradients() for one in known), default=False)])
 
-    def _make(self, shape: BatchShape, trained: bytes, batch: Any) -> Cover:
+    def _make(self, shape: BatchShape, trained: bytes, batch: Any, call: tuple[Any, Any] | None) -> Cover:
         """Return a plan under which this batch fits; if there is none, the one with the lowest peak."""
         what = self._named(shape, trained)
         refuse_capture(f"no plan covers {what}")
         self.progress(f"no plan covers {what}")
         try:
-            described = self.describe(batch)
-            self._note_decisive([batch], described.traces)
-            shape = self._shape(batch)
+            described = self.describe(batch, bool(trained[-1]))
+            self._note_decisive(described.traces)
+            shape = self._shape(batch, call)
             made = self._tried(shape, trained, described) or self._planned(shape, trained, described)
         except JettisonError as error:
             frugal = max(self.treatments, key=lambda one: one.added_seconds)
@@ -216,7 +262,8 @@ class BatchPlans:
             for regions in self.regions:
                 if regions[-1].assumptions is not None:
                     regions[-1].assumptions.follow()
-        self._cover(made)
+        for known in (shape, *self._shapes(batch, described.traces)):
+            self._cover(replace(made, shape=known))
         for regions, part in zip(self.regions, described.parts, strict=True):
             if (assumptions := regions[-1].assumptions) is not None:
                 assumptions.planned += part.shapes
@@ -224,8 +271,8 @@ class BatchPlans:
 
     def _named(self, shape: BatchShape, trained: bytes) -> str:
         """The batch as text, with the parameters that are trained beyond those of any plan."""
-        if any(_is_within(trained, one.trained) for one in self.treatments):
-            return f"a batch of {shape}"
+        if any(_is_within(trained[:-1], one.trained[:-1]) for one in self.treatments):
+            return f"a batch of {shape}{' with gradients of an earlier backward' * trained[-1]}"
         count = len(trained) // 2
         known = [one.trained[:count] for one in self.treatments]
         more = min(sum(map(operator.gt, trained[:count], then)) for then in known)
@@ -241,6 +288,8 @@ class BatchPlans:
             parts = [of(trace=trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]
             peak_bytes = described.peak_bytes(parts)
             if peak_bytes + UNSEEN_BYTES <= self.budget_bytes:
+                for regions, trace in zip(self.regions, described.traces, strict=True):
+                    adopt_more(regions, trace, treatment.number, self.host_budget_bytes)
                 return Cover(shape=shape, trained=trained, treatment=treatment, peak_bytes=peak_bytes)
         return None
 
@@ -291,15 +340,15 @@ class BatchPlans:
         """Count the recomputation of this step; plan for its shape once that equals the cost of planning."""
         assert seen.cover is not None
         treatment = seen.cover.treatment
-        if treatment.shape == shape or treatment.added_seconds <= 0.0 or is_capturing():
+        if treatment.shape.nbytes <= shape.nbytes or treatment.added_seconds <= 0.0 or is_capturing():
             return
-        seen.rent_seconds += treatment.added_seconds * min(1.0, shape.nbytes / max(1, treatment.shape.nbytes))
+        seen.rent_seconds += treatment.added_seconds * shape.nbytes / treatment.shape.nbytes
         if seen.rent_seconds < self.planning_seconds or len(self.treatments) >= MOST_PLANS:
             return
         seen.rent_seconds = float("-inf")  # only once
         try:
             with reported(self.progress, f"planning for batches of {shape} after {seen.steps} steps") as done:
-                own = self._planned(shape, trained, self.describe(batch))
+                own = self._planned(shape, trained, self.describe(batch, bool(trained[-1])))
                 done(f"planned for batches of {shape}: predicted peak {format_bytes(own.peak_bytes)}")
         except JettisonError:
             return  # it keeps its plan
@@ -312,12 +361,6 @@ class BatchPlans:
         if before is None or cover.treatment is not before.treatment:
             for regions in self.regions:
                 follow(regions, cover.treatment.number)
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether a step gets one from the other as it is, or moved to another device."""
-    alike = type(one) is type(other) is Tensor and (one.dtype, one.shape) == (other.dtype, other.shape)
-    return one is other or (alike and torch.equal(one, other.to(one.device)))
 
 
 def _ops(traces: Sequence[ModelTrace]) -> Set[tuple[str, ...]]:

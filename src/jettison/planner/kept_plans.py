@@ -32,13 +32,13 @@ from jettison.capture.code_names import function_reach, is_foreign
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.signature import global_signature
 from jettison.capture.state_kinds import TENSOR_HOOKS, hooks_of
-from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import JettisonError, UsageError
 from jettison.core.files import read_text, write_whole
 from jettison.core.process import cpu_name
 from jettison.core.progress import Progress, Shown
 from jettison.core.units import format_bytes
+from jettison.dryrun.counter import static_tensors, unique_bytes
 from jettison.planner.budget import AskedBudget, Budget
 from jettison.planner.planner import UNSEEN_BYTES, fingerprint
 from jettison.planner.readiness import inside_of
@@ -285,10 +285,7 @@ def step_facts(
 
 def bytes_of_state(optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of an optimizer's state, without the parameters."""
-    if optimizer is None:
-        return 0
-    leaves = tree_leaves([dict(state) for state in optimizer.state.values() if isinstance(state, dict)])
-    return sum(plain(leaf).nbytes for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+    return unique_bytes(static_tensors(nn.Module(), (), optimizer))
 
 
 def _programs(trace: ModelTrace) -> Any:

@@ -38,7 +38,7 @@ from jettison.parallel.recompute_agreement import Agreement
 from jettison.planner.host import Host
 from jettison.planner.planner import Planner, StagesPlanner, planner_of
 from jettison.planner.readiness import compiled_modules, survey_blocks
-from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.assumptions import BatchShape
 from jettison.spec.hardware import Hardware
 
 MOST_KINDS = 32

@@ -8,21 +8,26 @@ microseconds a step; checks of the backward run when it unpacks its first tensor
 
 from __future__ import annotations
 
+import copy
 import gc
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import SUPPORTED_NODES
 
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
 from jettison.core.errors import warn
 from jettison.core.units import format_bytes
-from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.device import is_capturing
 from jettison.runtime.graph_fingerprint import nodes_behind
 
 Unpack = Callable[[Any], Tensor]
@@ -90,6 +95,8 @@ class Assumptions:
         self.thaws = False  # and for parameters that are unfrozen by then
         self.looked = False  # whether the backward of the latest forward was checked
         self.collected = False  # whether garbage was collected before the first warning about pending forwards
+        self.is_larger = False  # whether a batch was larger than planned, which was warned about
+        self.counts_gradients = False  # whether the plan of this forward counts those that are there
         self.has_loss = True  # whether the latest forward returned a loss
 
     def follow(self) -> None:
@@ -105,13 +112,19 @@ class Assumptions:
         """A byte for each parameter, 1 if it requires gradients now."""
         return bytes([p.requires_grad for p in self.parameters])
 
+    def has_gradients(self) -> bool:
+        """Whether gradients are there that the first plan did not count. The caller takes a plan that does."""
+        self.counts_gradients = True
+        return not self.gradients_preallocated and any(p.grad is not None for p in self.parameters)
+
     def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], graphs: Sized) -> None:
         """Check the start of a step: its arguments, and graphs of earlier forwards that are still alive."""
         self.looked = False
         if signature not in self.known:
             self.known.add(signature)
             self._compare(args, kwargs)
-        if not self.gradients_preallocated and any(p.grad is not None for p in self.ends):
+        counted, self.counts_gradients = self.counts_gradients or self.gradients_preallocated, False
+        if not counted and any(p.grad is not None for p in self.ends):
             self._say(
                 "gradients",
                 f"gradients ({format_bytes(self.gradient_bytes)}) are there already when the forward begins, as they "
@@ -216,8 +229,8 @@ class Assumptions:
         now = BatchShape.of(args, kwargs)
         if any(planned.covers(now) for planned in self.planned):
             return
-        nearest = min(self.planned, key=lambda planned: len(now.beyond(planned)))
-        changes = "; ".join(now.beyond(nearest))
+        self.is_larger = True
+        changes = f"{now}, planned was {' or '.join(dict.fromkeys(map(str, self.planned)))}"
         self._say(
             f"batch {changes}",
             f"the batch is larger than the one that was planned for: {changes}",
@@ -255,3 +268,144 @@ def _is_reached(parameter: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:  # its gradient was requested explicitly
         return False
+
+
+# shapes of a batch or of a call's arguments: the planned ones, and those that arrive ----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Dims and bytes of one tensor; ``uniform``: all its values are equal; None: they do not decide which ops run."""
+
+    dims: tuple[int, ...]
+    nbytes: int
+    uniform: bool | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element; 0 for an empty tensor."""
+        return self.nbytes // max(1, math.prod(self.dims))
+
+    def around(self, other: Size) -> Size:
+        """Return the elementwise maximum of both sizes."""
+        if len(self.dims) != len(other.dims):
+            return max(self, other, key=lambda size: size.nbytes)
+        dims = tuple(map(max, self.dims, other.dims))
+        return Size(dims, math.prod(dims) * max(self.element_bytes, other.element_bytes))
+
+    def __str__(self) -> str:
+        return (" x ".join(map(str, self.dims)) or "a scalar") + " of one value" * bool(self.uniform)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Sizes of a batch's tensors by path: ``0.input_ids`` is a tensor of the first argument, a mapping."""
+
+    sizes: tuple[tuple[str, Size], ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Any = (), decisive: Collection[str] = ()) -> BatchShape:
+        """Return the shape of these arguments. ``decisive``: last keys of tensors whose values decide which ops run."""
+        found = tensors_by_path(args, kwargs).items()
+        return cls(tuple((path, _size(plain(tensor), path.rpartition(".")[2] in decisive)) for path, tensor in found))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size.nbytes for _, size in self.sizes)
+
+    def covers(self, other: BatchShape) -> bool:
+        """Whether the other has these tensors, none of them longer: a step on it takes no more memory."""
+        known = dict(self.sizes)
+        return all(where in known and _within(size, known[where]) for where, size in other.sizes)
+
+    def around(self, other: BatchShape) -> BatchShape:
+        """Return the elementwise maximum of both shapes."""
+        found = dict(self.sizes)
+        for where, size in other.sizes:
+            found[where] = found[where].around(size) if where in found else size
+        return BatchShape(tuple(found.items()))
+
+    def can_become(self, other: BatchShape) -> bool:
+        """Whether the other has the same tensors with other lengths."""
+        return [where for where, _ in self.sizes] == [where for where, _ in other.sizes] and all(
+            len(size.dims) == len(wanted.dims) and size.element_bytes == wanted.element_bytes
+            for (_, size), (_, wanted) in zip(self.sizes, other.sizes, strict=True)
+        )
+
+    def __str__(self) -> str:
+        """List equal shapes once, under the part of their names in which they differ."""
+        paths = [where.split(".") for where, _ in self.sizes]
+        while all(len(path) > 1 for path in paths) and len({path[0] for path in paths}) == 1:
+            paths = [path[1:] for path in paths]
+        found: dict[str, list[str]] = {}
+        for path, (_, size) in zip(paths, self.sizes, strict=True):
+            found.setdefault(str(size), []).append(".".join(path))
+        return ", ".join(f"{size} ({', '.join(wheres)})" for size, wheres in found.items()) or "no tensors"
+
+
+def _size(tensor: Tensor, is_decisive: bool) -> Size:
+    uniform = is_uniform(tensor) if is_decisive else None
+    return Size(tuple(tensor.shape), tensor.numel() * tensor.element_size(), uniform)
+
+
+def is_uniform(tensor: Tensor) -> bool:
+    """Whether all values are known to be equal."""
+    hidden = tensor.is_meta or isinstance(tensor, FakeTensor) or is_capturing()
+    return not hidden and bool((tensor == tensor.reshape(-1)[:1]).all())
+
+
+def tensors_by_path(args: tuple[Any, ...], kwargs: Any = ()) -> dict[str, Tensor]:
+    """Tensors of a call's arguments, by their paths in its `BatchShape`."""
+    return {".".join(path): tensor for tree in (args, dict(kwargs)) for path, tensor in _tensors(tree, ())}
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Tensors of a tree, with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    for key, one in _inside(value):
+        yield from _tensors(one, (*path, str(key)))
+
+
+def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Items, by key, of a list, a mapping, a pytree node, or an object with tensors (a dataclass)."""
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if isinstance(value, Mapping):
+        return value.items()
+    if type(value) in SUPPORTED_NODES:
+        return enumerate(SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
+    held = {} if isinstance(value, type | nn.Module) else getattr(value, "__dict__", {})
+    return held.items() if any(isinstance(one, Tensor) for one in held.values()) else ()
+
+
+def map_tensors(change: Callable[[str, Tensor], Tensor], value: Any, *path: str) -> Any:
+    """Map the tensors of a tree; ``change`` gets each one's name, as in `BatchShape.sizes`, and the tensor."""
+    if isinstance(value, Tensor):
+        return change(".".join(path), value)
+    changed = {key: map_tensors(change, one, *path, str(key)) for key, one in _inside(value)}
+    if isinstance(value, list | tuple):
+        return value._make(changed.values()) if hasattr(value, "_make") else type(value)(changed.values())
+    if isinstance(value, Mapping):
+        made: Any = copy.copy(value)
+        for key, one in changed.items():
+            made[key] = one
+        return made
+    if type(value) in SUPPORTED_NODES:
+        node = SUPPORTED_NODES[type(value)]
+        return node.unflatten_fn(changed.values(), node.flatten_fn(value)[1])
+    if changed:
+        made = copy.copy(value)
+        vars(made).update(changed)
+        return made
+    return value
+
+
+def _within(size: Size, most: Size) -> bool:
+    return (
+        len(size.dims) == len(most.dims)
+        and size.uniform == most.uniform
+        and size.nbytes <= most.nbytes
+        and all(a <= b for a, b in zip(size.dims, most.dims, strict=True))
+    )

@@ -135,14 +135,19 @@ def install_more(
     plans = _region_plans(traced, policies, root, segments)
     numbers = {region.add_plan(plans.get(region.name, RegionPlan(policy=KeepAll()))) for region in regions}
     (number,) = numbers
+    adopt_more(regions, traced, number, host_budget_bytes)
+    return number
+
+
+def adopt_more(regions: Sequence[PlannedForward], traced: ModelTrace, number: int, host_bytes: int | None) -> None:
+    """Take the traced programs for calls under the plan of that number."""
     before = regions[-1].recordings.number
     follow(regions, number)
     for each in (traced, *traced.more):
         _adopt({region.name: region for region in regions[:-1]}, regions[-1], each, False)
-    if any(isinstance(policy, OffloadPolicy) for policy in (*policies.values(), root)):
-        _have_engine(regions[-1].module, traced, regions, host_budget_bytes)
+    if any(isinstance(region.plan.policy, OffloadPolicy) for region in regions):
+        _have_engine(regions[-1].module, traced, regions, host_bytes)
     follow(regions, before)
-    return number
 
 
 def follow(regions: Iterable[PlannedForward], number: int) -> None:

@@ -29,15 +29,18 @@ from jettison.core.units import format_bytes
 from jettison.runtime import witness
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import (
+    COPY,
     FOREIGN_HOOKS,
     are_hooks_foreign,
+    copied_forward,
     is_compiled_training,
     is_transforming,
+    pickled_forward,
     switches_hooks_off,
+    trains_plainly,
     whose_copy,
 )
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
-from jettison.runtime.copies import COPY, copied_forward, pickled_forward, trains_plainly
 from jettison.runtime.device import is_capturing, refuse_capture
 from jettison.runtime.graph_fingerprint import GraphBounds, graph_print, is_turn, next_sequence_number
 from jettison.runtime.handles import Diverged
@@ -495,12 +498,14 @@ class PlannedForward:
 
     def say_changed(self) -> None:
         """Warn of other ops than planned, once, if there is a budget that they may exceed."""
-        if self.has_assumptions():
+        assumptions = (self.outer or self).assumptions
+        if assumptions is not None and not assumptions.is_larger:
             self.say_once(
                 "changed",
                 f"{self.name or 'the model'} runs other ops than it was planned with (a state that was not there yet, "
-                "another setting, padding): the budget may not hold. To have it held: call handle.expect(batch) before "
-                "each step of a loop of your own, or plan again with the model and batch as they are",
+                "another setting or argument, padding): the budget may not hold. To have it held: call "
+                "handle.expect(batch) before each step of a loop of your own, or plan again with the model and batch "
+                "as they are",
             )
 
     # running ---------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ recording; it raises the exception itself, or the pending one is raised after it
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,14 +85,6 @@ class Prepared:
     graph: Print | None = None  # of the first run, which was checked call by call
 
 
-def _is_part(now: Program, planned: Program) -> bool:
-    """Whether a program is a part of the other: a subset of its ops that saves and allocates no more."""
-    names = Counter(op.name for op in now.ops) <= Counter(op.name for op in planned.ops)
-    saved, could = (p.kept_bytes(p.saved_buffers()) for p in (now, planned))
-    made, may = (sum(buffer.nbytes for buffer in p.buffers) for p in (now, planned))
-    return names and saved <= could and made <= may
-
-
 def _uncounted() -> contextlib.ExitStack:
     """Hide a recording from counters of the running step's bytes."""
     stack = contextlib.ExitStack()
@@ -137,6 +129,11 @@ def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
+def _variants(key: Any) -> Iterator[Any]:
+    """Keys of the recordings of one signature."""
+    return (key if number == 0 else (*key, number) for number in range(MOST_VARIANTS))
+
+
 class Recordings:
     """Recordings of a `PlannedForward`, on a fake copy of its module if ``fake_model``; ``blocks``: of a root."""
 
@@ -155,7 +152,7 @@ class Recordings:
         self.casts: dict[str, tuple[Any, int | None]] = {}  # of parameters, by autocast: see `note_cast`
         self.written: set[str] = set()  # parameters and buffers that were written to between forward and backward
         self.late_inside: dict[str, frozenset[int]] = {}  # as `late`, for its saved tensors, by the program's form
-        self._planned: dict[Any, Program] = {}  # by plan and signature
+        self._planned: dict[int, list[Program]] = {}  # by plan
         self._precision: tuple[Any, ...] = ()  # FSDP's casts at recording time
         self._suspects: frozenset[Setting] = frozenset()
         self._ignored: frozenset[Setting] = frozenset()
@@ -184,8 +181,14 @@ class Recordings:
         if trace.late_inside:
             self.late_inside[trace.form] = trace.late_inside
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
-        self._planned[self.number, key] = trace.program
-        self._store(key, trace).checked = checked
+        self._planned.setdefault(self.number, []).append(trace.program)
+        for one in _variants(key) if trace.reads else (key,):
+            known = self.prepared.get((self.number, one))
+            if known is None or known.recipe is None or known.recipe.trace.program.form() == trace.program.form():
+                break
+        if one is not key:
+            self._varies.add(key)
+        self._store(one, trace).checked = checked
 
     def give_up(self, key: Any, problem: str, verdict: Verdict | None = None, *, told: bool = True) -> Prepared:
         """Note that calls of this signature have no program."""
@@ -233,7 +236,7 @@ class Recordings:
         """The signature of a call, numbered if values decide what it runs (transformers drops a mask of ones)."""
         if not self._varies or key not in self._varies:  # hashing a signature takes as long as making it
             return key
-        for one in (key, *((*key, number) for number in range(1, MOST_VARIANTS))):
+        for one in _variants(key):
             known = self.prepared.get((self.number, one))
             if known is None or known.recipe is None or reads_hold(known.recipe.trace, leaves):
                 break
@@ -306,6 +309,7 @@ class Recordings:
         varies, recipe = key[:2] in self._varies, prepared.recipe
         if recipe and leaves and not varies and reads_hold(recipe.trace, leaves) is False:
             self._varies.add(key[:2])
+            self.region.say_changed()  # this run keeps what follows the first other op
             return
         times = self._divergences[key] = self._divergences.get(key, 0) + 1
         if times > GIVE_UP_AFTER or (self.count and not prepared.checked):  # without a count, it was recorded elsewhere
@@ -388,7 +392,7 @@ class Recordings:
             trace.anchor_reads(self.written)
             trace.anchor_detached(stepped_in_backward(self.module))
             self._acquit(key, trace)
-            if not self._is_as_planned(key, trace.program):
+            if not self._is_as_planned(trace.program):
                 self.region.say_changed()
             return self._store(key, trace)
         except RecordingLeft as error:  # this time only: a hook that stops the forward, a batch that was refused
@@ -409,15 +413,22 @@ class Recordings:
             return trace_root(self.module, args, kwargs, self.blocks)
         return trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(own,))
 
-    def _is_as_planned(self, key: Any, now: Program) -> bool:
-        """Whether a program has the planned ops, or some of them on no more bytes (without an unneeded mask).
-        A trace around blocks may end in a loss that is computed after its forward.
+    def _is_as_planned(self, now: Program) -> bool:
+        """Whether a program has planned ops, or needs no more bytes than they (without an unneeded mask). A trace
+        around blocks may end in a loss that is computed after its forward.
         """
-        planned = self._planned.get((self.number, key[:2]))
-        if planned is None or planned.form() == now.form() or _is_part(now, planned):
-            return True
-        count = len(now.ops)
-        return self.blocks is not None and [op.name for op in planned.ops[:count]] == [op.name for op in now.ops]
+        known, names = self._planned.get(self.number), [op.name for op in now.ops]
+
+        def nbytes(program: Program) -> tuple[int, int]:  # saved or returned, and allocated
+            held = program.saved_buffers().union(program.outputs)
+            return program.kept_bytes(held), sum(buffer.nbytes for buffer in program.buffers)
+
+        return known is None or any(
+            planned.form() == now.form()
+            or all(map(operator.le, nbytes(now), nbytes(planned)))
+            or (self.blocks is not None and [op.name for op in planned.ops[: len(names)]] == names)
+            for planned in known
+        )
 
     def _acquit(self, key: Any, trace: RegionTrace) -> None:
         outdated = self._outdated.pop((self.number, key), None)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from jettison.capture.copies import share_finalized, without_finalizers
 from jettison.core.objects import swapped
-from jettison.runtime.copies import trains_plainly
+from jettison.runtime.callers import trains_plainly
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
