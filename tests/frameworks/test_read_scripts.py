@@ -294,9 +294,10 @@ def test_values_of_a_file_that_a_script_parses(tmp_path: Path) -> None:
     assert (found.model, given(found)["micro_batch"], given(found)["lora"]) == ("gpt2", 3, "r=4,targets=q_proj+v_proj")
     assert given(found)["precision"] == "bf16-autocast"
     assert "own/run.yaml, which the script parses, is read too" in found.notes
-    (tmp_path / "own" / "run.yaml").write_text("model: [")
-    with pytest.raises(UsageError, match=r"run\.yaml is not YAML"):
-        read_run(path)
+    for other in ("model: [", "- 1\n", "a: b\n" * (1 << 18), "a: '\0'"):
+        (tmp_path / "own" / "run.yaml").write_text(other)
+        with pytest.raises(UsageError, match=r"line 7: its value is not a literal"):
+            read_run(path)
 
 
 def test_one_of_several_trainings(tmp_path: Path) -> None:

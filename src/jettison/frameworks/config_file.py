@@ -96,11 +96,12 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
 
 
 def _beside(folder: Path, name: str) -> Any:
-    """Return the contents of a file that a script names, in the working directory or its folders; None without it."""
-    for path in (Path(name), *(parent / name for parent in (folder, *folder.parents))):
+    """Return the keys of a file that a script names, in the working directory or its folders; None without such."""
+    for path in (Path(name), *(parent / name for parent in (folder, *folder.parents))) if len(name) < 200 else ():
         syntax = _SUFFIXES.get(path.suffix[1:], path.suffix[1:])
-        if syntax in _PARSERS and len(name) < 1000 and path.is_file():
-            return json.loads(json.dumps(_PARSERS[syntax](read_config_file(path).text), default=str))
+        if syntax in _PARSERS and path.is_file() and path.stat().st_size <= MOST_BYTES:
+            with suppress(UsageError):
+                return json.loads(json.dumps(_PARSERS[syntax](read_config_file(path).text), default=str))
     return None
 
 

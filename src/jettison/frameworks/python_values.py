@@ -6,8 +6,7 @@ function's name under the empty key. Functions of the file itself and assignment
 (``config.training.steps = 10``) are evaluated. Other expressions become their text, other statements a key.
 
 A file that runs something when it is executed, or makes a trainer, is a script, whose calls are collected in their
-order. Names count that are assigned once, or outside of branches and loops; command-line arguments have their
-defaults, and a YAML or JSON file that it parses by name is read.
+order. Names count that are assigned once, or outside of branches and loops; command-line arguments have their defaults.
 """
 
 from __future__ import annotations
