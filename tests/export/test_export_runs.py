@@ -82,5 +82,5 @@ def test_runs_that_the_plan_does_not_have_are_said_as_well() -> None:
 
 def test_a_brief_counts_what_runs_hold() -> None:
     text = exported("brief", "27.9GiB", **LONG).files["brief.md"]
-    assert "| layers.1 to layers.3 (3) | full | 0 B | 0 B |" in text
-    assert "Segments of layers that keep one input together: layers.0 to layers.4;" in text
+    assert "| layers.4 to layers.6 (3) | full | 0 B | 0 B |" in text
+    assert "Segments of layers that keep one input together: layers.0 to layers.2; layers.3 to layers.7;" in text
