@@ -17,6 +17,7 @@ from jettison.cost.flops import sequences, tokens
 from jettison.diagnose.anchor import fit_anchor, fragment_bytes, measured_in
 from jettison.frameworks.run_file import flags_of
 from jettison.predict.forecast import extra_bytes, forecast
+from jettison.predict.ranges import ANCHOR_WEIGHT
 from jettison.predict.time import estimate
 from jettison.report.console import hint
 from jettison.report.schemas import document
@@ -127,7 +128,7 @@ def _rows(anchor: RunAnchor, run: Run, device: Hardware | None) -> Iterator[tupl
     if anchor.fragments is not None:
         allocated = measured.allocated or found.peak_bytes
         yield "fragments", f"{format_bytes(fragment_bytes(anchor, allocated))} reserved in addition to allocated bytes"
-        yield "", "an answer is two thirds of the way to that from what is expected of such runs"
+        yield "", f"an answer is {ANCHOR_WEIGHT:.0%} of the way to that from what is expected of such runs"
     if anchor.context is not None:
         less = "less" if anchor.context < 0 else "more"
         yield "context", f"{format_bytes(abs(anchor.context))} {less} than is expected outside the allocator"
