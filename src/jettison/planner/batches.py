@@ -239,6 +239,7 @@ class BatchPlans:
         if len(self._ever) != len(now):
             self._ever = bytes(len(now))
         self._ever = bytes(map(operator.or_, self._ever, now))
+        begins = begins and not is_capturing()  # no plan can be made then, and gradients may be zeroed in the graph
         return now + self._ever + bytes([begins and max((one.has_gradients() for one in known), default=False)])
 
     def _make(self, shape: BatchShape, trained: bytes, batch: Any, call: tuple[Any, Any] | None) -> Cover:
