@@ -238,7 +238,7 @@ def test_rates_fall_back_to_the_next_wider_type() -> None:
 
 
 def test_products_of_rows_that_begin_anywhere() -> None:
-    """NOTE [ Aligned rows ] in `cost.kernel`: two products that ml-engineering timed on H100; lines of 128 bytes on
+    """NOTE [ Aligned rows ] in `cost.kernel`: two GEMMs that ml-engineering timed on H100; lines of 128 bytes on
     A100."""
     h100 = hardware("h100-80gb")
 

@@ -156,7 +156,7 @@ def test_a_last_shorter_segment_ends_as_others_do(model: str, number: int, ends:
 
 
 def test_ranks_wait_for_the_slowest_of_them() -> None:
-    """Of 1.4 standard deviations over eight devices, of 3.2 over 1024; bytes take as long on each."""
+    """1.4 standard deviations over eight devices, 3.2 over 1024; bytes take as long on each."""
     device = hardware("a100-80gb")
     peaks = [slowest(device, ranks).flops_per_second.bf16 or 0 for ranks in (1, 8, 1024)]
     assert [peaks[0] / peak - 1 for peak in peaks[1:]] == pytest.approx([0.015 * 1.42, 0.015 * 3.24], rel=0.02)

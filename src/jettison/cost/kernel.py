@@ -5,7 +5,7 @@ A GEMM's result is cut into tiles, which multiprocessors compute in waves. Filli
 lengthen a wave as if its tiles were `EDGE` deeper, and a partial wave takes as long as a full one. Large tiles read
 fewer bytes per FLOP and reach the full rate; small ones suit small results. As a library does, this takes the fastest
 of several. With fewer tiles than multiprocessors the sum may be split (split-K). Without tensor cores (fp32) arithmetic
-is the limit, and narrow tiles reach the full rate (cuBLAS's ``ampere_sgemm_128x32``). Left out: cache hits, clocks.
+is the limit, and small tiles reach the full rate (cuBLAS's ``ampere_sgemm_128x32``). Left out: cache hits, clocks.
 
 NOTE [ Aligned rows ]
 Tiles are loaded 16 bytes at a time if rows begin at multiples of 16 bytes, and in smaller pieces otherwise: with an

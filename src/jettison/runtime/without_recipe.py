@@ -582,16 +582,27 @@ class _MovableTensor:
 class _SharedRange:
     """One range of a storage, and the number of saved tensors on it: fetched bytes live until the last is unpacked."""
 
-    __slots__ = ("box", "count", "flat", "left", "lock", "written")
+    __slots__ = ("box", "count", "flat", "left", "lock", "waiting", "written")
 
-    def __init__(self, box: OffloadableBox) -> None:
+    def __init__(self, box: OffloadableBox, part: Tensor) -> None:
         self.box = box
+        self.waiting: tuple[Tensor, int] | None = part, part._version  # until it is sent
         self.written: tuple[int, int] | None = None  # versions when it was saved and when its offload began
         self.count = self.left = 0
         self.flat: Tensor | None = None
         self.lock = threading.Lock()
 
+    def send(self) -> None:
+        if self.waiting is None:  # a backward inside of the call has read it, and it is sent
+            return
+        (part, version), self.waiting = self.waiting, None
+        if part._version == version:
+            self.box.fill(part)
+        else:
+            self.written = version, part._version
+
     def open(self) -> Tensor:
+        self.send()
         if self.written is not None:
             raise stale("a saved tensor", "a planned region", *self.written)
         with self.lock:
@@ -628,7 +639,7 @@ class OffloadHooks:
         self.group = group
         self.smallest_bytes = smallest_bytes
         self.boxes: dict[tuple[int, int, int, int], _SharedRange] = {}
-        self.waiting: list[tuple[_SharedRange, Tensor, int]] = []
+        self.waiting: list[_SharedRange] = []
         self.number = -1  # sequence number after the node of the op that is saving
 
     @of_a_region
@@ -654,18 +665,15 @@ class OffloadHooks:
         shared = self.boxes.get(key)
         if shared is None:
             box = OffloadableBox(BufferRange(seen=TensorRef.of(0, part), begin=begin, nbytes=nbytes), self.group)
-            shared = self.boxes[key] = _SharedRange(box)
-            self.waiting.append((shared, part, part._version))
+            shared = self.boxes[key] = _SharedRange(box, part)
+            self.waiting.append(shared)
         shared.count += 1
         shared.left += 1
         return _MovableTensor(Within.since(begin, TensorRef.of(0, tensor)), shared, self.group)
 
     def _send(self) -> None:
-        for shared, part, version in self.waiting:
-            if part._version == version:
-                shared.box.fill(part)
-            else:
-                shared.written = version, part._version
+        for shared in self.waiting:
+            shared.send()
         self.waiting.clear()
 
     def range_of(self, part: Tensor, reach_bytes: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What fits a budget: a run's largest micro-batch and sequence, its smallest sharding, and changes that make it fit.
+"""Largest micro-batch and sequence with which a run fits a budget, its smallest sharding, and changes that make it fit.
 
 `forecast(run).peak_bytes`, the allocated bytes of the worst rank from the second step on, is compared with a budget for
 allocations. On a GPU budgets are those of `ranges.fit_budgets`. With a planner (--recompute auto), a run fits if its
