@@ -26,19 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from benchmarks import (
-    blind_runs,
-    bridge,
-    megatron_golden,
-    newer_runs,
-    one_gpu,
-    published,
-    residuals,
-    simumax,
-    throughput,
-)
+from benchmarks import blind_runs, bridge, megatron_golden, newer_runs, one_gpu, published, ranges, simumax, throughput
 from benchmarks.page_command import page_command
-from benchmarks.residuals import FIGURES, Held, Row
+from benchmarks.ranges import FIGURES, Held, Row
 from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.cost.execution import execution_of
@@ -450,10 +440,10 @@ def table(found: Sequence[Entry]) -> str:
     counted = [one.row for one in found if one.counted]
     held: dict[int, Held] = {}
     for measure in Measure:
-        ends, own = residuals.ends_of(measure, residuals.of_measure(counted, measure))
+        ends, own = ranges.ends_of(measure, ranges.of_measure(counted, measure))
         held |= {id(one.row): one for one in own}
         if measure is Measure.FRAGMENTS:
-            beyond, ends_beyond = residuals.of_measure(counted, measure), ends
+            beyond, ends_beyond = ranges.of_measure(counted, measure), ends
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -462,7 +452,7 @@ def table(found: Sequence[Entry]) -> str:
         middle = own_range.range if own_range else None
         if one.scale and middle is None:
             classes = classes_of(Measure.FRAGMENTS, one.row.stack, one.row.kind, "")
-            middle = residuals.stated(Measure.FRAGMENTS, beyond, classes, ends_beyond)
+            middle = ranges.stated(Measure.FRAGMENTS, beyond, classes, ends_beyond)
         predicted = one.at(middle.expected) if one.scale and middle else one.modelled
         writer.writerow(_line(one, predicted, own_range))
     return text.getvalue()
@@ -549,13 +539,13 @@ def _summary(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> Iterato
     yield "| figure | rows | sources | median error | worst | inside, rows | inside, sources | inside, first |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for measure in Measure:
-        chosen = residuals.of_measure(rows, measure)
-        ends, held = residuals.ends_of(measure, chosen)
-        first = residuals.first_answers(measure, chosen, ends, chosen)
+        chosen = ranges.of_measure(rows, measure)
+        ends, held = ranges.ends_of(measure, chosen)
+        first = ranges.first_answers(measure, chosen, ends, chosen)
         for figure in (name for name, of in FIGURES.items() if of is measure):
             own = [line for line in found if line["figure"] == figure and line["inside"]]
-            shares = residuals.shares([one for one in held if one.row.figure == figure])
-            answers = residuals.share_by([one for one in first if one.row.figure == figure], residuals.of_round)
+            shares = ranges.shares([one for one in held if one.row.figure == figure])
+            answers = ranges.share_by([one for one in first if one.row.figure == figure], ranges.of_round)
             sources = len({line["source"] for line in own})
             inside = " | ".join(map(_percent, (*shares, answers)))
             yield f"| {figure} | {len(own)} | {sources} | {_spread(_errors(own))} | {inside} |"
@@ -603,9 +593,9 @@ def _first_answers(found: Sequence[Mapping[str, str]], rows: Sequence[Row]) -> l
     held: list[Held] = []
     asked = [_row(line) for line in found if line["first residual"]]
     for measure in Measure:
-        own = residuals.of_measure(rows, measure)
-        ends, _ = residuals.ends_of(measure, own)
-        held += residuals.first_answers(measure, own, ends, residuals.of_measure(asked, measure))
+        own = ranges.of_measure(rows, measure)
+        ends, _ = ranges.ends_of(measure, own)
+        held += ranges.first_answers(measure, own, ends, ranges.of_measure(asked, measure))
     return held
 
 
@@ -623,10 +613,10 @@ def _anchored(rows: Sequence[Row]) -> Iterator[str]:
     yield "| figure | pairs | sources | error alone | error anchored | inside, pairs | inside, sources |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for measure in Measure:
-        chosen = residuals.of_measure(rows, measure)
-        near = residuals.anchored(measure, chosen)
-        _, held = residuals.ends_of(measure, near)
-        of_pairs, of_sources = residuals.shares(held)
+        chosen = ranges.of_measure(rows, measure)
+        near = ranges.anchored(measure, chosen)
+        _, held = ranges.ends_of(measure, near)
+        of_pairs, of_sources = ranges.shares(held)
         centre = 0 if measure is Measure.FRAGMENTS else 1
         there = {(row.source, row.run, row.figure) for row in near}
         alone = [row for row in chosen if (row.source, row.run, row.figure) in there]
@@ -642,7 +632,7 @@ def _anchored(rows: Sequence[Row]) -> Iterator[str]:
 
 def _centres(rows: Sequence[Row]) -> str:
     """Errors of modelled and of expected times, by ranges of other sources."""
-    _, held = residuals.ends_of(Measure.TIME, residuals.of_measure(rows, Measure.TIME))
+    _, held = ranges.ends_of(Measure.TIME, ranges.of_measure(rows, Measure.TIME))
     lines = ["| step times | rows | modelled | expected |", "| --- | ---: | ---: | ---: |"]
     tuned = {"nemo", "base"}
     for name, own in (
@@ -695,19 +685,19 @@ def data(rows: Sequence[Row]) -> str:
         "# See NOTE [ Ranges of published runs ] in ranges.py for units.\n"
     ]
     for measure in Measure:
-        chosen = residuals.of_measure(rows, measure)
-        ends, _ = residuals.ends_of(measure, chosen)
+        chosen = ranges.of_measure(rows, measure)
+        ends, _ = ranges.ends_of(measure, chosen)
         parents = {kind: row.classes[i:] for row in chosen for i, kind in enumerate(row.member_of)}
-        near = residuals.anchored(measure, chosen)
-        ends_near, _ = residuals.ends_of(measure, near)
-        found = residuals.stated(measure, near, (ANCHORED,), ends_near)
+        near = ranges.anchored(measure, chosen)
+        ends_near, _ = ranges.ends_of(measure, near)
+        found = ranges.stated(measure, near, (ANCHORED,), ends_near)
         if measure is Measure.FRAGMENTS:  # of what an anchor says: one that a prediction makes changes nothing
             found = replace(found, expected=0.0)
         runs = len({(row.source, row.run, row.figure) for row in near})
         parts.append(_stated_row(measure, ANCHORED, runs, near, found))
         for kind, classes in sorted(parents.items()):
             own = [row for row in chosen if kind in row.member_of]
-            found = residuals.stated(measure, chosen, classes, ends)
+            found = ranges.stated(measure, chosen, classes, ends)
             parts.append(_stated_row(measure, kind, len(own), own, found))
     return "\n".join(parts)
 

@@ -115,7 +115,7 @@ class NewerRun:
     """One published run.
 
     Args:
-        stack: whose software ran it: a key of the table of residuals.
+        stack: whose software ran it: as `ranges.Row.stack`.
         published: tokens a second on each device.
         listed: was it looked at while terms were found?
     """

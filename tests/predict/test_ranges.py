@@ -8,8 +8,8 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
-from benchmarks import accuracy, residuals
-from benchmarks.residuals import Row, ordered, pool, quantile, shares, stated
+from benchmarks import accuracy, ranges
+from benchmarks.ranges import Row, ordered, pool, quantile, shares, stated
 
 from jettison.cli.main import run as run_command
 from jettison.core.units import GIB
@@ -46,11 +46,11 @@ def row(source: str, value: float, *, stack: str = "torch", hardware: str = "h10
 @pytest.mark.parametrize("measure", list(Measure))
 def test_ranges_hold_four_in_five_rows_of_sources_that_took_no_part(measure: Measure) -> None:
     """On each figure, counted by rows and counted by sources."""
-    chosen = residuals.of_measure(ROWS, measure)
-    _, held = residuals.ends_of(measure, chosen)
+    chosen = ranges.of_measure(ROWS, measure)
+    _, held = ranges.ends_of(measure, chosen)
     for figure in {one.row.figure for one in held}:
         own = [one for one in held if one.row.figure == figure]
-        assert min(shares(own)) >= residuals.CLAIMED, figure
+        assert min(shares(own)) >= ranges.CLAIMED, figure
         assert len({one.row.source for one in own}) >= 4
     assert len({one.row.source for one in held}) >= 5
 
@@ -59,31 +59,31 @@ def test_ranges_hold_four_in_five_rows_of_sources_that_took_no_part(measure: Mea
 def test_ranges_hold_first_answers_of_four_in_five_publishers_whose_round_took_no_part(
     figure: str, publishers: int
 ) -> None:
-    measure = residuals.FIGURES[figure]
-    chosen = residuals.of_measure(ROWS, measure)
-    ends, _ = residuals.ends_of(measure, chosen)
-    held = residuals.first_answers(measure, chosen, ends, [one for one in chosen if one.figure == figure])
-    assert len({residuals.of_round(one.row) for one in held}) >= publishers
-    assert residuals.share_by(held, residuals.of_round) >= residuals.CLAIMED
+    measure = ranges.FIGURES[figure]
+    chosen = ranges.of_measure(ROWS, measure)
+    ends, _ = ranges.ends_of(measure, chosen)
+    held = ranges.first_answers(measure, chosen, ends, [one for one in chosen if one.figure == figure])
+    assert len({ranges.of_round(one.row) for one in held}) >= publishers
+    assert ranges.share_by(held, ranges.of_round) >= ranges.CLAIMED
 
 
 def test_fragments_have_the_closest_ends_that_hold() -> None:
     """Each end has a factor of its own: neither can come closer without holding fewer than four in five of a figure."""
-    chosen = residuals.of_measure(ROWS, Measure.FRAGMENTS)
+    chosen = ranges.of_measure(ROWS, Measure.FRAGMENTS)
     answered = [one for one in chosen if one.first is not None]
-    (tail, below, above), _ = residuals.ends_of(Measure.FRAGMENTS, chosen)
+    (tail, below, above), _ = ranges.ends_of(Measure.FRAGMENTS, chosen)
 
     def least(*ends: float) -> float:
-        today = residuals.cross_validated(Measure.FRAGMENTS, chosen, (tail, *ends))
-        first = residuals.first_answers(Measure.FRAGMENTS, chosen, (tail, *ends), answered)
+        today = ranges.cross_validated(Measure.FRAGMENTS, chosen, (tail, *ends))
+        first = ranges.first_answers(Measure.FRAGMENTS, chosen, (tail, *ends), answered)
         found = []
         for figure in ("reserved", "device"):
             found.append(min(shares([one for one in today if one.row.figure == figure])))
-            found.append(residuals.share_by([one for one in first if one.row.figure == figure], residuals.of_round))
+            found.append(ranges.share_by([one for one in first if one.row.figure == figure], ranges.of_round))
         return min(found)
 
-    assert least(below, above) >= residuals.CLAIMED
-    assert max(least(below, above - 0.2), least(below - 0.2, above)) < residuals.CLAIMED
+    assert least(below, above) >= ranges.CLAIMED
+    assert max(least(below, above - 0.2), least(below - 0.2, above)) < ranges.CLAIMED
 
 
 def test_first_answers_widen_ranges_but_for_stacks_whose_code_was_read() -> None:
@@ -103,9 +103,9 @@ def test_first_answers_widen_ranges_but_for_stacks_whose_code_was_read() -> None
 def test_a_round_is_held_against_ranges_without_it() -> None:
     rows = [replace(row(name, 1.0), first=2.0, round="left out") for name in "abc"]
     rows += [replace(row("d", 1.0), first=1.2, round="other")]
-    held = residuals.first_answers(Measure.TIME, rows, (0.0, 1.0, 1.0), rows)
+    held = ranges.first_answers(Measure.TIME, rows, (0.0, 1.0, 1.0), rows)
     assert [(one.range.high, one.inside) for one in held] == [(1.2, False)] * 3 + [(2.0, True)]
-    assert residuals.share_by(held, residuals.of_round) == 0.25
+    assert ranges.share_by(held, ranges.of_round) == 0.25
 
 
 def test_ranges_and_the_page_are_what_the_rows_say() -> None:

@@ -13,7 +13,7 @@ import jettison
 from jettison.cli.main import run
 from jettison.diagnose.finding import FindingKind
 from jettison.diagnose.log import read_watch_record
-from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.out_of_memory import diagnose_memory
 from support.planted_memory import message
 
 KEPT: list[Any] = []
