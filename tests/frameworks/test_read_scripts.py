@@ -367,6 +367,40 @@ def test_numbers_of_gpus_of_launchers(tmp_path: Path, command: str, gpus: int) -
     assert read_run(script(tmp_path, command + more, "run.sh")).gpus == gpus
 
 
+@pytest.mark.parametrize(
+    ("program", "arguments", "why"),
+    [
+        ("lora = LoraConfig(r=8)\nTrainer(model, TrainingArguments(), peft_config=lora)", "", "calls LoraConfig"),
+        ("q = BitsAndBytesConfig(load_in_4bit=True)\nTrainer(load(q), None)", "", "calls BitsAndBytesConfig"),
+        ("Trainer(model, None)", "--lora_dim 16", "another script may: give --lora"),
+    ],
+)
+def test_adapters_that_a_program_makes(tmp_path: Path, program: str, arguments: str, why: str) -> None:
+    (tmp_path / "own.py").write_text(program)
+    run_sh = script(tmp_path, f"python own.py --model_name_or_path gpt2 --block_size 64 {arguments}", "run.sh")
+    with pytest.raises(UsageError, match=why):
+        read_run(run_sh)
+    assert read_run(run_sh, asked={"lora": "r=8"}).request.lora == "r=8"
+    own = "if options.tune:\n    lora = LoraConfig()\n    print(lora)\nTrainer(model, None)\n"
+    (tmp_path / "own.py").write_text(own)
+    run_sh = script(tmp_path, "python own.py --model_name_or_path gpt2 --block_size 64", "run.sh")
+    assert any("may call LoraConfig" in note for note in read_run(run_sh).notes)
+
+
+def test_elements_of_an_array(tmp_path: Path) -> None:
+    text = """
+lengths=(64 "128" 256)
+names=("gpt2"
+    "org/other")
+for i in "${!names[@]}"; do
+    torchrun --nproc_per_node ${#lengths[@]} train.py --model_name_or_path ${names[$i]} \\
+        --block_size ${lengths[1]} --seed ${x[0]}
+done
+"""
+    found = read_run(script(tmp_path, text, "run.sh"))
+    assert (found.model, found.request.seq, found.gpus) == ("gpt2", 128, 3)
+
+
 @pytest.mark.parametrize("text", ["main()\nx = [" + "[" * 500 + "]" * 501, "a = b(a)\nf(a)\n" * 3000, "f(**{1: 2})\n"])
 def test_odd_scripts_end_in_an_answer_or_a_message(tmp_path: Path, text: str) -> None:
     path = script(tmp_path, text)

@@ -344,6 +344,14 @@ def test_accelerate_beside_a_trainer(write: Any) -> None:
     zero2 = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 2}}
     found = _fields(read_run(write(SFT), write(zero2, "accelerate.yaml")))
     assert (found["like"], found["zero"], found["dp"]) == ("deepspeed", 2, 2)
+    config = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    offloaded = _fields(read_run(write({**zero2, "deepspeed_config": config}, "accelerate.yaml"), model="gpt2"))
+    assert offloaded["offload_optimizer"] == "deepspeed"  # parameters only with ZeRO 3
+    config |= {"gradient_accumulation_steps": 8, "main_process_port": 29501}
+    ddp = {**zero2, "distributed_type": "MULTI_GPU", "deepspeed_config": config}  # whose launcher passes none of it on
+    alone = _fields(read_run(write(ddp, "accelerate.yaml"), model="gpt2"))
+    assert alone["dp"] == 2
+    assert not {"zero", "offload_optimizer", "micro_batches"} & {*alone}
     zero2["deepspeed_config"] = {"zero_stage": 2, "gradient_accumulation_steps": "auto"}
     asked = write(SFT, gradient_accumulation_steps=4)
     assert _fields(read_run(asked, write(zero2, "accelerate.yaml")))["micro_batches"] == 4

@@ -29,7 +29,7 @@ PROGRAM: Final = "$ program"
 _MOST: Final = 1 << 20
 """Most characters of an expanded text."""
 _VARIABLE: Final = re.compile(
-    r"\$\((?:\((?P<sum>[^$`]+?)\)|expr\s(?P<expr>[^$`()]+))\)|\$\{(?P<name>\w+|[@#*])(?:\[[@*]\])?(?:(?P<how>:?[-=+?])(?P<else>[^{}]*))?\}|\$(?P<plain>\w+)"
+    r"\$\((?:\((?P<sum>[^$`]+?)\)|expr\s(?P<expr>[^$`()]+))\)|\$\{(?P<of>[!#]?)(?P<name>\w+|[@#*])(?:\[(?P<at>[@*]|\$?\w+)\])?(?:(?P<how>:?[-=+?])(?P<else>[^{}]*))?\}|\$(?P<plain>\w+)"
 )
 _NAME: Final = re.compile(r"(?:(?:export|local|readonly|declare|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=")
 _SBATCH: Final = re.compile(
@@ -317,7 +317,7 @@ class _Script:
         """Expand known variables of a text."""
         if single and re.fullmatch(r"'[^']*'", text.strip()):
             return text
-        text = re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", text)  # each element of an array is a word
+        text = re.sub(r'"(\$\{!?\w+\[@\]\})"', r"\1", text)  # each element of an array is a word
         for _ in range(8):
             text, before = _VARIABLE.sub(self._value, text), text
             if len(text) > _MOST:
@@ -333,6 +333,8 @@ class _Script:
             return match[0] if number is None else str(number)
         name = match["name"] or match["plain"]
         value, how = self.variables.get(name), (match["how"] or "").lstrip(":")
+        if match["of"] or (match["at"] or "@") not in "@*":
+            return self._of_array(match)
         if how == "+":
             return match["else"] if value else ""
         if value is None or (value == "" and match["how"] and match["how"].startswith(":")):
@@ -341,6 +343,15 @@ class _Script:
             self.defaulted |= how in ("-", "=") and value is None
             return _unquoted(match["else"]) if how in ("-", "=") else match[0]
         return value
+
+    def _of_array(self, match: re.Match[str]) -> str:
+        """Return one element of an array, the positions of all, or their number."""
+        elements, at = split_words(self.variables.get(match["name"], "")), match["at"] or ""
+        if match["of"]:
+            places = " ".join(map(str, range(len(elements))))
+            return match[0] if at not in ("@", "*") else places if match["of"] == "!" else str(len(elements))
+        at = self.variables.get(at.lstrip("$"), at)
+        return elements[int(at)] if at.isdecimal() and int(at) < len(elements) else match[0]
 
     def _all(self, tests: Sequence[tuple[str, str]]) -> bool:
         """Do tests joined by && and || hold? Unknown ones count as false."""

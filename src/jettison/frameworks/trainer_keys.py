@@ -411,6 +411,8 @@ def zero_buckets(keys: Keys, prefix: str, **defaults: int) -> None:
 def offloads(keys: Keys, optimizer: str, parameters: str) -> None:
     """Read the CPU offload of optimizer states and parameters."""
     places = {key: keys.text(key, "none") for key in (optimizer, parameters)}
+    if keys.field("zero", 0) < 3:  # ``runtime/zero/config.py``: ``offload_param`` is "valid only with stage 3"
+        places[parameters] = "none"
     for key, place in places.items():
         if place not in ("none", "cpu", "auto"):
             keys.refuse(key, f"{place} is not modelled; expected cpu or none")

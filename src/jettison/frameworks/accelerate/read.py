@@ -8,12 +8,14 @@ from jettison.frameworks.trainer_keys import follow, fsdp, half, offloads, preci
 
 def read(keys: Keys, prefix: str = "") -> None:
     """Read the file alone, or under a prefix with a Trainer's file."""
-    follow(keys, f"{prefix}deepspeed_config.deepspeed_config_file", "deepspeed", "deepspeed.")
-    kind = keys.text(f"{prefix}distributed_type")
-    if kind in ("deepspeed", "") and keys.some(f"{prefix}deepspeed_config.*"):
-        own = f"{prefix}deepspeed_config."
+    kind, own = keys.text(f"{prefix}distributed_type"), f"{prefix}deepspeed_config."
+    if kind not in ("deepspeed", ""):  # ``commands/launch.py``: the other launchers do not pass it on
+        keys.read(*keys.matching(f"{own}*"), why="nothing without DeepSpeed")
+    elif keys.some(f"{own}*"):
+        follow(keys, f"{own}deepspeed_config_file", "deepspeed", "deepspeed.")
         keys.give("like", "deepspeed")
-        keys.give("zero", keys.whole(f"{own}zero_stage"), f"{own}zero_stage")
+        for key, field in (("zero_stage", "zero"), ("gradient_accumulation_steps", "micro_batches")):
+            keys.give(field, keys.whole(f"{own}{key}"), f"{own}{key}")
         offloads(keys, f"{own}offload_optimizer_device", f"{own}offload_param_device")
     if kind == "fsdp":
         fsdp(keys, f"{prefix}fsdp_config.", version=1)  # ``utils/dataclasses.py``, ``fsdp_version``

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
+from typing import Final
 
+from jettison.core.errors import UsageError
 from jettison.frameworks import trainer_keys as trainer
+from jettison.frameworks.python_values import UnknownValue
 from jettison.frameworks.run_file import Keys, table_of
+from jettison.frameworks.shell_script import PROGRAM
+
+_QUANTIZES_OR_ADAPTS: Final = ("LoraConfig", "BitsAndBytesConfig")
 
 
 def read(keys: Keys) -> None:
@@ -26,6 +33,8 @@ def read(keys: Keys) -> None:
             "it is read as a Trainer's, since no key is TRL's, whose defaults differ: for TRL give a script with trl "
             "sft --config"
         )
+    if not script and keys.form in ("trl", "trainer") and not keys.has("use_peft"):
+        _own_adapters(keys)
     generates = others(keys)
     _sequence(keys, trl=trl)
     mixed = trainer.half(keys, default=usual)
@@ -130,10 +139,26 @@ def _script(keys: Keys, *, checkpoints: bool) -> None:
         keys.values.setdefault("model.num_labels", 2)
 
 
+def _own_adapters(keys: Keys) -> None:
+    """Refuse adapters that a program makes by options of its own, or whatever its options say."""
+    for key in filter(keys.on, ("lora_r", "lora_rank", "lora_dim")):
+        keys.refuse(key, "TRL makes no adapters without use_peft, and another script may: give --lora")
+    with suppress(UsageError):  # several trainings, or no Python
+        program = keys.named(PROGRAM)
+        made = {} if program is None else {one: program.values.get(f"${one}") for one in _QUANTIZES_OR_ADAPTS}
+        for call in (one for one, line in made.items() if line is not None):
+            if isinstance(made[call], UnknownValue):
+                keys.note(
+                    f"{keys.get(PROGRAM)} may call {call}, which is not counted: give --lora or --base if it does"
+                )
+            else:
+                keys.refuse(
+                    PROGRAM, f"it calls {call} whatever its options are: give --lora, and --base if it quantizes"
+                )
+
+
 def adapters(keys: Keys, *, trl: bool, mixed: bool = False) -> None:
     """Read adapters and quantization, of TRL's ``ModelConfig`` or of a script's calls."""
-    if trl and keys.has("lora_r") and not keys.has("use_peft"):
-        keys.refuse("lora_r", "TRL makes no adapters without use_peft, and another script may: give --lora")
     if not keys.on("use_peft"):
         trainer.without_adapters(keys, "lora_*")
         return
