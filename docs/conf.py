@@ -204,7 +204,11 @@ def inside(_app: Any, name: str, source: list[str]) -> None:
         if target.is_relative_to(HERE) and target.is_file() and target.suffix in (".md", ".png", ".svg"):
             return match[0]
         place = str(target.relative_to(HERE.parent)) if target.is_relative_to(HERE.parent) else match[2]
-        return match[1] if place in match[1] else f"{match[1]} (`{place}`)"
+        if place in match[1]:
+            return match[1]
+        before = match.string[: match.start()]
+        within = before.rfind("(") > before.rfind(")")
+        return f"{match[1]}: `{place}`" if within else f"{match[1]} (`{place}`)"
 
     source[0] = _LINK.sub(shown, source[0])
 

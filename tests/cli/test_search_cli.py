@@ -242,8 +242,8 @@ def test_for_people(capsys) -> None:
     assert f" {expected.partition(' (')[0]} " in rows[0], "one number for a step, in a row and in words"
     words = (
         "The fastest 10",
-        "Rank 2, ",
-        "Memory of rank 2 against rank 1",
+        "Plan 2, ",
+        "Memory of plan 2 against plan 1",
         "10.0 % more memory",
         "8 devices would take",
         "Pareto front: memory against step time",

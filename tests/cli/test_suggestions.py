@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 import re
 import shlex
@@ -124,6 +125,21 @@ def test_a_number_that_is_none_is_answered_with_one(value: str, capsys: pytest.C
         if (found := re.search(rf"such as {flag} (\d+)", err)) is not None:
             again = said(capsys, "ledger", "gpt2", flag, found[1])[1]
             assert "expected a whole number, such as" not in again
+
+
+@pytest.mark.parametrize(("typed", "taken"), [("1T", "1e+12"), ("1.5b", "1.5e+09"), ("300M", "3e+08"), ("2x", "1")])
+def test_a_power_in_letters_is_answered_with_digits(typed: str, taken: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, err = said(capsys, "estimate", "gpt2", "--gpu", "h200-141gb", "--tokens", typed)
+    assert code == 2 and f"such as --tokens {taken} " in err
+    accepted(capsys, ["estimate", "gpt2", "--gpu", "h200-141gb", "--tokens", taken])
+
+
+def test_a_folder_that_is_read_only_is_named_before_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("os.access", lambda folder, mode: not (folder == tmp_path and mode == os.W_OK))
+    code, err = said(capsys, "ledger", "gpt2", "--out", str(tmp_path / "ledger.json"))
+    assert code == 2 and err == f"jettison: {tmp_path} may not be written to; give another --out\n"
 
 
 @pytest.mark.parametrize("text", ["0.5", "20", "0", "-5", "1e3", "8Gb", "many", "0.0001", "7.25"])

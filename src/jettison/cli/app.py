@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,7 +196,7 @@ def refuse_to_overwrite(*files: Path | None, force: bool) -> None:
     """Before long work: are the files free to be written?
 
     Raises:
-        UsageError: one is there already, is a folder, or its folder is not there.
+        UsageError: one is there already, is a folder, or its folder is not there or read-only.
     """
     for out in (file for file in files if file is not None):
         if out.is_dir():
@@ -204,6 +205,8 @@ def refuse_to_overwrite(*files: Path | None, force: bool) -> None:
             raise UsageError(f"{out} is there already; give --force to replace it, or another --out")
         if not out.parent.is_dir():
             raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
+        if not os.access(out.parent, os.W_OK):
+            raise UsageError(f"{out.parent} may not be written to; give another --out")
 
 
 def asked(**arguments: object) -> dict[str, Any]:

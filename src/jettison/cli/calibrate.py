@@ -52,7 +52,7 @@ def command(
     out: Annotated[Path | None, option("Output", "File for --anchor, .toml [default: print it].")] = None,
     force: Force = False,
 ) -> None:
-    """Fit the fewest physical quantities that explain a measured run, and write them to a small file.
+    """Fit an anchor file to a measured run: the fewest physical quantities that explain it.
 
     `ledger`, `plan`, `estimate` and `search` correct their answers by it: --anchor FILE, for runs of the same stack.
     """

@@ -20,6 +20,7 @@ _WRITTEN: Final = frozenset(
 """Flags whose file is written, so that what was there before is nobody's mistake, or is of any kind."""
 _EXAMPLE: Final = re.compile(r"\{(.*?)\}")
 _WHOLE: Final = re.compile(r"[1-9]\d{0,6}")
+_POWER: Final = re.compile(r"(?<=\d)[kmbt]$")
 _FRACTION: Final = re.compile(r"[-+]?\d*\.\d+")
 
 
@@ -126,11 +127,11 @@ def said_here(flag: str, value: str | None) -> str | None:
 
 def _no_number(flag: str, value: str, *, whole: bool) -> str:
     try:
-        near = max(1, round(float(value)))
-    except (ValueError, OverflowError):
-        near = 1
-    kind = "a whole number" if whole else "a number"
-    return f"got {value!r} for {flag}; expected {kind}, such as {flag} {min(near, 10**6)}"
+        near = max(1.0, float(_POWER.sub(lambda unit: f"e{'kmbt'.index(unit[0]) * 3 + 3}", value.lower())))
+    except ValueError:
+        near = 1.0
+    kind, near_text = ("a whole number", str(round(min(near, 1e6)))) if whole else ("a number", f"{near:g}")
+    return f"got {value!r} for {flag}; expected {kind}, such as {flag} {near_text}"
 
 
 def _verb(arguments: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = _PRESETS
 def unknown_preset(name: str, others: str) -> UsageError:
     """Error for an unknown model name. ``others``: alternatives, as the start of a sentence."""
     close = _nearest(name)[:4]
-    hint = f"the closest are {', '.join(close)}" if close else f"expected one of {', '.join(PRESETS)}"
+    hint = f"the closest are {', '.join(close)}" if close else "`jettison list models` has the presets"
     missing = ", which is no file or folder here" * ("/" in name)
     return UsageError(f"got the model {name!r}{missing}; {hint}. {others} will work as well")
 

@@ -161,7 +161,7 @@ class SearchReport:
         allocated = signed(rival.needed_bytes - best.needed_bytes)
         device = signed(round(self.figures(rival).device.expected - self.figures(best).device.expected))
         verdicts = self.verdict(best), self.verdict(rival)
-        differ = "" if verdicts[0] is verdicts[1] else f"; rank 1: {verdicts[0]}, this rank: {verdicts[1]}"
+        differ = "" if verdicts[0] is verdicts[1] else f"; plan 1: {verdicts[0]}, this one: {verdicts[1]}"
         return f"{allocated} allocated, {device} on the device{differ}"
 
     def sentences(self) -> Iterator[str]:
@@ -252,13 +252,13 @@ def sentences(answer: SearchAnswer, memory: Callable[[Evaluated], str]) -> Itera
     yield f"The fastest, {best.candidate.flags}: {', '.join(shares)}."
     yield from _recompute(answer)
     for found in rivals(answer):
-        place = f"Rank {answer.ranked.index(found) + 1}"
+        place = f"Plan {answer.ranked.index(found) + 1}"
         if found.seconds.step < best.seconds.step:
             less = format_bytes(found.limit_bytes - found.needed_bytes)
             yield f"{place}, {found.candidate.flags}, is as fast within {format_percent(ALIKE)}, and leaves {less}."
         else:
             yield f"{place}, {found.candidate.flags}, loses {_difference(best.seconds, found.seconds)}."
-        yield f"Memory of {place.lower()} against rank 1: {memory(found)}."
+        yield f"Memory of {place.lower()} against plan 1: {memory(found)}."
     yield _more_memory(answer)
     yield _more_gpus(answer)
 

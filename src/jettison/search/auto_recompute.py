@@ -125,10 +125,9 @@ def choose(
             names = [part.name for chunk in stage.parts for part in chunk]
             chosen.update(zip(names, answer.kept_buffers, strict=True))
     if len(answers) < len(plain.stages):
-        how = "Every layer recomputes all that it can, alone or in a segment with others."
-        if offload:
-            room = "" if host is None else f", within {format_bytes(host)}"
-            how = f"Every layer recomputes all that it can, alone or in a segment, or offloads it to CPU{room}."
+        room = "CPU memory" if host is None else f"{format_bytes(host)} of CPU memory"
+        how = "There every layer recomputes all that it can, alone or in a segment of several"
+        how += f", or offloads it to {room}." if offload else "."
         raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=how)
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     items = ([item for chunk in stage.groups for item in timing.items(chunk)] for stage in plain.stages)
