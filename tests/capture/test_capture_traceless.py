@@ -97,6 +97,22 @@ def test_layers_that_a_draw_leaves_out_are_told_of() -> None:
         trace_model(Skipped(), (torch.randn(4, N),))
 
 
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(N, N), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.to(self.dtype)(x.to(self.dtype)).sum()
+
+
+def test_a_forward_that_casts_its_weights_is_refused_where_that_changes_them_and_each_time_in_the_same_words() -> None:
+    for _ in range(2):  # torch's cache of fake results, one for the process, decides whether it exchanges fake tensors
+        assert trace_model(Cast(torch.float32), (torch.randn(4, N),)).root.slots
+        with pytest.raises(TraceError, match=r"^its forward moves or casts its own parameters \(Module.to\)"):
+            trace_model(Cast(torch.bfloat16), (torch.randn(4, N),))
+
+
 # digests --------------------------------------------------------------------------------------------------------------
 
 DIGEST_SCRIPT = """

@@ -21,9 +21,9 @@ from jettison.capture.isolation import Undo, handed_out, without_our_hooks
 from jettison.capture.op_traits import draws, is_bookkeeping, writes
 from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.recorder import BY_HAND, OpRecorder
-from jettison.capture.tensor_subclasses import desugars, has_gradients, infers_shapes
+from jettison.capture.tensor_subclasses import desugars, has_gradients, infers_shapes, storage_of
 from jettison.capture.trees import op_leaves
-from jettison.core.errors import UnsupportedModule
+from jettison.core.errors import TraceError, UnsupportedModule
 from jettison.core.objects import swapped
 
 # fake tensors for large ones, real values for those that a forward may read -------------------------------------------
@@ -164,7 +164,22 @@ def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
         stack.enter_context(handed_out(undo))
         if values_known:
             stack.enter_context(RealUntilFake(mode, undo))
+        stack.enter_context(swapped(torch.utils, swap_tensors=_exchange))
         yield
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+def _exchange(old: Tensor, new: Tensor) -> None:
+    """Ignore a `Module.to` of fake tensors that changes nothing. Torch exchanges them by what its cache has."""
+    if not isinstance(old, FakeTensor):
+        _swap_tensors(old, new)
+    elif (storage_of(old), old.dtype) != (storage_of(new), new.dtype):
+        raise TraceError(
+            "its forward moves or casts its own parameters (Module.to), which puts others in their place, and fake "
+            "ones cannot be exchanged: cast them where the model is built"
+        )
 
 
 # events for recorders -------------------------------------------------------------------------------------------------

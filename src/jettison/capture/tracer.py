@@ -236,15 +236,17 @@ def recording_errors() -> Iterator[None]:
     except JettisonError:
         raise
     except Exception as error:
+        _raise_refused(error)
         first = str(error).splitlines()[0][:200] if str(error) else ""
-        if "_apply(): Couldn't swap" in first:  # transformers' Switch casts its router so
-            raise TraceError(
-                "its forward moves or casts its own parameters (Module.to), which puts others in their place, and fake "
-                "ones cannot be exchanged: cast them where the model is built"
-            ) from error
         kinds = (RuntimeError, NotImplementedError, TypeError, ValueError, LookupError, AssertionError, *VALUES_WANTED)
         kind = TraceError if isinstance(error, kinds) else RecordingLeft
         raise kind(f"{type(error).__name__}: {first}") from error
+
+
+def _raise_refused(error: Exception) -> None:
+    """Raise the `TraceError` that a forward raised inside of `Module.to`, which raises another from it."""
+    if not isinstance(error, TraceError) and isinstance(error.__cause__, TraceError):
+        raise error.__cause__ from None
 
 
 class Tracer:
@@ -309,6 +311,9 @@ class Tracer:
                 f"planned ({got}); put that code into a module of its own and name it with regions=[...], or compute "
                 "it from the output with loss_fn=..."
             ) from error
+        except RuntimeError as error:
+            _raise_refused(error)
+            raise
 
     def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
         output, root = self.forward(*as_call(batch))
