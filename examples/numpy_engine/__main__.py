@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "policies": "bytes and FLOPs of none, selective, block:n and every:k",
         "offload": "seconds by link, and where recompute and offload break even",
         "fp8": "delayed scaling when layers run again",
-        "toy": "the products of a toy whose baseline is a checkpoint already",
+        "toy": "the matmuls of a toy whose baseline checkpoints already",
         "rules": "rules of thumb beside what is counted",
         "figures": "draw docs/lesson's figures",
     }

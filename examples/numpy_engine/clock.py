@@ -16,7 +16,7 @@ class Machine:
 
 @dataclass
 class Clock:
-    """A kernel lasts as long as its products or its traffic, whichever is longer. Copies wait for one another."""
+    """A kernel lasts as long as its matmuls or its traffic, whichever is longer. Copies wait for one another."""
 
     machine: Machine
     now: float = 0.0

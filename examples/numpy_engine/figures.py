@@ -64,14 +64,14 @@ def step() -> str:
 
 
 def chain_sweep() -> str:
-    """Segments of a chain of products, and the knee."""
+    """Segments of a chain of matmuls, and the knee."""
     facts, rows = studies.sweep(chain(layers=64, b=16, h=64, dtype="float16"))
     held, peak = ([(row["k"], row[name]) for row in rows] for name in ("held", "peak"))
     x = Axis(label="k, layers in a segment", low=1, high=64, ticks=(1, 2, 4, 8, 16, 32, 64), is_log=True)
     y = Axis(label="values, in inputs of a layer", low=0, high=70, ticks=(0, 10, 20, 30, 40, 50, 60, 70))
-    series = [Series(name="held between passes", points=held), Series(name="most at one moment", points=peak)]
-    note = Note(words=f"{facts['least peak']:g} at k = 8", at=(8, facts["least peak"]))
-    return lines("64 products of one width: the knee is at the square root", x, y, series, [note])
+    series = [Series(name="held between passes", points=held), Series(name="peak", points=peak)]
+    note = Note(words=f"{facts['smallest peak']:g} at k = 8", at=(8, facts["smallest peak"]))
+    return lines("64 matmuls of one width: the knee is at the square root", x, y, series, [note])
 
 
 def layer_sweep() -> str:
@@ -80,8 +80,10 @@ def layer_sweep() -> str:
     held, peak = ([(row["k"], row[name]) for row in rows] for name in ("held", "peak"))
     x = Axis(label="k, layers in a segment", low=1, high=64, ticks=(1, 2, 4, 8, 16, 32, 64), is_log=True)
     y = Axis(label="values, in inputs of a layer", low=1, high=10_000, ticks=(1, 10, 100, 1000), is_log=True)
-    series = [Series(name="held between passes", points=held), Series(name="most at one moment", points=peak)]
-    note = Note(words=f"{facts['least peak']:g} at k = {facts['least peak from k']}", at=(2, facts["least peak"]))
+    series = [Series(name="held between passes", points=held), Series(name="peak", points=peak)]
+    note = Note(
+        words=f"{facts['smallest peak']:g} at k = {facts['smallest peak from k']}", at=(2, facts["smallest peak"])
+    )
     return lines("64 transformer layers, each keeping 17 inputs", x, y, series, [note])
 
 

@@ -160,7 +160,7 @@ def transformer(
 
 
 def chain(*, layers: int, b: int, h: int, dtype: str = "float64") -> Network:
-    """Products of one width, one after the other: the network of which the square-root rule is true.
+    """Matmuls of one width, one after the other: the network of which the square-root rule is true.
 
     Each layer saves one tensor, its input, of the size of every other.
     """

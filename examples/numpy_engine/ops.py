@@ -1,7 +1,7 @@
 """Ops with their backward, by hand. Letters: b batch, s sequence, h hidden, a heads, d = h / a.
 
 ``reads`` says what backward wants of forward: inputs by number, or OUTPUT. Activation memory has no other reason.
-FLOPs are those of matrix products, a multiply-add being 2; what the others cost is the bytes that they move.
+FLOPs are those of matmuls, a multiply-add being 2; what the others cost is the bytes that they move.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """Unless an op says otherwise its output has its first input's shape, and it has no product."""
+    """Unless an op says otherwise its output has its first input's shape, and it has no matmul."""
 
     reads: ClassVar[tuple[int, ...]] = ()
     gradients: ClassVar[int] = 2
@@ -33,7 +33,7 @@ class Op:
         return 0
 
     def backward_flops(self, *inputs: Shape) -> int:
-        """A product has two operands, and so backward two products."""
+        """A matmul has two operands, and so backward two matmuls."""
         return 2 * self.flops(*inputs)
 
     def forward(self, *inputs: Any) -> np.ndarray:
@@ -183,7 +183,7 @@ class FusedAttention(Op):
         return 4 * math.prod(q) * k[1]
 
     def backward_flops(self, q: Shape, k: Shape, v: Shape) -> int:
-        """Four products, and the scores once more."""
+        """Four matmuls, and the scores once more."""
         return 10 * math.prod(q) * k[1]
 
     def forward(self, q: Any, k: Any, v: Any) -> np.ndarray:

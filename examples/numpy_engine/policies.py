@@ -12,7 +12,7 @@ class Plan:
     """Each unit is a run of steps that run again, together, when the backward of the last of them begins.
 
     ``to_the_end`` runs all of a unit, as a wrapper does that knows nothing of what is inside. Backward asks only for
-    what its ops read, so that the last product of a unit need not run: torch.utils.checkpoint stops there by default.
+    what its ops read, so that the last matmul of a unit need not run: torch.utils.checkpoint stops there by default.
     """
 
     name: str

@@ -48,7 +48,7 @@ def rules() -> list[Rule]:
     """64 layers of 8192 tokens, 8192 wide, two bytes a value; attention in one kernel unless its core is meant."""
     fused = transformer(layers=LAYERS, attention="fused", **SIZES)
     eager = transformer(layers=LAYERS, **SIZES)
-    products = chain(layers=LAYERS, b=8192, h=8192, dtype="float16")
+    matmuls = chain(layers=LAYERS, b=8192, h=8192, dtype="float16")
     sizes = {name: SIZES[name] for name in ("b", "s", "h")}
     plain, plain_eager = dry_run(fused, keep_all(fused)), dry_run(eager, keep_all(eager))
     one = dry_run(fused, every(fused, LAYERS)).held_bytes
@@ -59,7 +59,7 @@ def rules() -> list[Rule]:
         Rule(words="MB of 64 layers", taught=twelve(layers=LAYERS, **sizes) / MB, counted=plain.held_bytes / MB),
         Rule(words="a layer's input, of what it keeps", taught=1 / 10, counted=one / layer),
         Rule(words="MB under every:8", taught=inputs_held(layers=LAYERS, k=K, **sizes) / MB, counted=_peak(fused, K)),
-        Rule(words="the same for GEMMs alone", taught=2 * K * one / MB, counted=_peak(products, K)),
+        Rule(words="the same for GEMMs alone", taught=2 * K * one / MB, counted=_peak(matmuls, K)),
         Rule(words="best k", taught=best_segment(LAYERS), counted=_best(fused)),
     ]
     return [*found, *_work(eager, plain_eager)]

@@ -14,7 +14,7 @@ from .network import Network, Step, chain, transformer
 from .ops import Mix, Scores
 from .policies import Plan, block, every, keep_all, offloaded, selective
 from .rules import rules
-from .toy import products_of
+from .toy import matmuls_of
 from .training import Outcome, dry_run, train_step
 
 Rows = list[dict[str, Any]]
@@ -121,10 +121,10 @@ def sweep(network: Network, *, to_the_end: bool = False) -> Found:
     least = min(row["peak bytes"] for row in rows)
     best = [row["k"] for row in rows if row["peak bytes"] == least]
     layer = plain.held_bytes / unit / len(network.layers)
-    facts = {"unit bytes": unit, "kept without": plain.held_bytes / unit, "a layer's": layer}
+    facts = {"unit bytes": unit, "kept, no segments": plain.held_bytes / unit, "kept by a layer": layer}
     root = math.sqrt(len(network.layers) / layer)
-    knee = {"least peak from k": best[0], "to k": best[-1], "least peak": least / unit}
-    return facts | knee | {"sqrt(n / a layer's)": root}, rows
+    knee = {"smallest peak from k": best[0], "to k": best[-1], "smallest peak": least / unit}
+    return facts | knee | {"sqrt(n / kept by a layer)": root}, rows
 
 
 def _segments(layers: int) -> list[int]:
@@ -210,9 +210,9 @@ def fp8(*, snapshot: bool, history: int = 4) -> Found:
 
 
 def toy(*, layers: int, k: int) -> Found:
-    """Products of the toy's two ways, beside what a step needs."""
-    found = products_of(layers, k)
-    rows = [{"way": name, "products": count, "of needed": count / found["needed"]} for name, count in found.items()]
+    """Matmuls of the toy's two methods, and of a step that keeps what backward reads."""
+    found = matmuls_of(layers, k)
+    rows = [{"method": name, "matmuls": count, "of needed": count / found["needed"]} for name, count in found.items()]
     return {"overhead of its own baseline": found["called checkpointed"] / found["called plain"] - 1}, rows
 
 

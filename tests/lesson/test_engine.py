@@ -105,7 +105,7 @@ def test_flops_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("n", [16, 36, 64])
-def test_of_products_alone_the_knee_is_the_square_root(n: int) -> None:
+def test_of_matmuls_alone_the_knee_is_the_square_root(n: int) -> None:
     network = chain(layers=n, b=4, h=8)
     unit, root = 4 * 8 * 8, round(n**0.5)
     for k in (k for k in range(2, n + 1) if n % k == 0):
@@ -116,15 +116,15 @@ def test_of_products_alone_the_knee_is_the_square_root(n: int) -> None:
         ):  # the first layer of the last segment is its checkpoint; forward itself has one more value than it holds
             assert found.peak_values_bytes == max(n // k + k - 1, n // k + 2) * unit
     facts, _ = studies.sweep(network)
-    assert facts["least peak from k"] <= root <= facts["to k"]
-    assert facts["least peak"] == 2 * root - 1
+    assert facts["smallest peak from k"] <= root <= facts["to k"]
+    assert facts["smallest peak"] == 2 * root - 1
 
 
 def test_of_transformer_layers_the_knee_is_where_their_bytes_say() -> None:
     facts, rows = studies.sweep(transformer(layers=40, b=1, s=4, h=8, heads=2, attention="fused", dtype="float16"))
-    assert facts["a layer's"] == 17
-    assert (facts["least peak from k"], facts["to k"]) == (2, 2)
-    assert round(facts["sqrt(n / a layer's)"]) == 2
+    assert facts["kept by a layer"] == 17
+    assert (facts["smallest peak from k"], facts["to k"]) == (2, 2)
+    assert round(facts["sqrt(n / kept by a layer)"]) == 2
     assert rows[5]["peak"] > 2 * rows[1]["peak"]
     assert rows[5]["peak"] > rows[0]["peak"], "the square root of 40 is worse than checkpointing every layer"
 
@@ -180,9 +180,9 @@ def test_a_second_run_takes_the_scale_of_the_first() -> None:
     assert again == [3, 4, 5], "and for half of it where each step is counted twice"
 
 
-def test_a_toy_whose_plain_way_is_a_checkpoint() -> None:
+def test_a_toy_whose_plain_method_is_a_checkpoint() -> None:
     facts, rows = studies.toy(layers=16, k=4)
-    assert [row["products"] for row in rows] == [6 * 16, 7 * 16, 9 * 16]
+    assert [row["matmuls"] for row in rows] == [6 * 16, 7 * 16, 9 * 16]
     assert facts["overhead of its own baseline"] == pytest.approx(2 / 7)
     plain, segments = Toy(5), Toy(5)
     for a, b in zip(plain.step(), segments.step_by_segments(2), strict=True):
