@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.dispatch import CaptureMode
+from jettison.capture.model_trace import loss_of
 from jettison.capture.recorder import OpRecorder
 from jettison.capture.tracer import trace_model, trace_region
 from jettison.core.errors import TraceError
@@ -79,6 +80,8 @@ def test_what_has_no_gradient_or_no_loss_is_refused() -> None:
     model, x = Disturbing(), torch.randn(4, N)
     with pytest.raises(TraceError, match="no scalar loss"):
         trace_model(model, (x,), loss_fn=lambda loss: loss.expand(2))
+    with pytest.raises(TraceError, match=r"got tuple.*loss_fn=lambda output: output\[1\]"):
+        loss_of((x, x.sum()))
     with pytest.raises(TraceError, match=r"does not require gradients.*trainable parameters$"):
         trace_model(model.requires_grad_(False), (x,))
 

@@ -342,10 +342,12 @@ def test_what_is_no_source_is_one_line(text: str, tmp_path: Path, capsys: pytest
     assert not said.out
 
 
-def test_flags_that_contradict(tmp_path: Path) -> None:
+def test_flags_that_contradict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--oom", str(tmp_path / "nowhere")]) == 2
     assert run(["doctor", "--oom", "x", "--calibrate"]) == 2
     assert run(["doctor", "--oom", "x", "--quick"]) == 2
+    assert run(["doctor", "--oom", "--model", "x"]) == 2
+    assert "got --oom without a value" in capsys.readouterr().err
     with pytest.raises(UsageError, match="says nowhere"):
         facts_of_log("fine", "x")
 

@@ -735,7 +735,7 @@ def test_what_is_not_read_is_named(write: Any, values: Any, more: Mapping[str, A
         ("list.yaml", "- base_model: gpt2\n", "it has a list, not keys with values"),
         ("many.json", "[1, 2]", "it has a list, not keys with values"),
         ("torn.yaml", "base_model: [", "is not YAML"),
-        ("two.yaml", "base_model: gpt2\n---\nbase_model: gpt2\n", "it has 2 documents; expected one: save that"),
+        ("two.yaml", "base_model: gpt2\n---\nbase_model: gpt2\n", "it has 2 documents; expected FILE.yaml:NUMBER"),
         ("huge.yaml", "base_model: gpt2\nmicro_batch_size: 1e400\n", "expected a whole number"),
     ],
 )
@@ -746,10 +746,19 @@ def test_files_that_are_none(tmp_path: Path, name: str, text: str, message: str)
         read_run(file)
 
 
-def test_a_document_between_empty_ones(tmp_path: Path) -> None:
+def test_a_document_between_others(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "run.yml"
-    file.write_text("---\n---\nbase_model: gpt2\nmicro_batch_size: 2\nflash_attention: true\n---\n")
+    text = "base_model: gpt2\nmicro_batch_size: 2\nsequence_len: 64\nflash_attention: true\n"
+    file.write_text(f"%YAML 1.2\n---\n# none\n---\n{text}---\n")
     assert read_run(file).request.micro_batch == 2
+    file.write_text(f"{text.replace('2', '4')}--- # then\n{text}")
+    assert [read_run(f"{file}:{number}").request.micro_batch for number in (1, 2)] == [4, 2]
+    with pytest.raises(UsageError, match="it has 2 documents"):
+        read_run(f"{file}:3")
+    assert run(["plan", "--from", f"{file}:2", "--budget", "4GiB", "--write"]) == 0
+    capsys.readouterr()
+    written = read_run(tmp_path / "run.planned.yml")
+    assert (written.request.micro_batch, written.request.recompute) == (2, "none")
 
 
 def test_anchors_windows_lines_and_a_missing_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -287,11 +288,61 @@ def test_tables_name_fields_of_a_request() -> None:
 
 def test_a_script_that_starts_what_a_file_says(titan: Path) -> None:
     script = titan.with_name("run.sh")
-    script.write_text(f"torchrun -m train --job.config_file ./{titan.name} --training.steps 3\n")
-    with pytest.raises(
-        UsageError, match=rf"run\.sh, which starts a run of .*{titan.name}; expected --from .*{titan.name}"
-    ):
+    launch = "srun -N 2 --ntasks-per-node 1 torchrun --nproc_per_node 4"
+    script.write_text(f"{launch} -m train --job.config_file ./{titan.name} --training.local_batch_size 3\n")
+    found, alone = read_run(script), read_run(titan, gpus=8)
+    assert (found.path, found.gpus, found.request.micro_batch) == (titan, 8, 3)
+    assert replace(found.request, micro_batch=alone.request.micro_batch) == alone.request
+    assert any("its arguments count: training.local_batch_size" in note for note in found.notes)
+    assert not found.writes
+    assert "alone as --from" in found.by_hand
+    script.write_text(f"python - <<< x; CONFIG=./{titan.name}; torchrun -m train --job.config_file $FILE\n")
+    with pytest.raises(UsageError, match=rf"which starts a run of .*{titan.name}; expected --from .*{titan.name}"):
         read_run(script, gpus=8)
+    for text, why in (
+        (
+            "tune run full_finetune_distributed --config llama3/8B_full batch_size=4",
+            "names the configuration llama3/8B_",
+        ),
+        (
+            "accelerate launch train.py recipes/none.yaml --model_name_or_path gpt2 --block_size 8",
+            "whose keys count as",
+        ),
+    ):
+        script.write_text(text)
+        with pytest.raises(UsageError, match=why):
+            read_run(script)
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus"),
+    [
+        ("accelerate launch --num_processes 4 --num_machines 2 -m axolotl.cli.train run.yml --micro_batch_size=8", 4),
+        ("torchrun --nnodes 2 --nproc-per-node 2 -m axolotl.cli.train ./run.yml --micro-batch-size 8", 4),
+        ("axolotl train run.yml --micro-batch-size 8", 1),
+    ],
+)
+def test_arguments_over_a_file_without_an_option(tmp_path: Path, command: str, gpus: int) -> None:
+    (tmp_path / "run.yml").write_text(
+        "base_model: gpt2\nsequence_len: 64\nmicro_batch_size: 2\nflash_attention: true\n"
+    )
+    (tmp_path / "run.sh").write_text(command)
+    found = read_run(tmp_path / "run.sh")
+    assert (found.request.micro_batch, found.request.seq, found.gpus) == (8, 64, gpus)
+
+
+def test_a_file_without_a_suffix(titan: Path) -> None:
+    file = titan.with_name("stdin")
+    for text, syntax in (
+        (TITAN, "toml"),
+        ('{"base_model": "gpt2", "micro_batch_size": 2}', "json"),
+        ("base_model: gpt2\nmicro_batch_size: 2\n", "yaml"),
+        ("import trl\ntrl.SFTConfig()\n", "python script"),
+        ("#!/bin/sh\nA=1\n", "arguments"),
+        ("trl sft --max_length 8", "arguments"),
+    ):
+        file.write_text(text)
+        assert read_config_file(file).syntax == syntax
 
 
 def test_a_models_config_is_no_run(tmp_path: Path) -> None:

@@ -150,9 +150,12 @@ def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        parts = enumerate(output) if isinstance(output, tuple | list) else ()
+        scalars = [at for at, one in parts if isinstance(one, Tensor) and one.numel() == 1]
+        such = f"lambda output: output[{scalars[0]}]" if scalars else "..."
         raise TraceError(
             f"no scalar loss: got {got}; expected output.loss, a scalar output, or loss_fn, which makes one of the "
-            "output: loss_fn=..., or the third of (model, batch, loss_fn) that a factory returns"
+            f"output: loss_fn={such}, or the third of (model, batch, loss_fn) that a factory returns"
         )
     return loss
 

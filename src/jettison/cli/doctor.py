@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +19,6 @@ from jettison.diagnose.facts import MemoryFacts, StepPhase
 from jettison.diagnose.finding import Finding
 from jettison.diagnose.log import read_oom_log, read_watch_record
 from jettison.diagnose.out_of_memory import diagnose_memory
-from jettison.diagnose.plain_pickle import MOST_FILE_BYTES
 from jettison.diagnose.snapshot import facts_of_snapshot, is_snapshot, read_snapshot
 from jettison.models.model_types import require_known_file
 from jettison.report.console import hint, progress
@@ -37,11 +35,7 @@ def command(
     *,
     oom: Annotated[
         Path | None,
-        option(
-            "Diagnosis",
-            "Explain an out-of-memory error: a log (- is stdin), snapshot or jettison.watch file.",
-            allow_leading_hyphen=True,
-        ),
+        option("Diagnosis", "Explain an out-of-memory error: a log (- is stdin), snapshot or jettison.watch file."),
     ] = None,
     model: Annotated[
         str | None, option("Diagnosis", "Check a config.json or module:factory for recompute hazards.")
@@ -201,19 +195,11 @@ OOM_SCHEMA = "jettison.oom/1"
 
 
 def diagnose_oom(path: Path) -> FindingsReport:
-    """Diagnose a run whose memory ran out, from a snapshot, a record of `jettison.watch`, or a log; ``-`` is stdin.
+    """Diagnose a run whose memory ran out, from a snapshot, a record of `jettison.watch`, or a log.
 
     Raises:
         UsageError: it says nothing about it.
     """
-    if str(path) == "-" and sys.stdin is None:
-        raise UsageError("got --oom -, but stdin is closed; pipe a log into it, or give a file")
-    if str(path) == "-" or path.is_fifo():  # several readers look at a file, and a pipe can be read once
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, "stdin" if str(path) == "-" else path.name)
-            with sys.stdin.buffer if str(path) == "-" else path.open("rb") as source:
-                copy.write_bytes(source.read(MOST_FILE_BYTES + 1))
-            return diagnose_oom(copy)
     if is_snapshot(path):
         facts = facts_of_snapshot(read_snapshot(path))
     else:

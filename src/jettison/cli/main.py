@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import CycloptsError, Group
 
 from jettison.cli.app import Answered, app, option
-from jettison.cli.suggestions import message_of, misplaced_file, refuse_fractions
-from jettison.core.errors import JettisonError, install
+from jettison.cli.suggestions import WRITTEN, message_of, misplaced_file, refuse_fractions
+from jettison.core.errors import JettisonError, UsageError, install
+from jettison.core.files import MOST_FILE_BYTES
 from jettison.core.process import EXIT_INTERRUPTED, end_at_once_on_interrupt, end_now, interrupted, say_interrupted
 from jettison.report.console import hint, json_text
 
@@ -97,7 +101,8 @@ def _run(arguments: list[str]) -> int:
         app.every_flag = "--help-all" in arguments
         arguments = [word if word != "--json" else "--format=json" for word in arguments]
         refuse_fractions(arguments)
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
+        with _pipes_as_files(arguments) as arguments:
+            app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:
         verb = " ".join(["jettison", *(error.command_chain or ())])
         message = message_of(error, arguments)
@@ -131,6 +136,26 @@ def _run(arguments: list[str]) -> int:
         hint(traceback.format_exc())
         return _failed(arguments, type(error).__name__, str(error), EXIT_INTERNAL, said="internal error (above)")
     return 0
+
+
+@contextmanager
+def _pipes_as_files(arguments: list[str]) -> Iterator[list[str]]:
+    """Copy stdin (``-``) and pipes to files: several readers look at a file, and a pipe can be read once."""
+    names = dict[int, Path]()
+    for at, (before, word) in enumerate(pairwise(["", *arguments])):
+        with suppress(OSError, ValueError):
+            if word == "-" or ((before == "--from" or before not in WRITTEN) and stat.S_ISFIFO(os.stat(word).st_mode)):
+                names[at] = Path("/dev/stdin" if word == "-" else word)
+    with tempfile.TemporaryDirectory() if names else nullcontext("") as folder:
+        for at, name in names.items():
+            if sys.stdin is None and name == Path("/dev/stdin"):
+                raise UsageError("got -, but stdin is closed; pipe a file into it, or give its name")
+            copy = Path(folder, str(at), name.name)
+            copy.parent.mkdir()
+            with sys.stdin.buffer if arguments[at] == "-" else name.open("rb") as source:
+                copy.write_bytes(source.read(MOST_FILE_BYTES + 1))
+            arguments[at] = str(copy)
+        yield arguments
 
 
 def _failed(

@@ -14,7 +14,7 @@ from jettison.cli.app import app
 from jettison.core.errors import JettisonError, UsageError
 from jettison.spec.frameworks import foreign_flags
 
-_WRITTEN: Final = frozenset(
+WRITTEN: Final = frozenset(
     {"--out", "--timeline", "--snapshot", "--state", "--figures", "--trace", "--export", "--from"}
 )
 """Flags whose file is written, so that what was there before is nobody's mistake, or is of any kind."""
@@ -48,7 +48,7 @@ def _unused(words: Sequence[str], arguments: Sequence[str]) -> str:
     """A word that no argument takes: a file whose flag is missing, or a value of a switch."""
     before = arguments[arguments.index(words[0]) - 1] if words[0] in arguments else ""
     readers = (argument.name for argument in _flags(_verb(arguments)) if Path in _kinds(argument.hint))
-    reader = "--from" if "--from" in arguments else next((name for name in readers if name not in _WRITTEN), "")
+    reader = "--from" if "--from" in arguments else next((name for name in readers if name not in WRITTEN), "")
     if reader and Path(words[0]).exists():
         return f"got {words[0]} without a flag; give {reader} {words[0]}"
     if any(before in argument.names and bool in _kinds(argument.hint) for argument in _flags(_verb(arguments))):
@@ -93,7 +93,7 @@ def misplaced_file(arguments: Sequence[str]) -> str | None:
     verb = _verb(arguments)
     before = ""
     for word in arguments[1:]:
-        if not word.startswith("-") and before not in _WRITTEN and (said := misplaced(Path(word), verb)):
+        if not word.startswith("-") and before not in WRITTEN and (said := misplaced(Path(word), verb)):
             return said
         before = word
     return None

@@ -109,6 +109,8 @@ class ProofFailed(JettisonError, RuntimeError):
 class TraceError(JettisonError, RuntimeError):
     """A region's forward could not be recorded."""
 
+    exit_code: ClassVar[int] = 2
+
 
 class RecordingLeft(TraceError):
     """The user's code raised an exception while its forward was recorded; the real forward may raise it as well."""

@@ -11,6 +11,8 @@ from typing import Final
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
 
+MOST_FILE_BYTES: Final = 2 << 30
+"""Most bytes of a snapshot, a log or a pipe that are read."""
 under_way: Final[set[Path]] = set()
 """Temporary files of this process; an exit without unwinding removes them (cli/main.py)."""
 

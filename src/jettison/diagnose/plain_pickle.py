@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.core.files import read_bytes
+from jettison.core.files import MOST_FILE_BYTES, read_bytes
 
-MOST_FILE_BYTES: Final = 2 << 30
 _TRUE_FALSE_NONE = "NEWTRUE NEWFALSE NONE"
 _NUMBERS = f"BININT BININT1 BININT2 LONG1 BINFLOAT {_TRUE_FALSE_NONE}".split()
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}

@@ -63,12 +63,13 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
     except UnicodeDecodeError:
         raise UsageError(f"got --from {path}, which is not UTF-8 text; expected {_EXPECTED}") from None
     suffix = file.suffix.lower()[1:]
-    syntax = suffix if suffix in _PARSERS else _SUFFIXES.get(suffix, "arguments")
+    syntax = (suffix if suffix in _PARSERS else _SUFFIXES.get(suffix)) or ("arguments" if suffix else _like(text))
     printed = _BLOCK.findall(text) if syntax == "arguments" else []
     if len(data) > (most := MOST_BYTES * (16 if syntax == "notebook" or printed else 1)):
         raise UsageError(f"got --from {path} with {len(data):,} bytes; expected {_EXPECTED}, of at most {most:,}")
     try:
         text, syntax = (_cells(text), "python") if syntax == "notebook" else (text, syntax)
+        text = _document(text, name) if syntax == "yaml" else text
         if printed:
             parsed: Any = _printed(text, printed)
             syntax = "printed arguments"
@@ -106,9 +107,9 @@ def _beside(folder: Path, name: str) -> Any:
 
 
 def split_name(path: Path) -> tuple[Path, str | None]:
-    """Split ``config.py:pretrain`` or ``run.sh:dpo`` into the file and the name of one of its configurations."""
+    """Split ``config.py:pretrain``, ``run.sh:dpo`` or ``runs.yaml:2`` into the file and the name of a configuration."""
     stem, colon, name = path.name.rpartition(":")
-    if colon and stem.lower().endswith((".py", ".sh", ".ipynb")) and not path.exists():
+    if colon and stem.lower().endswith((".py", ".sh", ".ipynb", ".yaml", ".yml")) and not path.exists():
         return path.with_name(stem), name
     return path, None
 
@@ -170,12 +171,32 @@ def _yaml(text: str) -> Any:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        documents = [one for one in yaml.safe_load_all(text) if one is not None]
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    if len(documents) > 1:
-        raise UsageError(f"it has {len(documents)} documents; expected one: save that of the run as a file of its own")
-    return documents[0] if documents else None
+
+
+def _document(text: str, name: str | None) -> str:
+    """Return the text of the YAML document of this number; the whole text if it has one."""
+    every = re.split(r"(?m)^---(?:[ \t].*)?$", text)
+    parts = [one for one in every if re.search(r"(?m)^\s*[^#%\s]", one)]
+    if len(parts) < 2:
+        return parts[0] if parts and len(every) > 2 else text
+    if name is None or not name.isdecimal() or not 0 < int(name) <= len(parts):
+        raise UsageError(f"it has {len(parts)} documents; expected FILE.yaml:NUMBER, such as FILE.yaml:1")
+    return parts[int(name) - 1]
+
+
+def _like(text: str) -> str:
+    """Return the syntax of a text without a file's name: that in which it has keys, else arguments."""
+    for syntax, parse in _PARSERS.items() if not text.startswith("#!") and len(text) <= MOST_BYTES else ():
+        with suppress(ValueError, RecursionError, UsageError):
+            if isinstance(parse(text), Mapping):
+                return syntax
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        ast.parse(text)
+        return "python" if re.search(r"(?m)^(import|from) ", text) else "arguments"
+    return "arguments"
 
 
 @dataclass
@@ -235,4 +256,4 @@ def _json(text: str) -> Any:
         raise
 
 
-_PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {"toml": tomllib.loads, "yaml": _yaml, "json": _json}
+_PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {"json": _json, "toml": tomllib.loads, "yaml": _yaml}

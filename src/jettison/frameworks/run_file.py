@@ -25,7 +25,7 @@ from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
 from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
 from jettison.frameworks.python_values import UnknownValue
-from jettison.frameworks.shell_script import NOTES, OF_LAUNCHERS, SOURCED
+from jettison.frameworks.shell_script import CONFIG, NOTES, OF_LAUNCHERS, SOURCED
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
 from jettison.request.options import CommonRequest, RunRequest
@@ -37,6 +37,8 @@ from jettison.spec.run import Run
 _T = TypeVar("_T", int, float, str, bool)
 _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
+_EACH_NODE: Final = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus_per_node", "gpus-per-node")
+_NODES: Final = ("nnodes", "num_nodes", "nodes")
 COMPILES: Final = ("ledger", "estimate", "plan", "search")
 """Commands with a flag --compile."""
 _SAID_OTHERWISE: Final = re.compile(r"the model is .*|.* \(the command line says another\)").fullmatch
@@ -349,11 +351,7 @@ class Keys:
 
     def named(self, key: str) -> ConfigFile | None:
         """Return the file that this key names, relative to the working directory or this file's folders; or None."""
-        value = self.get(key)
-        if not isinstance(value, str) or len(value) > 1000:
-            return None
-        folders = (Path(), self.file.path.parent, *self.file.path.parent.parents)
-        found = next((path for folder in folders if (path := folder / value).is_file()), None)
+        found = _found(self.file.path.parent, self.get(key))
         return None if found is None else read_config_file(found)
 
     def share(self, *axes: str) -> int:
@@ -583,6 +581,8 @@ def read_run(
         text: replaces the first file's contents.
     """
     files = [read_config_file(Path(path), None if at else text) for at, path in enumerate(paths)]
+    script, files[0] = files[0], _started(files[0])
+    gpus = gpus_of(script.values) if script is not files[0] and gpus is None else gpus
     first, *others = sorted(files, key=lambda file: int((_table(file) or {"order": 100}).get("order", 50)))
     table = _table(first)
     if table is None:
@@ -591,6 +591,8 @@ def read_run(
             why = f"which has a model and no run; expected it as MODEL: jettison ledger {first.path} --seq 4096"
         elif (named := _named_within(first)) is not None:
             why = f"which starts a run of {named}; expected --from {named}, and flags for what the script changes"
+        elif first.syntax == "arguments" and (named := first.values.get("config", first.values.get(CONFIG))):
+            why = f"which names the configuration {named}, a file that is not here; expected --from with that file"
         if alike := next((one for one in tables() if _fits(replace(first, syntax=one["syntaxes"][0]), one)), None):
             expected = ", ".join(alike["syntaxes"])
             why = f"{alike['says']} in {first.syntax}; expected {expected}: write them so, or as flags"
@@ -598,6 +600,8 @@ def read_run(
     name = table["framework"]
     keys = Keys(first, asked=asked, gpus=gpus, asked_model=model, table=table)
     keys.by_table(table)
+    if CONFIG in first.values and _found(first.path.parent, first.values[CONFIG]) is None:
+        keys.refuse(CONFIG, "file not found, whose keys count as well: give it as --from, and flags for the script's")
     prefixes = table.get("given_with", {})
     for other in others:
         kind = _table(other) or {"framework": "", "says": "no framework's file"}
@@ -630,8 +634,8 @@ def read_run(
         unread=unread,
         ignored=ignored,
         notes=tuple(keys.notes),
-        writes=tuple(table.get("writes", ())),
-        by_hand=table.get("by_hand", ""),
+        writes=tuple(table.get("writes", ())) if script in (first, *others) else (),
+        by_hand=table.get("by_hand", "") if script in (first, *others) else f"give {first.path} alone as --from",
         written=keys.written,
     )
     if found.request.base == "fp32" and "base" not in keys.asked:  # the dtype of a checkpoint that is not quantized
@@ -707,6 +711,45 @@ def table_of(framework: str) -> Mapping[str, Any]:
 def models(framework: str) -> Mapping[str, Mapping[str, Any]]:
     """Load a framework's ``models.toml``: sizes of the models that its files name."""
     return tomllib.loads((frameworks.FOLDER / framework / "models.toml").read_text(encoding="utf-8"))
+
+
+def _found(folder: Path, name: Any) -> Path | None:
+    """Find a file by its name in the working directory, or in a folder or one that holds it."""
+    if not isinstance(name, str) or len(name) > 1000 or "\0" in name:
+        return None
+    return next((path for one in (Path(), folder, *folder.parents) if (path := one / name).is_file()), None)
+
+
+def gpus_of(values: Mapping[str, Any]) -> int | None:
+    """Number of GPUs that a launcher's arguments ask for; None if they do not say."""
+
+    def first(names: Sequence[str], default: str) -> str:
+        return next((str(values[key]) for key in names if values.get(key) is not None), default)
+
+    each, nodes = first(("num_processes",), first(_EACH_NODE, "")), first(_NODES, "1")
+    nodes = "1" if values.get("num_processes") is not None else nodes
+    return int(each) * int(nodes) if each.isdecimal() and nodes.isdecimal() else None
+
+
+def _started(script: ConfigFile) -> ConfigFile:
+    """Return the framework's file that a script's command starts, with the command's arguments over its keys; without
+    such a file the script."""
+    folder, values = script.path.parent, script.values
+    if script.syntax != "arguments":
+        return script
+    own = {key: value for key, value in values.items() if not key.startswith("$")}
+    beside = {name for table in tables() for name in table.get("given_with", ())}
+    names = [values.get(CONFIG), *(own.values() if _table(script) is None else ())]
+    for path in filter(None, (_found(folder, name) for name in names)):
+        with suppress(UsageError):
+            kind = _table(file := read_config_file(path))
+            if kind is not None and kind["framework"] not in beside:
+                launched = re.compile(rf"(?!config.file)(?:{OF_LAUNCHERS})")  # accelerate's is one of the run
+                own = {key: one for key, one in own.items() if _found(folder, one) != path}
+                own = {key.replace("-", "_"): one for key, one in own.items() if not launched.fullmatch(key)}
+                said = f"{path}, which the script starts, is read; its arguments count: {', '.join(own) or 'none'}"
+                return replace(file, values={**file.values, **own, NOTES: [*values.get(NOTES, ()), said]})
+    return script
 
 
 def _named_within(file: ConfigFile) -> Path | None:

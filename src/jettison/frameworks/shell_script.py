@@ -26,6 +26,8 @@ SOURCED: Final = "$ sourced"
 """Key of sourced files that are not in the script's folder."""
 PROGRAM: Final = "$ program"
 """Key of the program that takes the arguments."""
+CONFIG: Final = "$ config"
+"""Key of a file that the program takes without an option."""
 _MOST: Final = 1 << 20
 """Most characters of an expanded text."""
 _VARIABLE: Final = re.compile(
@@ -56,7 +58,11 @@ _ENDS: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "&>", "<
 _LAUNCHERS: Final = re.compile(
     r"(?:\S*/)?(?:srun|sbatch|ray|uv|mpirun|mpiexec|docker|singularity|apptainer|enroot|numactl|taskset|nsys|ncu)"
 )
-_PROGRAMS: Final = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl|swift|megatron)")
+_PROGRAMS: Final = re.compile(
+    r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh|trl|swift|megatron|tune|axolotl|"
+    r"llamafactory-cli|litgpt|lightning)"
+)
+_CONFIG_NAME: Final = re.compile(r"[^=]+\.(?:ya?ml|toml|json)")
 _KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus", "ntasks")
 OF_LAUNCHERS: Final = (
     r"nproc[_-]per[_-]node|nnodes|node[_-]rank|master[_-](?:addr|port)|rdzv[_-]\w+|standalone|max[_-]restarts|"
@@ -125,7 +131,9 @@ class _Script:
     def command(self, name: str | None) -> list[str]:
         """Return the command of this name, or that with most arguments of those that start a program; else all."""
         started = [words for words in self.commands if _begin(words) >= 0]
-        with_arguments = [words for words in started if any(word.startswith("--") for word in words)]
+        with_arguments = [
+            words for words in started if any(word.startswith("--") or _CONFIG_NAME.fullmatch(word) for word in words)
+        ]
         if with_arguments:
             chosen = max(with_arguments, key=lambda words: sum(word.startswith("--") for word in words))
             others = {tuple(words[_begin(words) :]): words for words in with_arguments if words[0] not in _ECHOES}
@@ -508,7 +516,7 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
     """Arguments and overrides by name, programs as ``$NAME``; of a launcher only the numbers of devices."""
     found: dict[str, Any] = {}
     name, launched, begun = "", False, False
-    hydra = any(map(_OVERRIDE.fullmatch, words))
+    hydra = any(map(_OVERRIDE.fullmatch, words)) or "tune" in words
     for before, word in zip(["", *words], words, strict=False):
         word = "--config-name" if hydra and word == "-cn" else word
         launched |= not begun and _LAUNCHERS.fullmatch(word) is not None
@@ -516,6 +524,9 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
             launched, begun, name = False, False, ""
             found[f"${word.rpartition('/')[2]}"] = True
             found |= {PROGRAM: word} if _is_program(word) else {}
+        elif launched and (short := re.fullmatch(r"-([NnG])(\d*)", word)):
+            begun, name = True, _SBATCH_NAMES[short[1]]
+            found[name] = short[2] or True
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             begun = True
@@ -530,7 +541,12 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
         elif _is_program(word) or not begun or (before == "-m" and word[0] != "-"):
             found[f"${word.rpartition('/')[2]}"] = True
             found |= {PROGRAM: word} if _is_program(word) or before == "-m" else {}
+            found |= {CONFIG: word} if _CONFIG_NAME.fullmatch(word) else {}
             name = ""
+        elif not name and _CONFIG_NAME.fullmatch(word):
+            found[CONFIG] = word
+        elif name and found[name] is not True and re.fullmatch(OF_LAUNCHERS, name):  # it has one value
+            found[f"${word}"], name = True, ""
         elif word in _ENDS or re.fullmatch(r"-[A-Za-z]", word):
             name = ""
         elif name and not (found[name] is not True and word.startswith("$")):  # unset variables of options
