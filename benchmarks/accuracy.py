@@ -44,9 +44,9 @@ from jettison.predict.ranges import (
     figures,
     kind_of,
     residual,
+    segments_beyond,
     stack_of,
 )
-from jettison.predict.stages import cached_segments
 from jettison.predict.time import estimate
 from jettison.spec.device_allowance import fixed_allowance
 from jettison.spec.hardware import hardware
@@ -115,7 +115,8 @@ NOT_COUNTED: Final = {
     "length-unsaid": "the length of sequences is not said",
     "first-step": "measured after the first step",
     "own-code": "the model has code of its own on the Hub, which was not read",
-    "trl-setup": "TRL to 0.26 casts embedding and head to fp32 and back before it trains, which stays reserved",
+    "trl-setup": "TRL's list of models is older than the settings in its file, and nearly what is reserved before the "
+    "first step",
     "megatron-2021": "without contiguous buffers, parameters refer to the gradients of the step before "
     "(megatron/model/distributed.py, 42c1cf42: param.main_grad = param.grad), whose fp32 copies stay as well",
     "other-files": "the scripts of a day before have ZeRO 2, which is 7 and 21 % low; theirs of that day offload",
@@ -355,7 +356,7 @@ def _blind(row: blind_runs.Row, projects: str) -> Iterator[Entry]:
             found = replace(found, counted=counted)
         else:
             known = counted and figure != "unstated"
-            found = _bytes(figure, source, run, name, row.published, facts["unit"], known)
+            found = _bytes(figure, source, run, name, row.published, facts["unit"], known, gpu)
     except UsageError:  # no description has it
         figure = "time" if row.of_time else figure
         unknown = Row(figure=figure, source=source, stack="refused", kind="", hardware="", run=name, value=0)
@@ -378,7 +379,9 @@ def described(command: str) -> tuple[Run, str]:
     return blind_runs.described(" ".join(words)), gpu
 
 
-def _bytes(figure: str, source: str, run: Run, name: str, value: float, unit: str, counted: bool = True) -> Entry:
+def _bytes(
+    figure: str, source: str, run: Run, name: str, value: float, unit: str, counted: bool = True, gpu: str = ""
+) -> Entry:
     size = UNITS[unit]
     nbytes, sizes = value * size, forecast_sizes(run)
     if figure.startswith("allocated") or figure == "unstated":
@@ -387,7 +390,7 @@ def _bytes(figure: str, source: str, run: Run, name: str, value: float, unit: st
         return replace(found, counted=counted)
     peak = sizes.first_step_peak_bytes if "first" in figure else sizes.peak_bytes
     fixed = fixed_allowance(run.layout, run.kernels.device).expected if figure == "occupied" else 0
-    scale, cached = sqrt(peak * GIB), min(cached_segments(run), peak // 4)
+    scale, cached = sqrt(peak * GIB), segments_beyond(run, peak, gpu)
     modelled = peak + cached + fixed
     measured = (nbytes - modelled) / scale
     found = _entry("device" if fixed else figure, source, run, name, measured, value, modelled / size, unit)

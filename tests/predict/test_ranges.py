@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from math import sqrt
 from statistics import mean
 
 import pytest
@@ -27,13 +28,15 @@ from jettison.predict.ranges import (
     lineage,
     residual,
 )
-from jettison.predict.stages import cached_segments, passes_of
+from jettison.predict.stages import cached_segments, outline, passes_of, segments_before_training
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.spec.device_allowance import fixed_allowance
+from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Device
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute
+from jettison.spec.tuning import Upcast
 
 ROWS = accuracy.stored()
 CLASSES = classes_of(Measure.TIME, "torch", "dense", "h100-80gb")
@@ -217,6 +220,33 @@ def test_segments_of_a_layers_forward_are_cached_while_logits_are_allocated() ->
     little = figures(run, 2**26)  # a quarter of allocated bytes at most
     beyond = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run))
     assert little.reserved.expected == pytest.approx(2**26 * 1.25 + beyond.expected * 2**28)
+
+
+def test_segments_of_casts_before_the_first_step() -> None:
+    """Embedding and head take fp32 copies over 4 bits; transformers 4.57 allocates half of the 16-bit base before."""
+    lora = RunRequest(like="huggingface-4.57", base="nf4-double", lora="r=32", optimizer="adam8bit", recompute="full")
+    run = run_of("qwen3-8b", replace(lora, seq=256))
+    table = 151936 * 4096
+    plain = sum(
+        len(group.names) * group.part.static.parameters
+        for group in outline(replace(run, tuning=replace(run.tuning, upcast=Upcast.NONE)))[0][0]
+    )
+    assert segments_before_training(run) == plain + 2 * 4 * table
+    ahead = segments_before_training(run, "a100-40gb")  # without the head; adapters fit into it
+    assert ahead == 8_190_735_360 - table + 2 * 4 * table
+    assert ahead == pytest.approx(11.959 * GIB, rel=0.03)  # TRL's sft_trl_lora_qlora.ipynb, 28bba8c6b
+    free = hardware("t4-16gb").usable_bytes - 12 * GIB // 10
+    assert segments_before_training(run, "t4-16gb") == free // 2 + 2 * 4 * table
+    small = run_of("llama3.2-1b", lora)
+    assert segments_before_training(small, "a100-40gb") > segments_before_training(small)
+    for other in (replace(lora, kbit_upcast="none"), replace(lora, like="huggingface")):
+        assert segments_before_training(run_of("qwen3-8b", other), "a100-40gb") == 0
+    older = run_of("qwen3-8b", replace(lora, like="huggingface-4.48"))
+    assert segments_before_training(older, "a100-40gb") == segments_before_training(older)
+    found, peak = figures(run, 7 * GIB, hardware="a100-40gb"), 7 * GIB
+    beyond = residual(Measure.FRAGMENTS, lineage(Measure.FRAGMENTS, run))
+    assert found.reserved.expected == pytest.approx(ahead + beyond.expected * sqrt(peak * GIB))
+    assert figures(run, 30 * GIB, hardware="a100-40gb") == figures(run, 30 * GIB)  # steps need more
 
 
 @pytest.mark.parametrize("size", [2, 16, 120, 700])

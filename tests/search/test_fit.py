@@ -11,13 +11,13 @@ from jettison.core.errors import UsageError
 from jettison.core.units import GIB, MIB
 from jettison.families.presets import preset
 from jettison.predict.forecast import Forecast, available_bytes, forecast, limit_of
-from jettison.predict.ranges import FitRule, fit_budgets
+from jettison.predict.ranges import fit_budgets
 from jettison.report.schemas import part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
 from jettison.search import what_fits as fit_module
 from jettison.search.what_fits import Edge, fit
-from jettison.spec.device_allowance import FRAGMENTS, fixed_allowance
+from jettison.spec.device_allowance import FRAGMENTS, FitRule, fixed_allowance
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, ZeroBuckets
 from jettison.spec.precision import PRECISIONS, Gradients

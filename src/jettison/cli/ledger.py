@@ -32,12 +32,12 @@ from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
 from jettison.models.model_types import require_known_file
 from jettison.predict.forecast import forecast, limit_of
-from jettison.predict.ranges import FitBudget, fit_budgets
+from jettison.predict.ranges import fit_budgets
 from jettison.report.console import hint, progress
 from jettison.report.ledger import ComparedLedger, LedgerReport, forecast_report
 from jettison.request.options import NOTHING_ASKED, RunRequest
 from jettison.request.resolve import TRACED, Resolved, is_live, refuse_for_trace, resolve
-from jettison.spec.device_allowance import Limit
+from jettison.spec.device_allowance import FitBudget, Limit
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import anchored, placed

@@ -44,8 +44,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.units import GIB, format_bytes, format_seconds
-from jettison.predict.stages import cached_segments
-from jettison.spec.device_allowance import FRAGMENTS, Limit, fixed_allowance
+from jettison.predict.stages import cached_segments, segments_before_training
+from jettison.spec.device_allowance import FRAGMENTS, FitBudget, FitRule, Limit, fixed_allowance
 from jettison.spec.frameworks import named
 from jettison.spec.kernels import Device
 from jettison.spec.kernels import kernels as kernel_set
@@ -95,36 +95,6 @@ class FitVerdict(StrEnum):
     def said(self) -> str:
         """Text for tables, in capitals unless it fits."""
         return str(self) if self is FitVerdict.FITS else self.upper()
-
-
-class FitRule(StrEnum):
-    """End of the range of device bytes that has to fit."""
-
-    SURELY = "surely"
-    EXPECTED = "expected"
-    MAY = "may"
-    BUDGET = "budget"  # a budget for tensors, without a range
-
-    @property
-    def words(self) -> str:
-        """Verb phrase for messages."""
-        return _RULE_WORDS[self]
-
-
-_RULE_WORDS: Final = {
-    FitRule.SURELY: "surely fits",
-    FitRule.EXPECTED: "is expected to fit",
-    FitRule.MAY: "may fit",
-    FitRule.BUDGET: "fits",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FitBudget:
-    """Budget of allocated bytes, and its rule."""
-
-    rule: FitRule
-    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +213,7 @@ def figures(run: Run, allocated_bytes: int, *, hardware: str = "", step_seconds:
     if run.kernels.device is not Device.CPU:
         first, *above = lineage(Measure.FRAGMENTS, run)
         beyond, scale = residual(Measure.FRAGMENTS, (first, *above)), sqrt(allocated_bytes * GIB)
-        modelled = float(min(cached_segments(run), allocated_bytes // 4))
+        modelled = float(segments_beyond(run, allocated_bytes, hardware))
         if anchor is not None and first == ANCHORED:
             modelled += residual(Measure.FRAGMENTS, tuple(above)).expected * scale
             modelled += ANCHOR_WEIGHT * ((anchor.fragments or 0.0) * scale - modelled)
@@ -257,6 +227,12 @@ def figures(run: Run, allocated_bytes: int, *, hardware: str = "", step_seconds:
         least += max(0, fixed.low + more)
     took = None if step_seconds is None else time_residual(run, hardware).of(step_seconds)
     return RunFigures(allocated=allocated, reserved=reserved, device=device, least=least, step_seconds=took)
+
+
+def segments_beyond(run: Run, allocated_bytes: int, hardware: str = "") -> int:
+    """Return modelled bytes in segments in addition to those allocated at the peak of a step."""
+    before = segments_before_training(run, hardware)
+    return max(min(cached_segments(run), allocated_bytes // 4), before - allocated_bytes)
 
 
 def fit_budgets(run: Run, limit: Limit) -> tuple[FitBudget, ...]:
@@ -277,7 +253,6 @@ def fitting_bytes(run: Run, usable_bytes: int, *, surely: bool) -> int:
     Args:
         surely: the upper end of their range has to fit, not only the expected value.
     """
-
     end = attrgetter("device.high" if surely else "device.expected")
     return bisect_right(range(1, usable_bytes + 1), float(usable_bytes), key=lambda nbytes: end(figures(run, nbytes)))
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 from math import prod
 
+from jettison.core.units import GIB
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, declared, static
@@ -28,11 +29,13 @@ from jettison.solve.policy import (
     recomputed,
     sent,
 )
+from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import AnyLayer, Layer, ModelSpec
 from jettison.spec.precision import GradientRule, Optimizer, OptimizerOffload
 from jettison.spec.recompute import Mode
 from jettison.spec.run import RegionSignature, Run
+from jettison.spec.tuning import Upcast
 
 NONE, FULL, PARTS = "none", "full", "parts"
 MTP_FULL = "modules:mtp"
@@ -422,3 +425,25 @@ def cached_segments(run: Run) -> int:
         elif part.name == HEAD:
             logits = passes.forward_peak // 5
     return logits + layer
+
+
+@lru_cache(maxsize=1024)
+def segments_before_training(run: Run, device: str = "") -> int:
+    """Bytes that the caching allocator has in segments when training begins: NOTE [ Before training ] in `tuning`.
+
+    ``device``: name of the accelerator; of one that does not ship, nothing is allocated ahead.
+    """
+    tuning = run.tuning
+    if tuning is None or tuning.upcast is Upcast.NONE or run.layout.pp > 1:
+        return 0
+    chunks = outline(replace(run, tuning=replace(tuning, upcast=Upcast.NONE)))[0]
+    groups = [(group.part, len(group.names)) for chunk in chunks for group in chunk]
+    frozen = [(part, n, w) for part, n in groups for w in part.region.weights if w.frozen and not w.tied]
+    used = segments = sum(part.static.parameters * n for part, n in groups)
+    if tuning.upcast is Upcast.NORMS and run.kernels.loads_ahead and device in hardware_names():
+        half = sum(w.numel * n for _, n, w in frozen if not w.head)
+        segments = max(used, min(half, (hardware(device).usable_bytes - 12 * GIB // 10) // 2))
+    for nbytes in (4 * w.numel for part, _, w in frozen if not part.is_layer and len(w.shape) > 1):
+        segments += nbytes * (nbytes > segments - used)
+        used += nbytes
+    return segments

@@ -21,11 +21,11 @@ from jettison.cost.execution import Execution, execution_of
 from jettison.cost.region import Class, Item
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.forecast import available_bytes, forecast
-from jettison.predict.ranges import FitRule, fit_budgets, time_residual
+from jettison.predict.ranges import fit_budgets, time_residual
 from jettison.predict.stages import StageRegion, walk
 from jettison.predict.time import Estimate, Timing, estimate
 from jettison.report.tables import span
-from jettison.spec.device_allowance import Limit
+from jettison.spec.device_allowance import FitRule, Limit
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 from jettison.spec.run import Run

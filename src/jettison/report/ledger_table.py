@@ -16,11 +16,11 @@ from jettison.ledger.compare import describe
 from jettison.ledger.ledger import storage_roles
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import OffloadedOptimizer
-from jettison.predict.ranges import FitRule
 from jettison.report.ledger import ComparedLedger, LedgerReport
 from jettison.report.schemas import LayerRow, PhaseRow
 from jettison.report.tables import FittedTable, exact, facts, grid, span
 from jettison.request.resolve import Resolved
+from jettison.spec.device_allowance import FitRule
 from jettison.spec.layout import GradientSync, Layout
 from jettison.spec.run import Run
 

@@ -17,13 +17,13 @@ from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
 from jettison.ledger.program import Source
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.predict.ranges import FitBudget, FitRule, fit_budgets, most_bytes
+from jettison.predict.ranges import fit_budgets, most_bytes
 from jettison.predict.stages import KeptBuffers, kept_by, pipeline_shape
 from jettison.predict.time import Estimate, Timing, estimate, recomputing
 from jettison.search.stage_choice import StageChoice, StageOutcome
 from jettison.search.what_fits import with_whole
 from jettison.solve.plan import PolicyName, policy_name
-from jettison.spec.device_allowance import Limit
+from jettison.spec.device_allowance import FitBudget, FitRule, Limit
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import MOST, Mode
 from jettison.spec.run import Run

@@ -27,11 +27,11 @@ from itertools import count
 from typing import Final
 
 from jettison.core.progress import Progress
-from jettison.predict.ranges import FitBudget, fit_budgets, most_bytes
+from jettison.predict.ranges import fit_budgets, most_bytes
 from jettison.search.bounds import SHAVED, layer_modes
 from jettison.search.evaluate import Bench, Evaluated, Task
 from jettison.search.space import SearchCandidate, Setup, Space, setup_run
-from jettison.spec.device_allowance import Limit, available_to
+from jettison.spec.device_allowance import FitBudget, Limit, available_to
 from jettison.spec.hardware import Hardware
 from jettison.spec.recompute import Mode, Recompute
 

@@ -16,7 +16,7 @@ from math import isqrt
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.predict.ranges import FitBudget
+from jettison.spec.device_allowance import FitBudget
 from jettison.spec.kernels import CpCommType, Kernels, Loss
 from jettison.spec.layout import GradientSync, Layout, Schedule, exchange_misfit, uneven_cuts
 from jettison.spec.precision import Gradients, Precision

@@ -31,9 +31,10 @@ from typing import Any, Final
 from jettison.core.errors import UsageError
 from jettison.core.units import format_percent, format_seconds
 from jettison.predict.forecast import forecast, forecast_sizes
-from jettison.predict.ranges import FitBudget, FitRule, time_residual
+from jettison.predict.ranges import time_residual
 from jettison.predict.stages import pipeline_shape
 from jettison.predict.time import estimate
+from jettison.spec.device_allowance import FitBudget, FitRule
 from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss

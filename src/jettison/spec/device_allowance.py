@@ -23,6 +23,7 @@ On CPU all of it is 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -115,3 +116,33 @@ class Limit:
             return f"memory of {self.gpu}"
         usable = format_bytes(self.device_bytes)
         return f"usable memory of {self.gpu} ({usable} less contexts, communicators and fragments)"
+
+
+class FitRule(StrEnum):
+    """End of the range of device bytes that has to fit."""
+
+    SURELY = "surely"
+    EXPECTED = "expected"
+    MAY = "may"
+    BUDGET = "budget"  # a budget for tensors, without a range
+
+    @property
+    def words(self) -> str:
+        """Verb phrase for messages."""
+        return _RULE_WORDS[self]
+
+
+_RULE_WORDS: Final = {
+    FitRule.SURELY: "surely fits",
+    FitRule.EXPECTED: "is expected to fit",
+    FitRule.MAY: "may fit",
+    FitRule.BUDGET: "fits",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitBudget:
+    """Budget of allocated bytes, and its rule."""
+
+    rule: FitRule
+    nbytes: int

@@ -40,6 +40,15 @@ not quantized to fp32: embeddings, norms, the head, biases. So the residual stre
 the first layer's input is 16-bit, and its residual is fp32 from its MLP on. Neither happens with a sharded base
 (``is_sharded_qlora``).
 
+NOTE [ Before training ]
+Reserved bytes are those of the whole process, whose peak may come before its first step. PEFT's
+``prepare_model_for_kbit_training`` casts embedding and head of a 4-bit base to fp32, and TRL to 0.24 casts them back
+(NOTE [ What is not packed ]): neither copy fits into the segment of a 16-bit weight. transformers 4.54
+to 4.57 (``modeling_utils.py``, ``caching_allocator_warmup``) first allocate, and free, half of the bytes that the base
+has in 16 bits, without the head, or half of what is free but for 1.2 GiB; 4.51 to 4.53 count the head as well, 5.0
+counts what is loaded. A Trainer frees what is cached before its first step (``trainer.py``, ``_inner_training_loop``:
+``accelerator.free_memory``), so that of both peaks the higher one counts.
+
 NOTE [ Eight bits ]
 bitsandbytes (LLM.int8, arXiv 2208.07339): ``functional.py``, ``int8_vectorwise_quant``: a byte an element and an fp32
 scale a row. ``autograd/_functions.py``, ``MatMul8bitLt`` (0.50): forward quantizes its input, runs an int8 GEMM, and
