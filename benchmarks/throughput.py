@@ -140,8 +140,8 @@ def _layout(text: str, gpus: int) -> dict[str, int]:
 
 def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
     """FSDP2, fp32 weights cast for each use, per-op checkpointing that recomputes every second product, norms written
-    out op by op (nn.RMSNorm was no single kernel in 2024). Where no batch is given, the default of its recipe. Async TP
-    is `--tp-comm-overlap`."""
+    out op by op, keys and values copied for each head (``pytorch-2.8``; pull request 2570 is of 2026). Without a batch,
+    the default of its recipe. Async TP is `--tp-comm-overlap`."""
     recompute = {"selective-op": "selective-op-alternate"}.get(row["recompute"], row["recompute"])
     request = RunRequest(
         seq=int(row["sequence"] or 8192),
@@ -150,10 +150,10 @@ def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
         precision="fp8" if re.search("float8(?!-)", row["extras"]) else "bf16-autocast",
         fp8_recipe="rowwise" if re.search("float8[- ]rowwise", row["extras"]) else None,
         tp_comm_overlap="async-tp" in row["extras"],
+        kernels="pytorch" if row["source"].endswith("PR 2570") else "pytorch-2.8",
         **_layout(row["layout"], int(row["gpus"])),
     )
     run = resolve(preset(row["model"]), request).run
-    run = replace(run, kernels=replace(run.kernels, fused_norm=False))
     how = execution_of(run)
     return run, how.compiled() if "compile" in row["extras"] else how
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jettison.core.errors import UsageError
 from jettison.cost.collective import RankGroup, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion, execution_of
-from jettison.cost.kernel import Gemm, Half, gemm_seconds, memory_seconds, rate
+from jettison.cost.kernel import Gemm, Half, Kernel, gemm_seconds, kernel_seconds, memory_seconds, rate
 from jettison.cost.launches import aligned, groups, work
 from jettison.cost.region import PriceModel, RegionSeconds
 from jettison.families.presets import preset
@@ -342,3 +342,53 @@ def test_collectives_within_a_node_as_nccl_takes_them(
         took = transfer_seconds(kind, int(row["bytes"]), ranks, hardware(files[row["device"]]))
         errors.append(took * 1e3 / float(row["milliseconds"]) - 1)
     assert len(errors) >= 12 and median(map(abs, errors)) < typical and max(map(abs, errors)) < worst
+
+
+EAGER_KERNELS = {
+    ("rms_norm", "forward"): ((6, 1), (8, 0), (4, 0), (8, 1), (6, 0), (6, 1)),
+    ("rms_norm", "backward"): (
+        *((8, 1), (10, 1), (4, 0), (6, 0), (6, 1), (8, 1), (12, 0)),
+        *((4, 0), (4, 1), (8, 0), (8, 0), (12, 0), (12, 0), (6, 0)),
+    ),
+    ("rotary", "forward"): ((4, 1), (2, 0.5), (4, 1), (4, 1), (6, 0)),
+    ("rotary", "backward"): ((4, 1), (4, 1), (2, 0.5), (2, 0), (2, 0), (2, 0.5), (2, 0.5), (6, 0), (6, 0)),
+    ("complex_rotary", "forward"): ((6, 1), (8, 0.5), (6, 0)),
+}
+"""Bytes of each kernel an element, and elements it computes one by one: an fp32 weight, 16-bit activations."""
+
+
+def test_eager_kernels_take_what_others_timed() -> None:
+    """transformers' norms and rotary embeddings on A100, H100 and B200, op by op: NOTE [ Vectorized kernels ]."""
+    nvl = replace(hardware("h100-80gb"), memory_bytes_per_second=3938 * 10**9)
+    files = {"A100-SXM4-80GB": A100, "H100-SXM5-80GB": hardware("h100-80gb"), "H100-NVL-94GB": nvl}
+    files |= {"B200-192GB": hardware("b200-192gb")}
+    path = Path(__file__).parent.parent / "facts" / "eager_kernels.csv"
+    errors = []
+    for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+        keys = 1.25 if row["op"].endswith("rotary") and row["pass"] == "forward" else 1  # a quarter as many as queries
+        elements = int(row["elements"]) * keys
+        took = sum(
+            kernel_seconds(
+                Kernel(steps=(0,), nbytes=int(nbytes * elements), singly=int(singly * elements)),
+                files[row["device"]],
+                visible=1.0,
+                dtype="bfloat16",
+            )
+            for nbytes, singly in EAGER_KERNELS[row["op"], row["pass"]]
+        )
+        errors.append(took * 1e3 / float(row["milliseconds"]) - 1)
+    assert len(errors) == 25 and median(map(abs, errors)) < 0.065 and max(map(abs, errors)) < 0.21
+
+
+@pytest.mark.parametrize(
+    ("kernels", "forward", "backward"), [("huggingface-4.45", 3 * 2 + 3.5 * 1.25, 4 * 2 + 3.5 * 1.25), ("liger", 0, 0)]
+)
+def test_elements_that_eager_kernels_compute_one_by_one(kernels: str, forward: float, backward: float) -> None:
+    """Of a norm: widened, multiplied by rows and by weights; backward also a mean. Of a rotary embedding: both
+    products, the turned half and the concatenation, for queries and a quarter as many keys."""
+    run = run_of("llama3-8b", kernels=kernels, seq=64)
+    found = work(layer_region(run.signature, run.model.layers[0]), execution_of(run), "bfloat16", None)
+    for listed, expected in ((found.forward, forward), (found.backward, backward)):
+        assert sum(k.singly for k in listed) == expected * run.micro_batch * run.seq * run.model.hidden
+    compiled = work(layer_region(run.signature, run.model.layers[0]), execution_of(run).compiled(), "bfloat16", None)
+    assert not any(k.singly for k in (*compiled.forward, *compiled.backward))

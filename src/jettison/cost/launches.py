@@ -233,7 +233,27 @@ class _Listing:
                 scan_flops=step.flops if step.name == ops.SCAN else 0,
                 rows=step.name in ops.SCATTERS,
                 launches=step.rounds,
+                singly=self._singly(own),
             )
+
+    def _singly(self, own: list[TapeOp], *, backward: bool = False) -> int:
+        """Elements that a kernel computes one by one: NOTE [ Vectorized kernels ] in `kernel`."""
+        step = own[0]
+        if self.how.fusion is not Fusion.NONE or not step.outputs:
+            return 0
+        if step.name == ops.MEAN:  # its gradient is broadcast
+            return prod(step.inputs[0].local_shape) if backward else 0
+        if step.name not in ops.GENERAL:
+            return 0
+        out, given = step.outputs[0], step.inputs
+        narrowing = any(v.dtype == "float32" for v in given) and out.dtype != "float32"
+        if step.name == ops.CAST:
+            apart = backward if narrowing else not backward
+        elif step.name == ops.IN_ORDER:
+            apart = sum(v.nbytes for v in given) > out.nbytes  # slices of its inputs
+        else:
+            apart = bool(step.weights) or any((v.dtype, v.local_shape) != (out.dtype, out.local_shape) for v in given)
+        return prod(out.local_shape) if apart else 0
 
     @property
     def _fp8_attention(self) -> bool:
@@ -389,7 +409,15 @@ class _Listing:
         launches += any(step.learned for step in own) + 2 * (own[0].rounds - 1)
         rows = own[0].name in ops.SCATTERS
         flops = SCAN_BACKWARD * own[0].flops if own[0].name == ops.SCAN else 0
-        yield Kernel(steps=indices, nbytes=nbytes, scan_flops=flops, half=Half.INPUTS, launches=launches, rows=rows)
+        yield Kernel(
+            steps=indices,
+            nbytes=nbytes,
+            scan_flops=flops,
+            half=Half.INPUTS,
+            launches=launches,
+            rows=rows,
+            singly=self._singly(own, backward=True),
+        )
 
     def _saved(self, own: list[TapeOp]) -> int:
         """Bytes of saved tensors that backward reads, each storage once."""
