@@ -1,11 +1,11 @@
-"""Short reprs, renamed fields, keys by identity, temporary attributes, and objects by name."""
+"""Short reprs, renamed fields, keys by identity, tables, temporary attributes, and objects by name."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from types import ModuleType
@@ -57,6 +57,7 @@ def each_renamed(kind: type[Any], values: Any) -> Any:
 
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 class Same(Generic[T]):
@@ -72,6 +73,26 @@ class Same(Generic[T]):
 
     def __hash__(self) -> int:
         return id(self.it)
+
+
+class Made(dict[K, T]):
+    """Values by key, each made by a function when it is first read."""
+
+    def __init__(self, make: Callable[[K], T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: K) -> T:
+        value = self[key] = self._make(key)
+        return value
+
+
+def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """Return the values of each key, in order."""
+    found: dict[K, list[T]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def module_of(target: str, expected: str, what: str = "") -> tuple[ModuleType, str]:

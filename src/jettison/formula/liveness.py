@@ -28,15 +28,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import TapeOp, Value, Weight
 from jettison.ledger.program import Anchor, Op
 from jettison.spec.precision import GradientRule
-
-B = TypeVar("B", bound="Backward")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,43 +89,20 @@ def replay(
             the recomputed output and its gradient until it returns.
     """
     program = region.program
-    resident = program.kept_bytes(kept)
-    again = frozenset(program.recompute_set(kept))
-    backward = begin(Backward, region, kept, again, rule, accumulates=accumulates, frames=frames, held=held)
+    backward = Backward(region, kept, rule, accumulates=accumulates, frames=frames, held=held)
     last, owned = region.last_read, [w for w in region.weights if not w.tied and not w.frozen]
     forward = _forward_peaks(region, kept | {*program.outputs}, region.last_ops, last)
     around = WeightReadPeaks(forward=forward, backward=backward.run(last, reentrant=reentrant))
     return Passes(
-        resident=resident,
+        resident=program.kept_bytes(kept),
         forward_peak=max(around.forward),
         backward_peak=max(around.backward),
         gradient=sum(w.gradient_bytes(DTYPE_BYTES[rule.kept]) for w in owned),
-        recompute_flops=sum(program.ops[o].flops for o in again),
+        recompute_flops=sum(program.ops[o].flops for o in backward.again),
         output=region.output.nbytes,
         around=around,
         opening=backward.opening,
     )
-
-
-def begin(
-    kind: type[B],
-    region: Region,
-    kept: frozenset[int],
-    again: frozenset[int],
-    rule: GradientRule,
-    *,
-    accumulates: bool = False,
-    frames: Sequence[frozenset[int]] = (),
-    held: frozenset[int] = frozenset(),
-) -> B:
-    """Return a backward at its start.
-
-    Args:
-        again: ops to recompute: `Program.recompute_set`. The other arguments are those of `replay`.
-    """
-    begun = [CheckpointFrame(frame, _again(region, kept, frame)) for frame in frames if again & frame]
-    runs = frozenset[int]().union(*(frame.again for frame in begun)) if frames else again
-    return kind(region=region, kept=kept, again=runs, rule=rule, accumulates=accumulates, frames=begun, held=held)
 
 
 def forward_levels(
@@ -179,31 +153,36 @@ def _again(region: Region, kept: frozenset[int], frame: frozenset[int]) -> froze
 
 
 class Backward:
-    """The replay of one backward. ``live`` is relative to the bytes resident when it began."""
+    """The replay of one backward; arguments are those of `replay`.
+
+    ``again``: ops that it needs; ``live`` is relative to the bytes resident when it began.
+    """
 
     def __init__(
         self,
-        *,
         region: Region,
         kept: frozenset[int],
-        again: frozenset[int],
         rule: GradientRule,
-        accumulates: bool,
-        frames: Sequence[CheckpointFrame] = (),
+        *,
+        accumulates: bool = False,
+        frames: Sequence[frozenset[int]] = (),
         held: frozenset[int] = frozenset(),
     ) -> None:
         self.region, self.program, self.kept = region, region.program, kept
-        self.accumulates = accumulates
+        self.accumulates, self.held = accumulates, held
+        self.again = frozenset(self.program.recompute_set(kept))
+        self.frames = [CheckpointFrame(frame, _again(region, kept, frame)) for frame in frames if self.again & frame]
+        runs = frozenset[int]().union(*(frame.again for frame in self.frames)) if frames else self.again
         self.fused, self.dummies = rule.fused and accumulates, rule.dummies
         self.update_bytes = rule.update_bytes if accumulates else 0
         self.weight_bytes = DTYPE_BYTES[rule.added if accumulates else rule.kept]
         self.live = self.peak = self.opening = 0
-        self.pending = set(again)
-        self.frames, self.held = frames, held
+        self.pending = set(runs)
         self.computed: set[int] = set()
-        self.leaving = {min(f.ops): self.program.given(f.ops) & kept for f in frames} if len(frames) > 1 else {}
+        several = self.frames if len(self.frames) > 1 else ()
+        self.leaving = {min(f.ops): self.program.given(f.ops) & kept for f in several}
         self.saved: set[int]
-        self.uses = self._count_uses(again)
+        self.uses = self._count_uses(runs)
         self.gradient: dict[int, int] = {}  # storage, or ~piece of one -> gradient tensor
         self.pieces: dict[int, list[int]] = {}  # storage -> ~pieces that have gradients
         self.sizes: dict[int, int] = {}

@@ -93,8 +93,7 @@ class _InputReplay(Backward):
     def __init__(
         self, region: Region, kept: frozenset[int], rule: GradientRule, stays: frozenset[int], lets_go: bool
     ) -> None:
-        again = frozenset(region.program.recompute_set(kept))
-        super().__init__(region=region, kept=kept, again=again, rule=rule, accumulates=False)
+        super().__init__(region, kept, rule)
         self.stays, self.lets_go = stays, lets_go
         self.owned: defaultdict[int, set[int]] = defaultdict(set)  # gradient -> groups, by the ids of their steps
 

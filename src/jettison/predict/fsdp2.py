@@ -80,7 +80,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from jettison.core.dtypes import DTYPE_BYTES
-from jettison.formula.liveness import Backward, Passes, begin
+from jettison.formula.liveness import Backward, Passes
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.formula.static import Static, declared, static, together
 from jettison.memory.stage_unit import Unit
@@ -593,8 +593,7 @@ def own_experts(run: Run, part: StageRegion | None) -> Static:
 def _phases(
     region: Region, kept: frozenset[int], rule: GradientRule, frames: Sequence[frozenset[int]], held: frozenset[int]
 ) -> Phases:
-    again = frozenset(region.program.recompute_set(kept))
-    return begin(PhasedBackward, region, kept, again, rule, frames=frames, held=held).phases()
+    return PhasedBackward(region, kept, rule, frames=frames, held=held).phases()
 
 
 class PhasedBackward(Backward):

@@ -35,10 +35,11 @@ import numpy.typing as npt
 
 from jettison.core.dtypes import DTYPE_BYTES
 from jettison.core.errors import UsageError
+from jettison.core.objects import grouped
 from jettison.core.process import seldom_collected
 from jettison.formula.embedding import TOKENS, embedding
 from jettison.formula.layer import layer as write_layer
-from jettison.formula.liveness import begin, forward_levels
+from jettison.formula.liveness import forward_levels
 from jettison.formula.loss import head
 from jettison.formula.named_sizes import MODEL_NAMES, has_names, structure, traced_signature
 from jettison.formula.region import Region, embedding_region
@@ -89,10 +90,8 @@ RANK: Final = "R"
 def will_it_fit_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """The passes' sums, each model's sizes and what it divides over, and devices."""
     subjects = [one for one in page_models(models) if _described(one)]
-    alike: dict[str, list[tuple[PageModel, AnyLayer]]] = {}
-    for subject in subjects:
-        for kind in subject.model.kinds:
-            alike.setdefault(_structure(subject.model, kind), []).append((subject, kind))
+    kinds = [(subject, kind) for subject in subjects for kind in subject.model.kinds]
+    alike = grouped((_structure(subject.model, kind), (subject, kind)) for subject, kind in kinds)
     with seldom_collected():
         document = passes_document(map(_form, alike.values()))
     devices = [hardware(name) for name in hardware_names() if not name.startswith("cpu")]
@@ -224,10 +223,9 @@ def _structure(model: ModelSpec, layer: AnyLayer) -> str:
 
 def _form(kinds: Iterable[tuple[PageModel, AnyLayer]]) -> PassForm:
     """The tables that any position of the controls needs for these models."""
-    points: dict[str, list[tuple[PageModel, AnyLayer, dict[str, int]]]] = {}
-    for subject, layer in kinds:
-        for key, sizes in _positions(subject.model, layer):
-            points.setdefault(key, []).append((subject, layer, sizes))
+    points = grouped(
+        (key, (subject, layer, sizes)) for subject, layer in kinds for key, sizes in _positions(subject.model, layer)
+    )
     found: dict[str, list[PassTable]] = {}
     for key, of in points.items():
         positions = SizeGrid([sizes for *_, sizes in of])
@@ -353,18 +351,15 @@ def _backward(region: Region, mode: str, rule: GradientRule, *, accumulates: boo
 
 
 def _begun(region: Region, mode: str, rule: GradientRule, *, accumulates: bool) -> _Levels:
-    kept = kept_by(region, mode)
-    again = frozenset(region.program.recompute_set(kept))
-    frames = named_frames(region, mode)
-    return begin(_Levels, region, kept, again, rule, accumulates=accumulates, frames=frames)
+    return _Levels(region, kept_by(region, mode), rule, accumulates=accumulates, frames=named_frames(region, mode))
 
 
 class _Levels(PhasedBackward):
     """A backward that notes its levels, and compares none: a comparison of traced sizes would be a guard."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, *arguments: Any, **more: Any) -> None:
         self.noted: list[list[int]] = []
-        super().__init__(**arguments)
+        super().__init__(*arguments, **more)
         self.live = self.opening = PassLevel()
         self.noted = [[self.live]]
 
