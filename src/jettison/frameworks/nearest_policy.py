@@ -5,11 +5,12 @@ Costs of a described run under one policy per layer are those of its planner's l
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jettison.core.errors import DoesNotFit, UsageError
-from jettison.core.objects import renamed
+from jettison.core.objects import Made, renamed
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import op_seconds
 from jettison.frameworks.policy import (
@@ -285,18 +286,11 @@ class Nearest:
 
     def least(self, made: Callable[[int], Policies], most: int) -> Priced:
         """Return the first of ``made(0) .. made(most)`` that fits; later ones need fewer bytes."""
-        first = self.priced(made(0))
-        if self.fits(first):
-            return first
-        low, high, best = 0, most, self._fitting(self.priced(made(most)) if most else first)
-        while high - low > 1:
-            middle = (low + high) // 2
-            tried = self.priced(made(middle))
-            if self.fits(tried):
-                high, best = middle, tried
-            else:
-                low = middle
-        return best
+        tried = Made[int, Priced](lambda count: self.priced(made(count)))
+        if self.fits(tried[0]):
+            return tried[0]
+        self._fitting(tried[most])
+        return tried[1 + bisect_left(range(1, most), True, key=lambda count: self.fits(tried[count]))]
 
     def _fitting(self, found: Priced) -> Priced:
         if not self.fits(found):

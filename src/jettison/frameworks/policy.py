@@ -15,10 +15,11 @@ that an in-place op writes to, its first argument: torch raises if a saved tenso
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import count
 from typing import Any, Protocol
 
 from jettison.core.objects import with_former_names
@@ -323,12 +324,8 @@ def draws_again(policy: LayerPolicy) -> bool:
 
 def op_calls(program: Program) -> list[OpCall]:
     """Number the calls of each kind of op."""
-    seen: Counter[str] = Counter()
-    found = []
-    for op in program.ops:
-        seen[op.name] += 1
-        found.append(OpCall(op=op.name, number=seen[op.name]))
-    return found
+    numbers = defaultdict[str, Iterator[int]](lambda: count(1))
+    return [OpCall(op=op.name, number=next(numbers[op.name])) for op in program.ops]
 
 
 def rerun(program: Program, saved: frozenset[int] = frozenset()) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ account of the step is kept here that could disagree with the first.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from jettison.memory.stage_unit import Halves, Unit, WeightStep
 from jettison.memory.step import Lifetime, Moment, StageLoad, moments
 from jettison.predict.forecast import GRADIENT_COPIES, Forecast, Stage, forecast
 from jettison.predict.stages import StageRegion, passes_of
-from jettison.search.what_fits import FittingChange, fitting_changes
+from jettison.search.what_fits import FittingChange, fitting_changes, nested
 from jettison.solve.policy import attention_core
 from jettison.spec.device_allowance import FitBudget, FitRule
 from jettison.spec.hardware import Hardware, usual_hardware
@@ -252,22 +253,16 @@ def _core_and_rest(run: Run, layer: AnyLayer, seq: int) -> tuple[int, int]:
 
 
 def _crossover(run: Run, layer: AnyLayer) -> int | None:
-    """By doubling and bisection over sequences that the layout divides: the core grows faster than the rest."""
+    """By bisection over sequences that the layout divides: the core grows faster than the rest."""
     step = run.layout.cp * (run.layout.tp if run.layout.sp else 1)
 
-    def overtakes(count: int) -> bool:
-        core, rest = _core_and_rest(run, layer, count * step)
+    def overtakes(seq: int) -> bool:
+        core, rest = _core_and_rest(run, layer, seq)
         return core > rest
 
-    below, above = 0, 1
-    while not overtakes(above):
-        below, above = above, 2 * above
-        if above * step > _LONGEST:
-            return None
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (below, middle) if overtakes(middle) else (middle, above)
-    return above * step
+    lengths = range(step, _LONGEST + 1, step)
+    at = bisect_left(lengths, True, key=overtakes)
+    return lengths[at] if at < len(lengths) else None
 
 
 # what if --------------------------------------------------------------------------------------------------------------
@@ -288,10 +283,8 @@ def _modes(run: Run) -> Changes:
 
 
 def _sequence_parallelism(run: Run) -> Changes:
-    def changed(sp: bool) -> Run:
-        return replace(run, layout=replace(run.layout, sp=sp))
-
-    return {"--no-sp": partial(changed, False), "--sp": partial(changed, True)} if run.layout.tp > 1 else {}
+    flags = {"--no-sp": False, "--sp": True} if run.layout.tp > 1 else {}
+    return {flag: partial(nested, run, "layout", sp=sp) for flag, sp in flags.items()}
 
 
 def _sharding(run: Run) -> Changes:

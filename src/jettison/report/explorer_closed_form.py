@@ -33,6 +33,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from jettison.core.errors import UsageError
+from jettison.core.objects import grouped
 from jettison.cost.collective import ring_bytes
 from jettison.cost.flops import to_the_end
 from jettison.cost.kernel import BATCHED, FLASH
@@ -82,9 +83,7 @@ def closed_forms(subjects: Sequence[PageModel]) -> dict[str, Any]:
         for layer in subject.model.described
         if has_names(layer) and not (layer.source and subject.model.pair)
     ]
-    alike: dict[str, list[tuple[PageModel, Layer]]] = {}
-    for subject, layer in kinds:
-        alike.setdefault(structure(subject.model, layer), []).append((subject, layer))
+    alike = grouped((structure(subject.model, layer), (subject, layer)) for subject, layer in kinds)
     forms = list(alike)
     return {
         "document": closed_form_document(map(_form, alike.values())),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.core.objects import grouped
 from jettison.core.units import format_bytes, format_count, format_percent, format_seconds
 from jettison.formula.region import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
@@ -17,7 +18,6 @@ from jettison.ledger.ledger import storage_roles
 from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.optimizer_state import OffloadedOptimizer
 from jettison.report.ledger import ComparedLedger, LedgerReport
-from jettison.report.schemas import LayerRow, PhaseRow
 from jettison.report.tables import FittedTable, exact, facts, grid, span
 from jettison.request.resolve import Resolved
 from jettison.spec.device_allowance import FitRule
@@ -211,9 +211,7 @@ def _layers_table(report: LedgerReport) -> FittedTable:
     policies = len({row.policy for row in report.layers}) > 1
     left = ("layer", "recompute") if policies else ("layer",)
     table = grid("Saved for backward by one micro-batch on one rank", left, ("bytes", "tensors", "share"))
-    groups: dict[tuple[str, int, int], list[LayerRow]] = {}
-    for row in report.layers:
-        groups.setdefault((row.policy or "", row.bytes, row.tensors), []).append(row)
+    groups = grouped(((row.policy or "", row.bytes, row.tensors), row) for row in report.layers)
     total = sum(row.bytes for row in report.layers)
     for (policy, nbytes, tensors), rows in groups.items():
         each = format_bytes(nbytes) + (" each" if len(rows) > 1 else "")
@@ -227,9 +225,7 @@ def _layers_table(report: LedgerReport) -> FittedTable:
 
 
 def _roles_table(report: LedgerReport) -> FittedTable:
-    of_role: dict[str, list[int]] = {}
-    for role, nbytes in storage_roles(report.ledger, report.mesh_sizes):
-        of_role.setdefault(role, []).append(nbytes)
+    of_role = grouped(storage_roles(report.ledger, report.mesh_sizes))
     whole = sum(map(sum, of_role.values())) or 1
     table = grid("By role, all layers together", ("role",), ("bytes", "storages", "share"))
     for role, sizes in sorted(of_role.items(), key=lambda item: (-sum(item[1]), item[0])):
@@ -266,9 +262,7 @@ def _phases_table(report: LedgerReport) -> FittedTable:
     of = f" of stage {report.worst.stage}" if len(report.stages) > 1 else ""
     known = any(phase.first_step_peak_bytes is not None for phase in report.phases)
     right = ("step 0", "from step 1 on") if known else ("peak",)
-    groups: dict[str, list[PhaseRow]] = {}
-    for phase in report.phases:
-        groups.setdefault(phase.phase, []).append(phase)
+    groups = grouped((phase.phase, phase) for phase in report.phases)
     table = grid(f"Peak of each phase{of}", ("phase", "worst at"), right)
     for name, phases in groups.items():
         worst = max(phases, key=lambda phase: phase.peak_bytes)

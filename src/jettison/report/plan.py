@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from jettison.core.errors import Infeasible
+from jettison.core.objects import grouped
 from jettison.core.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 from jettison.predict.ranges import FitVerdict, RunFigures, figures, unlike_anchor
 from jettison.report.schemas import document, part
@@ -235,11 +236,10 @@ class ForecastPlan:
         return f", with which 80 % of runs fit {limit.gpu}; up to --budget {format_bytes(limit.nbytes)} may fit"
 
     def _layers_table(self) -> FittedTable:
-        groups: dict[tuple[str, str, int, int, int], list[LayerChoice]] = {}
-        for one in self.layers:
-            why = str(self.reasons[one.layer])
-            key = (one.policy, why, one.kept_bytes, one.offloaded_bytes, one.recompute_flops)
-            groups.setdefault(key, []).append(one)
+        groups = grouped(
+            ((o.policy, str(self.reasons[o.layer]), o.kept_bytes, o.offloaded_bytes, o.recompute_flops), o)
+            for o in self.layers
+        )
         right = ("stage", "kept", "offloaded", "recomputed")
         table = grid("What each layer does with one micro-batch", ("layer", "policy", "why"), right)
         for (policy, why, kept, moved, flops), same in groups.items():

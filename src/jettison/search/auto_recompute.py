@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.core.errors import Infeasible
+from jettison.core.objects import Made
 from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
 from jettison.ledger.program import Source
@@ -249,19 +250,13 @@ def choose_with_whole(
     """
     if run.recompute.whole != MOST:
         return choose(run, budget_bytes, hardware, host_budget_bytes=host_budget_bytes)
-    known: dict[int, tuple[float, AutoForecast | None]] = {}
-
-    def seconds(whole: int) -> float:
-        if whole not in known:
-            known[whole] = _tried(with_whole(run, whole), budget_bytes, hardware)
-        return known[whole][0]
-
+    known = Made[int, tuple[float, AutoForecast | None]](lambda n: _tried(with_whole(run, n), budget_bytes, hardware))
     plain = choose(with_whole(run, 0), budget_bytes, hardware)
     known[0] = plain.step_seconds, plain
     size = pipeline_shape(run).window(0)
     tried = sorted({size * i // (TRIED - 1) for i in range(TRIED)})
     while True:
-        best = min(tried, key=seconds)
+        best = min(tried, key=lambda whole: known[whole][0])
         at = tried.index(best)
         between = [(best + tried[i]) // 2 for i in (at - 1, at + 1) if 0 <= i < len(tried)]
         fresh = [whole for whole in between if whole not in tried]

@@ -26,6 +26,7 @@ from functools import cached_property
 from itertools import count
 from typing import Final
 
+from jettison.core.objects import Made
 from jettison.core.progress import Progress
 from jettison.predict.ranges import fit_budgets, most_bytes
 from jettison.search.bounds import SHAVED, layer_modes
@@ -74,8 +75,6 @@ class Hunt:
     _numbers: Iterator[int] = field(default_factory=count)
     _best: dict[int, Evaluated] = field(default_factory=dict)
     _rough: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, setup and bytes, the least last
-    _limits: dict[int, int] = field(default_factory=dict)
-    _held_to: dict[int, tuple[FitBudget, ...]] = field(default_factory=dict)
     _lacks: Evaluated | None = None  # the closest of those that do not fit
     _planners: list[tuple[float, int, bool]] = field(default_factory=list)  # bound, setup, is it `planner_bounds`'?
 
@@ -94,7 +93,7 @@ class Hunt:
         if self.known is not None:
             self._best[self.known.number[0]] = self.known
         rough = enumerate(self.bench.rough(self.space.setups))
-        self._rough = [(s, number, nbytes) for number, (s, nbytes) in rough if nbytes <= self._limit(number)]
+        self._rough = [(s, number, nbytes) for number, (s, nbytes) in rough if nbytes <= self._limits[number]]
         self._rough.sort(reverse=True)
         while self._heap or self._rough:
             self._round()
@@ -108,7 +107,7 @@ class Hunt:
         """Return the candidate that lacks least if nothing fits, of the named plans if there are any."""
         self._know_least(range(len(self.space.setups)))
         pairs = sorted(
-            (nbytes - self._limit(setup), setup, number)
+            (nbytes - self._limits[setup], setup, number)
             for setup, least in self.least.items()
             for number, (_, nbytes) in enumerate(least)
             if number < len(self.space.plans(self.space.setups[setup])) or len(least) == 1
@@ -166,7 +165,7 @@ class Hunt:
             setups, depth = [self.space.setups[number] for number in numbers], self.space.template.model.depth
             for number, setup, bounds in zip(numbers, setups, self.bench.bounds(setups), strict=True):
                 ((seconds, nbytes),) = bounds.least(setup, depth, (self.space.planner,))
-                if nbytes <= self._limit(number):
+                if nbytes <= self._limits[number]:
                     self._push(Node(setup=number, plain=True, seconds=seconds, nbytes=nbytes))
 
     def _know_least(self, numbers: Iterable[int]) -> None:
@@ -187,15 +186,15 @@ class Hunt:
 
     def _candidate(self, number: int, plan: Recompute) -> SearchCandidate:
         """Make a candidate, with its budgets if the plan depends on them; a planner's with the last alone."""
-        budgets = self._budgets(number) if plan.whole else self._budgets(number)[-1:] if plan.mode is Mode.AUTO else ()
+        budgets = self._budgets[number] if plan.whole else self._budgets[number][-1:] if plan.mode is Mode.AUTO else ()
         return SearchCandidate(setup=self.space.setups[number], recompute=plan, budgets=budgets)
 
     def _plan(self, numbers: Sequence[int]) -> None:
         """Run planners within the first budget that each fits."""
-        for at in range(max(len(self._budgets(number)) for number in numbers)):
+        for at in range(max(len(self._budgets[number]) for number in numbers)):
             asked = []
             for number in numbers:
-                setup, budgets = self.space.setups[number], self._budgets(number)[at : at + 1]
+                setup, budgets = self.space.setups[number], self._budgets[number][at : at + 1]
                 candidate = SearchCandidate(setup=setup, recompute=self.space.planner, budgets=budgets)
                 asked.append(((number, len(self.space.plans(setup))), Task(candidate=candidate)))
             found = self._worked_out(asked)
@@ -223,7 +222,7 @@ class Hunt:
     def _wanted(self, node: Node, state: Incumbents) -> list[_Asked]:
         """Return the tasks of a node that still matter."""
         setup = self.space.setups[node.setup]
-        limit, found = self._limit(node.setup), list[_Asked]()
+        limit, found = self._limits[node.setup], list[_Asked]()
         matter = False
         for number, (plan, least) in enumerate(zip(self._all_plans(node.setup), self.least[node.setup], strict=True)):
             seconds, nbytes = least
@@ -255,7 +254,7 @@ class Hunt:
         least, static = plain.seconds.least, plain.figures.static_bytes
         if len(plans) > asked:
             self._push(Node(setup=number, plain=False, seconds=least, nbytes=static, ranks=not done))
-        if not done and static <= self._limit(number):
+        if not done and static <= self._limits[number]:
             self._planners.append((least, number, False))
 
     def ask_planner(self) -> None:
@@ -270,7 +269,7 @@ class Hunt:
             if not numbers:
                 break
             self.say(f"{self.space.gpus} GPUs: {self.bench.evaluated:,} candidates, the planner's among them")
-            setups, limits = [self.space.setups[n] for n in numbers], [self._limit(n) for n in numbers]
+            setups, limits = [self.space.setups[n] for n in numbers], [self._limits[n] for n in numbers]
             if not refined:
                 least = self.bench.planner_bounds(setups, limits, self.space.planner)
                 for number, seconds in zip(numbers, least, strict=True):
@@ -289,7 +288,7 @@ class Hunt:
                 candidate=task.candidate,
                 figures=each,
                 number=number,
-                limit_bytes=self._limit(number[0]),
+                limit_bytes=self._limits[number[0]],
                 host_limit_bytes=self.room.hardware.host_memory_bytes,
             )
             for (number, task), each in zip(asked, figures, strict=True)
@@ -318,15 +317,13 @@ class Hunt:
         most = self.reach * kept[0].seconds.step if kept else 0.0
         self.front = [found for found in kept if found.seconds.step <= most]
 
-    def _limit(self, number: int) -> int:
-        if number not in self._limits:
-            self._limits[number] = self.room.limit_bytes(self.space.setups[number], self.space)
-        return self._limits[number]
+    @cached_property
+    def _limits(self) -> Made[int, int]:
+        return Made(lambda number: self.room.limit_bytes(self.space.setups[number], self.space))
 
-    def _budgets(self, number: int) -> tuple[FitBudget, ...]:
-        if number not in self._held_to:
-            self._held_to[number] = self.room.budgets(self.space.setups[number], self.space)
-        return self._held_to[number]
+    @cached_property
+    def _budgets(self) -> Made[int, tuple[FitBudget, ...]]:
+        return Made(lambda number: self.room.budgets(self.space.setups[number], self.space))
 
 
 # limits, nodes and incumbents -----------------------------------------------------------------------------------------

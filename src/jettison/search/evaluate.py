@@ -26,6 +26,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from jettison import __version__
 from jettison.core.errors import Infeasible, UsageError
+from jettison.core.objects import grouped
 from jettison.core.process import SELDOM, deaf_to_interrupts, end_pool, seldom_collected
 from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.time import Estimate, estimate
@@ -116,9 +117,7 @@ class Workers(Generic[_Q]):
 
         A new key goes to the worker with fewest items.
         """
-        by_key: dict[tuple[object, ...], list[int]] = {}
-        for number, item in enumerate(items):
-            by_key.setdefault(key(item), []).append(number)
+        by_key = grouped((key(item), number) for number, item in enumerate(items))
         own: list[list[int]] = [[] for _ in self._pools]
         fresh = {each for each in by_key if each not in self._homes}
         for each in sorted(by_key, key=lambda each: (each in fresh, -len(by_key[each]))):

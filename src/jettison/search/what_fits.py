@@ -132,10 +132,10 @@ def _changes(run: Run) -> Iterator[_Setting]:
         if mode != run.recompute:
             yield _Setting(kind="recompute", flags=f"--recompute {word}", of=partial(Run.recomputed, recompute=mode))
     if not run.recompute.to_host:
-        yield _Setting(kind="offload", flags="--offload", of=partial(_nested, part="recompute", offload=True))
+        yield _Setting(kind="offload", flags="--offload", of=partial(nested, part="recompute", offload=True))
     for loss in _LOSSES:
         if run.kernels.loss is not loss:
-            yield _Setting(kind="loss", flags=f"--loss {loss}", of=partial(_nested, part="kernels", loss=loss))
+            yield _Setting(kind="loss", flags=f"--loss {loss}", of=partial(nested, part="kernels", loss=loss))
     for optimizer in _OPTIMIZERS.get(run.optimizer, ()):
         yield _Setting(kind="optimizer", flags=f"--optimizer {optimizer}", of=partial(replace, optimizer=optimizer))
     for base in _BASES.get(run.tuning.base, ()) if run.tuning is not None else ():
@@ -145,12 +145,12 @@ def _changes(run: Run) -> Iterator[_Setting]:
         of = partial(replace, micro_batch=count, micro_batches=times)
         yield _Setting(kind="micro-batch", flags=f"--micro-batch {count} --micro-batches {times}", of=of)
     if run.layout.tp > 1 and not run.layout.sp:
-        yield _Setting(kind="sequence parallelism", flags="--sp", of=partial(_nested, part="layout", sp=True))
+        yield _Setting(kind="sequence parallelism", flags="--sp", of=partial(nested, part="layout", sp=True))
     for zero in range(run.layout.zero + 1, 4) if run.layout.shards > 1 else ():
         if zero in run.optimizer_offload.zeros:
-            yield _Setting(kind="sharding", flags=f"--zero {zero}", of=partial(_nested, part="layout", zero=zero))
+            yield _Setting(kind="sharding", flags=f"--zero {zero}", of=partial(nested, part="layout", zero=zero))
     if run.layout.gradient_sync is GradientSync.LAST and not run.layout.stage_buffers:
-        each = partial(_nested, part="layout", gradient_sync=GradientSync.EACH)
+        each = partial(nested, part="layout", gradient_sync=GradientSync.EACH)
         yield _Setting(kind="gradient reduction", flags="--gradient-sync each", of=each)
 
 
@@ -159,10 +159,10 @@ def _on_base(run: Run, base: Base) -> Run:
     name, layout = run.kernels.name, run.layout
     sizes = {"tp": layout.tp, "dp": layout.dp, "zero": layout.zero, "lora": 1, "packed": base.bits}
     fields = rule(name, **sizes) if name in named("presets") else {}
-    return _nested(run, part="tuning", base=base, upcast=Upcast(fields.get("kbit_upcast", Upcast.NONE)))
+    return nested(run, part="tuning", base=base, upcast=Upcast(fields.get("kbit_upcast", Upcast.NONE)))
 
 
-def _nested(run: Run, part: str, **values: Any) -> Run:
+def nested(run: Run, part: str, **values: Any) -> Run:
     """Return the run with other values in one of its parts, such as its layout."""
     return replace(run, **{part: replace(getattr(run, part), **values)})
 

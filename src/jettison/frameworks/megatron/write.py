@@ -8,10 +8,13 @@ overrides of a Megatron-Bridge recipe, and as a layout string.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
+from jettison.core.objects import Made
 from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest_policy import CannotSay, DescribedPricer, Nearest
 from jettison.frameworks.policy import (
@@ -62,7 +65,7 @@ def write(nearest: Nearest) -> TargetOutput:
             "transformer_config.json": json.dumps(dict(best.settings), indent=2) + "\n",
         }
     return TargetOutput(
-        files=files, policies=best.policies, cost=best.cost, lost=_layout_losses(run), notes=_notes(best, run)
+        files=files, policies=best.policies, cost=best.cost, lost=_layout_losses(run), notes=tuple(_notes(best, run))
     )
 
 
@@ -96,17 +99,9 @@ def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[SaidSetti
     """Yield the settings worth trying."""
     for modules in _module_sets(subject):
         yield from (_by_modules(subject, pricer, modules, moved) for moved in _offloaded_sets(subject, modules))
-    longest = max(map(len, _chunks(subject)))
-    low, high = 0, longest
-    while high - low > 1:  # the fewest layers of a stage that fit; fewer need more bytes
-        middle = (low + high) // 2
-        tried = _block(subject, pricer, middle)
-        yield tried
-        if tried.cost.peak_bytes <= subject.budget_bytes:
-            high = middle
-        else:
-            low = middle
-    yield _block(subject, pricer, high)
+    longest, blocks = max(map(len, _chunks(subject))), Made[int, SaidSettings](partial(_block, subject, pricer))
+    fits = bisect_left(range(1, longest), True, key=lambda n: blocks[n].cost.peak_bytes <= subject.budget_bytes)
+    yield from (blocks[1 + fits], *blocks.values())  # the fewest layers of a stage that fit; fewer need more bytes
     yield from (_uniform(subject, pricer, size) for size in range(1, longest + 1))
 
 
@@ -230,37 +225,33 @@ def _layout_losses(run: Run) -> tuple[str, ...]:
     )
 
 
-def _notes(best: SaidSettings, run: Run) -> tuple[str, ...]:
-    found = []
+def _notes(best: SaidSettings, run: Run) -> Iterator[str]:
     modules = best.settings.get("recompute_modules")
     gemms = best.policies[0].program.ops
     biases = any(op.path == "mlp.down" and op.name.startswith("aten.addmm") for op in gemms)
     if isinstance(modules, list) and "mlp" in modules and biases:
-        found.append(
+        yield (
             "mlp in recompute_modules: with biases in linear layers a backward of megatron-core 0.19.2 hangs (seen "
             "with local layers on a CPU); try one step first, or train with --disable-bias-linear"
         )
     if isinstance(modules, list) and "layernorm" in modules:
-        found.append(
+        yield (
             "layernorm frees tensors only if norms are modules of their own; Transformer Engine fuses the norm before "
             "a linear layer into it"
         )
     if best.settings.get("offload_modules"):
-        found.append(
+        yield (
             f"Megatron offloads CUDA tensors with {SMALLEST_OFFLOADED} elements or more, overlapped with layers. The "
             "last layer of each stage keeps its own, as in the plan. A tensor that two modules save is counted and "
             "offloaded once here; Megatron may offload it twice. Norms that Transformer Engine fuses into linear "
             "layers offload nothing"
         )
-        found.append(
+        yield (
             "offloading needs --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "
             "NVTE_CPU_OFFLOAD_V1=1 in the environment"
         )
     if run.kernels.name != "megatron":
-        found.append(
-            f"the plan was made for kernels of {run.kernels.name}; with --kernels megatron bytes are Megatron's"
-        )
-    return tuple(found)
+        yield (f"the plan was made for kernels of {run.kernels.name}; with --kernels megatron bytes are Megatron's")
 
 
 def layout_settings(run: Run) -> dict[str, Value]:

@@ -10,12 +10,14 @@ no placeholders. Most results are kept anyway. Random states are saved after eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Final
 
 from jettison.core.errors import TraceError
+from jettison.core.objects import Made
 from jettison.cost.kernel import op_seconds
 from jettison.frameworks.export import TargetOutput, header, kinds_of, moves_table, names, pieces, rows
 from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
@@ -153,17 +155,15 @@ def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
     return with_input_on_host(policy) if decision.offloaded else policy
 
 
-def _notes(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
-    found = []
+def _notes(policies: Sequence[LayerPolicy]) -> Iterator[str]:
     if any(policy.action is not LayerAction.KEEP for policy in policies):
-        found.append("torch_remat recomputes a layer to its last op, also results that backward does not need")
+        yield "torch_remat recomputes a layer to its last op, also results that backward does not need"
     if any(map(draws_in_replay, policies)):
-        found.append(
+        yield (
             "the file's own hook restores random generator states, since torch_remat does not: it keeps one for each "
             "layer that draws random numbers and one for each module in it that is not recomputed, of the CPU and of "
             "the current CUDA device"
         )
-    return tuple(found)
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
@@ -251,7 +251,7 @@ def _tried(decision: Decision, times: list[float]) -> dict[frozenset[str], Layer
     """Policies by set of saved modules, grown greedily by the module that saves most seconds for its bytes."""
     modules = _modules(decision.program, times)
     marks: frozenset[str] = frozenset()
-    tried = {marks: by_regions(decision, marks)}
+    tried = Made[frozenset[str], LayerPolicy](partial(by_regions, decision))
     while True:
         here = tried[marks]
         spent = sum(times[o] for o in here.again)
@@ -260,8 +260,6 @@ def _tried(decision: Decision, times: list[float]) -> dict[frozenset[str], Layer
             if any(_inside(module, mark) for mark in marks):
                 continue
             more = frozenset(mark for mark in marks if not _inside(mark, module)) | {module}
-            if more not in tried:
-                tried[more] = by_regions(decision, more)
             saved = spent - sum(times[o] for o in tried[more].again)
             dearer = max(tried[more].kept_bytes - here.kept_bytes, 1)
             if best is None or saved / dearer > best[0]:
