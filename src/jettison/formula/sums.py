@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 
 class Expression:
@@ -224,8 +224,7 @@ ZERO: Final = Sum(())
 # A traced number equals a plain one, and hashes like it: never use one as a cache key.
 
 
-@dataclass(frozen=True, slots=True)
-class SizeGuard:
+class SizeGuard(NamedTuple):
     """A decision of a walk: is ``difference`` above 0 (or equal to 0, with ``zero``)? The outcome was ``held``."""
 
     difference: Sum

@@ -27,7 +27,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -184,8 +183,7 @@ _DIMS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
 """Names of dimensions by their number; otherwise the last is the width, and others are of the sequence."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SumEntry:
+class SumEntry(NamedTuple):
     """A tensor that stays between a layer's passes under ``modes``. ``split``: the dim that ranks share."""
 
     role: str
@@ -194,8 +192,8 @@ class SumEntry:
     split: str
     part: int  # which part of the layer saves it
     nbytes: Sum  # on one rank
-    modes: tuple[str, ...]
-    reference: str = ""
+    modes: int  # bits
+    reference: str
 
 
 class SumTransfer(NamedTuple):
@@ -208,28 +206,24 @@ class SumTransfer(NamedTuple):
     wire: Sum
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """One walk over a layer, as sums. It holds where all guards come out as they did."""
+class Table(NamedTuple):
+    """One walk over a layer, as sums, in the document's order. It holds where all guards come out as they did."""
 
     guards: tuple[SizeGuard, ...]
     parts: tuple[str, ...]  # stretches between the places where ranks meet
     entries: tuple[SumEntry, ...]
     transfers: tuple[SumTransfer, ...]
-    forward_flops: Sum
-    attention_flops: Sum
-    again_flops: tuple[Sum, ...]  # by mode: the least that backward needs
-    rerun_flops: tuple[Sum, ...]  # by mode: where a checkpointed part runs to its end
+    held: tuple[Sum, ...]  # by mode: saved bytes of one layer on one rank
+    forward: Sum  # FLOPs
+    attention: Sum
+    again: tuple[Sum, ...]  # by mode: the least that backward needs
+    rerun: tuple[Sum, ...]  # by mode: where a checkpointed part runs to its end
     parameters: Sum  # on one rank
 
     def holds(self, sizes: Mapping[str, int], known: dict[SizeGuard, bool] | None = None) -> bool:
         """Is it the table for these sizes? ``known``: what guards say there, which many tables share."""
         known = {} if known is None else known
         return all(known[g] if g in known else known.setdefault(g, g.same(sizes)) for g in self.guards)
-
-    def layer_bytes(self, mode: str) -> Sum:
-        """Saved bytes of one layer on one rank."""
-        return _total(entry.nbytes for entry in self.entries if mode in entry.modes)
 
 
 ClosedForm = Mapping[str, Sequence[Table]]
@@ -266,16 +260,18 @@ def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[st
     rerun = {mode: to_the_end(region, kept[mode]) if mode == Mode.SELECTIVE else again[mode] for mode in MODES}
     steps = region.tape.steps
     cuts = sorted({c.step for c in region.collectives if c.axis == "tp" and 0 < c.step < len(steps)})
+    entries = tuple(_entries(region, kept, cuts))
     return Table(
-        parts=tuple(_named_part(steps[first:stop]) for first, stop in pairwise([0, *cuts, len(steps)])),
-        entries=tuple(_entries(region, kept, cuts)),
-        transfers=tuple(_transfers(region, cuts)),
-        forward_flops=_flops(steps, range(len(steps))),
-        attention_flops=_flops(steps, [i for i, step in enumerate(steps) if step.name in (BATCHED, FLASH)]),
-        again_flops=tuple(_flops(steps, again[mode]) for mode in MODES),
-        rerun_flops=tuple(_flops(steps, rerun[mode]) for mode in MODES),
-        parameters=_total(sum_of(weight.numel) for weight in region.weights),
         guards=tuple(book.guards),
+        parts=tuple(_named_part(steps[first:stop]) for first, stop in pairwise([0, *cuts, len(steps)])),
+        entries=entries,
+        transfers=tuple(_transfers(region, cuts)),
+        held=tuple(_total(one.nbytes for one in entries if one.modes >> bit & 1) for bit in range(len(MODES))),
+        forward=_flops(steps, range(len(steps))),
+        attention=_flops(steps, [i for i, step in enumerate(steps) if step.name in (BATCHED, FLASH)]),
+        again=tuple(_flops(steps, again[mode]) for mode in MODES),
+        rerun=tuple(_flops(steps, rerun[mode]) for mode in MODES),
+        parameters=_total(sum_of(weight.numel) for weight in region.weights),
     )
 
 
@@ -337,7 +333,7 @@ def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]
             names.setdefault(of[s.value.storage], (index, step, s.value, s.role, s.reference))
     storages = {buffer: storage for storage, buffer in of.items()}
     for buffer in sorted(frozenset().union(*kept.values())):
-        made, modes = program.buffers[buffer], tuple(mode for mode in MODES if buffer in kept[mode])
+        made = program.buffers[buffer]
         if buffer in names:
             index, step, value, role, reference = names[buffer]
             path, op = step.path, step.name
@@ -354,7 +350,7 @@ def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]
             split=WHOLE if dim is None else _DIMS.get(rank, (*["sequence"] * (rank - 1), "width"))[dim],
             part=bisect_right(cuts, index),
             nbytes=sum_of(made.nbytes),
-            modes=modes,
+            modes=sum((buffer in kept[mode]) << bit for bit, mode in enumerate(MODES)),
             reference=reference,
         )
 
@@ -385,10 +381,23 @@ class _Once(dict[Hashable, int]):
 
 
 class SumPool:
-    """Sums and factors of a document, each once."""
+    """Sums, factors, words and entries of a document, each once."""
 
     def __init__(self) -> None:
-        self._factors, self._sums = _Once(), _Once()
+        self._factors, self._sums, self.words, self.entries = (_Once() for _ in range(4))
+
+    def packed(self, value: Any) -> Any:
+        """The same with the numbers of sums, words and entries in their place."""
+        if isinstance(value, Sum):
+            return self.number(value)
+        if isinstance(value, str):
+            return self.words.number(value, value)
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, Mapping):
+            return {key: self.packed(one) for key, one in value.items()}
+        found = list(map(self.packed, value))
+        return self.entries.number(tuple(found), found) if isinstance(value, SumEntry) else found
 
     def number(self, one: Sum) -> int:
         """Return the number of a sum."""
@@ -405,10 +414,6 @@ class SumPool:
             parts = ["ceil" if one.up else "floor", self.number(one.above), self.number(one.below)]
         return self._factors.number(tuple(parts), parts)
 
-    def guards(self, guards: Iterable[SizeGuard]) -> list[list[int]]:
-        """Return a table's guards."""
-        return [[self.number(guard.difference), int(guard.zero), int(guard.held)] for guard in guards]
-
     def document(self) -> dict[str, Any]:
         """Return all of them."""
         return {"factors": self._factors.items_in_order, "sums": self._sums.items_in_order}
@@ -416,43 +421,19 @@ class SumPool:
 
 def closed_form_document(forms: Iterable[ClosedForm]) -> dict[str, Any]:
     """Return all forms in one document, in order: NOTE [ The document ]."""
-    words, entries, tables = (_Once() for _ in range(3))
-    pool = SumPool()
-    total = pool.number
-
-    def word(text: str) -> int:
-        return words.number(text, text)
-
-    def entry(one: SumEntry) -> int:
-        bits = sum(1 << MODES.index(mode) for mode in one.modes)
-        named = map(word, (one.role, one.path, one.op, one.split))
-        packed = [*named, one.part, total(one.nbytes), bits, word(one.reference)]
-        return entries.number(tuple(packed), packed)
+    pool, tables = SumPool(), _Once()
 
     def table(one: Table) -> int:
-        packed = {
-            "guards": pool.guards(one.guards),
-            "parts": list(map(word, one.parts)),
-            "entries": list(map(entry, one.entries)),
-            "transfers": [
-                [word(t.kind), t.part, int(t.backward), total(t.nbytes), total(t.wire)] for t in one.transfers
-            ],
-            "held": [total(one.layer_bytes(mode)) for mode in MODES],
-            "forward": total(one.forward_flops),
-            "attention": total(one.attention_flops),
-            "again": list(map(total, one.again_flops)),
-            "rerun": list(map(total, one.rerun_flops)),
-            "parameters": total(one.parameters),
-        }
+        packed = pool.packed(one._asdict())
         return tables.number(repr(packed), packed)
 
     packed = [{key: list(map(table, of)) for key, of in form.items()} for form in forms]
     return {
         "schema": "jettison.closed-form/1",
         "modes": list(MODES),
-        "words": words.items_in_order,
+        "words": pool.words.items_in_order,
         **pool.document(),
-        "entries": entries.items_in_order,
+        "entries": pool.entries.items_in_order,
         "tables": tables.items_in_order,
         "forms": packed,
     }

@@ -26,9 +26,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -201,8 +201,7 @@ def _ranges(run: Run) -> list[list[float]]:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassTable:
+class PassTable(NamedTuple):
     """The regions of one model, at all sizes at which the guards hold."""
 
     guards: tuple[SizeGuard, ...]
@@ -485,17 +484,8 @@ def passes_document(forms: Iterable[PassForm]) -> dict[str, Any]:
     tables: list[dict[str, Any]] = []
 
     def number(one: PassTable) -> int:
-        tables.append({"guards": pool.guards(one.guards), "regions": _numbered(one.regions, pool)})
+        tables.append(pool.packed(one._asdict()))
         return len(tables) - 1
 
     packed = [{key: list(map(number, found)) for key, found in form.items()} for form in forms]
     return {"schema": "jettison.passes/1", **pool.document(), "forms": packed, "tables": tables}
-
-
-def _numbered(value: Any, pool: SumPool) -> Any:
-    """The same with the numbers of sums in their place."""
-    if isinstance(value, dict):
-        return {key: _numbered(one, pool) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_numbered(one, pool) for one in value]
-    return pool.number(value) if isinstance(value, Sum) else value
