@@ -20,6 +20,7 @@ from jettison.capture.signature import opaque_copy
 from jettison.capture.state_kinds import TENSOR_HOOKS
 from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, wrapping
 from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.core.objects import grouped
 
 # outputs made from metadata, tied to a block's inputs in the graph ----------------------------------------------------
 
@@ -109,11 +110,8 @@ def tensors_made(refs: Sequence[TensorRef], device: torch.device, *, like: Tenso
     in a call with a real batch (see `RealUntilFake`), and index with uninitialized memory.
     """
     empty = torch.empty if like is None else plain(like).detach().new_empty
-    parts: dict[int, list[TensorRef]] = {}
-    for ref in filter(_is_of_a_storage, refs):
-        parts.setdefault(ref.buffer, []).append(ref)
     storages: dict[int, Any] = {}
-    for buffer, of_one in parts.items():
+    for buffer, of_one in grouped((ref.buffer, ref) for ref in filter(_is_of_a_storage, refs)).items():
         if len(of_one) > 1 and len({r.dtype for r in of_one}) == 1:
             end = max(r.offset + 1 + sum((n - 1) * s for n, s in zip(r.size, r.stride, strict=True)) for r in of_one)
             storages[buffer] = empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from jettison.capture.state_kinds import attributes_of
 from jettison.core.errors import UsageError
+from jettison.core.objects import grouped
 
 REGION_MARK = "__jettison_region__"
 
@@ -77,15 +78,12 @@ def structural_keys(modules: dict[str, nn.Module]) -> dict[str, tuple[Any, ...]]
     """Key of each module that is equal for modules built alike: classes, parameter shapes, flags and settings, but not
     integers that equal every sibling's position in its container.
     """
-    families: dict[str, list[str]] = {}
-    for name in modules:
-        families.setdefault(name.rpartition(".")[0], []).append(name)
     keys = {}
-    for names in families.values():
+    for names in grouped((name.rpartition(".")[0], name) for name in modules).values():
         ordinals = _ordinals({name: modules[name] for name in names})
         for name in names:
             keys[name] = tuple(
-                (path, type(m).__module__, type(m).__qualname__, _settings(m, path, ordinals), _tensors(m))
+                (path, type(m).__module__, type(m).__qualname__, tuple(_settings(m, path, ordinals)), _tensors(m))
                 for path, m in modules[name].named_modules()
             )
     return keys
@@ -102,21 +100,19 @@ def _ordinals(siblings: dict[str, nn.Module]) -> set[tuple[str, str]]:
     return set.intersection(*found) if len(found) > 1 else set()
 
 
-def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> tuple[Any, ...]:
+def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> Iterator[tuple[str, Any]]:
     plain = (bool, int, float, str, type(None))
-    out: list[tuple[str, Any]] = []
     for key, value in sorted(vars(module).items()):
         if isinstance(value, plain):
             if (path, key) not in ordinals:
-                out.append((key, value))
+                yield key, value
         elif isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-            out.append((key, f"{value.__module__}.{value.__qualname__}"))
+            yield key, f"{value.__module__}.{value.__qualname__}"
         elif isinstance(value, tuple) and all(isinstance(v, bool | int | float | str) for v in value):
-            out.append((key, value))
+            yield key, value
         elif not (key.startswith("_") or callable(value) or attributes_of(value) is None):  # a configuration
             held = attributes_of(value).items()
-            out.append((key, tuple(sorted((k, v) for k, v in held if issubclass(type(v), plain)))))
-    return tuple(out)
+            yield key, tuple(sorted((k, v) for k, v in held if issubclass(type(v), plain)))
 
 
 def _tensors(module: nn.Module) -> tuple[Any, ...]:

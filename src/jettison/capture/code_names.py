@@ -85,7 +85,7 @@ def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Ite
     names = mentioned_in(function.__code__)
     table = function.__globals__
     package = table.get("__package__") or ""
-    modules: list[Any] = _closed_over(function)
+    modules = [*_closed_over(function)]
     for name in names:
         if name in table:
             yield table, name, table[name]
@@ -105,12 +105,10 @@ def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Ite
                 modules.append(vars(module)[name])
 
 
-def _closed_over(function: types.FunctionType) -> list[Any]:
-    found = []
+def _closed_over(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
-            found.append(cell.cell_contents)
-    return found
+            yield cell.cell_contents
 
 
 # owners of modules ----------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from jettison.capture.state_kinds import (
 )
 from jettison.capture.tensor_subclasses import is_in_memory, plain
 from jettison.core.errors import JettisonError, UnsupportedModule
+from jettison.core.objects import grouped
 
 # objects that cannot or must not be copied ----------------------------------------------------------------------------
 #
@@ -208,10 +209,7 @@ def copy_arrays(model: nn.Module, tensors: Iterable[Tensor], memo: dict[int, Any
     found = (one for value in attributes for one, _ in held_in(value, seen) if type(one) is numpy.ndarray)
     arrays = [one for one in {id(one): one for one in found}.values() if one.size and not one.dtype.hasobject]
     real = [t for t in map(plain, tensors) if is_in_memory(t)] if arrays else []
-    together: dict[int, list[Any]] = {}
-    for one in arrays:
-        together.setdefault(id(owner_of(one)), []).append(one)
-    for parts in together.values():
+    for parts in grouped((id(owner_of(one)), one) for one in arrays).values():
         of_tensor = any(is_lent(one) or any(looks_at(one, tensor) for tensor in real) for one in parts)
         if len(parts) == 1 and not of_tensor:
             continue

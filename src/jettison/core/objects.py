@@ -75,7 +75,7 @@ class Same(Generic[T]):
         return id(self.it)
 
 
-class Made(dict[K, T]):
+class OnDemand(dict[K, T]):
     """Values by key, each made by a function when it is first read."""
 
     def __init__(self, make: Callable[[K], T]) -> None:

@@ -542,7 +542,7 @@ def facts_of_snapshot(snapshot: Snapshot) -> MemoryFacts:
     parts = _parts(timeline, moment)
     at = timeline.start_bytes if moment < 0 else int(timeline.live_bytes[moment])
     label = _where(timeline, moment) if failed is None else failed.label
-    steps = step_bounds(device, len(timeline.allocation) if failed is None else moment + 1)
+    steps = [*step_bounds(device, len(timeline.allocation) if failed is None else moment + 1)]
     # a segment that is partly in use cannot be returned to the driver
     split = [one for one in device.segments if 0 < one.allocated_bytes < one.total_bytes and not one.is_private]
     pieces = [piece for segment in split for piece in segment.free_pieces_bytes]
@@ -599,8 +599,8 @@ def _unused(device: DeviceSnapshot, live_bytes: int) -> int:
     return max(0, device.reserved_bytes - allocated - died_since - private)
 
 
-def step_bounds(device: DeviceSnapshot, events: int) -> list[tuple[int, int]]:
-    """Return each step's event with the fewest allocated bytes, and the later one with the most.
+def step_bounds(device: DeviceSnapshot, events: int) -> Iterator[tuple[int, int]]:
+    """Yield each step's event with the fewest allocated bytes, and the later one with the most.
 
     Empty without ends of steps. Events after the last end are a step if they include a forward or backward.
 
@@ -610,18 +610,16 @@ def step_bounds(device: DeviceSnapshot, events: int) -> list[tuple[int, int]]:
     timeline = device.timeline
     ends = [end for end in device.step_ends if end < events]
     if not ends:
-        return []
+        return
     bounds = [0, *(end - 1 for end in ends if end)]  # bytes after the last event of a step are between steps
     own = timeline.allocation[ends[-1] : events][timeline.is_birth[ends[-1] : events]]
     labels = np.unique(timeline.label_of[own]).tolist()
     if any(timeline.labels[label].role in ("forward", "backward", "recompute") for label in labels):
         bounds.append(events)
-    found = []
     for begin, end in pairwise(bounds):
         if end > begin:
             low = begin + int(timeline.live_bytes[begin:end].argmin())
-            found.append((low, low + int(timeline.live_bytes[low:end].argmax())))
-    return found
+            yield low, low + int(timeline.live_bytes[low:end].argmax())
 
 
 def _steps(timeline: MemoryTimeline, bounds: list[tuple[int, int]], last_peak: int | None) -> tuple[StepBytes, ...]:

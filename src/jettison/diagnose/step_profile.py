@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from math import prod
@@ -135,13 +135,13 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
     end = max(steady[-1].end_ns, max((one.end_ns for one in trace.device), default=0))
     phases = host_phases(trace)
     again = _recompute(trace, phases[BACKWARD])
-    work = [one for one in trace.device if one.end_ns > start] or _outermost(trace)
+    work = [one for one in trace.device if one.end_ns > start] or [*_outermost(trace)]
     names = {name for name in {one.name for one in work} if is_collective(name)}
     kinds = [one.kind in ("kernel", "cpu_op") and one.name not in names for one in work]
     compute = joined(_spans(compress(work, kinds)))
     gloo = [one for one in trace.annotations if one.name.startswith("gloo:")]
     talk = [*(one for one in work if names and one.name in names), *gloo]
-    exposed = without(joined(_spans(talk)), compute)
+    exposed = [*without(joined(_spans(talk)), compute)]
     others = _spans(one for one, computes in zip(work, kinds, strict=True) if not computes)
     busy = within(joined([*compute, *others, *_spans(talk)]), start, end)
     has_device = bool(trace.device)
@@ -246,16 +246,14 @@ def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[ProfilerS
     return [one for one in trace.ops if _inside(one.start_ns, around) and not one.name.startswith(ENGINE)]
 
 
-def _outermost(trace: ProfilerTrace) -> list[ProfilerSlice]:
+def _outermost(trace: ProfilerTrace) -> Iterator[ProfilerSlice]:
     """Outermost operators of the host, without autograd's bookkeeping."""
-    found: list[ProfilerSlice] = []
     last: dict[str, int] = {}
     for one in trace.ops:
         if one.end_ns <= last.get(one.track, 0) or one.name.startswith(ENGINE) or "Backward" in one.name:
             continue
         last[one.track] = one.end_ns
-        found.append(one)
-    return found
+        yield one
 
 
 # the device -----------------------------------------------------------------------------------------------------------
@@ -393,9 +391,8 @@ def within(spans: Iterable[Span], start: int, end: int) -> list[Span]:
     return [(max(a, start), min(b, end)) for a, b in spans if min(b, end) > max(a, start)]
 
 
-def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+def without(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[Span]:
     """Subtract ``others`` from ``spans``; both merged."""
-    found: list[Span] = []
     at = bisect_left(others, spans[0][:1]) if spans else 0
     for start, end in spans:
         while at and others[at - 1][1] > start:
@@ -404,12 +401,11 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
         while at < len(others) and others[at][0] < end:
             if others[at][1] > begin:
                 if others[at][0] > begin:
-                    found.append((begin, others[at][0]))
+                    yield begin, others[at][0]
                 begin = max(begin, others[at][1])
             at += 1
         if begin < end:
-            found.append((begin, end))
-    return found
+            yield begin, end
 
 
 def overlap(spans: Sequence[Span], others: Sequence[Span]) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jettison.formula.sums import SizeGuards
 from jettison.spec.layout import Layout
@@ -68,8 +68,7 @@ def resized(model: ModelSpec, layer: Layer, sizes: Mapping[str, int]) -> tuple[M
     return replace(model, layers=(changed,), **around), changed  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choices:
+class Choices(NamedTuple):
     """Choices in a layer's formulas that are not sizes; ``parallel``: several tensor-parallel ranks, or one."""
 
     kernels: str

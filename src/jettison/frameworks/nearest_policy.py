@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jettison.core.errors import DoesNotFit, UsageError
-from jettison.core.objects import Made, renamed
+from jettison.core.objects import OnDemand, renamed
 from jettison.cost.execution import execution_of
 from jettison.cost.kernel import op_seconds
 from jettison.frameworks.policy import (
@@ -286,7 +286,7 @@ class Nearest:
 
     def least(self, made: Callable[[int], Policies], most: int) -> Priced:
         """Return the first of ``made(0) .. made(most)`` that fits; later ones need fewer bytes."""
-        tried = Made[int, Priced](lambda count: self.priced(made(count)))
+        tried = OnDemand[int, Priced](lambda count: self.priced(made(count)))
         if self.fits(tried[0]):
             return tried[0]
         self._fitting(tried[most])

@@ -99,20 +99,10 @@ def all_choices(model: ModelSpec) -> Iterator[Choices]:
     sites = model.dropout_sites
     drops = (True, False) if sites.attention or sites.residual else (False,)
     offered = named("explorer")
-    for kernels, attention, precision, dropout, (parallel, sp, gathered) in product(
-        offered, ("eager", "flash"), OFFERED, drops, _LAYOUTS
-    ):
-        if gathered and not offered[kernels]["gathered_inputs"]:
-            continue
-        yield Choices(
-            kernels=kernels,
-            attention=attention,
-            precision=precision,
-            dropout=dropout,
-            parallel=parallel,
-            sp=sp,
-            gathered_inputs=gathered,
-        )
+    for *others, layout in product(offered, ("eager", "flash"), OFFERED, drops, _LAYOUTS):
+        choices = Choices(*others, *layout)
+        if offered[choices.kernels]["gathered_inputs"] or not choices.gathered_inputs:
+            yield choices
 
 
 def ranks_of(model: ModelSpec) -> list[int]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.core.errors import Infeasible
-from jettison.core.objects import Made
+from jettison.core.objects import OnDemand
 from jettison.core.units import format_bytes
 from jettison.cost.execution import execution_of
 from jettison.ledger.program import Source
@@ -250,7 +250,9 @@ def choose_with_whole(
     """
     if run.recompute.whole != MOST:
         return choose(run, budget_bytes, hardware, host_budget_bytes=host_budget_bytes)
-    known = Made[int, tuple[float, AutoForecast | None]](lambda n: _tried(with_whole(run, n), budget_bytes, hardware))
+    known = OnDemand[int, tuple[float, AutoForecast | None]](
+        lambda n: _tried(with_whole(run, n), budget_bytes, hardware)
+    )
     plain = choose(with_whole(run, 0), budget_bytes, hardware)
     known[0] = plain.step_seconds, plain
     size = pipeline_shape(run).window(0)

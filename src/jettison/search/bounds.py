@@ -36,6 +36,7 @@ from functools import lru_cache
 from operator import ge, mul
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from jettison.core.objects import OnDemand
 from jettison.cost.execution import execution_of
 from jettison.cost.region import Item
 from jettison.memory.schedule import OrderOptions, PipelineShape, Work, device_order
@@ -152,17 +153,14 @@ class SetupBounds:
         first, base = sizes[:: setup.layout.pp], self._base(setup, sizes)
         always = own.settled.of_first(sum(first), alone=alone) + (own.gathered_bytes if all(first) else 0)
         entrance = own.gradients.of_first(0, alone=alone)
-        seconds: dict[Mode, float] = {}
+        seconds = OnDemand[Mode, float](lambda mode: self._seconds(setup, sizes, mode))
         found = []
         for plan in plans:
             treated = _layer_mode(plan)
-            timed = Mode.NONE if plan.whole else treated
-            if timed not in seconds:
-                seconds[timed] = self._seconds(setup, sizes, timed)
             nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
                 nbytes = max(base, always + self._in_backwards(setup, first, plan, treated, entrance))
-            found.append((seconds[timed], nbytes))
+            found.append((seconds[Mode.NONE if plan.whole else treated], nbytes))
         return found
 
     # seconds: rules 1 and 2 -------------------------------------------------------------------------------------------

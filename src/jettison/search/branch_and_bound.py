@@ -26,7 +26,7 @@ from functools import cached_property
 from itertools import count
 from typing import Final
 
-from jettison.core.objects import Made
+from jettison.core.objects import OnDemand
 from jettison.core.progress import Progress
 from jettison.predict.ranges import fit_budgets, most_bytes
 from jettison.search.bounds import SHAVED, layer_modes
@@ -318,12 +318,12 @@ class Hunt:
         self.front = [found for found in kept if found.seconds.step <= most]
 
     @cached_property
-    def _limits(self) -> Made[int, int]:
-        return Made(lambda number: self.room.limit_bytes(self.space.setups[number], self.space))
+    def _limits(self) -> OnDemand[int, int]:
+        return OnDemand(lambda number: self.room.limit_bytes(self.space.setups[number], self.space))
 
     @cached_property
-    def _budgets(self) -> Made[int, tuple[FitBudget, ...]]:
-        return Made(lambda number: self.room.budgets(self.space.setups[number], self.space))
+    def _budgets(self) -> OnDemand[int, tuple[FitBudget, ...]]:
+        return OnDemand(lambda number: self.room.budgets(self.space.setups[number], self.space))
 
 
 # limits, nodes and incumbents -----------------------------------------------------------------------------------------

@@ -393,11 +393,8 @@ class Bench:
         if self.jobs > 1 and len(setups) >= CERTAIN:
             self._workers()  # they import while this process prepares the work
         self._once(self._whole, _whole, dict(zip(map(_signature, setups), setups, strict=True)), key=_signature)
-        found = []
-        for setup in setups:
-            count, stages = setup.micro_batches, setup.layout.pp
-            found.append((count * self._whole[_signature(setup)] / stages, self._static(setup.layout) // stages))
-        return found
+        seconds = (one.micro_batches * self._whole[_signature(one)] / one.layout.pp for one in setups)
+        return list(zip(seconds, (self._static(one.layout) // one.layout.pp for one in setups), strict=True))
 
     def _static(self, layout: Layout) -> int:
         """Bytes by rule 3, cached for layouts that share them."""

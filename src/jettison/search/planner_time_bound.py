@@ -29,6 +29,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise, takewhile
 from operator import mul
 
+from jettison.core.objects import OnDemand
 from jettison.cost.execution import execution_of
 from jettison.cost.pipeline import schedule_seconds
 from jettison.cost.region import Item, PriceModel
@@ -144,16 +145,13 @@ def _recompute(
     held = [min(load.held(chunk), load.held_half(chunk)) + load.sent for chunk in range(len(load.chunks))]
     above: dict[tuple[int, bool], ChunkRise] = {}
     least: dict[tuple[int, bool], int] = {}
-    gradients: dict[object, int] = {}
+    gradients = OnDemand[tuple[tuple[int, ...], tuple[int, ...]], int](lambda marks: load.learned_bytes(*marks))
     states = []
     for state in load.occupancies:
         if state.step.work is Work.FORWARD:
             continue
         at_work = state.step.chunk, load.adds(state)  # chunk of the next backward, and does it have gradients yet?
-        marks = state.learned, state.reduced
-        if marks not in gradients:
-            gradients[marks] = load.learned_bytes(*marks)
-        states.append((state, at_work, gradients[marks]))
+        states.append((state, at_work, gradients[state.learned, state.reduced]))
         if at_work not in above:
             chunk, adds = at_work
             key = id(stage.groups[chunk]), adds

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 
-from jettison.core.objects import Made
+from jettison.core.objects import OnDemand
 from jettison.frameworks.export import TargetOutput
 from jettison.frameworks.nearest_policy import CannotSay, DescribedPricer, Nearest
 from jettison.frameworks.policy import (
@@ -99,7 +99,7 @@ def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[SaidSetti
     """Yield the settings worth trying."""
     for modules in _module_sets(subject):
         yield from (_by_modules(subject, pricer, modules, moved) for moved in _offloaded_sets(subject, modules))
-    longest, blocks = max(map(len, _chunks(subject))), Made[int, SaidSettings](partial(_block, subject, pricer))
+    longest, blocks = max(map(len, _chunks(subject))), OnDemand[int, SaidSettings](partial(_block, subject, pricer))
     fits = bisect_left(range(1, longest), True, key=lambda n: blocks[n].cost.peak_bytes <= subject.budget_bytes)
     yield from (blocks[1 + fits], *blocks.values())  # the fewest layers of a stage that fit; fewer need more bytes
     yield from (_uniform(subject, pricer, size) for size in range(1, longest + 1))

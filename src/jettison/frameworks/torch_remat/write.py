@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from jettison.core.errors import TraceError
-from jettison.core.objects import Made
+from jettison.core.objects import OnDemand
 from jettison.cost.kernel import op_seconds
 from jettison.frameworks.export import TargetOutput, header, kinds_of, moves_table, names, pieces, rows
 from jettison.frameworks.nearest_policy import CannotSay, Nearest, Policies, Priced
@@ -251,7 +251,7 @@ def _tried(decision: Decision, times: list[float]) -> dict[frozenset[str], Layer
     """Policies by set of saved modules, grown greedily by the module that saves most seconds for its bytes."""
     modules = _modules(decision.program, times)
     marks: frozenset[str] = frozenset()
-    tried = Made[frozenset[str], LayerPolicy](partial(by_regions, decision))
+    tried = OnDemand[frozenset[str], LayerPolicy](partial(by_regions, decision))
     while True:
         here = tried[marks]
         spent = sum(times[o] for o in here.again)
