@@ -190,6 +190,21 @@ LOGS = {
         "| - Memory Used   : 21.5 GB\n",
         MeasuredRun(allocated=21_500_000_000, step=0.8),
     ),
+    "litgpt's fine-tuning": ("| - Memory Used               :  10.45 GB    \n", MeasuredRun(allocated=10_450_000_000)),
+    "nanogpt": (
+        "step 0: train loss 9.1\niter 0: loss 9.1, time 9000.50ms, mfu -100.00%\n" * 2,
+        MeasuredRun(step=9.0005),
+    ),
+    "nanochat": (
+        "step 00009/00099 (9.09%) | loss: 3.1 | lrm: 1.00 | dt: 1500.00ms | tok/sec: 349,525 | mfu: 41.00\n"
+        "Peak memory usage: 512.00MiB\n",
+        MeasuredRun(allocated=512 * MIB, step=1.5),
+    ),
+    "liger": (
+        "{'loss': 1.1, 'step_peak_memory_allocated_MB': 512.0, 'total_peak_memory_allocated_MB': 512.0, "
+        "'step_peak_memory_reserved_MB': 640.0, 'step_tokens_per_second': 18801.85}\n",
+        MeasuredRun(allocated=512 * MIB, reserved=640 * MIB),
+    ),
     "axolotl": (
         "{'loss': 1.1, 'memory/max_active (GiB)': 9.5, 'memory/max_allocated (GiB)': 9.5, "
         "'memory/device_reserved (GiB)': 12.0}\n",

@@ -147,12 +147,22 @@ def test_memory_of_other_processes() -> None:
     found = in_log(message(**(FULL | {"allocated": "47.00", "used": "48.65"}), others=others))[1]
     assert found.kind is FindingKind.OTHERS
     assert "nvidia-smi" in lines(found)
+    # pieces would do for this request, and for no step
+    full = (
+        "Tried to allocate 12.00 MiB (GPU 0; 24.00 GiB total capacity; {} GiB already allocated; 10.00 MiB free; {} GiB"
+    )
+    kinds = {
+        in_log(f"CUDA out of memory. {full.format(*sizes)} reserved in total by PyTorch)")[1].kind: sizes
+        for sizes in (("1.10", "1.18"), ("20.10", "20.18"), ("1.10", "4.50"))
+    }
+    assert kinds == {FindingKind.OTHERS: ("1.10", "1.18"), FindingKind.FRAGMENTATION: ("1.10", "4.50")}
 
 
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", FindingKind.UNKNOWN),
+        ("RuntimeError: cublas runtime error : resource allocation failed at THCGeneral.cpp:250", FindingKind.UNKNOWN),
         (
             "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
             "you tried to allocate 4096000000 bytes. Error code 12 (Cannot allocate memory)",

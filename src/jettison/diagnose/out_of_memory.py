@@ -59,7 +59,10 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
     """Find memory that is there and not free: in pieces, in private pools, in other processes, outside of PyTorch."""
     unused, total = facts.unused_bytes or 0, facts.total_bytes or 0
     loading, much = facts.phase is StepPhase.PARAMETERS, max(short, MUCH * total, MUCH_BYTES)
-    if unused >= short and (not loading or unused >= MUCH * total):  # weights that are read in leave no holes
+    elsewhere = facts.other_processes_bytes + facts.outside_bytes + facts.unaccounted_bytes
+    filled = elsewhere > total / 2 and unused - short < LITTLE * total  # by others: joined pieces do not last a step
+    # weights that are read in leave no holes
+    if unused >= short and not filled and (not loading or unused >= MUCH * total):
         return _fragmentation(facts, short)
     if facts.private_bytes and unused + facts.private_bytes >= short:
         held = format_gib(facts.private_bytes)
@@ -71,7 +74,7 @@ def _held_elsewhere(facts: MemoryFacts, short: int) -> Finding | None:
         held = f"{format_gib(facts.outside_bytes)} of this process are not PyTorch's"
         claim = f"{held} ({device_of(facts.device).outside}); {format_gib(short)} are missing"
         return _finding(FindingKind.OUTSIDE, claim, facts, advice.against_outside(facts))
-    if facts.other_processes_bytes + facts.outside_bytes + facts.unaccounted_bytes >= much:
+    if elsewhere >= much:
         return _others(facts, short)
     return None
 
