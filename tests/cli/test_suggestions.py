@@ -139,7 +139,7 @@ def test_a_folder_that_is_read_only_is_named_before_work(
 ) -> None:
     monkeypatch.setattr("os.access", lambda folder, mode: not (folder == tmp_path and mode == os.W_OK))
     code, err = said(capsys, "ledger", "gpt2", "--out", str(tmp_path / "ledger.json"))
-    assert code == 2 and err == f"jettison: {tmp_path} may not be written to; give another --out\n"
+    assert code == 2 and err == f"jettison: {tmp_path} is no folder to write to; make it first, or give another --out\n"
 
 
 @pytest.mark.parametrize("text", ["0.5", "20", "0", "-5", "1e3", "8Gb", "many", "0.0001", "7.25"])

@@ -369,6 +369,9 @@ def test_what_is_neither_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "empty.toml").touch()
     assert run(["profile", str(tmp_path / "empty.toml")]) == 2
     assert "empty.toml is empty; give a trace" in capsys.readouterr().err
+    (tmp_path / "run.log").write_text("step 1 loss 2.0")
+    assert run(["profile", str(tmp_path / "run.log")]) == 2
+    assert "run.log is none of these; give a trace" in capsys.readouterr().err
     assert run(["profile", "nowhere.json", "x"]) == 2
     assert run(["profile", "nowhere.py", "--steps", "0"]) == 2
     (tmp_path / "t.json.gz").write_bytes(gzip.compress(json.dumps(planted()).encode()))

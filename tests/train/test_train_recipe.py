@@ -53,6 +53,7 @@ def test_a_recipe_is_read_as_it_is_written() -> None:
     [
         ("steps", "r.toml is not TOML"),
         ("steps = 3", "model is missing"),
+        (GOOD.replace("[model]", "[modle]"), "modle is not a key; the closest are model"),
         ('steps = "a"' + GOOD.replace("steps = 3", ""), 'steps: got "a"; expected a valid integer'),
         (GOOD.replace("steps = 3", "steps = true"), "steps: got true"),
         (GOOD.replace("steps = 3", "steps = 0"), "got steps 0; expected 1 or more"),

@@ -81,13 +81,14 @@ def require_target(target: str) -> None:
     """Before torch is loaded: something is there that could run, or a name of Python's.
 
     Raises:
-        UsageError: there is no such file, or nothing in it.
+        UsageError: there is no such file, nothing in it, or it is of another kind.
     """
     file = Path(target)
-    empty = file.is_file() and not file.stat().st_size
-    if empty or (":" not in target and not file.exists()):
-        wrong = f"{target} is empty" if empty else f"there is no file {target}"
-        kinds = "a trace, a memory snapshot, a script, or a recipe (a TOML file or module:name)"
+    wrong = "" if ":" in target or file.exists() else f"there is no file {target}"
+    if file.is_file() and not (file.stat().st_size and file.suffix in (".py", ".toml")):
+        wrong = f"{target} is {'none of these' if file.stat().st_size else 'empty'}"
+    if wrong:
+        kinds = "a trace, a memory snapshot, a script (.py), or a recipe (a TOML file or module:name)"
         raise UsageError(f"{wrong}; give {kinds}")
 
 

@@ -48,8 +48,6 @@ def record_run(target: str, trace: Path, *, steps: int, progress: Progress = sil
     if steps < 1:
         raise UsageError(f"got --steps {steps}; expected 1 or more")
     is_script = target.endswith(".py")
-    if is_script and not Path(target).is_file():
-        raise UsageError(f"there is no script {target}; give a script, a recipe, a trace or a memory snapshot")
     with recorded(trace, steps=steps, progress=progress) as found:
         if is_script:
             with _as_script(Path(target)):

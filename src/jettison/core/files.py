@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from jettison.core.errors import UsageError
 from jettison.core.units import format_bytes
@@ -37,6 +38,14 @@ def read_text(path: Path, name: str = "", *, most: int | None = None) -> str:
         return read_bytes(path, name, most=most).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UsageError(f"{name or path} is not UTF-8 text") from None
+
+
+def parse_toml(text: str, name: str, **options: Any) -> dict[str, Any]:
+    """Return a table of TOML. Raise `UsageError`, which calls it ``name``, where the text is none."""
+    try:
+        return tomllib.loads(text, **options)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{name} is not TOML: {str(error).splitlines()[0]}") from None
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

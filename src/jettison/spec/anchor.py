@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.core.files import read_text
+from jettison.core.files import parse_toml, read_text
 from jettison.core.parse_units import parse_bytes, parse_seconds
 from jettison.core.units import format_bytes
 
@@ -154,10 +153,7 @@ def read_anchor(path: Path) -> RunAnchor:
     """Read a file that `RunAnchor.text` wrote, or raise a `UsageError`."""
     from pydantic import TypeAdapter
 
-    try:
-        table = tomllib.loads(read_text(path, f"--anchor {path}"))
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"got --anchor {path}, which is not TOML: {str(error).splitlines()[0]}") from None
+    table = parse_toml(read_text(path, f"--anchor {path}"), f"--anchor {path}")
     if table.pop("schema", None) != SCHEMA:
         raise UsageError(f'got --anchor {path}; expected a file of jettison calibrate, with schema = "{SCHEMA}"')
     measured, own = table.pop("measured", {}), {**table.pop("memory", {}), **table.pop("time", {}), **table}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
-from jettison.core.files import read_text
+from jettison.core.files import parse_toml, read_text
 from jettison.core.objects import former_names, renamed, summary
 from jettison.core.parse_units import parse_bytes
 from jettison.core.units import format_bytes
@@ -301,10 +300,7 @@ _KINDS: Final[Mapping[str, _Kind]] = {
 
 def _read(path: Path) -> Hardware:
     who = f"hardware file {path}"
-    try:
-        table = tomllib.loads(read_text(path, who), parse_float=Decimal)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{who} is not TOML: {str(error).splitlines()[0]}") from None
+    table = parse_toml(read_text(path, who), who, parse_float=Decimal)
     _check(who, table, _KINDS)
     given: dict[str, Any] = {key: value for key, value in table.items() if key not in _SECTIONS}
     if "memory" not in given:

@@ -8,7 +8,6 @@ value; sections check combinations of fields.
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal, get_args, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from jettison.core.errors import UsageError
-from jettison.core.files import read_text
+from jettison.core.files import parse_toml, read_text
 from jettison.core.objects import module_of
 from jettison.core.parse_units import parse_bytes, parse_seconds
 from jettison.spec.layout import Layout, Schedule
@@ -466,10 +465,7 @@ def read_recipe(target: str) -> TrainRecipe:
 
 def parse_recipe(text: str, *, name: str = "recipe") -> TrainRecipe:
     """Parse a recipe from TOML text. Raise `UsageError` as `read_recipe` does."""
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{name} is not TOML: {str(error).splitlines()[0]}") from None
+    table = parse_toml(text, name)
     try:
         return _adapter().validate_json(json.dumps(table), strict=True)
     except ValidationError as error:
@@ -482,7 +478,8 @@ def parse_recipe(text: str, *, name: str = "recipe") -> TrainRecipe:
 
 def _first(error: ValidationError) -> str:
     """Describe the first invalid key in one line."""
-    found = error.errors(include_url=False)[0]
+    # unknown keys first: one that is missing may be misspelt
+    found = min(error.errors(include_url=False), key=lambda one: one["type"] != "unexpected_keyword_argument")
     where = ".".join(str(part) for part in found["loc"])
     got = f"got {json.dumps(found['input'])}; "
     match found["type"]:
