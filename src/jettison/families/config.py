@@ -113,10 +113,10 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
         return default, values  # as in early files of Qwen2-VL
     elif default is not None:
         raise UsageError(f"{name}: got {part} {short(inner)}; expected the object that {kind} keeps it in")
-    got = "no model_type" if kind is None else f"the model_type {short(kind)}"
-    refused = UsageError if kind is None else NotDescribed
+    got, refused = ("no model_type", UsageError) if kind is None else (f"the model_type {short(kind)}", NotDescribed)
     raise refused(
-        f"{name}: got {got}, which has no closed form; docs/architectures.md lists those that do. {_TRACE_IT}"
+        f"{name}: got {got}, which has no closed form; --model-type takes a similar one that has "
+        f"(docs/architectures.md). {_TRACE_IT}"
     )
 
 
