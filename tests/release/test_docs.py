@@ -35,6 +35,14 @@ def test_every_page_is_reached_from_the_first() -> None:
     assert not missing
 
 
+def test_files_that_pages_name_are_there() -> None:
+    pages = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *DOCS.glob("how-to/*.md"), *DOCS.glob("lesson/*.md")]
+    named = re.compile(r"`((?:(?:src|tests|benchmarks|examples)/[\w/.-]+|(?:\w+/)?test_\w+)\.\w+)`")
+    found = {(page.name, path) for page in pages for path in named.findall(page.read_text(encoding="utf-8"))}
+    assert len(found) > 40
+    assert not {one for one in found if not (ROOT / one[1]).exists() and not (ROOT / "tests" / one[1]).exists()}
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
