@@ -8,7 +8,7 @@ import torch
 
 from jettison.dryrun.counter import allocation_deltas
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, workspaces
-from jettison.dryrun.op_costs import measure_ops
+from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 
 
 @pytest.mark.parametrize("of_weights", [False, True])
@@ -86,3 +86,14 @@ def test_rows_that_a_mask_chose_are_put_by_one_of_as_many_places(shape: tuple[in
         live = list(accumulate(allocation_deltas(lambda values=values: put(x, indices, values, True))))
         places = 1 if values.dim() else 3  # one value goes to all places of a mask, of which a third are true here
         assert max(live) - x.nbytes <= found.workspace_bytes <= places * max(0, max(live) - x.nbytes) + 256
+
+
+def test_a_number_in_the_place_of_a_tensor_has_a_price_of_its_own(one_thread: None) -> None:
+    """It becomes a tensor inside of the call. The smallest budget else depended on what was priced before."""
+    div, x = torch.ops.aten.div.Tensor, torch.ones(4, 8)
+    by_tensor, by_number = OpRequest.of(div, (x, x)), OpRequest.of(div, (x, 2.0))
+    workspace = MeasuredWorkspace(measure_ops([by_tensor]))
+    assert workspace(div, (x, x), {}) == 0
+    workspace(div, (x, 2.0), {})
+    assert list(workspace.unknown) == [by_number.key]
+    assert measure_ops([by_number])[by_number.key].workspace_bytes > 0

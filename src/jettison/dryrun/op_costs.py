@@ -200,7 +200,7 @@ class MeasuredWorkspace:
         nothing = self._nothing.get(func)
         if nothing is None:
             nothing = self._nothing[func] = self._most.get(str(func)) == 0 and torch.Tag.pointwise in func.tags
-        if nothing and _of_one_type(args):
+        if nothing and _casts_nothing(func, args):
             return 0
         key = call_key(func, args, kwargs)
         found = self._answers.get(key) if key is not None else None
@@ -225,9 +225,16 @@ class MeasuredWorkspace:
         return price.workspace_bytes
 
 
-def _of_one_type(args: tuple[Any, ...]) -> bool:
-    """Whether an elementwise kernel casts none of its arguments, which it would do inside, and none is sparse."""
+def _casts_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an elementwise kernel casts none of its arguments, which it would do inside, and none is sparse. A number
+    in the place of a tensor becomes one there, of another dtype.
+    """
     tensors = [value for value in args if isinstance(value, Tensor)]
+    if len(tensors) < len(args) and any(
+        isinstance(value, int | float | complex) and str(declared.type) == "Tensor"
+        for value, declared in zip(args, func._schema.arguments, strict=False)
+    ):
+        return False
     return all(t.layout is torch.strided and t.dtype is tensors[0].dtype for t in tensors)
 
 
