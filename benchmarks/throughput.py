@@ -62,6 +62,8 @@ ACCUMULATED = {
     ("mpt-7b", 4096): 2,
 }
 """Micro-batches in a step, as the page has them for the rows that the published runs list."""
+FOREACH = ("torchtitan benchmarks 2024-12", "torchtitan docs/performance", "pytorch PR 129721")
+"""From before 24 February 2025: torchtitan's AdamW was not fused (its pull request 881)."""
 NANOTRON_TOKENS = 1 << 20
 """In a step: what nanotron's scaling_benchmarks.py sets."""
 NEMO_GPT = {"gpt3-5b": (4096, 24, 32), "gpt3-20b": (6144, 44, 48)}
@@ -151,6 +153,7 @@ def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
         fp8_recipe="rowwise" if re.search("float8[- ]rowwise", row["extras"]) else None,
         tp_comm_overlap="async-tp" in row["extras"],
         kernels="pytorch" if row["source"].endswith("PR 2570") else "pytorch-2.8",
+        optimizer="adamw-foreach" if row["source"] in FOREACH else "adamw",
         **_layout(row["layout"], int(row["gpus"])),
     )
     run = resolve(preset(row["model"]), request).run
