@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from jettison.cli.main import run
-from jettison.report.console import LEAST_WIDTH, PLAIN_WIDTH, shown_width
+from jettison.report.console import LEAST_WIDTH, PLAIN_WIDTH, progress, shown_width
 from jettison.report.tables import FittedTable
 from support.patience import PATIENCE
 
@@ -213,6 +215,19 @@ def test_ctrl_c_during_a_search_on_several_processes_is_one_line() -> None:
     os.killpg(one.pid, signal.SIGINT)  # as a terminal does: to every process of the command
     _, said = one.communicate(timeout=PATIENCE)
     assert (one.returncode, said) == (130, b"jettison: interrupted\n")
+
+
+def test_a_terminal_shows_for_how_long_work_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = pty.openpty()
+    with os.fdopen(write, "w") as screen, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", screen)
+        seen, until = "", time.monotonic() + PATIENCE
+        with progress() as say:
+            say("counting {layers} [of] two")
+            while "two 0:00:02" not in seen and time.monotonic() < until:  # seconds go on where nothing new is said
+                seen += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(read, 4096).decode(errors="ignore"))
+        assert "counting {layers} [of] two 0:00:02" in seen
+    os.close(read)
 
 
 def test_shells_are_told_all_verbs_and_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ JSON, or events with a category each. None has a call site or an address, so tha
 from __future__ import annotations
 
 import re
-import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 from jettison.diagnose.snapshot import is_snapshot
 
 _LOOKED_AT_BYTES: Final = 1 << 16
@@ -79,7 +79,7 @@ _TESTS: Final[Mapping[str, Callable[[Path, str], bool]]] = {
 
 def kinds() -> Iterator[FileKind]:
     """Yield the rows of ``file_kinds.toml``."""
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    table = read_table(Path(__file__).with_suffix(".toml"))
     yield from (FileKind(**row) for row in table["kind"])
 
 

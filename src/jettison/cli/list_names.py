@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from rich.console import Group, RenderableType
 
 from jettison.cli.app import Force, Format, Out, asked, deliver, option, refuse_to_overwrite, verb
+from jettison.core.files import read_table
 from jettison.core.units import format_bytes, format_count
 from jettison.families.presets import PRESETS, preset
 from jettison.formula.region import parameter_count
@@ -21,9 +21,7 @@ from jettison.spec.frameworks import named, rule
 from jettison.spec.hardware import hardware, hardware_names
 from jettison.spec.precision import PRECISIONS
 
-_MEANINGS: Final[dict[str, dict[str, str]]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+_MEANINGS: Final[dict[str, dict[str, str]]] = read_table(Path(__file__).with_suffix(".toml"))
 
 
 @verb("list")

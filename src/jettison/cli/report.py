@@ -47,8 +47,7 @@ def command(
     write_whole(target, html)
     hint(f"wrote {target}")
     if figures is not None:
-        written = save_figures(html, figures)
-        hint(f"wrote {len(written)} files to {figures}")
+        hint(f"wrote {len(save_figures(html, figures))} files to {figures}")
 
 
 def report(files: Sequence[Path]) -> Report | SnapshotReport:

@@ -40,6 +40,11 @@ def read_text(path: Path, name: str = "", *, most: int | None = None) -> str:
         raise UsageError(f"{name or path} is not UTF-8 text") from None
 
 
+def read_table(file: Path) -> dict[str, Any]:
+    """Return a TOML file of this package."""
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
 def parse_toml(text: str, name: str, **options: Any) -> dict[str, Any]:
     """Return a table of TOML. Raise `UsageError`, which calls it ``name``, where the text is none."""
     try:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError
+from jettison.core.files import read_table
 from jettison.spec.frameworks import named
 from jettison.spec.kernels import AttentionKernel, Kernels, kernels
 from jettison.spec.model import Activation, Arrangement, Biases, ModelSpec, Norm, NormKind, Pooling, QkNorm, Router
@@ -227,11 +227,6 @@ class Named(Mapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name in self.names
-
-
-def read_table(file: Path) -> dict[str, Any]:
-    """Read a TOML file."""
-    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def files(folder: Path) -> Mapping[str, Family]:

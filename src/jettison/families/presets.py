@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.core.errors import UsageError, install
+from jettison.core.files import read_table
 from jettison.families.config import parse_config
-from jettison.families.family import Named, read_table
+from jettison.families.family import Named
 from jettison.spec.model import ModelSpec
 
 _FILE: Final = Path(__file__).with_name("presets.toml")

@@ -10,7 +10,6 @@ or whole; a layer on its own is given them so and returns them so. A model takes
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from jettison.core.errors import JettisonError, UnsupportedModule, UsageError
+from jettison.core.files import read_table
 from jettison.families.family import BLOCKS, FAMILIES
 from jettison.parallel.dropout import OwnDraws
 from jettison.parallel.regions import Axis
@@ -88,18 +88,14 @@ _NORMS: Final = ("torch.nn.modules.normalization.LayerNorm", "torch.nn.modules.n
 @cache
 def _tables() -> dict[str, Mapping[str, Any]]:
     """Names of parts, by how the names of a model's classes begin."""
-    own = _read(Path(__file__).with_suffix(".toml"))
+    own = read_table(Path(__file__).with_suffix(".toml"))
     found: dict[str, Mapping[str, Any]] = {f"{RECORD}.{table['name']}": table for table in own["model"]}
     for kind, family in FAMILIES.items():
         if (table := family.tensor_parallel) and "parts" in table:
-            table = {**_read(BLOCKS / f"{table['parts']}.toml"), **table}
+            table = {**read_table(BLOCKS / f"{table['parts']}.toml"), **table}
         if table:
             found[f"{own['families'].format(kind)}.{table['name']}"] = table
     return found
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return tomllib.loads(file.read_text("utf-8"))
 
 
 def known(form: type[_Form]) -> Mapping[str, _Form]:

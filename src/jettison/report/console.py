@@ -64,9 +64,12 @@ def progress(*, elsewhere_seconds: float = float("inf")) -> Iterator[Callable[[s
     if not sys.stderr.isatty():
         yield line
         return
-    console = Console(stderr=True, highlight=False, markup=False)
-    with console.status("starting") as status:
-        yield lambda text: status.update(f"{text} ({time.perf_counter() - started:.0f} s)")
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # on use: the start stays fast
+
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text: bar.update(task, description=text)
 
 
 def json_text(document: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from typing_extensions import TypedDict
 
+from jettison.core.files import read_table
 from jettison.core.objects import former_names
 
 
@@ -68,7 +68,7 @@ class PhaseRow:
 
 @cache
 def _file() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return read_table(Path(__file__).with_suffix(".toml"))
 
 
 def schema_names() -> tuple[str, ...]:
