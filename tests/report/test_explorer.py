@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import jettison.report.explorer
 from jettison.cli.main import run
 from jettison.families.presets import PRESETS
 from jettison.report.explorer import PANELS, built, explorer_page
@@ -50,6 +51,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # without a browser ----------------------------------------------------------------------------------------------------
+
+
+def test_a_panel_is_called_as_its_figure() -> None:
+    """Pictures of the pages are drawn by that name."""
+    assets = Path(jettison.report.explorer.__file__).parent / "assets"
+    for panel in PANELS:
+        assert f'\n    id: "{panel.name}",' in (assets / panel.script).read_text(encoding="utf-8"), panel.name
 
 
 def test_the_command_writes_one_small_file_without_torch(tmp_path: Path) -> None:

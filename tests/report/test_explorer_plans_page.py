@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jettison.core.units import format_bytes, format_seconds
+from jettison.report.explorer import PANELS as EVERY
 from jettison.report.explorer_models import answered, run_of
 from jettison.report.explorer_plans import fit_data, front_data, offload_data, segments_data
 from jettison.report.explorer_steps import LAYOUTS, MODEL, StagePasses, step_data, time_data
@@ -37,8 +38,6 @@ BUILDERS = {
     "fit": fit_data,
 }
 PANELS = tuple(BUILDERS)
-SCRIPTS = {"fit": "models_by_gpus"}
-"""Script names of panels whose address is another."""
 
 
 @cache
@@ -48,7 +47,7 @@ def data() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = page("Plans", intro="", scripts=[f"panels/{SCRIPTS.get(name, name)}.js" for name in PANELS], data=data())
+    text = page("Plans", intro="", scripts=[panel.script for panel in EVERY if panel.name in PANELS], data=data())
     found = tmp_path_factory.mktemp("explorer") / "plans.html"
     found.write_text(text, encoding="utf-8")
     return found

@@ -48,7 +48,7 @@ PANELS: Final[tuple[Panel, ...]] = (
     _panel("front", {"front": front_data}),
     _panel("segments", {"segments": segments_data}),
     _panel("offload", {"offload": offload_data}),
-    _panel("models-by-gpus", {"fit": fit_data}),
+    Panel(name="fit", script="panels/models_by_gpus.js", data={"fit": fit_data}),
 )
 """In the order of the page."""
 MOST_PROCESSES: Final = 4
