@@ -142,7 +142,6 @@ def linear(
             (*x.shape[:-1], features),
             places=places,
             saves=saves if not weight.frozen or (eight and x.grad) else copy_saved,
-            copied=bool(copies),
             weights=weights,
             dtype=w.matmul_dtype,
             contracted=x.local_shape[-1],
@@ -222,7 +221,6 @@ def _adapted(
         weights=[down],
         dtype=product,
         contracted=x.local_shape[-1],
-        copied=bool(copies),
     )
     up = w.parameter("lora_B", features, tuning.rank, split=0 if column else None, adapter=True, gemm=True)
     copies = [] if alone else cast_weights(w, [up])
@@ -235,7 +233,6 @@ def _adapted(
         weights=[up],
         dtype=product,
         contracted=tuning.rank,
-        copied=bool(copies),
     )
     if features < out.shape[-1]:
         index = w.tape.source("adapter index", (features,), "int64")
@@ -289,7 +286,6 @@ def convolution(
         saves=[Saved(x, role), *(Saved(c, WEIGHT_COPY) for c in copies[:1])],
         weights=weights,
         contracted=contracted,
-        copied=bool(copies),
     )
 
 

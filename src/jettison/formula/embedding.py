@@ -332,6 +332,5 @@ def _positions(w: Writer, x: Value, spec: Audio) -> Value:
             saves=[Saved(rows, "convolution input"), Saved(weight, "convolution weight")],
             weights=[bias],
             contracted=width * kernel,
-            copied=bool(copies),
         )
         return w.tape.view(activation(w, w.tape.view(out, (b, hidden, s)), spec.activation), w.shape(hidden))

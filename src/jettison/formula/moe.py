@@ -374,9 +374,7 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         name = "aten.addmm.default" if spec.router_bias else "aten.mm.default"
         shape = (tokens.shape[0], spec.experts)
         made = w.matmul_dtype if casts else x.dtype
-        return w.tape.op(
-            name, inputs, shape, made, saves=kept, weights=weights, contracted=tokens.shape[-1], copied=bool(copies)
-        )
+        return w.tape.op(name, inputs, shape, made, saves=kept, weights=weights, contracted=tokens.shape[-1])
 
 
 def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:
@@ -512,7 +510,6 @@ def _each(w: Writer, x: Value, features: int, name: str, experts: int, *, split:
             places,
             saves=[] if weight.frozen else [Saved(x, "linear input"), *(Saved(c, WEIGHT_COPY) for c in copies)],
             weights=[weight],
-            copied=bool(copies),
             contracted=x.local_shape[-1],
             workspace=sum(each.nbytes for each in one),
         )

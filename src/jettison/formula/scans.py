@@ -105,7 +105,6 @@ def fused_split(w: Writer, joint: Value, rate: Value, spec: StateSpaceDual) -> V
             saves=[Saved(each, WEIGHT_COPY) for each in copies[:1]],
             weights=weights,
             contracted=spec.inner,
-            copied=bool(copies),
         )
 
 
@@ -574,9 +573,8 @@ def _outer(w: Writer, a: Value, b: Value, shape: tuple[int, ...], roles: tuple[s
 def _skipped(w: Writer, x: Value) -> Value:
     """x times D in fp32; its fp32 copy is saved if x has fewer bits."""
     weight = w.parameter("D", x.shape[-1])
-    dtype = w.held(frozen=weight.frozen)
-    held = w.tape.source("D", weight.shape, dtype, weight.places, grad=not weight.frozen, free=True)
-    if dtype == FP32:
+    held = w.read(weight, "D")
+    if held.dtype == FP32:
         kept = [] if weight.frozen else [Saved(x, "scan input")]
         return w.tape.op("aten.mul.Tensor", [x], dtype=FP32, saves=kept, weights=[weight])
     wide = w.tape.op("aten._to_copy.default", [held], dtype=FP32, weights=[weight])

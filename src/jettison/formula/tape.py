@@ -198,6 +198,7 @@ class Tape:
     values: list[Value] = field(default_factory=list)
     returned: list[Value] = field(default_factory=list)  # values that the model returns in addition to the loss
     _scope: list[str] = field(default_factory=list)
+    _cast: set[int] = field(default_factory=set)  # values that are cast copies of weights
 
     # values -----------------------------------------------------------------------------------------------------------
 
@@ -247,7 +248,6 @@ class Tape:
         keeps: str = "",
         reference: str = "",
         weights: Sequence[Weight] = (),
-        copied: bool = False,
         contracted: int = 0,
         flops: int = 0,
         grad: bool | None = None,
@@ -270,7 +270,7 @@ class Tape:
         )
         flops += 2 * prod(out.local_shape) * contracted
         kept = (*saves, Saved(out, keeps, reference)) if keeps else saves
-        self.record(name, inputs, (out,), saves=kept, weights=weights, copied=copied, flops=flops, **traits)
+        self.record(name, inputs, (out,), saves=kept, weights=weights, flops=flops, **traits)
         return out
 
     def record(
@@ -281,12 +281,13 @@ class Tape:
         *,
         saves: Iterable[Saved] = (),
         weights: Sequence[Weight] = (),
-        copied: bool = False,
         flops: int = 0,
         **traits: Unpack[OpTraits],
     ) -> None:
         """Record an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
+        copied = any(v.index in self._cast for v in inputs)
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + (0 if copied else sum(w.nbytes for w in weights))
+        self._cast |= {v.index for v in outputs if traits.get("casts") is not None}
         self.steps.append(
             TapeOp(
                 name,
