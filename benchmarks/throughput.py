@@ -22,7 +22,7 @@ from jettison.predict.forecast import available_bytes
 from jettison.predict.time import Estimate, estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.what_fits import most_whole
+from jettison.search.largest_fit import most_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run

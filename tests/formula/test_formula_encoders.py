@@ -14,7 +14,7 @@ from jettison.ledger.compare import compare
 from jettison.predict.forecast import forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
-from jettison.search.what_fits import Edge, fit
+from jettison.search.largest_fit import Edge, fit
 from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences, under_autocast
 
 _IMAGE = {**_PLAIN, "image_size": 32, "patch_size": 8}

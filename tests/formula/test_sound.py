@@ -14,7 +14,7 @@ from jettison.predict.forecast import forecast
 from jettison.report.ledger import advice
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve, run_of
-from jettison.search.what_fits import fit
+from jettison.search.largest_fit import fit
 from jettison.spec.model import ModelSpec
 
 _BASE = {

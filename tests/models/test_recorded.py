@@ -38,7 +38,7 @@ from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.what_fits import fit
+from jettison.search.largest_fit import fit
 from jettison.spec.model import ModelSpec
 
 REQUEST = RunRequest(seq=SEQUENCE, micro_batch=ROWS, precision="bf16-pure")

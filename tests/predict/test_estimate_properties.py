@@ -19,7 +19,7 @@ from jettison.predict.time import Estimate, estimate
 from jettison.report.alternatives import LINKS, alternatives_of, trades
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
-from jettison.search.what_fits import most_whole
+from jettison.search.largest_fit import most_whole
 from jettison.spec.hardware import Delays, Hardware, Reached, hardware, slowest
 from jettison.spec.run import Run
 from support.work import calls

@@ -17,7 +17,7 @@ from jettison.cost.region import PriceModel
 from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
 from jettison.predict.time import estimate
-from jettison.search.what_fits import most_whole
+from jettison.search.largest_fit import most_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.recompute import Recompute
 

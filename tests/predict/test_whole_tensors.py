@@ -15,8 +15,8 @@ from jettison.predict.optimizer_state import WholeTensor, in_shards, muon_step_b
 from jettison.report.explain import explain
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
+from jettison.search.largest_fit import fit
 from jettison.search.search import SearchRequest
-from jettison.search.what_fits import fit
 from jettison.spec.hardware import hardware
 from jettison.spec.precision import Optimizer
 

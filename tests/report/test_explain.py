@@ -20,7 +20,7 @@ from jettison.predict.time import estimate
 from jettison.report.explain import ASIDE, Explanation, Variant, explain, peak_parts
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve, run_of
-from jettison.search.what_fits import fitting_changes
+from jettison.search.largest_fit import fitting_changes
 from jettison.spec.device_allowance import FitBudget, FitRule
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import Loss

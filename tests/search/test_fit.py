@@ -15,8 +15,8 @@ from jettison.predict.ranges import fit_budgets
 from jettison.report.schemas import part
 from jettison.request.options import RunRequest
 from jettison.request.resolve import run_of
-from jettison.search import what_fits as fit_module
-from jettison.search.what_fits import Edge, fit
+from jettison.search import largest_fit as fit_module
+from jettison.search.largest_fit import Edge, fit
 from jettison.spec.device_allowance import FRAGMENTS, FitRule, fixed_allowance
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.layout import Layout, ZeroBuckets

@@ -17,7 +17,7 @@ from jettison.predict.time import estimate
 from jettison.request.options import RunRequest
 from jettison.request.resolve import resolve
 from jettison.search.auto_recompute import choose_with_whole
-from jettison.search.what_fits import most_whole, settled, with_whole
+from jettison.search.largest_fit import most_whole, settled, with_whole
 from jettison.spec.hardware import hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.precision import Gradients

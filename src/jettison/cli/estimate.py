@@ -137,7 +137,7 @@ def estimate(model: str, request: RunRequest, flags: EstimateFlags) -> EstimateR
 def _memory(run: Run, device: Hardware, limit: Limit) -> tuple[Forecast, AutoForecast | None]:
     if run.recompute.mode is not Mode.AUTO:
         if run.recompute.whole == MOST:
-            from jettison.search.what_fits import settled
+            from jettison.search.largest_fit import settled
 
             run = settled(run, fit_budgets(run, limit))
         return forecast(run), None

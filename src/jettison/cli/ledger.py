@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from jettison.search.auto_recompute import AutoForecast
-    from jettison.search.what_fits import FitAnswer, FittingChange
+    from jettison.search.largest_fit import FitAnswer, FittingChange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ def _described(model: str, request: RunRequest, flags: LedgerFlags) -> LedgerRep
     budgets = () if limit is None else fit_budgets(asked.run, limit)
     run = asked.run
     if choice is None and run.recompute.whole == MOST:
-        from jettison.search.what_fits import settled
+        from jettison.search.largest_fit import settled
 
         run = settled(run, budgets)
     found = forecast(run) if choice is None else choice.forecast
@@ -217,7 +217,7 @@ def _fit(
     device: Hardware,
     changes: tuple[FittingChange, ...] | None,
 ) -> FitAnswer:
-    from jettison.search.what_fits import fit, fitting_changes
+    from jettison.search.largest_fit import fit, fitting_changes
 
     *surer, last = budgets
     if choice is None:

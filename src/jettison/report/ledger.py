@@ -30,7 +30,7 @@ from jettison.spec.run import Run
 if TYPE_CHECKING:
     from jettison.report.explain import Explanation
     from jettison.search.auto_recompute import AutoForecast
-    from jettison.search.what_fits import FitAnswer
+    from jettison.search.largest_fit import FitAnswer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from jettison.spec.run import Run
 
 if TYPE_CHECKING:
     from jettison.report.explain import Explanation
-    from jettison.search.what_fits import Edge, FitAnswer, FittingChange
+    from jettison.search.largest_fit import Edge, FitAnswer, FittingChange
 
 MOST_STAGES = 20
 MOST_DIFFERENCES = 20

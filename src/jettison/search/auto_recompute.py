@@ -21,8 +21,8 @@ from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.ranges import fit_budgets, most_bytes
 from jettison.predict.stages import KeptBuffers, kept_by, pipeline_shape
 from jettison.predict.time import Estimate, Timing, estimate, recomputing
+from jettison.search.largest_fit import with_whole
 from jettison.search.stage_choice import StageChoice, StageOutcome
-from jettison.search.what_fits import with_whole
 from jettison.solve.plan import PolicyName, policy_name
 from jettison.spec.device_allowance import FitBudget, FitRule, Limit
 from jettison.spec.hardware import Hardware

@@ -39,9 +39,9 @@ from jettison.search.auto_recompute import (
     solve_stage,
 )
 from jettison.search.bounds import SetupBounds, bound, least_seconds, static_bytes, whole_seconds, whole_static_bytes
+from jettison.search.largest_fit import settled
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.space import SearchCandidate, Setup, setup_run
-from jettison.search.what_fits import settled
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.recompute import Mode, Recompute

@@ -93,7 +93,7 @@ class Mode(StrEnum):
 
 
 MOST: Final = -1
-"""Micro-batches without checkpointing: as many as fit, which `search.what_fits` finds."""
+"""Micro-batches without checkpointing: as many as fit, which `search.largest_fit` finds."""
 _WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
 
 
