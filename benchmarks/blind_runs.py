@@ -43,6 +43,7 @@ WHY = {
     "titan-reserved": "reserved memory by torchtitan's rule is nearer (benchmarks/published.py); runs before 28 July "
     "2025 need --fsdp-wrap-layers-only, those of August 2025 --loss compiled; every second layer is interval:2, "
     "not every:2",
+    "a800": "an A800's NVLink has 200 GB/s in each direction, an A100's 300",
     "titan-2.8": "torchtitan to 2025 writes norms out, copies keys and values for each head (--kernels pytorch-2.8); "
     "to February 2025 its optimizer is not fused (--optimizer adamw-foreach)",
     "titan-card": "the H100 has 500 W and 96 GB (h100-96gb), which the tables do not say",
