@@ -104,7 +104,7 @@ def refusal(call: Callable[[], object]) -> str:
 @pytest.mark.parametrize("kind", ["longt5", None, 7, ["llama"], {}])
 def test_an_unknown_architecture(kind: object) -> None:
     text = refusal(lambda: parse_config({"model_type": kind, "hidden_size": 64}, name="tiny"))
-    assert "module:factory" in text and "docs/architectures.md lists those" in text
+    assert "module:factory" in text and "--model-type takes a similar one" in text and "docs/architectures.md" in text
     assert ("no model_type" if kind is None else repr(kind)) in text
 
 

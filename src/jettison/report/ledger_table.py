@@ -94,7 +94,7 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "model", f"{counted}, {model.depth} layers, h {model.hidden}, V {model.vocab}"
         yield from run_facts(asked, report.offloaded_optimizer, training=True)
         if asked.like:
-            yield "like", asked.like
+            yield "framework preset", asked.like
         yield "recompute", _recompute(report, asked)
     if len(report.stages) == 1:
         yield "parameters", format_bytes(worst.parameter_bytes)
