@@ -193,6 +193,10 @@ def test_the_command_writes_files_and_replaces_none(tmp_path: Path, capsys: pyte
     assert "What a step costs" in text and "51.74 GiB" in text
     assert cli("export", made, "--to", "megatron", "--out", out) == 2
     assert "is there already" in capsys.readouterr().err
+    assert cli("plan", "gpt2", "--tp", "1", "--budget", "8GiB", "--out", tmp_path / "all.json") == 0
+    capsys.readouterr()
+    assert cli("export", tmp_path / "all.json", "--to", "megatron") == 0
+    assert capsys.readouterr().out.endswith("--num-layers 12\n")
     assert cli("export", made, "--to", "megatron", "--out", made, "--force") == 2
     assert json.loads(made.read_text()) == json.loads(json.dumps(paper()))
     capsys.readouterr()

@@ -300,6 +300,35 @@ def test_values_of_a_file_that_a_script_parses(tmp_path: Path) -> None:
             read_run(path)
 
 
+def test_a_file_that_a_scripts_command_line_names(tmp_path: Path) -> None:
+    text = """
+@dataclass
+class SFTConfig:
+    model: str = "gpt2"
+    max_length: int = 64
+    batch: int = field(default=2)
+    bf16: bool = True
+
+def load(path):
+    return SFTConfig(**yaml.safe_load(Path(path).read_text()))
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--config", required=True)
+config = load(parser.parse_args().config)
+args = TrainingArguments("out", bf16=config.bf16, per_device_train_batch_size=config.batch)
+trainer = Trainer(AutoModelForCausalLM.from_pretrained(config.model), args, train_dataset=cut(config.max_length))
+trainer.train()
+"""
+    (tmp_path / "own.yaml").write_text("batch: 8\nmax_length: 32\n")
+    file = script(tmp_path, text)
+    found = read_run(file, tmp_path / "own.yaml")
+    assert (found.says, found.model, found.request.micro_batch) == ("arguments of a Trainer", "gpt2", 8)
+    assert found.request.precision == "bf16-autocast"
+    assert any("is given with it, which the script parses" in note for note in found.notes)
+    with pytest.raises(UsageError, match=r"per_device_train_batch_size = config\.batch"):
+        read_run(file)
+
+
 def test_one_of_several_trainings(tmp_path: Path) -> None:
     second = """
     dpo_args = DPOConfig(per_device_train_batch_size=3, max_length=512)

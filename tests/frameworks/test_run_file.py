@@ -288,7 +288,7 @@ def test_tables_name_fields_of_a_request() -> None:
 
 def test_a_script_that_starts_what_a_file_says(titan: Path) -> None:
     script = titan.with_name("run.sh")
-    launch = "srun -N 2 --ntasks-per-node 1 torchrun --nproc_per_node 4"
+    launch = "srun -N 2 --ntasks-per-node 1 torchrun --nproc_per_node 4 --role rank --tee 3"
     script.write_text(f"{launch} -m train --job.config_file ./{titan.name} --training.local_batch_size 3\n")
     found, alone = read_run(script), read_run(titan, gpus=8)
     assert (found.path, found.gpus, found.request.micro_batch) == (titan, 8, 3)
@@ -296,10 +296,8 @@ def test_a_script_that_starts_what_a_file_says(titan: Path) -> None:
     assert any("its arguments count: training.local_batch_size" in note for note in found.notes)
     assert not found.writes
     assert "alone as --from" in found.by_hand
-    script.write_text(f"python - <<< x; CONFIG=./{titan.name}; torchrun -m train --job.config_file $FILE\n")
-    with pytest.raises(UsageError, match=rf"which starts a run of .*{titan.name}; expected --from .*{titan.name}"):
-        read_run(script, gpus=8)
     for text, why in (
+        (f"python own.py --text {'x' * 300} --other '\\0'", "no key of a known framework"),
         (
             "tune run full_finetune_distributed --config llama3/8B_full batch_size=4",
             "names the configuration llama3/8B_",

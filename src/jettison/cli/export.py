@@ -64,7 +64,7 @@ def command(
     if form == "json":
         print(json_text(found.document() | {"request": asked(plan=plan, to=to, gpu=gpu, model=model)}), end="")
     elif out is None:
-        sys.stdout.write("\n".join(found.files.values()))
+        sys.stdout.write("\n".join(text for text in found.files.values() if text != "{}\n"))  # settings of a field each
         sys.stdout.flush()
         for left_out in found.subject.left_out:
             hint(f"note: {left_out}")

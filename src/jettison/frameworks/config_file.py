@@ -52,8 +52,13 @@ class ConfigFile:
     values: Mapping[str, Any]
 
 
-def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
-    """Read a framework's file; ``text`` replaces its contents. `UsageError` if there is none, or it is unreadable."""
+def read_config_file(path: Path, text: str | None = None, beside: Path | None = None) -> ConfigFile:
+    """Read a framework's file. `UsageError` if there is none, or it is unreadable.
+
+    Args:
+        text: replaces its contents.
+        beside: the file that a script parses whose name its command line has.
+    """
     file, name = split_name(path)
     try:
         data = file.read_bytes() if text is None else text.encode()
@@ -76,7 +81,9 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
         elif syntax == "arguments":
             parsed = arguments(text, file.parent, name)
         elif syntax == "python":
-            parsed, script = python_values(text, name, NOTES, lambda other: _beside(file.parent, other))
+            parsed, script = python_values(
+                text, name, NOTES, lambda other: _beside(file.parent, other or str(beside or ""))
+            )
             syntax = "python script" if script else syntax
         else:
             parsed = _PARSERS[syntax](text)
@@ -96,13 +103,21 @@ def read_config_file(path: Path, text: str | None = None) -> ConfigFile:
     return ConfigFile(path=path, text=text, syntax=syntax, values=values)
 
 
+def found_file(folder: Path, name: Any) -> Path | None:
+    """Find a file in the working directory, a folder or one that holds it."""
+    with suppress(OSError, ValueError):  # no name of a file
+        places = (Path(), folder, *folder.parents) if isinstance(name, str) else ()
+        return next((path for one in places if (path := one / name).is_file()), None)
+    return None
+
+
 def _beside(folder: Path, name: str) -> Any:
-    """Return the keys of a file that a script names, in the working directory or its folders; None without such."""
-    for path in (Path(name), *(parent / name for parent in (folder, *folder.parents))) if len(name) < 200 else ():
-        syntax = _SUFFIXES.get(path.suffix[1:], path.suffix[1:])
-        if syntax in _PARSERS and path.is_file() and path.stat().st_size <= MOST_BYTES:
-            with suppress(UsageError):
-                return json.loads(json.dumps(_PARSERS[syntax](read_config_file(path).text), default=str))
+    """Return the keys of a file that a script names; None without such."""
+    suffix = Path(name).suffix[1:]
+    syntax, path = _SUFFIXES.get(suffix, suffix), found_file(folder, name)
+    if syntax in _PARSERS and path is not None and path.stat().st_size <= MOST_BYTES:
+        with suppress(UsageError):
+            return json.loads(json.dumps(_PARSERS[syntax](read_config_file(path).text), default=str))
     return None
 
 

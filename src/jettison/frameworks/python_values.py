@@ -42,6 +42,7 @@ _OF_THE_GPU: Final = {**dict.fromkeys(_BF16, True), "get_device_capability": [8,
 """Answers of any GPU with bf16."""
 _OVERRIDDEN: Final = ("compute_loss", "training_step", "create_optimizer")  # methods of a trainer
 _HALVES: Final = ("bfloat16", "float16", "half")
+GIVEN: Final = "the file that is given with it"
 _CHANGES: Final = ("append", "extend", "insert", "pop", "remove", "setdefault", "update")
 _Table = dict[str, Any]
 _Load = Callable[[str], Any]
@@ -73,7 +74,8 @@ def python_values(text: str, name: str | None, notes: str, load: _Load) -> tuple
             variable that holds a call. Of a script with several trainings, the variable that holds the arguments or the
             trainer of one, or its line.
         notes: key of notes.
-        load: returns the contents of a file that the script parses, by its name; None without such a file.
+        load: returns the contents of a file that the script parses, by its name, empty if that is unknown; None without
+            such a file.
 
     Raises:
         SyntaxError: the text is not Python.
@@ -169,6 +171,7 @@ class _Module:
         self.shared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
         self.modules, self.members = dict[str, str](), dict[str, str]()
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+        self.plain = {one.name: one.body for one in classes if not one.bases}
         self.own = {one.name for one in classes if any(ast.unparse(base).endswith("Module") for base in one.bases)}
         for node in nodes:
             if isinstance(node, ast.Call):
@@ -485,6 +488,10 @@ class _Module:
             self.options[str(named.get("dest", flags[0].lstrip("-").replace("-", "_")))] = named.get("default", switch)
         if last == "requires_grad_" and any(one is not True for one in (*given, *named.values())):
             name = "requires_grad"
+        if name in self.plain and any(key.startswith("**") for key in named):
+            return UnknownValue(node)
+        if name in self.plain:
+            return {"": name, **self._fields(self.plain[name], given), **named}
         name = "nn.Module" if name in self.own else name
         name = ast.unparse(node.func) if last == "compile" else name  # of torch, a model or a pattern
         if cast := [one for one in (*given, *named.values()) if last == "to" and str(one) in _HALVES]:
@@ -499,11 +506,20 @@ class _Module:
         self.stage += last == "train" and str(owner[""] if _called(owner) else owner).endswith("rainer")
         return found
 
+    def _fields(self, body: Sequence[ast.stmt], given: list[Any]) -> _Table:
+        """Return the fields of an object of the script's own, such as a dataclass: those given, else their defaults."""
+        fields = {ast.unparse(one.target): one.value for one in body if isinstance(one, ast.AnnAssign)}
+        usual = {name: self.value(value, {}) for name, value in fields.items() if value is not None}
+        usual = {name: value.get("default") if _called(value) else value for name, value in usual.items()}
+        return usual | dict(zip(fields, given, strict=False))
+
     def _parsed(self, source: Any) -> Any:
-        """Return the contents of a file that is opened, or named as OmegaConf has it; None if there is none."""
+        """Return the contents of a file that is opened, or named as OmegaConf has it, or of the one that is given with
+        the script if the name is unknown; None if there is none."""
         name = source.get("0") if _called(source) and source[""] == "open" else source
-        found = None if isinstance(name, UnknownValue) or not isinstance(name, str) else self.load(name)
-        self.loaded |= {} if found is None else {str(name): None}
+        known = isinstance(name, str) and not isinstance(name, UnknownValue)
+        found = self.load(str(name) if known else "")
+        self.loaded |= {} if found is None else {str(name) if known else GIVEN: None}
         return found
 
     def _default(self, name: str, owner: Any) -> bool:

@@ -23,8 +23,8 @@ from typing import Any, Final, TypeVar
 from jettison.core.errors import UsageError
 from jettison.families.config import parse_config
 from jettison.families.presets import PRESETS, cached_config, is_hub_id, preset_named
-from jettison.frameworks.config_file import ConfigFile, read_config_file, split_name
-from jettison.frameworks.python_values import UnknownValue
+from jettison.frameworks.config_file import ConfigFile, found_file, read_config_file, split_name
+from jettison.frameworks.python_values import GIVEN, UnknownValue
 from jettison.frameworks.shell_script import CONFIG, NOTES, OF_LAUNCHERS, SOURCED
 from jettison.models.spec_from_name import described_model
 from jettison.predict.forecast import forecast
@@ -37,8 +37,15 @@ from jettison.spec.run import Run
 _T = TypeVar("_T", int, float, str, bool)
 _OFF: Final = ("", "none", "null", "false", "no", "off", "0", "0.0", "[]", "{}")
 _FIELDS: Final = frozenset(f.name for f in fields(RunRequest))
-_EACH_NODE: Final = ("nproc_per_node", "nproc-per-node", "num_gpus", "gpus_per_node", "gpus-per-node")
-_NODES: Final = ("nnodes", "num_nodes", "nodes")
+_EACH_NODE: Final = (
+    "nproc_per_node",
+    "nproc-per-node",
+    "num_gpus",
+    "gpus_per_node",
+    "gpus-per-node",
+    "$NPROC_PER_NODE",
+)
+_NODES: Final = ("nnodes", "num_nodes", "nodes", "$NNODES")
 COMPILES: Final = ("ledger", "estimate", "plan", "search")
 """Commands with a flag --compile."""
 _SAID_OTHERWISE: Final = re.compile(r"the model is .*|.* \(the command line says another\)").fullmatch
@@ -351,7 +358,7 @@ class Keys:
 
     def named(self, key: str) -> ConfigFile | None:
         """Return the file that this key names, relative to the working directory or this file's folders; or None."""
-        found = _found(self.file.path.parent, self.get(key))
+        found = found_file(self.file.path.parent, self.get(key))
         return None if found is None else read_config_file(found)
 
     def share(self, *axes: str) -> int:
@@ -580,18 +587,23 @@ def read_run(
         allow_unread: continue if keys that change memory or time cannot be read.
         text: replaces the first file's contents.
     """
-    files = [read_config_file(Path(path), None if at else text) for at, path in enumerate(paths)]
+    main, *further = map(Path, paths)
+    files = [read_config_file(main, text, further[0] if len(further) == 1 else None), *map(read_config_file, further)]
+    if any(note.startswith(GIVEN) for note in files[0].values.get(NOTES, ())):
+        del files[1:]
     script, files[0] = files[0], _started(files[0])
-    gpus = gpus_of(script.values) if script is not files[0] and gpus is None else gpus
+    if script is not files[0] and gpus is None:
+        each, nodes = launched(script.values)
+        said = str(script.values.get("num_processes"))
+        gpus = int(said) if said.isdecimal() else (each or 0) * (1 if nodes == 0 else nodes or 0) or None
     first, *others = sorted(files, key=lambda file: int((_table(file) or {"order": 100}).get("order", 50)))
     table = _table(first)
     if table is None:
         why = f"which has no key of a known framework; expected {', '.join({table['says']: 0 for table in tables()})}"
         if {"model_type", "architectures"} & {*first.values}:
             why = f"which has a model and no run; expected it as MODEL: jettison ledger {first.path} --seq 4096"
-        elif (named := _named_within(first)) is not None:
-            why = f"which starts a run of {named}; expected --from {named}, and flags for what the script changes"
-        elif first.syntax == "arguments" and (named := first.values.get("config", first.values.get(CONFIG))):
+        named = str(first.values.get("config", first.values.get(CONFIG, "$")))
+        if first.syntax == "arguments" and "$" not in named:
             why = f"which names the configuration {named}, a file that is not here; expected --from with that file"
         if alike := next((one for one in tables() if _fits(replace(first, syntax=one["syntaxes"][0]), one)), None):
             expected = ", ".join(alike["syntaxes"])
@@ -600,7 +612,7 @@ def read_run(
     name = table["framework"]
     keys = Keys(first, asked=asked, gpus=gpus, asked_model=model, table=table)
     keys.by_table(table)
-    if CONFIG in first.values and _found(first.path.parent, first.values[CONFIG]) is None:
+    if CONFIG in first.values and found_file(first.path.parent, first.values[CONFIG]) is None:
         keys.refuse(CONFIG, "file not found, whose keys count as well: give it as --from, and flags for the script's")
     prefixes = table.get("given_with", {})
     for other in others:
@@ -713,22 +725,11 @@ def models(framework: str) -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads((frameworks.FOLDER / framework / "models.toml").read_text(encoding="utf-8"))
 
 
-def _found(folder: Path, name: Any) -> Path | None:
-    """Find a file by its name in the working directory, or in a folder or one that holds it."""
-    if not isinstance(name, str) or len(name) > 1000 or "\0" in name:
-        return None
-    return next((path for one in (Path(), folder, *folder.parents) if (path := one / name).is_file()), None)
-
-
-def gpus_of(values: Mapping[str, Any]) -> int | None:
-    """Number of GPUs that a launcher's arguments ask for; None if they do not say."""
-
-    def first(names: Sequence[str], default: str) -> str:
-        return next((str(values[key]) for key in names if values.get(key) is not None), default)
-
-    each, nodes = first(("num_processes",), first(_EACH_NODE, "")), first(_NODES, "1")
-    nodes = "1" if values.get("num_processes") is not None else nodes
-    return int(each) * int(nodes) if each.isdecimal() and nodes.isdecimal() else None
+def launched(values: Mapping[str, Any]) -> Iterator[int | None]:
+    """Yield the GPUs of a node and the nodes of a launcher's arguments; 0 if they do not say, None for no number."""
+    for names in (_EACH_NODE, _NODES):
+        said = next((str(values[key]) for key in names if values.get(key) is not None), "0")
+        yield int(said) if said.isdecimal() else None
 
 
 def _started(script: ConfigFile) -> ConfigFile:
@@ -740,26 +741,16 @@ def _started(script: ConfigFile) -> ConfigFile:
     own = {key: value for key, value in values.items() if not key.startswith("$")}
     beside = {name for table in tables() for name in table.get("given_with", ())}
     names = [values.get(CONFIG), *(own.values() if _table(script) is None else ())]
-    for path in filter(None, (_found(folder, name) for name in names)):
+    for path in filter(None, (found_file(folder, name) for name in names)):
         with suppress(UsageError):
             kind = _table(file := read_config_file(path))
             if kind is not None and kind["framework"] not in beside:
                 launched = re.compile(rf"(?!config.file)(?:{OF_LAUNCHERS})")  # accelerate's is one of the run
-                own = {key: one for key, one in own.items() if _found(folder, one) != path}
+                own = {key: one for key, one in own.items() if found_file(folder, one) != path}
                 own = {key.replace("-", "_"): one for key, one in own.items() if not launched.fullmatch(key)}
                 said = f"{path}, which the script starts, is read; its arguments count: {', '.join(own) or 'none'}"
                 return replace(file, values={**file.values, **own, NOTES: [*values.get(NOTES, ()), said]})
     return script
-
-
-def _named_within(file: ConfigFile) -> Path | None:
-    """Find a framework's file that a script names, in the working directory or the script's folder."""
-    words = re.findall(r"[\w./-]+\.(?:ya?ml|toml|json)\b", file.text) if file.syntax == "arguments" else []
-    for word in dict.fromkeys(words):
-        for path in (Path(word), file.path.parent / word):
-            if path.is_file() and _table(read_config_file(path)) is not None:
-                return path
-    return None
 
 
 def _reader(name: str, function: str = "read") -> Callable[..., None]:

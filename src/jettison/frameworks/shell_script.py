@@ -67,7 +67,7 @@ _KNOWN_OF_LAUNCHERS: Final = ("nodes", "ntasks-per-node", "gpus-per-node", "gpus
 OF_LAUNCHERS: Final = (
     r"nproc[_-]per[_-]node|nnodes|node[_-]rank|master[_-](?:addr|port)|rdzv[_-]\w+|standalone|max[_-]restarts|"
     r"num[_-](?:nodes|gpus|processes|machines)|config[_-]file|mem|nodes|ntasks[\w-]*|gpus[\w-]*|container[\w-]*|"
-    r"job-name|partition|account|time|output|error|exclusive"
+    r"job-name|partition|account|time|output|error|exclusive|role|tee|local[_-]ranks[_-]filter|main[_-]process[_-]\w+"
 )
 """Pattern of arguments that belong to a launcher, not to the program."""
 _ENVIRONMENTS: Final = re.compile(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from jettison.frameworks.config_file import ConfigFile
-from jettison.frameworks.run_file import Keys, table_of
+from jettison.frameworks.run_file import Keys, launched, table_of
 from jettison.spec.tuning import TARGETS
 
 MICRO_BATCH: Final = 8
@@ -82,16 +82,13 @@ def replicas(keys: Keys) -> None:
             keys.gpus = said
             keys.read(key, why=f"{said} GPUs")
         keys.read(key)
-    a_node = next(
-        (key for key in ("nproc_per_node", "num_gpus", "gpus_per_node", "$NPROC_PER_NODE") if keys.has(key)), ""
-    )
-    if keys.gpus is None and str(keys.get(a_node, "")).isdecimal():
-        nodes = next((str(keys.get(key)) for key in ("nnodes", "num_nodes", "nodes", "$NNODES") if keys.has(key)), "1")
-        if not nodes.isdecimal():
+    each, nodes = launched(keys.values)
+    if keys.gpus is None and each:
+        if nodes is None:
             keys.note("it does not say on how many nodes it runs: one is counted; give --gpus for more")
-        keys.gpus = int(keys.get(a_node)) * (int(nodes) if nodes.isdecimal() else 1)
-    seen, own, why = keys.text("$CUDA_VISIBLE_DEVICES"), keys.text(a_node, "1"), keys.table.get("fewer_processes")
-    if why and keys.gpus_asked is None and own.isdecimal() and seen.count(",") >= int(own):
+        keys.gpus = each * (nodes or 1)
+    seen, why = keys.text("$CUDA_VISIBLE_DEVICES"), keys.table.get("fewer_processes")
+    if why and keys.gpus_asked is None and each is not None and seen.count(",") >= (each or 1):
         keys.refuse("$CUDA_VISIBLE_DEVICES", why)
     if keys.gpus is None:
         keys.gpus = _visible(keys)
@@ -105,13 +102,13 @@ def replicas(keys: Keys) -> None:
     if 0 < (keys.whole("shard_size") or 0) < (keys.gpus or 1):
         keys.give("zero_replicas", (keys.gpus or 1) // (keys.whole("shard_size") or 1), "shard_size")
     if (whole := keys.whole("sequences_a_step")) and keys.field("micro_batches") is None:
-        each = max(1, keys.field("micro_batch", 1)) * keys.sequences_a_row
-        keys.give("micro_batches", max(1, -(-whole // each // dp)), "sequences_a_step")
+        size = max(1, keys.field("micro_batch", 1)) * keys.sequences_a_row
+        keys.give("micro_batches", max(1, -(-whole // size // dp)), "sequences_a_step")
         said = keys.written("sequences_a_step") in keys.file.values and not keys.get("tokens_per_gpu")
-        if said and whole % (each * dp):
-            keys.refuse("sequences_a_step", f"expected a multiple of {each} x {dp}, the micro-batches of all ranks")
-    each = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
-    reduces_last(keys, synced=each is not None and each[1] == "true")
+        if said and whole % (size * dp):
+            keys.refuse("sequences_a_step", f"expected a multiple of {size} x {dp}, the micro-batches of all ranks")
+    sync = re.search("sync_each_batch[^a-z]+(true|[a-z0-9.]*)", str(keys.values).lower())
+    reduces_last(keys, synced=sync is not None and sync[1] == "true")
 
 
 def _visible(keys: Keys) -> int | None:
